@@ -257,7 +257,7 @@ def test_a_host_that_was_cut_off_sets_aside_what_is_of_before_and_takes_part_aga
     job.wait_for_words("another host leads the job")
     job.wait_for_words("stands by for the job in")
     heirs[number].wait_for(
-        "generation_started", lambda e: e["generation"] > less["generation"] and 6 == len(e["workers"])
+        "generation_started", lambda e: e["generation"] > less["generation"] and len(e["workers"]) == 6
     )
     assert (job.run_dir / "previous-1" / "events.jsonl").is_file()
     led_apart.go()

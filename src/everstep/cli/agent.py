@@ -115,7 +115,7 @@ def command(
     if task is not None:
         task = parse_task(task).canonical
     if standby:
-        _check_standby(address, {"--task": task, "--stay": stay, "--refill": refill, "--set": settings})
+        _check_standby(address, {"--task": task, "--set": settings})
     if slots == 0 and not standby:
         raise ConfigError("--slots: expected at least 1, got 0: a host without workers is of use with --standby alone")
     known = {"run_dir": run_dir, "host": host_name or os.uname().nodename, "own": own or "", "task": task or ""}
@@ -124,7 +124,7 @@ def command(
         return take_part_in(begun, stay=stay, refill=refill)
     from everstep.cli.standby import stand_by
 
-    return stand_by(begun)
+    return stand_by(replace(begun, stays=stay), refill)
 
 
 def _check_standby(address: str, beside: Mapping[str, object]) -> None:
@@ -168,7 +168,7 @@ def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None,
                 print(f"the job in {folder} is over", file=sys.stderr, flush=True)
                 return 0
             if refill is not None:
-                _refill(begun, met, refill)
+                refill_job(begun, met, refill)
             more = {"run_dir": str(folder or begun.run_dir or ""), "task": begun.task, "said": begun.where}
             left = take_part(begun.joining(address, own=met.own, **more), met.token, look if follows else None)
             if left.words and left.exit_code:
@@ -181,7 +181,7 @@ def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None,
             time.sleep(_AGAIN_S)  # the process that answered may still be there
 
 
-def _refill(begun: Start, met: Met, most: int) -> None:
+def refill_job(begun: Start, met: Met, most: int) -> None:
     """Ask the job for as many more workers as this host has room for, but at most `most`."""
     with contextlib.suppress(EverstepError, OSError):  # the job may have ended meanwhile; joining will show that
         key, tls = role_token(met.token, OPERATE), Tls.of(shown_by(begun.config.security.tls, met.token, met.own))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import NoReturn
@@ -15,12 +16,27 @@ from everstep.runtime.link.address import CHECKPOINTS_DIR
 from everstep.runtime.process import own_command
 from everstep.runtime.start import Start
 
+HEAD_MARK = "EVERSTEP_HEAD_MARK"
+"""Variable with the name of a file that is there while this host leads the job, for the script that started it."""
 
-def become_standby(begun: Start) -> NoReturn:
-    """Set aside what is of before, and go on as a standby host. begun: of this host, where nothing of the job runs any
-    more. Raises: ConfigError, OSError if that fails."""
-    with run_lock(begun.folder):
-        put_aside(begun.folder)
+
+def mark_head(*, leads: bool) -> None:
+    """Say whether this host leads the job, where somebody wants to know."""
+    path = os.environ.get(HEAD_MARK, "")
+    with contextlib.suppress(OSError):
+        if path and leads:
+            Path(path).touch()
+        elif path:
+            Path(path).unlink(missing_ok=True)
+
+
+def become_standby(begun: Start, *, deposed: bool = True) -> NoReturn:
+    """Go on as a standby host. begun: of this host, where nothing of the job runs any more. deposed: this host led the
+    job, and what is of before is set aside. Raises: ConfigError, OSError if that fails."""
+    if deposed:
+        with run_lock(begun.folder):
+            put_aside(begun.folder)
+    mark_head(leads=False)
     command = standby_words(begun)
     os.execve(command[0], command, _variables(begun))
 
@@ -38,7 +54,7 @@ def standby_words(begun: Start) -> list[str]:
     """Command of the standby host that this head becomes."""
     slots = 0 if begun.room is None else begun.room or begun.config.workers
     own = ["--slots", str(slots), "--host-name", begun.name, "--address", begun.address]
-    own += ["--run-dir", str(begun.folder.absolute())]
+    own += ["--run-dir", str(begun.folder.absolute()), *(["--stay"] if begun.stays else [])]
     return own_command("everstep", "agent", "--join", str(begun.config.control.etcd), "--standby", *own)
 
 

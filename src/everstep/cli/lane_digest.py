@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from everstep.train.task import Task
 
 
-def lane_digest(task: Task) -> str:
+def lane_digest(task: Task, dataset: Any) -> str:
     """Digest, 16 digits, of the batch of lane 0 in step 1. Raises: what the task's code raises."""
     from torch import Tensor
 
@@ -23,7 +23,6 @@ def lane_digest(task: Task) -> str:
     from everstep.exact.digest import named_digest
     from everstep.train.elastic import sample_order
 
-    dataset = task.build_dataset("train")
     recipe = Recipe(dataset, sample_order(task.config, dataset), task.collate, task.config.seed)
     found: list[Tensor] = []
 
@@ -44,7 +43,7 @@ def look_here(question: dict[str, Any]) -> dict[str, Any]:
     except (EverstepError, ValueError, KeyError, TypeError) as error:
         return {"error": str(error)}
     try:
-        digest = lane_digest(task)
+        digest = lane_digest(task, task.build_dataset("train"))
     except Exception as error:
         why = error if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         return {"code": told(code_here()), "data_error": " ".join(str(why).split())}

@@ -15,7 +15,7 @@ from everstep.base.errors import ConfigError, Deposed
 from everstep.base.exit_codes import ANOTHER_LEADS
 from everstep.chaos.spec import parse, strikes_of
 from everstep.cli.beside import dashboard_beside, metrics_beside, sinks_beside
-from everstep.cli.coming_back import become_standby
+from everstep.cli.coming_back import become_standby, mark_head
 from everstep.cli.conclusion import end_of, say_the_end
 from everstep.cli.display import Display, Watcher, choose_display
 from everstep.cli.job import JobFile, total_steps
@@ -79,6 +79,7 @@ class LeadersWork:
 
     def _take_over(self) -> None:
         begun = self._begun
+        mark_head(leads=True)
         with contextlib.suppress(ConfigError):  # the command that began the job may still run
             self._held.enter_context(run_lock(begun.folder))
         logs = ", and the logs of its workers are where it is" if begun.succession.copying_host else ""
@@ -130,6 +131,8 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
             if outcome.exit_code == ANOTHER_LEADS and config.control.etcd is not None:
                 display.note(f"{outcome.why.reason}: {begun.name} stands by for the job from now on")
                 raise Deposed(outcome.why.reason, functools.partial(become_standby, begun))
+            if begun.succession.guest and process.ends_later:
+                raise Deposed(outcome.why.reason, functools.partial(become_standby, begun, deposed=False))
             if begun.succession.guest and (not work.led or outcome.exit_code > 128):
                 if outcome.exit_code > 1:
                     complain(outcome.why.reason)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from everstep.base.config import Config
+from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError
 from everstep.base.stage_map import devices_of, parse_map
 from everstep.cli.job import Request, effective_config
@@ -32,7 +33,8 @@ class Probe:
 
     cut: [first unit, unit after the last] of each part; stage_parameters: elements by stage, shared ones counted once.
     unit_ms: time of each unit for one lane, if asked for. split_checked: the task was proven to be splittable; the
-    workers need not look again. lane_digest: as the function has it, "" if it was not asked for, or cannot be had.
+    workers need not look again. lane_digest: as the function has it, "" if no other host may come, or it
+    cannot be had.
     """
 
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -45,14 +47,12 @@ class Probe:
     lane_digest: str = ""
 
 
-def probe_task(
-    task: str, request: Request, server: EarlyForkServer, *, units: bool = False, lane: bool = False
-) -> Probe:
-    """Run `look` in a fork of `server`. units: build the model too. lane: find `lane_digest`, too.
+def probe_task(task: str, request: Request, server: EarlyForkServer, *, units: bool = False) -> Probe:
+    """Run `look` in a fork of `server`. units: build the model too.
 
     Raises: ConfigError with the line that the fork gave for the task's import, its defaults or the config.
     """
-    question = {"task": task, "request": asdict(request), "units": units, "lane": lane}
+    question = {"task": task, "request": asdict(request), "units": units}
     try:
         return read_answer(server.call(f"{__name__}:answer", question))
     except ForkEnded as error:
@@ -65,7 +65,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Answer a question as JSON; runs in the fork."""
     request = msgspec.convert(question["request"], Request)
     try:
-        return {"probe": asdict(look(question["task"], request, question["units"], question["lane"]))}
+        return {"probe": asdict(look(question["task"], request, question["units"]))}
     except ConfigError as error:
         return {"error": str(error)}
 
@@ -77,7 +77,7 @@ def read_answer(said: dict[str, Any]) -> Probe:
     return Probe(**said["probe"])
 
 
-def look(task_text: str, request: Request, units: bool, lane: bool = False) -> Probe:
+def look(task_text: str, request: Request, units: bool) -> Probe:
     """Import the task, and build its dataset (and model) under the effective config, in this process.
 
     Raises: ConfigError.
@@ -90,13 +90,15 @@ def look(task_text: str, request: Request, units: bool, lane: bool = False) -> P
         raise ConfigError(f"task {task_text!r}: its defaults: {error}") from None
     _check_devices(task.config)
     size: int | None = None
+    dataset: Any = None
     with _left_to_workers():
-        size = len(task.build_dataset("train"))  # type: ignore[arg-type]
+        dataset = task.build_dataset("train")
+        size = len(dataset)
         check_metric(task)
         _check_parts(task)
     probe, digest = Probe(defaults, size), ""
     with _left_to_workers():
-        digest = lane_digest(task) if lane else ""
+        digest = "" if is_loopback(task.config.network.address) else lane_digest(task, dataset)
     probe = replace(probe, lane_digest=digest)
     if task.config.stages > 1:
         with _left_to_workers():

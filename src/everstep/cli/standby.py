@@ -18,11 +18,12 @@ from everstep.base.config import Config, load_config, to_dict
 from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError, EverstepError, NoHead, ProtocolError
 from everstep.base.etcd_address import EtcdAddress
+from everstep.cli.agent import refill_job
 from everstep.cli.beside import parse_listen
 from everstep.cli.conclusion import ENDS
 from everstep.cli.job import about_to_run, check_network, read_job
 from everstep.cli.leading import see_through
-from everstep.cli.meeting import ETCD_S, etcd_at
+from everstep.cli.meeting import ETCD_S, Met, etcd_at
 from everstep.cli.run_dir import read_digest
 from everstep.cli.standby_fill import copy_in
 from everstep.cli.starting import start_here
@@ -53,6 +54,20 @@ def check_lease(config: Config, secrets: Mapping[str, str]) -> None:
     if config.control.etcd is not None:
         address = EtcdAddress.parse("control.etcd", config.control.etcd)
         find_access(address, config.control, {**os.environ, **secrets})
+
+
+def runs_elsewhere(begun: Start) -> bool:
+    """Whether the job with the lease of this config runs already. Raises: as `begin_leased`."""
+    control = begun.config.control
+    if control.etcd is None:
+        return False
+    address = EtcdAddress.parse("control.etcd", control.etcd)
+    access = find_access(address, control, {**os.environ, **begun.secrets})
+    with contextlib.closing(Etcd(address, begun.token, ETCD_S, access=access)) as etcd:
+        try:
+            return etcd.announced() is not None and in_etcd(etcd) is not None
+        except ProtocolError as error:
+            raise ConfigError(f"control.etcd: {error}") from None
 
 
 def begin_leased(begun: Start) -> tuple[Start, list[str]]:
@@ -104,17 +119,20 @@ def _still(etcd: Etcd, holder: Holder) -> str:
     return f"a job is still running under {etcd.address}: its coordinator is at {where}; wait, or stop it"
 
 
-def stand_by(begun: Start) -> int:
-    """Be an agent, and the job's next coordinator if the present one is lost. Returns the exit code."""
+def stand_by(begun: Start, refill: int | None = None) -> int:
+    """Be an agent, and the job's next coordinator if the present one is lost. refill: as `everstep agent` has it.
+    Returns the exit code."""
     with contextlib.ExitStack() as held:
         etcd = held.enter_context(contextlib.closing(etcd_at(begun)))
-        found = _announced(etcd)
+        found = _announced(etcd, stays=begun.stays)
         word = str(found.facts.get("word", ""))
         begun = replace(begun, own=begun.own or _own(etcd))
         shown = begun.run_dir or Path(str(found.facts.get("run_dir")))
         shared = _sees(shown, lambda: _place(etcd) or word)
         if not shared:
             shown = held.enter_context(copy_in(begun, word, lambda: in_etcd(etcd)))
+        if refill is not None and (where := in_etcd(etcd)) is not None:
+            refill_job(begun, Met(begun.own, begun.token, (str(where["host"]), int(where["port"]))), refill)
         job = read_job(shown, joined=False)
         check_lease(job.config, begun.secrets)
         copying_host = begun.host if (shown / OWN_FOLDER).is_dir() else ""
@@ -146,15 +164,18 @@ def _place(etcd: Etcd) -> str:
     return place_of(holder.where) if holder is not None else ""
 
 
-def _announced(etcd: Etcd) -> Announced:
-    """The job, once there is one. Raises: NoHead if none comes, or etcd does not answer."""
+def _announced(etcd: Etcd, *, stays: bool) -> Announced:
+    """The job, once there is one. stays: one that is over does not count, as the next may follow it.
+
+    Raises: NoHead if none comes, or etcd does not answer.
+    """
     end_s, said = time.monotonic() + _PATIENCE_S, False
     while True:
         try:
             found = etcd.announced()
         except ProtocolError as error:
             raise ConfigError(f"--join: {error}") from None
-        if found is not None:
+        if found is not None and not (stays and _is_over(etcd)):
             return found
         if time.monotonic() > end_s:
             raise NoHead(f"no job has begun under {etcd.address} for {_PATIENCE_S:g} s")
@@ -162,6 +183,13 @@ def _announced(etcd: Etcd) -> Announced:
             print(f"no job has begun under {etcd.address}: waiting for it", file=sys.stderr, flush=True)
         said = True
         time.sleep(_AGAIN_S)
+
+
+def _is_over(etcd: Etcd) -> bool:
+    """Whether the announced job has ended, and nobody leads it."""
+    seen, found = etcd.ask(Look()), etcd.ask(Load())
+    free = isinstance(seen, HolderSeen) and seen.holder is None
+    return free and isinstance(found, Loaded) and any(entry.get("kind") == "ended" for entry in found.entries)
 
 
 def _own(etcd: Etcd) -> str:

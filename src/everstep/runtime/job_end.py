@@ -100,6 +100,7 @@ class JobEnd:
 
     def give_up(self, exit_code: int, why: Why) -> None:
         """Let this process leave, whatever becomes of the job."""
+        self.interrupted = self.interrupted or max(0, exit_code - 128)
         self.outcome = self.outcome or Outcome(exit_code, "interrupted", why)
         self.over = True
 
