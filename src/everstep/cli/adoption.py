@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
-from everstep.base.foreign import Foreign, derived_ports, first_host, left_alone
+from everstep.base.foreign import LAUNCHED_MARK, Foreign, derived_ports, first_host, left_alone
 from everstep.cli.agent import start_of_agent, take_part_in
 from everstep.cli.main import exit_code_of, run_command
 from everstep.cli.run_dir import RUNS
@@ -132,7 +132,9 @@ def _token(foreign: Foreign) -> bytes:
 
 
 def _leave_launcher() -> None:
-    """Remove the launcher's variables: processes started from here on do not belong to the launcher."""
+    """Remove the launcher's variables: processes started from here on do not belong to the launcher. A mark stays, as
+    the launcher passes on what this process prints."""
     rest = left_alone(os.environ)
     for name in os.environ.keys() - rest.keys():
         del os.environ[name]
+    os.environ[LAUNCHED_MARK] = "1"

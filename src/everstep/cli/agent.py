@@ -115,7 +115,8 @@ def command(
     if task is not None:
         task = parse_task(task).canonical
     if standby:
-        _check_standby(address, {"--task": task, "--set": settings})
+        others = [text for text in settings if parse_set(text)[0] != "network.interface"]
+        _check_standby(address, {"--task": task, "--set": others})
     if slots == 0 and not standby:
         raise ConfigError("--slots: expected at least 1, got 0: a host without workers is of use with --standby alone")
     known = {"run_dir": run_dir, "host": host_name or os.uname().nodename, "own": own or "", "task": task or ""}

@@ -98,6 +98,9 @@ def launch_of(
     argv = click.get_current_context().meta[_ARGV]
     if argv and (tail or not head.endswith(".py")):
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {words[0]!r}")
+    interface = str(values.get("network.interface") or "")
+    if not re.fullmatch(r"[\w.:-]*", interface, re.ASCII):  # it stands in lines of scripts
+        raise ConfigError(f"network.interface: expected the name of an interface such as eth0, got {interface!r}")
     named, folder = name or f"everstep-{stem}", os.getcwd() if here else ""
     etcd = str(values.get("control.etcd") or "")
     if etcd:

@@ -39,7 +39,7 @@ from everstep.runtime.lead.journal_and_lease import place_of
 from everstep.runtime.lead.succession import Succession, new_owner
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, JOURNAL_FILE, TOKEN_FILE, read_address
-from everstep.runtime.link.interfaces import route_to
+from everstep.runtime.link.interfaces import own_address
 from everstep.runtime.link.tls import Tls, shown_by
 from everstep.runtime.start import Start
 
@@ -126,7 +126,7 @@ def stand_by(begun: Start, refill: int | None = None) -> int:
         etcd = held.enter_context(contextlib.closing(etcd_at(begun)))
         found = _announced(etcd, stays=begun.stays)
         word = str(found.facts.get("word", ""))
-        begun = replace(begun, own=begun.own or _own(etcd))
+        begun = replace(begun, own=begun.own or _own(etcd, begun.config))
         shown = begun.run_dir or Path(str(found.facts.get("run_dir")))
         shared = _sees(shown, lambda: _place(etcd) or word)
         if not shared:
@@ -192,13 +192,14 @@ def _is_over(etcd: Etcd) -> bool:
     return free and isinstance(found, Loaded) and any(entry.get("kind") == "ended" for entry in found.entries)
 
 
-def _own(etcd: Etcd) -> str:
-    """Address of this host on the way to the coordinator, or to etcd while there is no coordinator."""
+def _own(etcd: Etcd, config: Config) -> str:
+    """Address of this host: that of network.interface, else the one on the way to the coordinator, or to etcd while
+    there is no coordinator."""
     seen, there = etcd.ask(Look()), etcd.address.members[0].rpartition(":")[0]
     if isinstance(seen, HolderSeen) and seen.holder is not None and seen.holder.where:
         there = str(seen.holder.where.get("host"))
     try:
-        return route_to(there)
+        return own_address(config.network, None, there)
     except (OSError, UnicodeError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(f"--join: there is no way to {there} from here ({why}): give --address") from None

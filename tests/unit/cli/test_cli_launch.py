@@ -473,3 +473,13 @@ def test_what_ssh_and_ray_would_start(capsys: pytest.CaptureFixture[str]) -> Non
     text = printed(capsys, "launch", "ray", "resnet18-digits", "--hosts", "2", *common)
     job, agent = text.splitlines()
     assert "run resnet18-digits --listen ADDRESS:PORT" in job and agent.endswith("--address ADDRESS")
+
+
+def test_the_interface_that_the_config_names_is_that_of_slurm_s_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch", "slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--set", "network.interface=ib0"]
+    text = printed(capsys, *words)
+    assert '--listen "${address:-ib0}:0"' in text and '${address:+--address "$address"}' in text
+    assert "hostname -I" not in text and "--set network.interface=ib0" in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    assert run_command([*words[:-1], "network.interface=ib0$(id)", "--print"]) == 2
+    assert "network.interface: expected the name of an interface" in capsys.readouterr().err

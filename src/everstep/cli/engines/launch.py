@@ -29,6 +29,12 @@ class Launch(NamedTuple):
     variables: tuple[tuple[str, str], ...] = ()
 
     @property
+    def interface(self) -> str:
+        """network.interface, "" if the user has named none."""
+        named = [text.partition("=")[2] for text in self.settings if text.startswith("network.interface=")]
+        return named[-1] if named else ""
+
+    @property
     def everstep(self) -> list[str]:
         """Words that start the command line on a host."""
         return [self.python, "-P", "-m", "everstep"]
@@ -46,6 +52,7 @@ class Launch(NamedTuple):
         workers = self.hosts * self.slots
         if self.etcd:
             same = f"--stay --refill {workers} --slots {self.slots} --host-name {name}"
+            same += f" --set {shlex.quote(f'network.interface={self.interface}')}" if self.interface else ""
             return f"agent --join {shlex.quote(self.etcd)} --standby {same}"
         own = "".join(f" --set {shlex.quote(text)}" for text in self.settings)
         return f"agent --join {join} --stay --refill {workers} --slots {self.slots} --host-name {name}{own}"
