@@ -101,6 +101,13 @@ class HostRefused(FromAgent, frozen=True, kw_only=True):
     cause: Cause = Cause.CONFIG
 
 
+class HostsProbed(FromAgent, frozen=True, kw_only=True):
+    """Answer to `ProbeHosts`. silent: hosts that did not answer at all."""
+
+    number: int
+    silent: list[str]
+
+
 class HostLeaving(FromAgent, frozen=True, kw_only=True):
     """From an agent: its host wants to leave in order, as if somebody had asked to drain it."""
 
@@ -429,6 +436,13 @@ class AgentRefused(AnyMessage, frozen=True, kw_only=True):
 
     reason: str
     cause: Cause = Cause.UNKNOWN
+
+
+class ProbeHosts(AnyMessage, frozen=True, kw_only=True):
+    """Look whether these hosts answer at these addresses ("host:port"), by host. number: unique."""
+
+    number: int
+    addresses: dict[str, str]
 
 
 class HostDismissed(AnyMessage, frozen=True, kw_only=True):

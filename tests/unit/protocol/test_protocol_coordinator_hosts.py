@@ -220,6 +220,49 @@ def test_any_link_between_two_hosts_is_the_same_again() -> None:
     assert "its links, or others between the same hosts, failed again (2 to 4, 3 to 5)" in world.plan.reason
 
 
+def stating(world: World) -> World:
+    """The hosts' agents say their addresses, so they are asked whether others answer."""
+    for k in range(3):
+        name = f"a{k + 1}"
+        lives = [m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + i) for i in (2 * k, 2 * k + 1)]
+        about = {"address": f"10.0.0.{k + 1}"}
+        world.say(
+            name, m.AgentHello(agent_id=name, host=f"h{k + 1}", workers=lives, slots=0, process=name, about=about)
+        )
+    world.clear()
+    return world
+
+
+def test_hosts_of_accused_links_are_probed_and_one_leaves_at_once_if_they_do_not_answer() -> None:
+    world = stating(three_hosts())
+    break_link(world, 1, (4, 2))
+    asked = {name: world.last(m.ProbeHosts, name) for name in ("a2", "a3")}
+    assert list(asked["a3"].addresses) == ["h2"] and list(asked["a2"].addresses) == ["h3"]
+    assert world.last(m.ProbeHosts, "a1") is None and world.plan.generation == 1, "it is decided when they have looked"
+    world.say("a3", m.HostsProbed(agent_id="a3", number=asked["a3"].number, silent=["h2"]))
+    world.say("a2", m.HostsProbed(agent_id="a2", number=asked["a2"].number, silent=[]))
+    world.wait(MS)
+    assert world.plan.generation == 2 and world.plan.worker_ids == (0, 1, 4, 5), (
+        "the whole host, though one link failed"
+    )
+    assert "its host and another do not reach each other (2 to 4)" in world.plan.reason
+
+
+def test_hosts_that_answer_may_fail_once_and_one_that_does_not_look_is_not_waited_for() -> None:
+    world = stating(three_hosts())
+    break_link(world, 1, (4, 2))
+    for name, other in (("a2", "h3"), ("a3", "h2")):
+        number = world.last(m.ProbeHosts, name).number
+        world.say("a1", m.HostsProbed(agent_id="a1", number=number, silent=[other]))  # not the one that was asked
+        world.say(name, m.HostsProbed(agent_id=name, number=number, silent=[]))
+    world.wait(MS)
+    assert world.plan.generation == 2 and len(world.plan.members) == 6
+    world = stating(three_hosts())
+    break_link(world, 1, (4, 2))
+    world.wait(1500 * MS)
+    assert world.plan.generation == 2 and len(world.plan.members) == 6
+
+
 def test_on_one_host_another_link_is_another() -> None:
     world = three_hosts()
     break_link(world, 1, (1, 0), (4, 5))

@@ -19,6 +19,7 @@ from everstep.protocol.messages import (
     HostFailed,
     HostLeaving,
     HostRefused,
+    HostsProbed,
     Pong,
     SlotLost,
     WorkerExited,
@@ -255,6 +256,10 @@ class AgentLink:
     def stay_out(self, why: Why) -> None:
         """Report that this host does not take part."""
         self.client.send(HostRefused(agent_id=self.agent_id, **vars(why)))
+
+    def probed(self, number: int, silent: list[str]) -> None:
+        """Answer a request to probe hosts. Any thread."""
+        self.client.send(HostsProbed(agent_id=self.agent_id, number=number, silent=silent))
 
     def ask_to_leave(self) -> None:
         """Ask for this host to leave in order."""

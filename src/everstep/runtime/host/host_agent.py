@@ -36,6 +36,7 @@ from everstep.protocol.messages import (
     JobFacts,
     JobPage,
     KillWorker,
+    ProbeHosts,
     SetSlots,
     ShowStacks,
     StrikeNow,
@@ -46,6 +47,7 @@ from everstep.runtime.host.agent_link import AgentLink, Pulses, Secrets
 from everstep.runtime.host.board import MAX_ROWS, Board, create_board_memory
 from everstep.runtime.host.fork_server_client import ForkServerClient, start_fork_server
 from everstep.runtime.host.host_part import Host
+from everstep.runtime.host.host_probes import probe_hosts
 from everstep.runtime.host.packet_faults import clear, harm
 from everstep.runtime.host.undoing import Harms
 from everstep.runtime.lead.finding import Finder, Where
@@ -239,6 +241,8 @@ class HostAgent:
         elif isinstance(message, KillWorker):
             if host.workers.kill(message.worker_id, message.incarnation):
                 self._notify("worker_killed", Why(message.cause, message.reason), worker_id=message.worker_id)
+        elif isinstance(message, ProbeHosts):
+            probe_hosts(message, self._link.probed)
         elif isinstance(message, ShowStacks):
             host.workers.show_stacks(message.worker_id, message.incarnation)
         elif isinstance(message, StrikeNow) and message.kind == "kill":
