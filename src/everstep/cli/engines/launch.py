@@ -88,11 +88,12 @@ def host_script(
     return f"""\
 dir={shlex.quote(launch.run_dir)}
 leaving= here=
-export EVERSTEP_HEAD_MARK="${{TMPDIR:-/tmp}}/everstep-head-$$" # is there while this host leads the job
+EVERSTEP_HEAD_MARK=$(mktemp -u "${{TMPDIR:-/tmp}}/everstep-head-XXXXXXXX") # is there while this host leads the job
+export EVERSTEP_HEAD_MARK
 {variables}trap 'leaving=1; [ -z "$here" ] || kill -USR1 "$here"' USR1
 trap '{end}' TERM
 if [ "{index}" = 0 ]; then
-  : > "$EVERSTEP_HEAD_MARK"
+  touch "$EVERSTEP_HEAD_MARK"
   {shlex.join(launch.everstep)} {job} &
 else
   {shlex.join(launch.everstep)} {agent} &
