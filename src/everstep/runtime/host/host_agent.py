@@ -237,7 +237,8 @@ class HostAgent:
         """Carry out an order about this host's workers, or about the host."""
         if isinstance(message, SetSlots):
             host.workers.want(message.worker_ids, message.first)
-            self._done.discard("idle")
+            if message.worker_ids:  # a host that never had workers cannot say that they have left
+                self._done.discard("idle")
         elif isinstance(message, KillWorker):
             if host.workers.kill(message.worker_id, message.incarnation):
                 self._notify("worker_killed", Why(message.cause, message.reason), worker_id=message.worker_id)
