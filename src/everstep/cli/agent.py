@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -125,7 +126,8 @@ def command(
         return take_part_in(begun, stay=stay, refill=refill)
     from everstep.cli.standby import stand_by
 
-    return stand_by(replace(begun, stays=stay), refill)
+    met = None if refill is None else functools.partial(_refill, begun, most=refill)
+    return stand_by(replace(begun, stays=stay), met)
 
 
 def _check_standby(address: str, beside: Mapping[str, object]) -> None:
@@ -169,7 +171,7 @@ def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None,
                 print(f"the job in {folder} is over", file=sys.stderr, flush=True)
                 return 0
             if refill is not None:
-                refill_job(begun, met, refill)
+                _refill(begun, met, refill)
             more = {"run_dir": str(folder or begun.run_dir or ""), "task": begun.task, "said": begun.where}
             left = take_part(begun.joining(address, own=met.own, **more), met.token, look if follows else None)
             if left.words and left.exit_code:
@@ -182,7 +184,7 @@ def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None,
             time.sleep(_AGAIN_S)  # the process that answered may still be there
 
 
-def refill_job(begun: Start, met: Met, most: int) -> None:
+def _refill(begun: Start, met: Met, most: int) -> None:
     """Ask the job for as many more workers as this host has room for, but at most `most`."""
     with contextlib.suppress(EverstepError, OSError):  # the job may have ended meanwhile; joining will show that
         key, tls = role_token(met.token, OPERATE), Tls.of(shown_by(begun.config.security.tls, met.token, met.own))

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
+from everstep.base.below import write_atomically
 from everstep.base.domains import VARIABLE
 from everstep.cli.run_dir import set_aside
 from everstep.cli.tokens import TOKEN_VARIABLE
@@ -25,7 +26,7 @@ def mark_head(*, leads: bool) -> None:
     path = os.environ.get(HEAD_MARK, "")
     with contextlib.suppress(OSError):
         if path and leads:
-            Path(path).touch()
+            write_atomically(Path(path), "")
         elif path:
             Path(path).unlink(missing_ok=True)
 

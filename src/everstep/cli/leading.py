@@ -131,7 +131,7 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
             if outcome.exit_code == ANOTHER_LEADS and config.control.etcd is not None:
                 display.note(f"{outcome.why.reason}: {begun.name} stands by for the job from now on")
                 raise Deposed(outcome.why.reason, functools.partial(become_standby, begun))
-            if begun.succession.guest and process.ends_later:
+            if begun.succession.guest and begun.stays and outcome.later:
                 raise Deposed(outcome.why.reason, functools.partial(become_standby, begun, deposed=False))
             if begun.succession.guest and (not work.led or outcome.exit_code > 128):
                 if outcome.exit_code > 1:

@@ -18,7 +18,6 @@ from everstep.base.config import Config, load_config, to_dict
 from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError, EverstepError, NoHead, ProtocolError
 from everstep.base.etcd_address import EtcdAddress
-from everstep.cli.agent import refill_job
 from everstep.cli.beside import parse_listen
 from everstep.cli.conclusion import ENDS
 from everstep.cli.job import about_to_run, check_network, read_job
@@ -119,20 +118,22 @@ def _still(etcd: Etcd, holder: Holder) -> str:
     return f"a job is still running under {etcd.address}: its coordinator is at {where}; wait, or stop it"
 
 
-def stand_by(begun: Start, refill: int | None = None) -> int:
-    """Be an agent, and the job's next coordinator if the present one is lost. refill: as `everstep agent` has it.
-    Returns the exit code."""
+def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
+    """Be an agent, and the job's next coordinator if the present one is lost. met: called with a head that is there
+    already. Returns the exit code."""
     with contextlib.ExitStack() as held:
         etcd = held.enter_context(contextlib.closing(etcd_at(begun)))
-        found = _announced(etcd, stays=begun.stays)
+        if begun.stays:
+            _wait_for_next(etcd)
+        found = _announced(etcd)
         word = str(found.facts.get("word", ""))
         begun = replace(begun, own=begun.own or _own(etcd, begun.config))
         shown = begun.run_dir or Path(str(found.facts.get("run_dir")))
         shared = _sees(shown, lambda: _place(etcd) or word)
         if not shared:
             shown = held.enter_context(copy_in(begun, word, lambda: in_etcd(etcd)))
-        if refill is not None and (where := in_etcd(etcd)) is not None:
-            refill_job(begun, Met(begun.own, begun.token, (str(where["host"]), int(where["port"]))), refill)
+        if met is not None and (where := in_etcd(etcd)) is not None:
+            met(Met(begun.own, begun.token, (str(where["host"]), int(where["port"]))))
         job = read_job(shown, joined=False)
         check_lease(job.config, begun.secrets)
         copying_host = begun.host if (shown / OWN_FOLDER).is_dir() else ""
@@ -164,23 +165,32 @@ def _place(etcd: Etcd) -> str:
     return place_of(holder.where) if holder is not None else ""
 
 
-def _announced(etcd: Etcd, *, stays: bool) -> Announced:
-    """The job, once there is one. stays: one that is over does not count, as the next may follow it.
-
-    Raises: NoHead if none comes, or etcd does not answer.
-    """
+def _announced(etcd: Etcd) -> Announced:
+    """The job, once there is one. Raises: NoHead if none comes, or etcd does not answer."""
     end_s, said = time.monotonic() + _PATIENCE_S, False
     while True:
         try:
             found = etcd.announced()
         except ProtocolError as error:
             raise ConfigError(f"--join: {error}") from None
-        if found is not None and not (stays and _is_over(etcd)):
+        if found is not None:
             return found
         if time.monotonic() > end_s:
             raise NoHead(f"no job has begun under {etcd.address} for {_PATIENCE_S:g} s")
         if not said:
             print(f"no job has begun under {etcd.address}: waiting for it", file=sys.stderr, flush=True)
+        said = True
+        time.sleep(_AGAIN_S)
+
+
+def _wait_for_next(etcd: Etcd) -> None:
+    """Wait while the announced job is over, as the next may follow it. Raises: NoHead if none comes."""
+    end_s, said = time.monotonic() + _PATIENCE_S, False
+    while etcd.announced() is not None and _is_over(etcd):
+        if time.monotonic() > end_s:
+            raise NoHead(f"the job under {etcd.address} is over, and no other has begun for {_PATIENCE_S:g} s")
+        if not said:
+            print(f"the job under {etcd.address} is over: waiting for the next one", file=sys.stderr, flush=True)
         said = True
         time.sleep(_AGAIN_S)
 

@@ -24,6 +24,7 @@ from everstep.protocol.messages_base import FilePieces as FilePieces
 from everstep.protocol.messages_base import FilesHeld as FilesHeld
 from everstep.protocol.messages_base import FromAgent as FromAgent
 from everstep.protocol.messages_base import Heartbeat as Heartbeat
+from everstep.protocol.messages_base import HostsProbed as HostsProbed
 from everstep.protocol.messages_base import Labels as Labels
 from everstep.protocol.messages_base import LoopLeft as LoopLeft
 from everstep.protocol.messages_base import OfLife as OfLife
@@ -99,13 +100,6 @@ class HostRefused(FromAgent, frozen=True, kw_only=True):
 
     reason: str
     cause: Cause = Cause.CONFIG
-
-
-class HostsProbed(FromAgent, frozen=True, kw_only=True):
-    """Answer to `ProbeHosts`. silent: hosts that did not answer at all."""
-
-    number: int
-    silent: list[str]
 
 
 class HostLeaving(FromAgent, frozen=True, kw_only=True):

@@ -123,14 +123,6 @@ class Job:
         self._notify("job_ended", outcome.why, exit_code=outcome.exit_code, state=outcome.state)
         return outcome
 
-    @property
-    def ends_later(self) -> bool:
-        """Whether the job was stopped by a scheduler's signal to another host, and this host waits for its next
-        process."""
-        outcome = self._end.outcome
-        stopped = outcome is not None and outcome.exit_code == 128 + signal.SIGTERM
-        return self._begun.stays and stopped and not self._end.interrupted
-
     def interrupt(self, number: int) -> None:
         """Act as if the signal had come: SIGUSR1 asks for a checkpoint at once; of the others the first ends the job in
         order, the second immediately. Any thread."""

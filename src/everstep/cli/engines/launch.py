@@ -88,7 +88,7 @@ def host_script(
     return f"""\
 dir={shlex.quote(launch.run_dir)}
 leaving= here=
-EVERSTEP_HEAD_MARK=$(mktemp -u "${{TMPDIR:-/tmp}}/everstep-head-XXXXXXXX") # is there while this host leads the job
+EVERSTEP_HEAD_MARK=$(mktemp -u) # is there while this host leads the job
 export EVERSTEP_HEAD_MARK
 {variables}trap 'leaving=1; [ -z "$here" ] || kill -USR1 "$here"' USR1
 trap '{end}' TERM

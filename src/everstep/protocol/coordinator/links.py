@@ -47,6 +47,23 @@ class Probes:
     asked: dict[int, str] = field(default_factory=dict)
     silent: set[Between] = field(default_factory=set)
 
+    def begin(self) -> bool:
+        """Note that probes are asked for; returns False if they were before."""
+        begun, self.begun = self.begun, True
+        return not begun
+
+    def ask(self, number: int, agent_id: str, until_ns: int) -> None:
+        """An agent is asked."""
+        self.asked[number], self.until_ns = agent_id, until_ns
+
+    def heard(self, agent_id: str, host: str, message: HostsProbed) -> bool:
+        """Take in an answer; returns whether it was asked for."""
+        if self.asked.get(message.number) != agent_id:
+            return False
+        del self.asked[message.number]
+        self.silent |= {(min(host, other), max(host, other)) for other in message.silent}
+        return True
+
 
 class Links:
     """Accusations of the moment, and links that have failed recently."""
@@ -91,27 +108,22 @@ class Links:
 
     def to_probe(self) -> list[tuple[Worker, Worker]]:
         """One accused link between each two hosts that were not probed in this window, as its ends."""
-        if self._agreement.broken or self._probes.begun:
+        if self._agreement.broken or not self._probes.begin():
             return []
         workers, links = self._membership.workers, self._accused()[0]
         found = {known: link for link, known in sorted(self._between(links).items()) if isinstance(known[0], str)}
-        self._probes.begun = True
         return [(workers[a], workers[b]) for a, b in found.values()]
 
     def asks(self, agent_id: str) -> int:
         """An agent is asked to probe. Returns the number of the request."""
-        self._probes.until_ns = self._env.now + PROBE_NS
-        self._env.alarms.set(Alarm.LINKS, self._probes.until_ns)
-        self._probes.asked[number := self._env.number()] = agent_id
+        number, until_ns = self._env.number(), self._env.now + PROBE_NS
+        self._probes.ask(number, agent_id, until_ns)
+        self._env.alarms.set(Alarm.LINKS, until_ns)
         return number
 
     def probed(self, agent_id: str, host: str, message: HostsProbed) -> None:
         """Take in an agent's answer."""
-        if self._probes.asked.get(message.number) != agent_id:
-            return
-        del self._probes.asked[message.number]
-        self._probes.silent |= {(min(host, other), max(host, other)) for other in message.silent}
-        if not self._probes.asked:
+        if self._probes.heard(agent_id, host, message) and not self._probes.asked:
             self._env.alarms.set(Alarm.LINKS, self._env.now)
 
     def waits_for_probes(self) -> bool:
