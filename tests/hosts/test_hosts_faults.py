@@ -84,6 +84,7 @@ def test_two_hosts_do_not_reach_each_other(on_hosts: HostJobs, both: bool) -> No
     """Each of them is heard by the head. One of them has to stay outside until it reaches the other again."""
     job = running(on_hosts, AGAIN, MANY)
     _, second, third = on_hosts.net.hosts
+    struck_ns = now_ns()
     third.drop_to(second)
     if both:
         second.drop_to(third)
@@ -98,6 +99,7 @@ def test_two_hosts_do_not_reach_each_other(on_hosts: HostJobs, both: bool) -> No
     on_hosts.check(job)
     assert all("link" in causes for causes in evicted(job).values()), evicted(job)
     assert again["generation"] <= 8
+    print(f"longest gap {gap_s(job, struck_ns):.2f} s")
 
 
 @longer

@@ -15,7 +15,7 @@ import pytest
 from certificates import own_ca
 from etcd_members import EtcdMembers, etcd_there
 from everstep.base.config_keys import ControlConfig
-from everstep.base.errors import ConfigError, EverstepError, QuorumLost
+from everstep.base.errors import ConfigError, EverstepError, NoHead
 from everstep.base.etcd_address import EtcdAddress
 from everstep.cli.main import run_command
 from everstep.protocol.lease.requests import Append, Appended, Campaign, HolderSeen, Load, Loaded, Look
@@ -110,13 +110,13 @@ def test_who_is_not_let_in_hears_why(members: Secured, tmp_path: Path) -> None:
     for found, expected in [
         (
             refusal(members.access(ca=str(tmp_path / "foreign.ca"))),
-            (QuorumLost, f"{unbelieved} (certificate signature failure)"),
+            (NoHead, f"{unbelieved} (certificate signature failure)"),
         ),
-        (refusal(members.access(ca="")), (QuorumLost, unbelieved)),
-        (refusal(members.access(), by_name), (QuorumLost, "Hostname mismatch")),
-        (refusal(members.access(**theirs["foreign"])), (QuorumLost, ": it ")),
-        (refusal(members.access(cert="", key="")), (QuorumLost, "a certificate")),
-        (refusal(EtcdAccess(), plain), (QuorumLost, "is it etcds:// there?")),
+        (refusal(members.access(ca="")), (NoHead, unbelieved)),
+        (refusal(members.access(), by_name), (NoHead, "Hostname mismatch")),
+        (refusal(members.access(**theirs["foreign"])), (NoHead, ": it ")),
+        (refusal(members.access(cert="", key="")), (NoHead, "a certificate")),
+        (refusal(EtcdAccess(), plain), (NoHead, "is it etcds:// there?")),
         (refusal(members.access(**theirs["named"])), (ConfigError, "show it one without a common name")),
         (refusal(members.access(wrong)), (ConfigError, f"does not let the user {USER!r} in: is $EVERSTEP_ETCD_PASS")),
         (refusal(members.access(nobody)), (ConfigError, "requires a user, got none: set $EVERSTEP_ETCD_USER")),
@@ -131,12 +131,12 @@ def test_files_that_are_renewed_are_read_again(members: Secured, tmp_path: Path)
     for kind, path in paths.items():
         path.write_text(getattr(before, kind))
     etcd = client(members, "/jobs/renewed", members.access(**{kind: str(path) for kind, path in paths.items()}))
-    with pytest.raises(QuorumLost):
+    with pytest.raises(NoHead):
         etcd.announced()
     for kind, path in paths.items():
         path.with_suffix(".new").write_text(getattr(after, kind))
         path.with_suffix(".new").replace(path)
-    with contextlib.suppress(QuorumLost):  # it fails with what it has, and then looks at the files
+    with contextlib.suppress(NoHead):  # it fails with what it has, and then looks at the files
         etcd.announced()
     assert etcd.announced() is None
 
@@ -166,7 +166,7 @@ def test_a_job_has_it_and_keeps_its_secrets(members: Secured, jobs: Jobs, tmp_pa
     jobs.check(job, "Text", NUMERICS)
     written = (*job.run_dir.rglob("*"), *job.run_dir.parent.glob(f"{job.run_dir.name}.*"))
     assert not [path for path in written if path.is_file() and PASSWORD.encode() in path.read_bytes()]
-    assert refused.end() == 3
+    assert refused.end() == 4
     refused.wait_for_words(f"{members.addresses[0]}: its certificate is not trusted here")
 
 

@@ -43,7 +43,7 @@ def test_nothing_starts_without_a_quorum(members: EtcdMembers, tmp_path: Path) -
     environment = {**os.environ, "EVERSTEP_TOKEN": sha256(b"ab").hexdigest()}
     for command in (run, agent, [*agent, "--standby"]):
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 3, done.stderr
+        assert done.returncode == 4, done.stderr
         assert "etcd without a quorum: 2 of 3 members do not answer" in done.stderr.splitlines()[-1]
         assert "Traceback" not in done.stderr
 

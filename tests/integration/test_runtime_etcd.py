@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from etcd_members import LIMIT_S, EtcdMembers, etcd_there
-from everstep.base.errors import ProtocolError, QuorumLost
+from everstep.base.errors import NoHead, ProtocolError
 from everstep.base.etcd_address import EtcdAddress
 from everstep.protocol.lease.requests import (
     Append,
@@ -251,7 +251,7 @@ def test_one_member_of_three_may_be_lost_and_two_may_not() -> None:
         assert written[-1] == Taken([entry(1)]), "whatever became of the first one, it is there once"
         members.signal(1, signal.SIGKILL)
         assert isinstance(etcd.ask(Append(term, 2, [entry(2)])), Unanswered)
-        with pytest.raises(QuorumLost, match="etcd without a quorum: 2 of 3 members do not answer"):
+        with pytest.raises(NoHead, match="etcd without a quorum: 2 of 3 members do not answer"):
             etcd.announced()
         members.start(0)
         members.start(1)

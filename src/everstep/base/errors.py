@@ -9,11 +9,13 @@ EverstepError
 ├── MembershipError        the membership does not allow the request
 │   ├── StaleGeneration    a message or a worker of an older generation
 │   ├── Evicted            this worker is no longer a member
-│   └── QuorumLost         too few workers, for too long
+│   └── NoHead             nobody leads the job, for too long
 ├── CollectiveAborted      a transfer was cut because the generation ended or a peer died
+├── Deposed                another host leads the job; this process has to become a standby
 ├── ProtocolError          foreign bytes on a connection: bad frame, version or token
 │   ├── TokenRefused       the called process has another token
-│   └── Untrusted          the called peer's certificate is not trusted
+│   ├── Untrusted          the called peer's certificate is not trusted
+│   └── TlsDiffers         one end of a connection uses TLS, the other does not
 ├── CheckpointCorrupt      stored state that does not match its hashes
 ├── StoreError             a directory or object store could not be read or written
 │   ├── BlobMissing        the store has nothing under that name
@@ -26,7 +28,7 @@ InvariantViolation         (not an EverstepError) a bug in Everstep
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from everstep.base.cause import Cause
 
@@ -140,10 +142,21 @@ class Evicted(MembershipError):
         self.drained = drained
 
 
-class QuorumLost(MembershipError):
-    """Too few workers, for longer than the job is willing to wait."""
+class NoHead(MembershipError):
+    """Nobody that leads the job was found, for longer than this host is willing to wait."""
 
-    cause = Cause.QUORUM
+    cause = Cause.LEASE
+
+
+class Deposed(EverstepError):
+    """Another host leads the job, and nothing of it runs here any more. `become`: turns this process into a standby; it
+    returns only by raising ConfigError or OSError."""
+
+    cause = Cause.LEASE
+
+    def __init__(self, message: str, become: Callable[[], None]) -> None:
+        super().__init__(message)
+        self.become = become
 
 
 class CollectiveAborted(EverstepError):
@@ -168,6 +181,10 @@ class TokenRefused(ProtocolError):
 
 class Untrusted(ProtocolError):
     """The called peer shows a certificate that is not trusted here, or refuses the one shown to it."""
+
+
+class TlsDiffers(ProtocolError):
+    """The called process is the job's, but uses TLS where this one does not, or the other way round."""
 
 
 class CheckpointCorrupt(EverstepError):

@@ -185,6 +185,16 @@ def check_numbered(environ: Mapping[str, str]) -> None:
         )
 
 
+LAUNCHED_MARK = "EVERSTEP_LAUNCHED"
+"""Environment variable of a job that a foreign launcher has started."""
+
+
+def passed_on(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher passes on what this process prints, so that a terminal it seems to have is the launcher's own
+    (mpirun gives its processes one)."""
+    return LAUNCHED_MARK in environ or any(name.startswith("OMPI_COMM_WORLD_") for name in environ)
+
+
 def left_alone(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without the launcher's variables about one process, for other processes."""
     return {name: value for name, value in environ.items() if not _ITS_OWN.fullmatch(name)}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
-from everstep.base.foreign import Foreign, derived_ports, first_host, left_alone
+from everstep.base.foreign import LAUNCHED_MARK, Foreign, derived_ports, first_host, left_alone
 from everstep.cli.agent import start_of_agent, take_part_in
 from everstep.cli.main import exit_code_of, run_command
 from everstep.cli.run_dir import RUNS
@@ -41,7 +41,7 @@ def adopt(foreign: Foreign, name: str, args: Sequence[str], config: Config) -> i
     name: of the task, fit for a directory. args: of `everstep run`; they win over the launcher's settings. config: the
     keys that an agent needs to find the job.
 
-    Raises: ConfigError if the processes cannot be one job; QuorumLost if the others do not come.
+    Raises: ConfigError if the processes cannot be one job; NoHead if the others do not come.
     """
     foreign.check()
     token = None if foreign.one_host else _token(foreign)
@@ -64,7 +64,7 @@ def _run(foreign: Foreign, name: str, args: Sequence[str], listen: str = "") -> 
     own = ["--workers", str(foreign.size), "--run-dir", str(run_dir)]
     own += ["--listen", listen, "--slots", str(foreign.local_size)] if listen else []
     _leave_launcher()
-    return run_command(["run", *own, *args])
+    return run_command(["run", *own, *args], becomes=False)
 
 
 def _meet(foreign: Foreign, name: str, args: Sequence[str], token: bytes, config: Config) -> int:
@@ -132,7 +132,9 @@ def _token(foreign: Foreign) -> bytes:
 
 
 def _leave_launcher() -> None:
-    """Remove the launcher's variables: processes started from here on do not belong to the launcher."""
+    """Remove the launcher's variables: processes started from here on do not belong to the launcher. A mark stays, as
+    the launcher passes on what this process prints."""
     rest = left_alone(os.environ)
     for name in os.environ.keys() - rest.keys():
         del os.environ[name]
+    os.environ[LAUNCHED_MARK] = "1"

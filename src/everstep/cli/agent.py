@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -16,6 +17,7 @@ import click
 from everstep.base.config import Config, load_config, parse_set
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.etcd_address import SCHEMES
+from everstep.base.exit_codes import NO_HEAD
 from everstep.base.leaving import temporary_folder
 from everstep.cli.config_file import said_layers
 from everstep.cli.main import complain
@@ -32,7 +34,6 @@ from everstep.runtime.link.interfaces import check_own
 from everstep.runtime.link.tls import Tls, shown_by
 from everstep.runtime.start import Start
 
-HEAD_GONE = 3
 _OWN_GROUPS = ("security.", "control.etcd_")
 _OWN_KEYS = ("network.interface", "network.trusted", "hosts.wait_s")
 _ANSWER_S = 10.0
@@ -50,7 +51,9 @@ _AGAIN_S = 1.0
 )
 @click.option("--standby", is_flag=True, help="With --join etcd[s]://: take over the job if its coordinator is lost.")
 @click.option(
-    "--slots", type=click.IntRange(1, 65_535), help="Most workers to run on this host (one per device, or 1)."
+    "--slots",
+    type=click.IntRange(0, 65_535),
+    help="Most workers to run on this host (one per device, or 1). 0, with --standby: stand by only.",
 )
 @click.option(
     "--token-file",
@@ -113,14 +116,18 @@ def command(
     if task is not None:
         task = parse_task(task).canonical
     if standby:
-        _check_standby(address, {"--task": task, "--stay": stay, "--refill": refill, "--set": settings})
+        others = [text for text in settings if parse_set(text)[0] != "network.interface"]
+        _check_standby(address, {"--task": task, "--set": others})
+    if slots == 0 and not standby:
+        raise ConfigError("--slots: expected at least 1, got 0: a host without workers is of use with --standby alone")
     known = {"run_dir": run_dir, "host": host_name or os.uname().nodename, "own": own or "", "task": task or ""}
     begun = start_of_agent(config, address, token_file, domain, room=slots, **known)
     if not standby:
         return take_part_in(begun, stay=stay, refill=refill)
     from everstep.cli.standby import stand_by
 
-    return stand_by(begun)
+    met = None if refill is None else functools.partial(_refill, begun, most=refill)
+    return stand_by(replace(begun, stays=stay), met)
 
 
 def _check_standby(address: str, beside: Mapping[str, object]) -> None:
@@ -171,7 +178,7 @@ def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None,
                 complain(left.words)
             elif left.words:
                 print(left.words, file=sys.stderr, flush=True)
-            if not stay or not (left.later or left.exit_code == HEAD_GONE):
+            if not stay or not (left.later or left.exit_code == NO_HEAD):
                 return left.exit_code
             patient = True
             time.sleep(_AGAIN_S)  # the process that answered may still be there

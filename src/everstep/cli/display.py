@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import statistics
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from everstep.base.cause import Cause, Why
+from everstep.base.foreign import passed_on
 from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console, folded
 from everstep.observe.events import KINDS, follow
 from everstep.report.facts import Facts, present_speed
@@ -353,10 +355,11 @@ class Output:
 
 
 def choose_display(run_dir: Path, *, as_json: bool, log_every: int, total_steps: int | None) -> Display:
-    """The display that fits: JSON if asked for, live on a terminal, else plain."""
+    """The display that fits: JSON if asked for, live on a terminal, else plain, also where another launcher passes
+    the lines on."""
     if as_json:
         return JsonDisplay()
-    if sys.stdout.isatty():
+    if sys.stdout.isatty() and not passed_on(os.environ):
         return LiveDisplay(console(), Folder(run_dir / METRICS_FOLDER, "*.jsonl", _LAST_SAMPLES_BYTES), total_steps)
     return PlainDisplay(log_every, total_steps)
 

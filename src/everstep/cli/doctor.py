@@ -11,7 +11,6 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from everstep.base.errors import ConfigError, EverstepError, ProtocolError, Toke
 from everstep.base.etcd_address import SCHEMES
 from everstep.cli.agent import own_settings
 from everstep.cli.beside import parse_listen
+from everstep.cli.doctor_task import Checked, bandwidth_check, etcd_latency, files_check, space_checks, task_checks
 from everstep.cli.meeting import etcd_at
 from everstep.cli.tokens import given_token, token_in
 from everstep.report.words import aligned
@@ -32,21 +32,12 @@ from everstep.runtime.lead.finding import in_etcd
 from everstep.runtime.link.head_facts import FULL_PACKETS_BYTES, HeadFacts, ask_about, clock_words, refusal_words
 from everstep.runtime.link.interfaces import interface_of, mtu_of, own_address, path_mtu
 from everstep.runtime.start import Start
-from everstep.runtime.versions import differences, versions
+from everstep.runtime.versions import differences, task_digest, versions
 
 _CONNECT_S = 5.0
 _LEAST_MTU = 576
 _MOST_BYTES = 65535
 """Largest IPv4 packet, whatever an interface would take."""
-
-
-@dataclass(frozen=True)
-class Checked:
-    """Result of one check. state: ok, warning, or wrong (the host could not join)."""
-
-    name: str
-    state: str
-    text: str
 
 
 @click.command()
@@ -63,6 +54,9 @@ class Checked:
 @click.option(
     "--token-file", type=click.Path(path_type=Path), help="As for everstep agent; without a token it checks less."
 )
+@click.option(
+    "--run-dir", type=click.Path(path_type=Path), help="As for everstep agent: where free space is looked for."
+)
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="As for everstep agent.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -71,19 +65,22 @@ def command(
     slots: int | None,
     ports: str | None,
     token_file: Path | None,
+    run_dir: Path | None,
     settings: tuple[str, ...],
     as_json: bool,
 ) -> int:
     """Check whether this host could take part in the job at ADDR:PORT, or in the job that etcd names.
 
-    Checks names, route, interface, ports, clocks, versions and packet sizes. Exit code 1: something would stop it."""
+    Checks names, route, interface, ports, clocks, versions and packet sizes; with the token also bandwidth, and the
+    task's modules and data, for which it imports the task that the head names and loads one batch. Checks space and
+    limits of this host, and with etcd how fast that answers. Exit code 1: something would stop it."""
     known = None if address.startswith(SCHEMES) else parse_listen("--join", address)
     config = own_settings(settings)
     parse_ports(ports)
     token = given_token() if token_file is None else token_in(token_file)
     where, found = (known, []) if known is not None else find_in_etcd(address, config, token)
     if where is not None:
-        found += examine(where, config, token, own, slots or default_slots(), ports)
+        found += examine(where, config, token, own, slots or default_slots(), ports, run_dir)
     wrong = [one for one in found if one.state == "wrong"]
     if as_json:
         print(json.dumps({"ok": not wrong, "findings": [vars(one) for one in found]}))
@@ -94,11 +91,18 @@ def command(
 
 
 def examine(
-    where: tuple[str, int], config: Config, token: bytes | None, given: str | None, slots: int, ports: str | None
+    where: tuple[str, int],
+    config: Config,
+    token: bytes | None,
+    given: str | None,
+    slots: int,
+    ports: str | None,
+    run_dir: Path | None,
 ) -> Iterator[Checked]:
     """All findings, in an order in which each check needs the ones before it; impossible checks are left out.
 
     where: address of the job's head. given: this host's address, if the user gave it. ports: the job's network.ports.
+    run_dir: where this host would keep its files, None: in a private directory.
     """
     named = _names(where[0])
     yield named
@@ -108,6 +112,8 @@ def examine(
     own, route = _route(where[0], config, given)
     yield route
     yield _devices(slots)
+    yield from space_checks(run_dir)
+    yield files_check()
     if own is None:
         return
     yield _mtu(own, where[0])
@@ -131,13 +137,13 @@ def find_in_etcd(address: str, config: Config, token: bytes | None) -> tuple[tup
                 return None, [Checked("etcd", "warning", "it answers; give --token-file to check more")]
             if etcd.announced() is None:
                 return None, [Checked("etcd", "wrong", f"no job has begun under {etcd.address}: is the prefix right?")]
-            head = in_etcd(etcd)
+            head, latency = in_etcd(etcd), etcd_latency(etcd)
         except (EverstepError, OSError) as error:
             return None, [Checked("etcd", "wrong", str(error))]
     if head is None:
         return None, [Checked("etcd", "warning", f"nobody holds the lease of the job under {etcd.address} now")]
     place = str(head["host"]), int(head["port"])
-    return place, [Checked("etcd", "ok", f"holds the job; its head is at {place[0]}:{place[1]}")]
+    return place, [Checked("etcd", "ok", f"holds the job; its head is at {place[0]}:{place[1]}"), latency]
 
 
 def _names(host: str) -> Checked:
@@ -221,7 +227,7 @@ def _asked(where: tuple[str, int], config: Config, token: bytes | None, own: str
         yield Checked("token", "warning", text)
         return
     try:
-        heard = ask_about(where, token, config.security.tls, own)
+        heard = ask_about(where, token, config.security.tls, own, job=True)
     except ProtocolError as error:
         yield Checked("token" if isinstance(error, TokenRefused) else "job", "wrong", refusal_words(error))
         return
@@ -231,14 +237,16 @@ def _asked(where: tuple[str, int], config: Config, token: bytes | None, own: str
     yield Checked("token", "ok", "the head has the same")
     yield from _told(heard, config)
     yield _full_packets(where, config, token, own, heard)
+    yield bandwidth_check(where, config, token, own)
+    yield from task_checks(heard)
 
 
 def _told(heard: HeadFacts, config: Config) -> Iterator[Checked]:
     words = clock_words(heard)
     near = f"within {abs(heard.ahead_s) + heard.rtt_s / 2:.3f} s of the head's"
     yield Checked("clock", "warning" if words else "ok", words or near)
-    theirs = {name: text for name, text in heard.versions.items() if name != "task file"}
-    differing = differences(versions(), theirs)
+    here = {**versions(), "task file": task_digest(str(heard.job.get("task", "")))}
+    differing = differences(here, heard.versions)
     yield Checked("versions", "wrong" if differing else "ok", "; ".join(differing) or "as on the head's host")
 
 

@@ -33,25 +33,25 @@ def hosts(run_dir: Path, as_json: bool) -> int:
     with contextlib.suppress(OSError, ProtocolError):  # the job may have ended since it answered
         head = _head(found, read_address(run_dir / COORDINATOR_FILE).host)
     if as_json:
-        print(json.dumps([{**host, "is_head": host["name"] == head} for host in found]))
+        print(json.dumps([{**host, "is_head": host["id"] == head} for host in found]))
         return 0
-    rows = [["host", "address", "state", "slots", "workers", "rtt", "domains"]]
+    rows = [["host", "role", "address", "state", "slots", "workers", "rtt", "domains"]]
     for host in found:
-        workers = ", ".join(str(i) for i in host["workers"]) or "none"
+        ids = ", ".join(str(i) for i in host["workers"])
+        workers = f"{len(host['workers'])} ({ids})" if ids else "0"
         room = "any" if host["slots"] is None else str(host["slots"])
         labels = ",".join(f"{kind}={name}" for kind, name in host["domains"].items() if kind != "host")
         rtt = f"{host['rtt_ms']:.1f} ms"
-        name = f"{host['name']} (head)" if host["name"] == head else host["name"]
-        rows.append([name, host["address"] or "-", host["state"], room, workers, rtt, labels or "-"])
+        role = "head" if host["id"] == head else "agent"
+        rows.append([host["name"], role, host["address"] or "-", host["state"], room, workers, rtt, labels or "-"])
     for line in aligned(rows):
         print(line)
     return 0
 
 
 def _head(found: Sequence[Mapping[str, Any]], address: str) -> str:
-    """Name of the host that runs the coordinator, "" if none does. An agent is named by its address if another host has
-    the same name."""
-    there = [str(host["name"]) for host in found if host["address"] == address]
+    """Id of the host that runs the coordinator, "" if none does. The job's own agent has its address as id."""
+    there = [str(host["id"]) for host in found if host["address"] == address]
     return address if address in there else next(iter(there), "")
 
 

@@ -69,8 +69,8 @@ class JobFile:
     if the user did not set it. split_checked: the task was proven to be splittable before the start. numerics: kernels
     that compute it; code: modules that its workers have imported; code_before: those of an earlier run from whose
     checkpoint this one goes on; all None until a worker reports them. divides: by stage, how the optimizer's state is
-    divided, as far as a worker has found that out. unknown: by dotted key, values written by another
-    version and unknown here; they have no effect.
+    divided, as far as a worker has found that out. lane_digest: as `Probe` has it. unknown: by dotted key,
+    values written by another version and unknown here; they have no effect.
     """
 
     task: str
@@ -90,6 +90,7 @@ class JobFile:
     code: Code | None = None
     code_before: Code | None = None
     divides: Mapping[int, Divides] = field(default_factory=dict)
+    lane_digest: str = ""
 
     @property
     def name(self) -> str | None:
@@ -297,6 +298,7 @@ def read_job(run_dir: Path, *, joined: bool = True) -> JobFile:
             code=read_code(data.get("code")),
             code_before=read_code(data.get("code_before")),
             divides=read_divides(data.get("divides")),
+            lane_digest=str(data.get("lane_digest", "")),
         )
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{run_dir} is not a run directory: there is no {JOB_FILE}") from None

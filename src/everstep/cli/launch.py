@@ -19,17 +19,22 @@ import click
 
 from everstep.base.below import write_atomically
 from everstep.base.config import read_layers
+from everstep.base.config_keys import ControlConfig
 from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError
+from everstep.base.etcd_address import EtcdAddress
+from everstep.base.given import read_given
 from everstep.chaos.spec import parse
 from everstep.cli.agent import says_itself
 from everstep.cli.config_file import said_layers
 from everstep.cli.engines import kubernetes, ray_cluster, slurm, ssh
 from everstep.cli.engines.launch import Launch
+from everstep.cli.engines.strategic_merge import patched
 from everstep.cli.run import command as run_command
 from everstep.cli.task_loading import parse_task
 from everstep.cli.tokens import given_token
 from everstep.runtime.files.private import close_folder, close_run_dir
+from everstep.runtime.lead.etcd_access import file_variables
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import TOKEN_FILE
 from everstep.runtime.process import own_command
@@ -93,8 +98,18 @@ def launch_of(
     argv = click.get_current_context().meta[_ARGV]
     if argv and (tail or not head.endswith(".py")):
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {words[0]!r}")
+    interface = str(values.get("network.interface") or "")
+    if not re.fullmatch(r"[\w.:-]*", interface, re.ASCII):  # it stands in lines of scripts
+        raise ConfigError(f"network.interface: expected the name of an interface such as eth0, got {interface!r}")
     named, folder = name or f"everstep-{stem}", os.getcwd() if here else ""
-    return Launch(named, words[0], tuple(words[1:]), argv, hosts, slots, str(run_dir), python, own, folder)
+    etcd = str(values.get("control.etcd") or "")
+    if etcd:
+        EtcdAddress.parse("control.etcd", etcd)
+    paths = {name: values.get(f"control.{name}") for name in ("etcd_ca", "etcd_cert", "etcd_key")}
+    files: dict[str, Any] = {name: str(Path(folder, str(path))) for name, path in paths.items() if path}
+    asks = tuple(file_variables(ControlConfig(**files)).items()) if etcd else ()
+    more = (etcd, asks)
+    return Launch(named, words[0], tuple(words[1:]), argv, hosts, slots, str(run_dir), python, own, folder, *more)
 
 
 def _values(words: Sequence[str], *, files: bool) -> dict[str, Any]:
@@ -170,14 +185,31 @@ def launch_slurm(
 @click.option("--python", default="python3", show_default=True, help="Interpreter in the image.")
 @_PRINT
 @click.option("--image", required=True, help="Image with Everstep and the task (deploy/Dockerfile).")
-@click.option("--claim", required=True, help="PersistentVolumeClaim (ReadWriteMany) that all pods mount at /runs.")
-@click.option("--cpus", default="", help="CPUs of each host, as Kubernetes writes them: 4, 500m.")
-@click.option("--memory", default="", help="Memory of each host, e.g. 16Gi.")
+@click.option("--claim", default="", help="PersistentVolumeClaim that all pods mount at /runs (ReadWriteMany).")
+@click.option("--once", is_flag=True, help="With --jobset: only the job's own pod mounts the claim (ReadWriteOnce).")
+@click.option(
+    "--disk", default="", help="Instead of --claim, with control.etcd: size of a disk for each pod, e.g. 50Gi."
+)
+@click.option("--cpus", default="", help="CPUs of each host, as Kubernetes writes them: 4, 500m (one per slot).")
+@click.option("--memory", default="", help="Memory of each host, e.g. 16Gi (4Gi per slot).")
+@click.option("--shm", default="", help="Size of /dev/shm of each host, part of its memory (2Gi per slot).")
 @click.option("--gpus", type=click.IntRange(0), default=0, help="GPUs of each host.")
 @click.option("--name", default="", help="Name of the objects (everstep-<task>).")
 @click.option("--namespace", default="", help="Namespace of the objects.")
 @click.option("--queue", default="", help="Queue of Kueue.")
 @click.option("--jobset", is_flag=True, help="Make a JobSet instead of an Indexed Job.")
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    default=kubernetes.PORT,
+    show_default=True,
+    help="Port of the job in pod 0.",
+)
+@click.option(
+    "--patch",
+    type=click.Path(path_type=Path),
+    help="YAML file with changes to the objects (strategic merge); kind Pod changes the pods.",
+)
 def launch_k8s(
     words: tuple[str, ...],
     hosts: int,
@@ -187,11 +219,12 @@ def launch_k8s(
     only_print: bool,
     name: str,
     jobset: bool,
+    patch: Path | None,
     **pods: Any,
 ) -> int:
     """Apply TASK as an Indexed Job with a pod per host, or print it. Lost pods come back; the others go on.
 
-    The printed text includes the job's token, as a Secret.
+    The Secret with the job's token is applied, and never printed.
     """
     found = launch_of(words, hosts, slots, run_dir or "/runs/job", python or "python3", here=False, name=name)
     if not run_dir:
@@ -200,17 +233,46 @@ def launch_k8s(
     if parts[:2] != ("/", "runs") or len(parts) < 3 or ".." in parts:
         raise ConfigError(f"--run-dir: expected a folder below /runs, where the claim is mounted, got {run_dir!r}")
     _check_objects(name=name, **pods)
-    token = given_token() or wire.new_token()
-    made = (kubernetes.job_set if jobset else kubernetes.indexed_job)(found, kubernetes.Pods(**pods), token.hex())
-    text = kubernetes.to_yaml(made)
+    _check_volumes(found, jobset=jobset, **pods)
+    settings = kubernetes.Pods(**pods)
+    made = (kubernetes.job_set if jobset else kubernetes.indexed_job)(found, settings)
+    made = patched(made, _patches(patch)) if patch is not None else made
     if only_print:
-        print(text, end="")
+        print(kubernetes.secret_words(found, settings) + kubernetes.to_yaml(made), end="")
         return 0
+    token = given_token() or wire.new_token()
+    text = kubernetes.to_yaml([kubernetes.secret(found, settings, token.hex()), *made])
     if shutil.which("kubectl") is None:
         raise ConfigError("kubectl is not on the PATH here: --print the objects, and apply them where it is")
     inside = f"-n {pods['namespace']} " if pods["namespace"] else ""
     hint = f"kubectl {inside}logs -f --max-log-requests {hosts} -l everstep/job={found.name}"
-    return _submit(["kubectl", "apply", "-f", "-"], hint, text)
+    return _submit(["kubectl", "apply", "-f", "-"], hint, text, token.hex())
+
+
+def _check_volumes(launch: Launch, *, claim: str, once: bool, disk: str, jobset: bool, **others: Any) -> None:
+    """Raises: ConfigError if the pods' volumes do not fit the job."""
+    if bool(claim) == bool(disk):
+        came = "both" if claim else "neither"
+        raise ConfigError(f"--claim: expected it, a volume of all pods, or --disk, a disk for each, got {came}")
+    if once and not (claim and (jobset or launch.hosts == 1)):
+        raise ConfigError("--once: expected --claim and --jobset with it: pods of an Indexed Job all mount the same")
+    if disk and launch.hosts > 1 and not launch.etcd:
+        raise ConfigError(
+            "--disk: expected --set control.etcd=... with it, as otherwise the job is lost with the disk of pod 0; or "
+            "use --claim"
+        )
+
+
+def _patches(path: Path) -> list[Any]:
+    """Objects in a file. Raises: ConfigError if it cannot be read as YAML."""
+    import yaml
+
+    try:
+        return [one for one in yaml.safe_load_all(read_given(path, links=True)) if one is not None]
+    except OSError as error:
+        raise ConfigError(f"--patch: cannot read {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--patch: expected YAML in {path}: {' '.join(str(error).split())[:200]}") from None
 
 
 _NAME = r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?"
@@ -220,11 +282,13 @@ _NAME = r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?"
 def _check_objects(**pods: Any) -> None:
     """Raises: ConfigError for values that Kubernetes would refuse or misread."""
     label = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
-    kinds = dict.fromkeys(("cpus", "memory"), r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
+    kinds = dict.fromkeys(("cpus", "memory", "disk", "shm"), r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
     kinds |= dict.fromkeys(("namespace", "queue"), label) | {"claim": rf"{label}(\.{label})*", "name": _NAME}
     for key, kind in kinds.items():
         if pods[key] and not re.fullmatch(kind, pods[key]):
-            like = "4, 500m or 16Gi" if key in ("cpus", "memory") else "lower-case letters, digits, hyphens"
+            like = (
+                "4, 500m or 16Gi" if key in ("cpus", "memory", "disk", "shm") else "lower-case letters, digits, hyphens"
+            )
             most = " (40 at most, a letter first)" if key == "name" else ""
             raise ConfigError(f"--{key}: expected {like}{most}, got {pods[key]!r}")
     if not re.fullmatch(r"[\w.:/@-]+", pods["image"]):
@@ -277,7 +341,7 @@ def launch_ssh(
         for name, script in zip(names, scripts, strict=True):
             print(f"# {name} (its first line of input is the job's token)\n{script}")
         return 0
-    return ssh.SshHosts(names, scripts, given_token() or wire.new_token(), ssh.ssh(ssh_options)).run()
+    return ssh.SshHosts(names, scripts, given_token() or wire.new_token(), ssh.ssh(ssh_options), bool(found.etcd)).run()
 
 
 def _address_of(name: str) -> str:
@@ -360,10 +424,11 @@ def _prepare(run_dir: Path, name: str, text: str) -> Path:
     return folder / name
 
 
-def _submit(command: list[str], hint: str, given: str = "") -> int:
+def _submit(command: list[str], hint: str, given: str = "", hidden: str = "") -> int:
     ended = subprocess.run(command, input=given, capture_output=True, text=True, env=_without_launcher())
     if ended.returncode:
         said = " ".join((ended.stderr or ended.stdout).split())[:500]
+        said = said.replace(hidden, "(the token)") if hidden else said
         raise ConfigError(f"{command[0]} refused it: {said or f'exit code {ended.returncode}'}")
     print(f"submitted as {' '.join(ended.stdout.split())}; {hint}")
     return 0

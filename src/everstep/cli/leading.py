@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shlex
 import time
 from collections.abc import Sequence
@@ -10,9 +11,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, Deposed
+from everstep.base.exit_codes import ANOTHER_LEADS
 from everstep.chaos.spec import parse, strikes_of
 from everstep.cli.beside import dashboard_beside, metrics_beside, sinks_beside
+from everstep.cli.coming_back import become_standby, mark_head
 from everstep.cli.conclusion import end_of, say_the_end
 from everstep.cli.display import Display, Watcher, choose_display
 from everstep.cli.job import JobFile, total_steps
@@ -76,6 +79,7 @@ class LeadersWork:
 
     def _take_over(self) -> None:
         begun = self._begun
+        mark_head(leads=True)
         with contextlib.suppress(ConfigError):  # the command that began the job may still run
             self._held.enter_context(run_lock(begun.folder))
         logs = ", and the logs of its workers are where it is" if begun.succession.copying_host else ""
@@ -124,6 +128,11 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
                     display.note(f"{name} {address}")
             outcome = process.run(work.on_event)
             pages.close()
+            if outcome.exit_code == ANOTHER_LEADS and config.control.etcd is not None:
+                display.note(f"{outcome.why.reason}: {begun.name} stands by for the job from now on")
+                raise Deposed(outcome.why.reason, functools.partial(become_standby, begun))
+            if begun.succession.guest and begun.stays and outcome.later:
+                raise Deposed(outcome.why.reason, functools.partial(become_standby, begun, deposed=False))
             if begun.succession.guest and (not work.led or outcome.exit_code > 128):
                 if outcome.exit_code > 1:
                     complain(outcome.why.reason)

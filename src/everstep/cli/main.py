@@ -1,7 +1,8 @@
 """`everstep`: the command line. Commands are imported when they are used, so that `--help` answers at once.
 
 Every operating fault ends as one line on stderr and an exit code: 0 done; 1 the job failed, runs differ, the ledger is
-not clean; 2 usage, config, or something named that does not exist; 3 gave up waiting for workers; 130 and 143 signals.
+not clean; 2 usage, config, or something named that does not exist; 3 gave up waiting for workers; 4 no head of the job
+was found; 5 another host leads the job, and this one could not stand by; 130 and 143 signals.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import click
 from everstep.base.errors import (
     CheckpointCorrupt,
     ConfigError,
+    Deposed,
     EverstepError,
-    QuorumLost,
+    NoHead,
     StoreError,
     did_you_mean,
 )
+from everstep.base.exit_codes import ANOTHER_LEADS, NO_HEAD
 from everstep.cli.terminal import guarded, paragraph
 from everstep.runtime.files.private import write_privately
 
@@ -103,7 +106,7 @@ def exit_code_of(error: EverstepError) -> int:
     """Exit code for an operating fault."""
     if isinstance(error, ConfigError | CheckpointCorrupt | StoreError):
         return 2
-    return 3 if isinstance(error, QuorumLost) else 1
+    return NO_HEAD if isinstance(error, NoHead) else 1
 
 
 def complain(text: str) -> None:
@@ -111,14 +114,30 @@ def complain(text: str) -> None:
     print(paragraph(f"error: {' '.join(text.split())}", sys.stderr, "  "), file=sys.stderr, flush=True)
 
 
-def run_command(argv: list[str] | None = None) -> int:
-    """Run a command, and turn its exceptions into a line and an exit code. Its files are private to the user."""
+def run_command(argv: list[str] | None = None, *, becomes: bool = True) -> int:
+    """Run a command, and turn its exceptions into a line and an exit code. Its files are private to the user.
+
+    becomes: the process may become another one, if its host was deposed.
+    """
     write_privately()
     with guarded():
-        return _run(argv)
+        return _run(argv, becomes)
 
 
-def _run(argv: list[str] | None) -> int:
+def _stand_again(deposed: Deposed, *, becomes: bool) -> int:
+    """Become a standby host; returns an exit code if that is impossible."""
+    try:
+        if becomes:
+            sys.stdout.flush()
+            deposed.become()
+    except (EverstepError, OSError) as error:
+        complain(f"{deposed}; this host could not stand by: {error}")
+        return ANOTHER_LEADS
+    complain(f"{deposed}; this host cannot stand by, as processes of its launcher wait for this one")
+    return ANOTHER_LEADS
+
+
+def _run(argv: list[str] | None, becomes: bool = True) -> int:
     try:
         result: Any = cli.main(args=argv, prog_name="everstep", standalone_mode=False)
         sys.stdout.flush()
@@ -129,6 +148,8 @@ def _run(argv: list[str] | None) -> int:
     except click.ClickException as error:
         complain(error.format_message())
         return 2
+    except Deposed as deposed:
+        return _stand_again(deposed, becomes=becomes)
     except EverstepError as error:
         complain(str(error))
         return exit_code_of(error)

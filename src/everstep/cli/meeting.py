@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from everstep.base.config_keys import TlsConfig
 from everstep.base.doors import check_private
-from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
+from everstep.base.errors import ConfigError, NoHead, ProtocolError, TlsDiffers
 from everstep.base.etcd_address import SCHEMES, EtcdAddress
 from everstep.cli.run_dir import read_digest
 from everstep.runtime.lead.etcd import Etcd
@@ -23,7 +23,7 @@ from everstep.runtime.lead.finding import Where, among, in_etcd
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import COORDINATOR_FILE, TOKEN_FILE, read_address
 from everstep.runtime.link.context import Joining
-from everstep.runtime.link.head_facts import as_refused, ask_about, clock_words, refusal_words
+from everstep.runtime.link.head_facts import as_refused, ask_about, check_mode, clock_words, refusal_words
 from everstep.runtime.link.interfaces import own_address, route_to
 from everstep.runtime.link.tls import Tls, shown_by
 from everstep.runtime.start import Start
@@ -70,7 +70,7 @@ def etcd_at(begun: Start) -> Etcd:
 def looking(begun: Start) -> Callable[[], Where | None]:
     """Function that finds the job's coordinator, as `Finder` takes it.
 
-    Raises: ConfigError; QuorumLost if etcd does not answer.
+    Raises: ConfigError; NoHead if etcd does not answer.
     """
     folder, known = folder_of(begun.where), places_in(begun.where)
     if folder is not None:
@@ -111,7 +111,7 @@ def wait_for_job(begun: Start, look: Callable[[], Where | None], *, patient: boo
     """Wait until a job with this token answers at a place that `look` returns. patient: also while a process with
     another token answers, because it may be about to leave. Returns None if the directory says that the job is over.
 
-    Raises: ConfigError if the job has another token, or it is no job; QuorumLost if nobody has answered for long.
+    Raises: ConfigError if the job has another token, or it is no job; NoHead if nobody has answered for long.
     """
     config, folder, patience_s = begun.config, folder_of(begun.where), begun.config.hosts.wait_s
     end_s, told, at = time.monotonic() + patience_s, False, begun.where
@@ -119,6 +119,8 @@ def wait_for_job(begun: Start, look: Callable[[], Where | None], *, patient: boo
         try:
             found = look()
             if found is None:
+                for one in () if told else places_in(at):
+                    check_mode(one, begun.token, config.security.tls, route_to(one[0]))
                 none = "none of them answers" if len(places_in(at)) > 1 else "nobody holds its lease, or answers"
                 raise ConnectionRefusedError(none)
             place = str(found["host"]), int(found["port"])
@@ -130,6 +132,8 @@ def wait_for_job(begun: Start, look: Callable[[], Where | None], *, patient: boo
             if warning:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
             return Met(own, token, place)
+        except TlsDiffers as error:
+            raise ConfigError(f"--join {at}: {error}") from None
         except ProtocolError as error:
             if folder is None and not patient:
                 raise ConfigError(f"--join {at}: {refusal_words(error)}") from None
@@ -140,7 +144,7 @@ def wait_for_job(begun: Start, look: Callable[[], Where | None], *, patient: boo
         if folder is not None and read_digest(folder) is not None and not (folder / COORDINATOR_FILE).exists():
             return None
         if time.monotonic() >= end_s:
-            raise QuorumLost(f"{words} for {patience_s:g} s: is the job's 'everstep run --listen' started there?")
+            raise NoHead(f"{words} for {patience_s:g} s: is the job's 'everstep run --listen' started there?")
         if not told:
             print(f"{words}: waiting for it", file=sys.stderr, flush=True)
             told = True

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from everstep.base.config import Config
+from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError
 from everstep.base.stage_map import devices_of, parse_map
 from everstep.cli.job import Request, effective_config
+from everstep.cli.lane_digest import lane_digest
 from everstep.cli.task_loading import make_task, parse_task
 from everstep.runtime.host.fork_server_client import EarlyForkServer, ForkEnded
 
@@ -31,7 +33,8 @@ class Probe:
 
     cut: [first unit, unit after the last] of each part; stage_parameters: elements by stage, shared ones counted once.
     unit_ms: time of each unit for one lane, if asked for. split_checked: the task was proven to be splittable; the
-    workers need not look again.
+    workers need not look again. lane_digest: as the function has it, "" if no other host may come, or it
+    cannot be had.
     """
 
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -41,6 +44,7 @@ class Probe:
     stage_parameters: list[int] = field(default_factory=list)
     unit_ms: list[float] = field(default_factory=list)
     split_checked: bool = False
+    lane_digest: str = ""
 
 
 def probe_task(task: str, request: Request, server: EarlyForkServer, *, units: bool = False) -> Probe:
@@ -86,11 +90,16 @@ def look(task_text: str, request: Request, units: bool) -> Probe:
         raise ConfigError(f"task {task_text!r}: its defaults: {error}") from None
     _check_devices(task.config)
     size: int | None = None
+    dataset: Any = None
     with _left_to_workers():
-        size = len(task.build_dataset("train"))  # type: ignore[arg-type]
+        dataset = task.build_dataset("train")
+        size = len(dataset)
         check_metric(task)
         _check_parts(task)
-    probe = Probe(defaults, size)
+    probe, digest = Probe(defaults, size), ""
+    with _left_to_workers():
+        digest = "" if is_loopback(task.config.network.address) else lane_digest(task, dataset)
+    probe = replace(probe, lane_digest=digest)
     if task.config.stages > 1:
         with _left_to_workers():
             probe = _look_at_split(task, probe)

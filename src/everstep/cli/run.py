@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,14 @@ import click
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config, pool_wish, read_layers
 from everstep.base.doors import is_loopback
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, Deposed
 from everstep.base.foreign import foreign_launcher
 from everstep.chaos.spec import parse, strikes_of
 from everstep.checkpoint.keys import read_private_key, read_public_key
 from everstep.cli.adoption import adopt
 from everstep.cli.agent import place, start_of_agent, take_part_in
 from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, check_metrics
+from everstep.cli.coming_back import become_standby
 from everstep.cli.conclusion import lacking_rows
 from everstep.cli.config_file import said_layers
 from everstep.cli.display import summary
@@ -57,7 +60,7 @@ from everstep.cli.run_dir import (
     set_aside,
 )
 from everstep.cli.signed import not_before
-from everstep.cli.standby import begin_leased, check_lease
+from everstep.cli.standby import begin_leased, check_lease, runs_elsewhere
 from everstep.cli.starting import DOMAIN_HELP, start_here
 from everstep.cli.task_loading import TaskSpec, parse_task
 from everstep.cli.tokens import given_token, token_in
@@ -97,6 +100,7 @@ class Asked:
     told: str | None
     slots: int | None
     no_local_workers: bool
+    or_standby: bool
     token_file: Path | None
     domain: str | None
     world_size: int | None
@@ -193,6 +197,9 @@ class _Run(click.Command):
 @click.option("--master-addr", metavar="IP", help="With --rank: address of host 0, where the others join.")
 @click.option("--master-port", type=click.IntRange(1, 65535), help="With --rank: port of host 0.")
 @click.option("--no-local-workers", is_flag=True, help="With --listen: leave all workers to agents that join.")
+@click.option(
+    "--or-standby", is_flag=True, help="With control.etcd: if the job runs already on another host, stand by for it."
+)
 @click.option("--dry-run", is_flag=True, help="Print the placement and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print the lines of events.jsonl, then a summary object.")
 @click.option("--dashboard", is_flag=True, help="Serve the live page while the job runs, and print its address.")
@@ -261,10 +268,25 @@ def _begin(asked: Asked, request: Request, port: int | None) -> int:
         check_installed("--dashboard")
     check_metrics(given.get("metrics.listen"), asked.public)
     _check_sign_key(given.get("checkpoint.sign_key"))
+    if asked.or_standby:
+        begun = _or_stand_by(begun, given)
     threads = given.get("threads")
     server = EarlyForkServer(threads if isinstance(threads, int) else 1, ("torch",) if asked.dry_run else PRELOAD)
     with contextlib.closing(server):
         return _run_or_show(Invocation(asked, request, trust, dataclasses.replace(begun, early=server), server))
+
+
+def _or_stand_by(begun: Start, given: Mapping[str, Any]) -> Start:
+    """The start, where the job does not run yet; else this process becomes a standby host.
+
+    Raises: ConfigError if the job has no lease."""
+    own = {key: value for key, value in given.items() if key.startswith(("control.", "network."))}
+    config = load_config([("options", own)])
+    if config.control.etcd is None:
+        raise ConfigError("--or-standby: expected --set control.etcd=... with it, where hosts find each other")
+    if runs_elsewhere(replaced := dataclasses.replace(begun, config=config, stays=True)):
+        raise Deposed("the job runs already", functools.partial(become_standby, replaced, deposed=False))
+    return dataclasses.replace(begun, stays=True)
 
 
 def _usable(asked: Asked) -> Path:
@@ -334,6 +356,10 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     return with_chaos(config, request, probe.dataset_size), probe
 
 
+def _proven(probe: Probe) -> dict[str, Any]:
+    return {"split_checked": probe.split_checked, "lane_digest": probe.lane_digest}
+
+
 def _check_strikes(config: Config) -> None:
     """Raises: ConfigError if this host cannot carry out its part of a scripted fault."""
     lacks = cannot_strike(strikes_of(parse(config.chaos)), (config.network.address,))
@@ -353,7 +379,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     if found.job is not None:  # a resumed job: its checkpoints bear its name
         job = dataclasses.replace(job, created_unix_ns=found.job.created_unix_ns, begins_after=found.job.begins_after)
     warning = ask_object_store(config.checkpoint)
-    job = with_cut(dataclasses.replace(job, split_checked=probe.split_checked), probe.cut, probe.unit_ms, found.job)
+    job = with_cut(dataclasses.replace(job, **_proven(probe)), probe.cut, probe.unit_ms, found.job)
     start = find_start(run_dir, job, script=asked.is_script, trust=invocation.trust)
     job = dataclasses.replace(job, resumes_at=start.step)
     if start.step and found.job is not None:

@@ -63,7 +63,7 @@ def drain(run_dir: Path, worker_id: int | None, host: str | None, grace_s: float
 
 def _wait_until_gone(run_dir: Path, host: str, grace_s: float) -> int:
     end_s = time.monotonic() + grace_s
-    while any(one["name"] == host and one["state"] != "gone" for one in _hosts(run_dir)):
+    while any(host in (one["name"], one["id"], one["address"]) and one["state"] != "gone" for one in _hosts(run_dir)):
         if time.monotonic() >= end_s:
             complain(f"host {host} has not left within {grace_s:g} s; it goes on leaving")
             return 1

@@ -16,20 +16,20 @@ import click
 
 from everstep.base.config import Config, load_config, to_dict
 from everstep.base.doors import is_loopback
-from everstep.base.errors import ConfigError, EverstepError, ProtocolError, QuorumLost
+from everstep.base.errors import ConfigError, EverstepError, NoHead, ProtocolError
 from everstep.base.etcd_address import EtcdAddress
 from everstep.cli.beside import parse_listen
 from everstep.cli.conclusion import ENDS
 from everstep.cli.job import about_to_run, check_network, read_job
 from everstep.cli.leading import see_through
-from everstep.cli.meeting import ETCD_S, etcd_at
+from everstep.cli.meeting import ETCD_S, Met, etcd_at
 from everstep.cli.run_dir import read_digest
 from everstep.cli.standby_fill import copy_in
 from everstep.cli.starting import start_here
 from everstep.observe.events import read_events
 from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, Look
 from everstep.report.history import History
-from everstep.runtime.files.host_directory import OWN_FOLDER, new_word, word_in
+from everstep.runtime.files.host_directory import OWN_FOLDER, new_word, private_folder, word_in
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.lead.etcd import Announced, Etcd
 from everstep.runtime.lead.etcd_access import find_access
@@ -38,7 +38,7 @@ from everstep.runtime.lead.journal_and_lease import place_of
 from everstep.runtime.lead.succession import Succession, new_owner
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, JOURNAL_FILE, TOKEN_FILE, read_address
-from everstep.runtime.link.interfaces import route_to
+from everstep.runtime.link.interfaces import own_address
 from everstep.runtime.link.tls import Tls, shown_by
 from everstep.runtime.start import Start
 
@@ -55,11 +55,25 @@ def check_lease(config: Config, secrets: Mapping[str, str]) -> None:
         find_access(address, config.control, {**os.environ, **secrets})
 
 
+def runs_elsewhere(begun: Start) -> bool:
+    """Whether the job with the lease of this config runs already. Raises: as `begin_leased`."""
+    control = begun.config.control
+    if control.etcd is None:
+        return False
+    address = EtcdAddress.parse("control.etcd", control.etcd)
+    access = find_access(address, control, {**os.environ, **begun.secrets})
+    with contextlib.closing(Etcd(address, begun.token, ETCD_S, access=access)) as etcd:
+        try:
+            return etcd.announced() is not None and in_etcd(etcd) is not None
+        except ProtocolError as error:
+            raise ConfigError(f"control.etcd: {error}") from None
+
+
 def begin_leased(begun: Start) -> tuple[Start, list[str]]:
     """Announce a job that begins now, if it is configured to have a lease. A killed predecessor may hold the lease
     until it ends. Returns the start, and lines for the user.
 
-    Raises: ConfigError if a job runs there, or etcd does not let this host in; QuorumLost if etcd does not answer.
+    Raises: ConfigError if a job runs there, or etcd does not let this host in; NoHead if etcd does not answer.
     """
     control = begun.config.control
     if control.etcd is None:
@@ -104,25 +118,32 @@ def _still(etcd: Etcd, holder: Holder) -> str:
     return f"a job is still running under {etcd.address}: its coordinator is at {where}; wait, or stop it"
 
 
-def stand_by(begun: Start) -> int:
-    """Be an agent, and the job's next coordinator if the present one is lost. Returns the exit code."""
+def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
+    """Be an agent, and the job's next coordinator if the present one is lost. met: called with a head that is there
+    already. Returns the exit code."""
     with contextlib.ExitStack() as held:
         etcd = held.enter_context(contextlib.closing(etcd_at(begun)))
+        if begun.stays:
+            _wait_for_next(etcd)
         found = _announced(etcd)
         word = str(found.facts.get("word", ""))
-        begun = replace(begun, own=begun.own or _own(etcd))
+        begun = replace(begun, own=begun.own or _own(etcd, begun.config))
         shown = begun.run_dir or Path(str(found.facts.get("run_dir")))
         shared = _sees(shown, lambda: _place(etcd) or word)
         if not shared:
             shown = held.enter_context(copy_in(begun, word, lambda: in_etcd(etcd)))
+        if met is not None and (where := in_etcd(etcd)) is not None:
+            met(Met(begun.own, begun.token, (str(where["host"]), int(where["port"]))))
         job = read_job(shown, joined=False)
         check_lease(job.config, begun.secrets)
         copying_host = begun.host if (shown / OWN_FOLDER).is_dir() else ""
+        begun = replace(begun, room=begun.room or None)
         succession = Succession(True, new_owner(), found.job, copying_host=copying_host)
         how = "" if shared else ", with files of its own"
         print(f"{begun.host} stands by for the job in {shown}{how}; {about_to_run(job)}", file=sys.stderr, flush=True)
         exit_code = see_through(replace(begun, run_dir=shown, succession=succession), job)
-        if not (exit_code or shared or begun.run_dir or word_in(shown)):  # the job is over, and was led elsewhere
+        private = shown == private_folder(word[:16], f"{begun.host}-standby")
+        if private and not (exit_code or shared or word_in(shown)):  # the job is over, and was led elsewhere
             shutil.rmtree(shown, ignore_errors=True)
         return exit_code
 
@@ -145,7 +166,7 @@ def _place(etcd: Etcd) -> str:
 
 
 def _announced(etcd: Etcd) -> Announced:
-    """The job, once there is one. Raises: QuorumLost if none comes, or etcd does not answer."""
+    """The job, once there is one. Raises: NoHead if none comes, or etcd does not answer."""
     end_s, said = time.monotonic() + _PATIENCE_S, False
     while True:
         try:
@@ -155,20 +176,40 @@ def _announced(etcd: Etcd) -> Announced:
         if found is not None:
             return found
         if time.monotonic() > end_s:
-            raise QuorumLost(f"no job has begun under {etcd.address} for {_PATIENCE_S:g} s")
+            raise NoHead(f"no job has begun under {etcd.address} for {_PATIENCE_S:g} s")
         if not said:
             print(f"no job has begun under {etcd.address}: waiting for it", file=sys.stderr, flush=True)
         said = True
         time.sleep(_AGAIN_S)
 
 
-def _own(etcd: Etcd) -> str:
-    """Address of this host on the way to the coordinator, or to etcd while there is no coordinator."""
+def _wait_for_next(etcd: Etcd) -> None:
+    """Wait while the announced job is over, as the next may follow it. Raises: NoHead if none comes."""
+    end_s, said = time.monotonic() + _PATIENCE_S, False
+    while etcd.announced() is not None and _is_over(etcd):
+        if time.monotonic() > end_s:
+            raise NoHead(f"the job under {etcd.address} is over, and no other has begun for {_PATIENCE_S:g} s")
+        if not said:
+            print(f"the job under {etcd.address} is over: waiting for the next one", file=sys.stderr, flush=True)
+        said = True
+        time.sleep(_AGAIN_S)
+
+
+def _is_over(etcd: Etcd) -> bool:
+    """Whether the announced job has ended, and nobody leads it."""
+    seen, found = etcd.ask(Look()), etcd.ask(Load())
+    free = isinstance(seen, HolderSeen) and seen.holder is None
+    return free and isinstance(found, Loaded) and any(entry.get("kind") == "ended" for entry in found.entries)
+
+
+def _own(etcd: Etcd, config: Config) -> str:
+    """Address of this host: that of network.interface, else the one on the way to the coordinator, or to etcd while
+    there is no coordinator."""
     seen, there = etcd.ask(Look()), etcd.address.members[0].rpartition(":")[0]
     if isinstance(seen, HolderSeen) and seen.holder is not None and seen.holder.where:
         there = str(seen.holder.where.get("host"))
     try:
-        return route_to(there)
+        return own_address(config.network, None, there)
     except (OSError, UnicodeError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(f"--join: there is no way to {there} from here ({why}): give --address") from None

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from everstep.base.config_keys import TlsConfig
-from everstep.base.errors import ConfigError, QuorumLost
-from everstep.cli.run_dir import set_aside
+from everstep.base.errors import ConfigError, NoHead
+from everstep.cli.coming_back import put_aside
 from everstep.protocol.roles import PEOPLE
 from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, private_folder, word_in
 from everstep.runtime.files.run_lock import run_lock
@@ -40,7 +39,7 @@ def copy_in(begun: Start, job: str, look: Callable[[], Where | None]) -> Iterato
     """Directory that has, or a moment ago had, all files of the job's; locked as long as it is used.
 
     job: the word of the job when it began. look: where the head is, as `Finder` has it. Raises: ConfigError if the
-    directory cannot be used; QuorumLost if no head fills it.
+    directory cannot be used; NoHead if no head fills it.
     """
     folder = begun.run_dir or private_folder(job[:16], f"{begun.host}-standby")
     with run_lock(folder):
@@ -56,10 +55,7 @@ def _make_ready(folder: Path, job: str, token: bytes) -> str:
     words = ""
     try:
         if kept_apart(folder, job):
-            aside = set_aside(folder)
-            words = f"the old contents of {folder}, from an earlier time of this job, are in {aside} now"
-            if aside is not None and (aside / CHECKPOINTS_DIR).is_dir():
-                os.rename(aside / CHECKPOINTS_DIR, folder / CHECKPOINTS_DIR)  # other hosts may need this one's parts
+            words = f"the old contents of {folder}, from an earlier time of this job, are in {put_aside(folder)} now"
         own = folder / OWN_FOLDER
         for path in (own, folder / LOGS_FOLDER, folder / CHECKPOINTS_DIR):
             path.mkdir(parents=True, exist_ok=True)
@@ -89,7 +85,7 @@ def _fill(folder: Path, begun: Start, look: Callable[[], Where | None]) -> None:
             DirectoryCopy(folder).fall_back()
             return
         if time.monotonic() > end_s:
-            raise QuorumLost(f"nobody has held the job's lease for {_PATIENCE_S:g} s")
+            raise NoHead(f"nobody has held the job's lease for {_PATIENCE_S:g} s")
         time.sleep(_AGAIN_S)
     tls = Tls.of(shown_by(TlsConfig(mode=where["tls"]), begun.token, begun.own))
     with contextlib.ExitStack() as held:
@@ -98,6 +94,6 @@ def _fill(folder: Path, begun: Start, look: Callable[[], Where | None]) -> None:
         held.callback(link.close)
         while not link.wait_in_step(_TURN_S) and (look() is not None or not link.state().usable):
             if time.monotonic() > end_s:
-                raise QuorumLost(f"no head has filled {folder} for {_PATIENCE_S:g} s: is the job still running?")
+                raise NoHead(f"no head has filled {folder} for {_PATIENCE_S:g} s: is the job still running?")
             print(f"{folder} is being filled from the head's directory", file=sys.stderr, flush=True)
     DirectoryCopy(folder).fall_back()

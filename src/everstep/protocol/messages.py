@@ -24,6 +24,7 @@ from everstep.protocol.messages_base import FilePieces as FilePieces
 from everstep.protocol.messages_base import FilesHeld as FilesHeld
 from everstep.protocol.messages_base import FromAgent as FromAgent
 from everstep.protocol.messages_base import Heartbeat as Heartbeat
+from everstep.protocol.messages_base import HostsProbed as HostsProbed
 from everstep.protocol.messages_base import Labels as Labels
 from everstep.protocol.messages_base import LoopLeft as LoopLeft
 from everstep.protocol.messages_base import OfLife as OfLife
@@ -92,6 +93,13 @@ class HostFailed(FromAgent, frozen=True, kw_only=True):
 
     reason: str
     cause: Cause = Cause.UNKNOWN
+
+
+class HostRefused(FromAgent, frozen=True, kw_only=True):
+    """This host stays out, because it does not fit the job. `reason`: one line for people."""
+
+    reason: str
+    cause: Cause = Cause.CONFIG
 
 
 class HostLeaving(FromAgent, frozen=True, kw_only=True):
@@ -422,6 +430,13 @@ class AgentRefused(AnyMessage, frozen=True, kw_only=True):
 
     reason: str
     cause: Cause = Cause.UNKNOWN
+
+
+class ProbeHosts(AnyMessage, frozen=True, kw_only=True):
+    """Look whether these hosts answer at these addresses ("host:port"), by host. number: unique."""
+
+    number: int
+    addresses: dict[str, str]
 
 
 class HostDismissed(AnyMessage, frozen=True, kw_only=True):

@@ -143,3 +143,10 @@ class StandbyHello(AnyMessage, frozen=True, kw_only=True):
     """First message of a host that stands by without the job's directory: it asks for the directory's files."""
 
     host: _Short
+
+
+class HostsProbed(FromAgent, frozen=True, kw_only=True):
+    """Answer to `ProbeHosts`. silent: hosts that did not answer at all."""
+
+    number: int
+    silent: list[str]

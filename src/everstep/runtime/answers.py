@@ -47,6 +47,7 @@ class _Status(TypedDict, total=False):
 
 class _Host(TypedDict):
     name: str
+    id: str
     address: str
     state: str
     slots: _Whole | None

@@ -51,17 +51,19 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
     except (OSError, ProtocolError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(f"cannot read {run_dir}: {why}") from None
+    at = f"{address.host}:{address.port}"
     try:
         tls = None if address.tls == "off" else Tls(Shown("", "", address.ca, address.tls == "on"))
         reply = ask_at((address.host, address.port), role, key, tls, name, args or {}, timeout_s)
     except ProtocolError as error:
-        raise NoJobRunning(f"no job is running in {run_dir}: {error}") from None
+        where = f"at {at} is not to be talked to ({error})"
+        raise NoJobRunning(f"no job is running in {run_dir}: its coordinator {where}", where) from None
     except TimeoutError:
-        at = f"{run_dir} at {address.host}:{address.port}"
-        raise NoAnswer(f"the coordinator of {at} did not answer within {timeout_s:g} s: try again") from None
+        late = f"did not answer within {timeout_s:g} s"
+        raise NoAnswer(f"the coordinator of {run_dir} at {at} {late}: try again") from None
     except (OSError, UnicodeError) as error:  # an impossible host name raises a UnicodeError
         said = (error.strerror if isinstance(error, OSError) else None) or error
-        where = f"cannot be reached at {address.host}:{address.port} from here ({str(said).lower()})"
+        where = f"cannot be reached at {at} from here ({str(said).lower()})"
         raise NoJobRunning(f"no job is running in {run_dir}: its coordinator {where}", where) from None
     if not reply.ok:
         raise ConfigError(reply.error)

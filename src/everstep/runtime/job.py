@@ -21,6 +21,7 @@ from typing import Any
 from everstep.base.below import moved, write_atomically
 from everstep.base.cause import Cause, Why
 from everstep.base.config import to_dict
+from everstep.base.exit_codes import ANOTHER_LEADS, NO_HEAD
 from everstep.base.given import read_json
 from everstep.base.readable import readable
 from everstep.observe.events import EventLog
@@ -248,7 +249,7 @@ class Job:
         if self._end.outcome is not None:
             self._end.present(())  # no coordinator will report that the agents have left
         if self._coordinator.moved:
-            self._end.give_up(3, why)
+            self._end.give_up(ANOTHER_LEADS, why)
         elif hopeless and self._end.outcome is None and not self._end.alone:
             self._fail_start("the coordinator", self._coordinator, why)
 
@@ -260,7 +261,7 @@ class Job:
         if self._end.outcome is not None or (self._local.restart_at_s == inf and not refused):
             return  # it has left, as it should
         self._notify("agent_died", Why(Cause.HOST_LOST, why.reason))
-        if self._succession.owner and self._local.exit_code in (REFUSED, 3):  # 3: no coordinator has come back
+        if self._succession.owner and self._local.exit_code in (REFUSED, NO_HEAD):
             self._end.give_up(self._local.exit_code, Why(Cause.UNKNOWN, last_line(self._local.log_path)))
         elif refused and not self._end.others(self._local.name):
             self._end.fail(Why(Cause.CONFIG, last_line(self._local.log_path).removeprefix("everstep agent: ")), REFUSED)
@@ -292,7 +293,7 @@ class Job:
             if self._lead.here:
                 self._coordinator.strike(item.kind, item.for_s)
         elif isinstance(item, Goodbye) and self._succession.guest:
-            self._end.give_up(3, Why(item.cause, item.reason))
+            self._end.give_up(NO_HEAD, Why(item.cause, item.reason))
         elif isinstance(item, CommandReply) and not item.ok:
             self._notify("warning", Why(Cause.REQUESTED, item.error))
 

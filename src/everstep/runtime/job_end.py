@@ -18,11 +18,13 @@ ALONE_S = 1.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the job ended: 'completed', 'failed' or 'interrupted', and why."""
+    """How the job ended: 'completed', 'failed' or 'interrupted', and why. later: a scheduler's signal to the job's own
+    host stopped it, so it may be started again."""
 
     exit_code: int
     state: str
     why: Why
+    later: bool = False
 
 
 class JobEnd:
@@ -80,7 +82,8 @@ class JobEnd:
     def told(self, message: JobEnded, now_s: float) -> None:
         """Take in the coordinator's word on the end. Agents leave when their workers have."""
         why = Why(message.cause, message.reason)
-        outcome = Outcome(message.exit_code, message.state, why)
+        stopped = message.state == "interrupted" and message.exit_code == 128 + signal.SIGTERM
+        outcome = Outcome(message.exit_code, message.state, why, later=stopped)
         if self.interrupted and message.state != "completed":
             outcome = Outcome(128 + self.interrupted, "interrupted", why)
         if self.outcome is None:
@@ -100,6 +103,7 @@ class JobEnd:
 
     def give_up(self, exit_code: int, why: Why) -> None:
         """Let this process leave, whatever becomes of the job."""
+        self.interrupted = self.interrupted or max(0, exit_code - 128)
         self.outcome = self.outcome or Outcome(exit_code, "interrupted", why)
         self.over = True
 

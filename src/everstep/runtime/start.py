@@ -30,7 +30,7 @@ class Start:
     token: the job's secret, b"": a new one, or that in the job's directory. secrets: of this host's user in etcd. port:
     where the coordinator listens for other hosts, 0: anywhere, None: no other host may come. strikes: scripted faults
     of hosts and links. succession: how this process leads the job. early: a fork server that may be running already;
-    the first agent takes it over."""
+    the first agent takes it over. stays: if a scheduler stops the job, this host waits for its next process."""
 
     config: Config
     entry: str = ""
@@ -51,6 +51,7 @@ class Start:
     strikes: tuple[Strike, ...] = ()
     succession: Succession = field(default_factory=Succession)
     early: EarlyForkServer | None = None
+    stays: bool = False
 
     @property
     def name(self) -> str:

@@ -228,6 +228,7 @@ class AgentProcess(Process):
                 room=self.control.rules.room,
                 process=self.process,
                 domains={"rack": rack},
+                about={"address": self.host},
             )
         ]
 
@@ -313,6 +314,10 @@ class AgentProcess(Process):
                 worker = self.workers.get(worker_id)
                 if worker is not None and worker.me.incarnation == incarnation:
                     worker.die(f"killed by its agent: {reason}")
+            case wire.ProbeHosts(number=number, addresses=addresses):
+                silent = [host for host in sorted(addresses) if not self.world.reachable(self.host, host)]
+                self.world.seen["hosts", "silent" if silent else "answer"] += 1
+                self.client.send(wire.HostsProbed(agent_id=self.name, number=number, silent=silent))
             case wire.JobEnded():
                 self.ended = True
             case wire.AgentRefused():

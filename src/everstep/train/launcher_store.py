@@ -13,7 +13,8 @@ import subprocess
 import sys
 from typing import Protocol
 
-from everstep.base.errors import ConfigError, QuorumLost
+from everstep.base.errors import ConfigError, NoHead
+from everstep.base.exit_codes import NO_HEAD
 from everstep.runtime.link.rendezvous import PATIENCE_S, address_towards, is_reachable
 from everstep.runtime.process import own_command
 
@@ -52,17 +53,17 @@ def exchange(store: Store, port: int, master: str) -> str:
 def ask_store(host: str, store_port: int, prefix: str, port: int) -> str:
     """`exchange` in a process of its own, over the store at this address, under this prefix.
 
-    Raises: ConfigError with its words; QuorumLost if the others do not come.
+    Raises: ConfigError with its words; NoHead if the others do not come.
     """
     command = own_command(MODULE, json.dumps([host, store_port, prefix, port]))
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE_S + 60.0)
     except subprocess.TimeoutExpired:
-        raise QuorumLost(f"torchrun's store at {host}:{store_port} does not answer") from None
+        raise NoHead(f"torchrun's store at {host}:{store_port} does not answer") from None
     said = ended.stdout.decode(errors="replace").strip()
     if ended.returncode:
         last = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
-        kind = QuorumLost if ended.returncode == 3 else ConfigError
+        kind = NoHead if ended.returncode == NO_HEAD else ConfigError
         raise kind(f"torchrun's store at {host}:{store_port}: {last or 'it ended without a word'}")
     return said
 
@@ -83,7 +84,7 @@ def main() -> int:
         return 2
     except (DistError, RuntimeError, OSError) as error:
         print(str(error).splitlines()[0][:300], file=sys.stderr)
-        return 3
+        return NO_HEAD
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from everstep.cli.display import (
     Output,
     PlainDisplay,
     Watcher,
+    choose_display,
     duration,
     sentence,
     step_line,
@@ -429,3 +430,20 @@ def test_prints_and_events_come_in_the_order_of_time(tmp_path: Path, capsys: pyt
     assert said == [
         "after step 0", "step 1", "after step 1", "step 2", "after step 2", "step 3", "after step 3",
     ]  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_lines_are_plain_where_a_launcher_passes_them_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpirun gives its processes a terminal, and copies all that is drawn there."""
+    monkeypatch.setattr("sys.stdout", Terminal())
+    for name in ("EVERSTEP_LAUNCHED", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert isinstance(choose_display(tmp_path, as_json=False, log_every=1, total_steps=9), LiveDisplay)
+    for name in ("EVERSTEP_LAUNCHED", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+        assert isinstance(choose_display(tmp_path, as_json=False, log_every=1, total_steps=9), PlainDisplay)
+        monkeypatch.delenv(name)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from everstep.base.config import load_config, to_dict
 from everstep.base.doors import check_ports, is_loopback, parse_ports
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.cli.doors import head_doors, slots_here
+from everstep.cli.lane_digest import look_here
 from everstep.cli.main import run_command
 from everstep.cli.meeting import places_in
 from everstep.protocol import messages as m
@@ -31,10 +33,10 @@ from everstep.runtime.lead.finding import among
 from everstep.runtime.link import listening, wire
 from everstep.runtime.link.address import address_of, announce
 from everstep.runtime.link.context import Joining
-from everstep.runtime.link.handshake import MAGIC, keys_of
+from everstep.runtime.link.handshake import MAGIC, Seals, keys_of
 from everstep.runtime.link.head_facts import answer
 from everstep.runtime.link.interfaces import address_on, addresses, bind_collectives, interface_of, own_address
-from everstep.runtime.versions import versions
+from everstep.runtime.versions import task_digest, versions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 from fake_coordinator import handshake_server
@@ -52,6 +54,7 @@ class FakeHead:
         self.clock: Callable[[], int] = time.time_ns
         self.versions = versions()
         self.token = token
+        self.job: dict[str, Any] = {}
         self.cut_after = 1 << 30
         self._over = False
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -65,16 +68,20 @@ class FakeHead:
             with sock:
                 try:
                     seals = handshake_server(sock, keys_of(self.token, CONTROL_ROLES))
-                    asked = m.decode(wire.recv_frame(sock, seals))
+                    while self._answer(sock, seals):
+                        pass
                 except (OSError, EverstepError):
                     if self._over:
                         return
-                    continue
-                assert isinstance(asked, m.Command)
-                if len(asked.args["padding"]) > self.cut_after:
-                    continue
-                said = answer(asked.args, self.versions, "127.0.0.1", self.clock)
-                wire.send_frame(sock, seals, m.encode(m.CommandReply(request=1, ok=True, error="", result=said)))
+
+    def _answer(self, sock: socket.socket, seals: Seals) -> bool:
+        asked = m.decode(wire.recv_frame(sock, seals))
+        assert isinstance(asked, m.Command)
+        if len(asked.args["padding"]) > self.cut_after:
+            return False
+        said = answer(asked.args, self.versions, "127.0.0.1", self.clock, self.job)
+        wire.send_frame(sock, seals, m.encode(m.CommandReply(request=1, ok=True, error="", result=said)))
+        return True
 
     def close(self) -> None:
         self._over = True
@@ -254,7 +261,7 @@ def test_hosts_are_listed_with_the_head(
 ) -> None:
     told = {"state": "live", "slots": None, "workers": [0], "rtt_ms": 1.0, "domains": {}, "versions": {}}
     places = {"10.0.0.1": "10.0.0.1", "b": "10.0.0.1", "c": "10.0.0.3"}
-    found = [{"name": name, "address": address, **told} for name, address in places.items()]
+    found = [{"name": name, "id": name, "address": address, **told} for name, address in places.items()]
     monkeypatch.setattr("everstep.cli.hosts.read_job", lambda run_dir: None)
     monkeypatch.setattr("everstep.cli.hosts.ask_running", lambda *asked: {"hosts": found})
     for address, head in (("10.0.0.1", "10.0.0.1"), ("10.0.0.3", "c"), ("10.0.0.9", None)):
@@ -265,7 +272,9 @@ def test_hosts_are_listed_with_the_head(
         assert [host["name"] for host in listed] == list(places)
     announce(tmp_path / "coordinator.json", address_of("10.0.0.3", 29400))
     assert run_command(["hosts", str(tmp_path)]) == 0
-    assert "c (head)" in capsys.readouterr().out
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:2] for line in lines[1:]] == [["10.0.0.1", "agent"], ["b", "agent"], ["c", "head"]]
+    assert lines[3][5:7] == ["1", "(0)"]
 
 
 def test_who_asks_a_job_whose_head_cannot_be_reached_is_told_where_that_is(
@@ -303,7 +312,7 @@ def test_no_head(token_file: str, capsys: pytest.CaptureFixture[str]) -> None:
         name = f"127.0.0.1:{deaf.getsockname()[1]}"
         argv = ["agent", "--join", name, "--token-file", token_file, "--set", "hosts.wait_s=0"]
         code, words = said(capsys, *argv)
-    assert code == 3 and f"no head at {name} (connection refused) for 0 s" in words and words.count("\n") == 1
+    assert code == 4 and f"no head at {name} (connection refused) for 0 s" in words and words.count("\n") == 1
 
 
 def test_another_token(head: FakeHead, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -451,11 +460,20 @@ def findings(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[
 
 
 def test_a_host_that_could_take_part(head: FakeHead, token_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config([("", {"steps": 3, "lanes": 2})])
+    question = {"task": f"{Path(__file__).parents[2] / 'job_tasks.py'}:Text", "config": to_dict(config)}
+    head.job = {**question, "lane_digest": look_here(question)["lane"]}
+    head.versions["task file"] = task_digest(question["task"])
     code, found = findings(capsys, "--join", head.name, "--token-file", token_file, "--ports", "20000-29999")
     assert code == 0 and {state for name, (state, _) in found.items() if name != "own name"} == {"ok"}, found
     wanted = {"name", "own name", "route", "devices", "packets", "ports", "head", "token", "clock", "versions"}
-    assert set(found) == wanted | {"full packets"}
+    wanted |= {"full packets", "disk", "shared memory", "open files", "bandwidth", "modules", "data"}
+    assert set(found) == wanted
+    head.job["lane_digest"] = "0" * 16
+    code, found = findings(capsys, "--join", head.name, "--token-file", token_file)
+    assert code == 1 and found["data"][0] == "wrong" and "bring the same data" in found["data"][1]
     assert "127.0.0.1, on lo" in found["route"][1]
+    head.job["lane_digest"] = ""
     assert run_command(["doctor", "--join", head.name, "--token-file", token_file]) == 0
     assert "get through both ways" in capsys.readouterr().out
 
@@ -501,7 +519,7 @@ def test_none_of_several_addresses(token_file: str, capsys: pytest.CaptureFixtur
             deaf.bind(("127.0.0.1", 0))
         names = ",".join(f"127.0.0.1:{deaf.getsockname()[1]}" for deaf in (one, other))
         code, words = said(capsys, "agent", "--join", names, "--token-file", token_file, "--set", "hosts.wait_s=0")
-    assert code == 3 and f"no head at {names} (none of them answers)" in words and words.count("\n") == 1
+    assert code == 4 and f"no head at {names} (none of them answers)" in words and words.count("\n") == 1
 
 
 def test_who_answers_at_one_of_several_addresses_counts(head: FakeHead) -> None:
@@ -526,6 +544,18 @@ def test_what_speaks_no_tls_has_no_other_token(
         assert code == 2 and f"--join {name}: {words}" in told and told.count("\n") == 1
         code, found = findings(capsys, "--join", name, *options)
         assert code == 1 and words in found["job"][1] and "token" not in found
+
+
+def test_a_job_without_tls_is_refused_by_a_host_with_it(
+    head: FakeHead, token_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At its address, at one of several, and by its directory: never waited for."""
+    wire.write_token(tmp_path / "job-token", TOKEN)
+    announce(tmp_path / "coordinator.json", address_of("127.0.0.1", int(head.name.rpartition(":")[2])))
+    for where in (head.name, f"file://{tmp_path}"):
+        argv = ["agent", "--join", where, "--token-file", token_file, "--set", "security.tls.mode=on"]
+        code, words = said(capsys, *argv)
+        assert code == 2 and "the job there does not use TLS, and security.tls.mode is on here" in words, words
 
 
 def test_what_hangs_up_before_it_has_said_anything_may_expect_tls(

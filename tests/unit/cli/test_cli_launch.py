@@ -18,6 +18,7 @@ import yaml
 from everstep.cli.engines import ssh
 from everstep.cli.engines.launch import Launch, host_script
 from everstep.cli.engines.ssh import Remote, SshHosts
+from everstep.cli.engines.strategic_merge import merge
 from everstep.cli.main import run_command
 from kubelet import expanded
 
@@ -118,9 +119,30 @@ def test_the_token_that_is_given_is_the_one_of_all_hosts(
     assert (tmp_path / "shared").stat().st_mode & 0o077 == 0o055, "it is not the job's alone"
     monkeypatch.setenv("EVERSTEP_TOKEN", sha256(b"cd").hexdigest())
     capsys.readouterr()
-    secret, *_ = yaml.safe_load_all(printed(capsys, *K8S, "--hosts", "2", "--name", "mine"))
+    (tmp_path / "kubectl").write_text(f"#!/bin/sh\ncat > {tmp_path}/applied\n")
+    (tmp_path / "kubectl").chmod(0o755)
+    assert run_command([*K8S, "--hosts", "2", "--name", "mine"]) == 0
+    secret, *_ = yaml.safe_load_all((tmp_path / "applied").read_text())
     assert secret["stringData"]["token"] == sha256(b"cd").hexdigest()
     assert secret["metadata"]["name"] == "mine-token" and secret["immutable"], "the pods that run know this one"
+
+
+def test_the_token_is_never_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by --print, nor with what kubectl says of what it refuses."""
+    token = sha256(b"cd").hexdigest()
+    monkeypatch.setenv("EVERSTEP_TOKEN", token)
+    text = printed(capsys, *K8S, "--hosts", "2")
+    assert token not in text and "kind: Secret" not in text
+    assert "kubectl create secret generic everstep-resnet18-digits-token --from-file=token=/dev/stdin" in text
+    (tmp_path / "kubectl").write_text("#!/bin/sh\ngrep token: >&2; exit 1\n")
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("EVERSTEP_TOKEN", token)
+    assert run_command([*K8S, "--hosts", "2"]) == 2
+    words = capsys.readouterr().err
+    assert "kubectl refused it: token: (the token)" in words and token not in words
 
 
 def test_a_script_for_sbatch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -198,6 +220,8 @@ def test_odd_names_are_only_names(engine: str, capsys: pytest.CaptureFixture[str
         ("exit 0", (0, False)),
         ("exit 1", (1, False)),
         ("exit 3", (3, False)),
+        ("exit 4", (4, False)),
+        ("exit 5", (5, True)),
         ("exit 127", (127, False)),
         ("kill -9 $$", (137, True)),
         ("trap 'exit 0' USR1; while :; do kill -USR1 $PPID; sleep 0.1; done", (0, True)),
@@ -223,7 +247,7 @@ def test_an_agent_that_waited_in_vain_comes_again_while_host_0_is_still_to_come(
     tmp_path: Path, host_0: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, does in (
-        ("python", "exit 3"),
+        ("python", "exit 4"),
         ("squeue", f"echo {host_0}"),
         ("scontrol", f'echo "$*" > {tmp_path}/told'),
     ):
@@ -233,7 +257,7 @@ def test_an_agent_that_waited_in_vain_comes_again_while_host_0_is_still_to_come(
     text = printed(capsys, "launch", "slurm", "resnet18-digits", "--hosts", "2", *own)
     environment = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "42", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     ended = subprocess.run(["bash"], input=text, text=True, env={**os.environ, **environment}, timeout=60)
-    assert ended.returncode == 3
+    assert ended.returncode == 4
     assert (tmp_path / "told").exists() == bool(host_0)
 
 
@@ -241,11 +265,12 @@ def test_an_agent_that_waited_in_vain_comes_again_while_host_0_is_still_to_come(
 def test_objects_of_kubernetes_are_as_its_schemas_say(capsys: pytest.CaptureFixture[str], version: str) -> None:
     more = ["--cpus", "8", "--memory", "16Gi", "--gpus", "2", "--namespace", "ml", "--queue", "q", "--steps", "9"]
     objects = list(yaml.safe_load_all(printed(capsys, *K8S, "--hosts", "3", "--slots", "2", *more)))
-    assert [found["kind"] for found in objects] == ["Secret", "Service", "Job"]
+    assert [found["kind"] for found in objects] == ["Service", "Job", "PodDisruptionBudget", "NetworkPolicy"]
     sets = list(yaml.safe_load_all(printed(capsys, *K8S, "--hosts", "3", "--jobset", *more)))
-    for replicated in sets[1]["spec"]["replicatedJobs"]:
+    objects += sets[1:]
+    for replicated in sets[0]["spec"]["replicatedJobs"]:
         objects.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **replicated["template"]})
-    broken = json.loads(json.dumps(objects[2]))
+    broken = json.loads(json.dumps(objects[1]))
     broken["spec"]["completions_mode"] = "Indexed"
     for one in objects:
         kubernetes_validate.validate(one, version, strict=True)
@@ -257,12 +282,13 @@ def test_objects_of_kubernetes_are_as_its_schemas_say(capsys: pytest.CaptureFixt
     ("ends", "reading"),
     [
         ("exit 0", "done"),  # over, or drained for good
-        ("exit 1", "FailJob"),
-        ("exit 2", "FailJob"),  # refused
-        ("exit 127", "FailJob"),  # there is no such interpreter
-        ("exit 3", "counted"),  # waited in vain
+        ("exit 1", "counted"),
+        ("exit 2", "FailIndex"),  # refused: the others go on
+        ("exit 127", "FailIndex"),  # there is no such interpreter
+        ("exit 4", "counted"),  # waited in vain
+        (': > "$EVERSTEP_HEAD_MARK"; exit 1', "FailJob"),  # it had taken over, and the job failed
         ("exit 143", "counted"),  # told to stop
-        ("kill -9 $$", "Ignore"),
+        ("kill -9 $$", "counted"),  # for memory, say: not without end
         ("trap 'exit 0' USR1; while :; do kill -USR1 $PPID; sleep 0.1; done", "Ignore"),  # handed over
     ],
 )
@@ -277,7 +303,7 @@ def test_which_ends_of_a_pod_count(
     made = list(
         yaml.safe_load_all(printed(capsys, *K8S, "--hosts", "2", "--python", str(python), *filter(None, [kind])))
     )
-    spec = made[-1]["spec"]["replicatedJobs"][1]["template"]["spec"] if kind else made[-1]["spec"]
+    spec = made[0]["spec"]["replicatedJobs"][1]["template"]["spec"] if kind else made[1]["spec"]
     command = spec["template"]["spec"]["containers"][0]["command"]
     environment = {**os.environ, "JOB_COMPLETION_INDEX": "1", "POD_IP": "127.0.0.1"}
     code = subprocess.run(expanded(command, environment), env=environment, timeout=60).returncode
@@ -289,8 +315,106 @@ def test_which_ends_of_a_pod_count(
     assert [*met, "counted" if code else "done"][0] == reading, code
 
 
+@pytest.mark.parametrize("code", [1, 2, 126, 127])
+def test_the_end_of_the_job_s_own_pod_ends_all(code: int, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexit {code}\n")
+    python.chmod(0o755)
+    _, job, *_ = yaml.safe_load_all(printed(capsys, *K8S, "--hosts", "2", "--python", str(python)))
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    environment = {**os.environ, "JOB_COMPLETION_INDEX": "0", "POD_IP": "127.0.0.1", "TMPDIR": str(tmp_path)}
+    assert subprocess.run(expanded(command, environment), env=environment, timeout=60).returncode == 64
+    rules = {
+        rule["action"]: rule.get("onExitCodes", {}).get("values") for rule in job["spec"]["podFailurePolicy"]["rules"]
+    }
+    assert (
+        rules["FailJob"] == [64] and job["spec"]["maxFailedIndexes"] == 2 and job["spec"]["backoffLimitPerIndex"] == 20
+    )
+
+
+PATCH = """
+kind: Pod
+spec:
+  priorityClassName: high
+  serviceAccountName: trainer
+  imagePullSecrets: [{name: registry}]
+  tolerations: [{key: gpu, operator: Exists, effect: NoSchedule}]
+  containers:
+  - name: everstep-resnet18-digits
+    env: [{name: NCCL_IB_HCA, value: mlx5}]
+    resources: {limits: {rdma/hca: "1"}}
+    volumeMounts: [{name: data, mountPath: /data, readOnly: true}]
+  volumes: [{name: data, persistentVolumeClaim: {claimName: data}}]
+---
+kind: NetworkPolicy
+metadata: {annotations: {owner: me}}
+---
+kind: Job
+metadata: {name: everstep-resnet18-digits}
+spec: {ttlSecondsAfterFinished: null}
+"""
+
+
+def test_objects_are_changed_by_a_patch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(PATCH)
+    made = list(yaml.safe_load_all(printed(capsys, *K8S, "--hosts", "2", "--patch", str(tmp_path / "p.yaml"))))
+    for one in made:
+        kubernetes_validate.validate(one, "1.37", strict=True)
+    assert made[3]["metadata"]["annotations"] == {"owner": "me"} and "ttlSecondsAfterFinished" not in made[1]["spec"]
+    pod = made[1]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert [one["name"] for one in container["env"]] == ["POD_IP", "EVERSTEP_TOKEN", "NCCL_IB_HCA"]
+    assert container["image"] == "registry/everstep:1" and container["resources"]["limits"]["rdma/hca"] == "1"
+    assert [one["name"] for one in pod["volumes"]] == ["runs", "shm", "data"]
+    assert [one["key"] for one in pod["tolerations"]] == ["gpu"] and pod["priorityClassName"] == "high"
+    for text, expected in (
+        ("kind: Deployment", "--patch: there is no Deployment to change: the kinds are Job, NetworkPolicy, Pod"),
+        ("kind: Job\nmetadata: {name: b}", "there is no Job with the name b"),
+        ("- 1", "--patch: expected objects with a kind"),
+        ("kind: Pod\nspec: {volumes: [{a: 1}]}", "expected a field 'name' in each element"),
+        ("a: [", "--patch: expected YAML in"),
+    ):
+        (tmp_path / "p.yaml").write_text(text)
+        assert run_command([*K8S, "--print", "--hosts", "2", "--patch", str(tmp_path / "p.yaml")]) == 2
+        words = capsys.readouterr().err
+        assert expected in words and words.count("\n") == 1, words
+
+
+def test_merged_as_kubectl_would() -> None:
+    old = {"a": 1, "volumes": [{"name": "x", "emptyDir": {}}, {"name": "y"}], "args": ["1", "2"]}
+    assert merge(old, {"a": None, "args": ["3"]}) == {"volumes": old["volumes"], "args": ["3"]}
+    deleted = {"volumes": [{"name": "x", "$patch": "delete"}, {"name": "z"}]}
+    assert merge(old, deleted)["volumes"] == [{"name": "y"}, {"name": "z"}]
+    assert merge(old, {"volumes": [{"$patch": "replace"}, {"name": "q"}]})["volumes"] == [{"name": "q"}]
+    assert merge(old, {"$patch": "replace", "b": 2}) == {"b": 2}
+
+
+@pytest.mark.parametrize("kind", ["", "--jobset"])
+def test_hosts_of_kubernetes_with_etcd_can_all_take_over(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    more = [*filter(None, [kind]), "--set", "control.etcd=etcd://10.0.0.1/jobs/a"]
+    words = ["launch", "k8s", "resnet18-digits", "--image", "i", "--disk", "10Gi", "--hosts", "2", *more]
+    text = printed(capsys, *words)
+    assert "--or-standby" in text and "ephemeral" in text
+    agent = next(line for line in text.splitlines() if " agent --join" in line)
+    assert "agent --join etcd://10.0.0.1/jobs/a --standby --stay --refill 2" in agent and "--run-dir" in agent
+    assert run_command([*words[:-2], "--print"]) == 2
+    assert "--disk: expected --set control.etcd=... with it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine", ["slurm", "ssh", "ray"])
+def test_hosts_of_other_engines_with_etcd_can_all_take_over(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--hosts", "a,b", "--address", "10.0.0.1"] if engine == "ssh" else ["--hosts", "2"]
+    words += ["--run-dir", "r", "--set", "control.etcd=etcds://10.0.0.1/jobs/a", "--set", "control.etcd_ca=ca.pem"]
+    text = printed(capsys, "launch", engine, "resnet18-digits", *words)
+    assert "--or-standby" in text and "agent --join etcds://10.0.0.1/jobs/a --standby --stay --refill 2" in text
+    assert engine == "ray" or f"EVERSTEP_ETCD_CA={os.getcwd()}/ca.pem" in text
+    bad = ["launch", engine, "resnet18-digits", *words[:-4], "--set", "control.etcd=10.0.0.1", "--print"]
+    assert run_command(bad) == 2
+    assert "control.etcd" in capsys.readouterr().err
+
+
 def test_a_job_set_is_as_its_schema_says(capsys: pytest.CaptureFixture[str]) -> None:
-    _, made = yaml.safe_load_all(printed(capsys, *K8S, "--hosts", "3", "--jobset"))
+    made, *_ = yaml.safe_load_all(printed(capsys, *K8S, "--hosts", "3", "--jobset"))
     schema = json.loads((HERE / "jobset_schema.json").read_text())
     bad: list[Any] = [made | {"spec": made["spec"] | {"successPolicy": {"operator": "Some"}}}]
     bad.append(made | {"spec": made["spec"] | {"replicas": 1}})
@@ -349,3 +473,13 @@ def test_what_ssh_and_ray_would_start(capsys: pytest.CaptureFixture[str]) -> Non
     text = printed(capsys, "launch", "ray", "resnet18-digits", "--hosts", "2", *common)
     job, agent = text.splitlines()
     assert "run resnet18-digits --listen ADDRESS:PORT" in job and agent.endswith("--address ADDRESS")
+
+
+def test_the_interface_that_the_config_names_is_that_of_slurm_s_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch", "slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--set", "network.interface=ib0"]
+    text = printed(capsys, *words)
+    assert '--listen "${address:-ib0}:0"' in text and '${address:+--address "$address"}' in text
+    assert "hostname -I" not in text and "--set network.interface=ib0" in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    assert run_command([*words[:-1], "network.interface=ib0$(id)", "--print"]) == 2
+    assert "network.interface: expected the name of an interface" in capsys.readouterr().err

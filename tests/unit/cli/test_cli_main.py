@@ -12,7 +12,7 @@ import pytest
 
 import everstep.cli
 from everstep.base.config import load_config
-from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, JobFailed, QuorumLost, TaskError
+from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, JobFailed, NoHead, TaskError
 from everstep.cli.main import COMMANDS, cli, exit_code_of, run_command
 from everstep.cli.placement_table import placement_rows, print_placement, span
 from everstep.cli.probe import Probe
@@ -81,7 +81,7 @@ def test_usage_errors_are_one_line(argv: list[str], words: str, capsys: pytest.C
     [
         (ConfigError("x"), 2),
         (CheckpointCorrupt("x"), 2),
-        (QuorumLost("x"), 3),
+        (NoHead("x"), 4),
         (JobFailed("x"), 1),
         (TaskError("x"), 1),
         (EverstepError("x"), 1),

@@ -220,6 +220,49 @@ def test_any_link_between_two_hosts_is_the_same_again() -> None:
     assert "its links, or others between the same hosts, failed again (2 to 4, 3 to 5)" in world.plan.reason
 
 
+def stating(world: World) -> World:
+    """The hosts' agents say their addresses, so they are asked whether others answer."""
+    for k in range(3):
+        name = f"a{k + 1}"
+        lives = [m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + i) for i in (2 * k, 2 * k + 1)]
+        about = {"address": f"10.0.0.{k + 1}"}
+        world.say(
+            name, m.AgentHello(agent_id=name, host=f"h{k + 1}", workers=lives, slots=0, process=name, about=about)
+        )
+    world.clear()
+    return world
+
+
+def test_hosts_of_accused_links_are_probed_and_one_leaves_at_once_if_they_do_not_answer() -> None:
+    world = stating(three_hosts())
+    break_link(world, 1, (4, 2))
+    asked = {name: world.last(m.ProbeHosts, name) for name in ("a2", "a3")}
+    assert list(asked["a3"].addresses) == ["h2"] and list(asked["a2"].addresses) == ["h3"]
+    assert world.last(m.ProbeHosts, "a1") is None and world.plan.generation == 1, "it is decided when they have looked"
+    world.say("a3", m.HostsProbed(agent_id="a3", number=asked["a3"].number, silent=["h2"]))
+    world.say("a2", m.HostsProbed(agent_id="a2", number=asked["a2"].number, silent=[]))
+    world.wait(MS)
+    assert world.plan.generation == 2 and world.plan.worker_ids == (0, 1, 4, 5), (
+        "the whole host, though one link failed"
+    )
+    assert "its host and another do not reach each other (2 to 4)" in world.plan.reason
+
+
+def test_hosts_that_answer_may_fail_once_and_one_that_does_not_look_is_not_waited_for() -> None:
+    world = stating(three_hosts())
+    break_link(world, 1, (4, 2))
+    for name, other in (("a2", "h3"), ("a3", "h2")):
+        number = world.last(m.ProbeHosts, name).number
+        world.say("a1", m.HostsProbed(agent_id="a1", number=number, silent=[other]))  # not the one that was asked
+        world.say(name, m.HostsProbed(agent_id=name, number=number, silent=[]))
+    world.wait(MS)
+    assert world.plan.generation == 2 and len(world.plan.members) == 6
+    world = stating(three_hosts())
+    break_link(world, 1, (4, 2))
+    world.wait(1500 * MS)
+    assert world.plan.generation == 2 and len(world.plan.members) == 6
+
+
 def test_on_one_host_another_link_is_another() -> None:
     world = three_hosts()
     break_link(world, 1, (1, 0), (4, 5))
@@ -710,3 +753,35 @@ def test_slots_of_a_host_that_has_yet_to_come_back_count_once_it_has_said_how_ma
     assert again.coordinator.job.slots.ids() == {0, 1, 3}
     again.agent(2, 3, name="a2", host="h2")
     assert again.coordinator.job.slots.ids() == {0, 1, 2, 3}
+
+
+def named_hello(agent_id: str, address: str, node: str) -> m.AgentHello:
+    about = {"address": address, "node": node}
+    return m.AgentHello(agent_id=agent_id, host=agent_id, workers=[], slots=0, room=2, process=agent_id, about=about)
+
+
+def test_the_job_s_own_host_is_shown_and_drained_by_its_name_unless_another_has_it() -> None:
+    world = running(2)
+    for agent_id, address, node in (("10.0.0.1", "10.0.0.1", "blue"), ("green", "10.0.0.2", "green")):
+        world.connect(agent_id, "agent")
+        world.say(agent_id, named_hello(agent_id, address, node))
+    shown = {h["id"]: h["name"] for h in world.command("hosts").result["hosts"]}
+    assert shown["10.0.0.1"] == "blue" and shown["green"] == "green"
+    for name in ("blue", "10.0.0.1", "10.0.0.2"):
+        assert "no host" not in world.command("drain", host=name).error
+    assert "no host 'red': the hosts are blue, a1, " in world.command("drain", host="red").error
+    world.connect("blue", "agent")
+    world.say("blue", named_hello("blue", "10.0.0.3", "blue"))
+    shown = {h["id"]: h["name"] for h in world.command("hosts").result["hosts"]}
+    assert shown["10.0.0.1"] == "10.0.0.1" and shown["blue"] == "blue"
+
+
+def test_a_host_that_does_not_fit_is_refused_and_not_gone() -> None:
+    world = running(2)
+    world.connect("b", "agent")
+    world.say("b", named_hello("b", "10.0.0.2", "b"))
+    world.say("b", m.HostRefused(agent_id="b", reason="torch is 9.9, the job's host has 2.1", cause=Cause.CONFIG))
+    states = {h["name"]: h["state"] for h in world.command("hosts").result["hosts"]}
+    assert states["b"] == "refused"
+    assert "host b stays out: torch is 9.9" in world.report("warning")["reason"]
+    assert world.plan.generation == 1, "nobody else noticed"

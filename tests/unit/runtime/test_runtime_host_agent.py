@@ -21,6 +21,7 @@ from fake_coordinator import PATIENCE_S, FakeCoordinator
 
 from everstep.base.cause import Cause
 from everstep.base.config import load_config, to_dict
+from everstep.base.exit_codes import NO_HEAD
 from everstep.observe.events import read_events
 from everstep.protocol import messages as m
 from everstep.runtime.files.file_receiver import HeadReceiver
@@ -283,7 +284,7 @@ def test_when_the_jobs_process_is_gone_its_workers_are_ended(started: Started) -
     job.kill()
     job.wait()
     left = started.end()
-    assert left.exit_code == 3 and "job's process is gone" in left.words
+    assert left.exit_code == NO_HEAD and "job's process is gone" in left.words
     assert started.server.workers[0].wait(PATIENCE_S) == -signal.SIGKILL
 
 
@@ -292,7 +293,7 @@ def test_another_job_at_the_same_address_is_not_its_job(started: Started) -> Non
     started.coordinator.say(started.facts())
     started.coordinator.say(started.facts(seed=3))
     left = started.end()
-    assert left.exit_code == 3 and "another job" in left.words
+    assert left.exit_code == NO_HEAD and "another job" in left.words
 
 
 def test_who_is_refused_says_why(started: Started) -> None:
@@ -521,13 +522,13 @@ BYE = m.Goodbye(cause=Cause.INTERRUPTED, reason="the job's process has ended")
 def test_when_the_job_of_another_host_says_goodbye_its_workers_are_ended_at_once(started: Started) -> None:
     started.with_worker()
     started.coordinator.say(BYE)
-    assert started.end() == Left(3, "the job's process has ended: its workers here are ended")
+    assert started.end() == Left(NO_HEAD, "the job's process has ended: its workers here are ended")
 
 
 def test_a_spare_leaves_at_once_too(started: Started) -> None:
     started.coordinator.hear(m.AgentHello)
     started.coordinator.say(BYE)
-    assert started.end().exit_code == 3
+    assert started.end().exit_code == NO_HEAD
 
 
 def test_who_was_told_of_the_end_before_leaves_as_it_was_told(started: Started) -> None:

@@ -16,6 +16,7 @@ from fake_coordinator import PATIENCE_S, FakeCoordinator
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config
+from everstep.base.exit_codes import ANOTHER_LEADS
 from everstep.observe.events import read_events
 from everstep.protocol import messages as m
 from everstep.runtime.files.led_directory import MOVED
@@ -302,7 +303,7 @@ def test_where_another_host_leads_in_its_own_directory_it_ends_and_no_other_host
     started.process.started.acquire()
     started.process.exit_code = MOVED
     started.process.die()
-    assert started.end() == 3
+    assert started.end() == ANOTHER_LEADS
     assert not said and started.process.starts == 1
     assert started.kinds() == ["coordinator_started", "coordinator_died", "job_ended"]
 

@@ -12,51 +12,89 @@ from everstep.cli.engines.launch import FINAL, Launch, host_script
 
 PORT = 29400
 AGAIN = 75
-"""Exit code of a pod that has to be made again; the job goes on meanwhile."""
+"""Exit code of a pod that handed over, and has to be made again; the job goes on meanwhile."""
+OVER = 64
+"""Exit code of a pod whose host led the job when that ended for good: no new pod would help."""
+_TRIES = 20
+"""Times that the pod of an index may be made again because it was killed, or waited in vain."""
 _GRACE_S = 120
+_KEPT_S = 7 * 24 * 3600
 _LABEL = "everstep/job"
 Object = dict[str, Any]
 
 
 class Pods(NamedTuple):
-    """Settings of the pods. claim: of the volume that all of them mount at /runs. queue: of Kueue, "" for none."""
+    """Settings of the pods. claim: of the volume that they mount at /runs, "" if each has a disk of its own; once: only
+    the job's own pod mounts it. disk: size of each pod's own disk. shm: size of /dev/shm. queue: of Kueue, "" for
+    none."""
 
     image: str
-    claim: str
+    claim: str = ""
+    once: bool = False
+    disk: str = ""
     cpus: str = ""
     memory: str = ""
+    shm: str = ""
     gpus: int = 0
+    port: int = PORT
     queue: str = ""
     namespace: str = ""
 
 
-def indexed_job(launch: Launch, pods: Pods, token: str) -> list[Object]:
-    """Secret, headless service and Job. token: the job's, in hex."""
+def indexed_job(launch: Launch, pods: Pods) -> list[Object]:
+    """Headless service, Job, and what guards its pods."""
     where = f"{launch.name}-0.{launch.name}"
     pod = _pod(launch, pods, "$JOB_COMPLETION_INDEX", where)
     spec = {**_job_spec(launch.hosts, pod, launch.name), "completionMode": "Indexed"}
+    spec["ttlSecondsAfterFinished"] = _KEPT_S
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(launch, pods, launch.name), "spec": spec}
-    return [_secret(launch, pods, token), _service(launch, pods), job]
+    return [_service(launch, pods), job, *_guards(launch, pods)]
 
 
-def job_set(launch: Launch, pods: Pods, token: str) -> list[Object]:
-    """Secret and JobSet of a job for pod 0 and one for the agents."""
+def job_set(launch: Launch, pods: Pods) -> list[Object]:
+    """JobSet of a job for pod 0 and one for the agents, and what guards its pods."""
     where = f"{launch.name}-job-0-0.{launch.name}"
     replicated = [_replicated("job", 1, _pod(launch, pods, "0", where), launch)]
     if launch.hosts > 1:
-        pod = _pod(launch, pods, "$((JOB_COMPLETION_INDEX + 1))", where)
+        agents = pods._replace(claim="") if pods.once else pods
+        pod = _pod(launch, agents, "$((JOB_COMPLETION_INDEX + 1))", where)
         replicated.append(_replicated("agents", launch.hosts - 1, pod, launch))
     spec = {
         "network": {"enableDNSHostnames": True, "subdomain": launch.name, "publishNotReadyAddresses": True},
         "successPolicy": {"operator": "All", "targetReplicatedJobs": ["job"]},
         "failurePolicy": {"maxRestarts": 0},
+        "ttlSecondsAfterFinished": _KEPT_S,
         "replicatedJobs": replicated,
     }
     metadata = _metadata(launch, pods, launch.name)
-    return [
-        _secret(launch, pods, token),
-        {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec},
-    ]
+    found = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
+    return [found, *_guards(launch, pods)]
+
+
+def secret(launch: Launch, pods: Pods, token: str) -> Object:
+    """Secret with the token, in hex; never printed. It must not change, because pods that are made again need the token
+    that the others have."""
+    metadata = _metadata(launch, pods._replace(queue=""), f"{launch.name}-token")
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata,
+        "type": "Opaque",
+        "immutable": True,
+        "stringData": {"token": token},
+    }
+
+
+def secret_words(launch: Launch, pods: Pods) -> str:
+    """Comment for printed objects: commands that make the Secret, whose content is not printed."""
+    inside = f" -n {pods.namespace}" if pods.namespace else ""
+    name = f"{launch.name}-token"
+    return (
+        "# The Secret with the job's token is not printed. To make it:\n"
+        f"#   openssl rand -hex 32 | tr -d '\\n' | kubectl create secret generic {name}{inside} "
+        "--from-file=token=/dev/stdin\n"
+        f"#   kubectl label secret {name}{inside} {_LABEL}={launch.name}\n"
+    )
 
 
 def to_yaml(objects: list[Object]) -> str:
@@ -81,61 +119,44 @@ def _replicated(name: str, pods_count: int, pod: Object, launch: Launch) -> Obje
 
 
 def _job_spec(count: int, pod: Object, container: str) -> Object:
-    """Rules for pods: a pod that ends badly is made again by itself, the others go on; a pod lost with its node or
-    preempted does not count; if no new one would help, all end."""
+    """Rules for pods. Only the end of the host that leads ends all. A pod that ends badly is made again by itself, so
+    many times and later and later; one that left in order, or was lost with its node or preempted, does not count; an
+    agent that is refused is not made again, and the others go on."""
     codes = {"containerName": container, "operator": "In"}
     return {
         "completions": count,
         "parallelism": count,
-        "backoffLimitPerIndex": 1000,
-        "maxFailedIndexes": 0,
+        "backoffLimitPerIndex": _TRIES,
+        "maxFailedIndexes": count,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
             "rules": [
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 {"action": "Ignore", "onExitCodes": {**codes, "values": [AGAIN]}},
-                {"action": "FailJob", "onExitCodes": {**codes, "values": list(FINAL)}},
+                {"action": "FailJob", "onExitCodes": {**codes, "values": [OVER]}},
+                {"action": "FailIndex", "onExitCodes": {**codes, "values": [code for code in FINAL if code != 1]}},
             ]
         },
         "template": pod,
     }
 
 
+_OWN_IP = """\
+case "$POD_IP" in
+*:*) POD_IP=$(hostname -I | tr ' ' '\\n' | grep -v : | head -n 1) ;; # of a pod with addresses of both kinds
+esac
+if [ -z "$POD_IP" ]; then
+  echo "error: this pod has no IPv4 address, which Everstep needs: use a cluster with IPv4 or both" >&2
+  exit 2
+fi
+"""
+_LIVES = (
+    "for child in $(cat /proc/1/task/1/children); do grep -q '^State:.[TZ]' /proc/$child/status && exit 1; done; exit 0"
+)
+"""Fails if the host's process is stopped, or dead and not waited for. Everstep watches the rest by itself."""
+
+
 def _pod(launch: Launch, pods: Pods, index: str, where: str) -> Object:
-    job = launch.job_words(f'"$POD_IP:{PORT}"')
-    agent = launch.agent_words(f"{where}:{PORT}", f'"host-{index}"') + ' --address "$POD_IP"'
-    script = host_script(launch, index, job, agent, f"code={AGAIN}", alone=True)
-    leave = f'kill -USR1 1; [ "{index}" = 0 ] && sleep 20 || sleep 60'
-    limits = {"cpu": pods.cpus, "memory": pods.memory, "nvidia.com/gpu": str(pods.gpus or "")}
-    resources = {name: value for name, value in limits.items() if value}
-    container = {
-        "name": launch.name,
-        "image": pods.image,
-        "command": ["/bin/sh", "-c", script.replace("$", "$$")],  # else it halves them, and reads variables
-        "env": [
-            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            {
-                "name": "EVERSTEP_TOKEN",
-                "valueFrom": {"secretKeyRef": {"name": f"{launch.name}-token", "key": "token"}},
-            },
-        ],
-        "ports": [{"name": "job", "containerPort": PORT}],
-        "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", leave]}}},
-        "resources": {"requests": resources, "limits": resources} if resources else {},
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "runAsNonRoot": True,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "volumeMounts": [{"name": "runs", "mountPath": "/runs"}, {"name": "shm", "mountPath": "/dev/shm"}],
-    }
-    spread = {
-        "maxSkew": 1,
-        "topologyKey": "kubernetes.io/hostname",
-        "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": {"matchLabels": {_LABEL: launch.name}},
-    }
     return {
         "metadata": {"labels": {_LABEL: launch.name}},
         "spec": {
@@ -153,29 +174,75 @@ def _pod(launch: Launch, pods: Pods, index: str, where: str) -> Object:
                 }
                 for how in ("not-ready", "unreachable")
             ],
-            "topologySpreadConstraints": [spread],
-            "securityContext": {"runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
-            "containers": [container],
+            "topologySpreadConstraints": [
+                {
+                    "maxSkew": 1,
+                    "topologyKey": "kubernetes.io/hostname",
+                    "whenUnsatisfiable": "ScheduleAnyway",
+                    "labelSelector": {"matchLabels": {_LABEL: launch.name}},
+                }
+            ],
+            "securityContext": {
+                "runAsUser": 1000,
+                "runAsGroup": 1000,
+                "fsGroup": 1000,
+                "fsGroupChangePolicy": "OnRootMismatch",
+            },
+            "containers": [_container(launch, pods, index, where)],
             "volumes": [
-                {"name": "runs", "persistentVolumeClaim": {"claimName": pods.claim}},
-                {"name": "shm", "emptyDir": {"medium": "Memory"}},
+                {"name": "runs", **_runs(pods)},
+                {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": pods.shm or f"{2 * launch.slots}Gi"}},
             ],
         },
     }
 
 
-def _secret(launch: Launch, pods: Pods, token: str) -> Object:
-    """Secret with the token; it must not change, because pods that are made again need the token that the others
-    have."""
-    metadata = _metadata(launch, pods._replace(queue=""), f"{launch.name}-token")
+def _container(launch: Launch, pods: Pods, index: str, where: str) -> Object:
+    job = launch.job_words(f'"$POD_IP:{pods.port}"')
+    agent = launch.agent_words(f"{where}:{pods.port}", f'"host-{index}"') + ' --address "$POD_IP"'
+    agent += ' --run-dir "$dir"' if launch.etcd else ""
+    ends = {"in_vain": "leaving=", "killed": "leaving=", "final": f"code={OVER}"}
+    script = _OWN_IP + host_script(launch, index, job, agent, f"code={AGAIN}", alone=True, **ends)
+    leave = f'kill -USR1 1; [ "{index}" = 0 ] && sleep 20 || sleep 60'
+    limits = {"cpu": pods.cpus or str(launch.slots), "memory": pods.memory or f"{4 * launch.slots}Gi"}
+    limits |= {"nvidia.com/gpu": str(pods.gpus)} if pods.gpus else {}
+    token = {"name": f"{launch.name}-token", "key": "token"}
     return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": metadata,
-        "type": "Opaque",
-        "immutable": True,
-        "stringData": {"token": token},
+        "name": launch.name,
+        "image": pods.image,
+        "command": ["/bin/sh", "-c", script.replace("$", "$$")],  # else it halves them, and reads variables
+        "env": [
+            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "EVERSTEP_TOKEN", "valueFrom": {"secretKeyRef": token}},
+        ],
+        "ports": [{"name": "job", "containerPort": pods.port}],
+        "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", leave]}}},
+        "livenessProbe": {
+            "exec": {"command": ["/bin/sh", "-c", _LIVES]},
+            "initialDelaySeconds": 30,
+            "periodSeconds": 20,
+            "timeoutSeconds": 10,
+            "failureThreshold": 6,
+        },
+        "resources": {"requests": limits, "limits": limits},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "volumeMounts": [{"name": "runs", "mountPath": "/runs"}, {"name": "shm", "mountPath": "/dev/shm"}],
     }
+
+
+def _runs(pods: Pods) -> Object:
+    """The volume at /runs."""
+    if pods.claim:
+        return {"persistentVolumeClaim": {"claimName": pods.claim}}
+    if not pods.disk:
+        return {"emptyDir": {}}
+    spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": pods.disk}}}
+    return {"ephemeral": {"volumeClaimTemplate": {"spec": spec}}}
 
 
 def _service(launch: Launch, pods: Pods) -> Object:
@@ -184,9 +251,23 @@ def _service(launch: Launch, pods: Pods) -> Object:
         "clusterIP": "None",
         "selector": {_LABEL: launch.name},
         "publishNotReadyAddresses": True,
-        "ports": [{"name": "job", "port": PORT}],
+        "ipFamilyPolicy": "SingleStack",
+        "ipFamilies": ["IPv4"],
+        "ports": [{"name": "job", "port": pods.port}],
     }
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}
+
+
+def _guards(launch: Launch, pods: Pods) -> list[Object]:
+    """A budget, so that nodes are drained one by one, and a rule that lets only pods of the job speak to each other."""
+    own = {"matchLabels": {_LABEL: launch.name}}
+    metadata = _metadata(launch, pods._replace(queue=""), launch.name)
+    budget = {"maxUnavailable": 1, "selector": own}
+    rule = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]}
+    return [
+        {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": metadata, "spec": budget},
+        {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": metadata, "spec": rule},
+    ]
 
 
 def _metadata(launch: Launch, pods: Pods, name: str) -> Object:

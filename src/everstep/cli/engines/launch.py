@@ -11,7 +11,8 @@ class Launch(NamedTuple):
 
     name: fit for engines (letters, digits, hyphens). task, options, argv: of `everstep run`. run_dir: as all hosts see
     it. python: the interpreter there. settings: "key=value" of each host's own keys. folder: working directory on hosts
-    that share the file system, so that relative names are the same there.
+    that share the file system, so that relative names are the same there. etcd: control.etcd, "" for none: with it any
+    host can take over. variables: of the environment of hosts that ask etcd before they know the config.
     """
 
     name: str
@@ -24,6 +25,14 @@ class Launch(NamedTuple):
     python: str
     settings: tuple[str, ...] = ()
     folder: str = ""
+    etcd: str = ""
+    variables: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def interface(self) -> str:
+        """network.interface, "" if the user has named none."""
+        named = [text.partition("=")[2] for text in self.settings if text.startswith("network.interface=")]
+        return named[-1] if named else ""
 
     @property
     def everstep(self) -> list[str]:
@@ -33,12 +42,18 @@ class Launch(NamedTuple):
     def job_words(self, listen: str, *more: str) -> str:
         """Arguments of the job's own process, for a shell. listen: "ADDR:PORT", in a shell's words. more: options."""
         own = ["--run-dir", self.run_dir, "--workers", str(self.hosts * self.slots), "--slots", str(self.slots)]
+        own += ["--or-standby"] if self.etcd else []
         own += ["--set", "checkpoint.grace_s=20", *more, *self.options, *(["--", *self.argv] if self.argv else [])]
         return f"run {shlex.quote(self.task)} --listen {listen} {shlex.join(own)}"
 
     def agent_words(self, join: str, name: str) -> str:
-        """Arguments of an agent, for a shell. join, name: of the job and the host, in a shell's words."""
+        """Arguments of an agent, for a shell. join, name: of the job and the host, in a shell's words. With etcd
+        the host finds the job there, and stands by."""
         workers = self.hosts * self.slots
+        if self.etcd:
+            same = f"--stay --refill {workers} --slots {self.slots} --host-name {name}"
+            same += f" --set {shlex.quote(f'network.interface={self.interface}')}" if self.interface else ""
+            return f"agent --join {shlex.quote(self.etcd)} --standby {same}"
         own = "".join(f" --set {shlex.quote(text)}" for text in self.settings)
         return f"agent --join {join} --stay --refill {workers} --slots {self.slots} --host-name {name}{own}"
 
@@ -48,23 +63,37 @@ FINAL = (1, 2, 126, 127)
 
 
 def host_script(
-    launch: Launch, index: str, job: str, agent: str, again: str, *, alone: bool, in_vain: str = "leaving="
+    launch: Launch,
+    index: str,
+    job: str,
+    agent: str,
+    again: str,
+    *,
+    alone: bool,
+    in_vain: str = "leaving=",
+    killed: str = "leaving=1",
+    final: str = ":",
 ) -> str:
     """The shell script of one host: host 0 is the job's own.
 
     index: number of this host, in a shell's words. job, agent: arguments. again: command that has the engine start this
     host again. alone: the engine's SIGTERM comes to the shell alone, not to its children. in_vain: commands for a host
-    that has waited in vain for the others; leaving=1 has it start again.
+    that has waited in vain for the others; killed: for one whose process was killed; leaving=1 has it start again.
+    final: for one that led the job when it ended for good.
 
     SIGUSR1 means that the host has to go soon: an agent hands its workers over, the job takes a checkpoint.
     """
+    variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in launch.variables)
     end = '[ -z "$here" ] || kill -TERM "$here"' if alone else ":"  # a second one would end the job at once
     return f"""\
 dir={shlex.quote(launch.run_dir)}
 leaving= here=
-trap 'leaving=1; [ -z "$here" ] || kill -USR1 "$here"' USR1
+EVERSTEP_HEAD_MARK=$(mktemp -u) # is there while this host leads the job
+export EVERSTEP_HEAD_MARK
+{variables}trap 'leaving=1; [ -z "$here" ] || kill -USR1 "$here"' USR1
 trap '{end}' TERM
 if [ "{index}" = 0 ]; then
+  touch "$EVERSTEP_HEAD_MARK"
   {shlex.join(launch.everstep)} {job} &
 else
   {shlex.join(launch.everstep)} {agent} &
@@ -75,11 +104,17 @@ while :; do
   wait "$here" && code=0 || code=$?
   kill -0 "$here" 2>/dev/null || break # a signal ends the wait, not what is waited for
 done
+led=
+if [ -e "$EVERSTEP_HEAD_MARK" ]; then led=1; rm -f "$EVERSTEP_HEAD_MARK"; fi
 case $code in
   0 | 130 | 143) ;;       # over, handed over, told to stop
-  {" | ".join(map(str, FINAL))}) leaving= ;; # failed, refused, no such interpreter: no use to try again
-  3) {in_vain} ;; # waited in vain
-  *) leaving=1 ;;         # killed
+  {" | ".join(map(str, FINAL))}) # failed, refused, no such interpreter: no use to try again
+    leaving=
+    if [ -n "$led" ]; then {final}; fi
+    ;;
+  3 | 4) {in_vain} ;; # waited in vain, for workers or for the job
+  5) leaving=1 ;;         # deposed
+  *) {killed} ;; # killed
 esac
 if [ -n "$leaving" ] && [ ! -e "$dir/final/digest.json" ]; then
   {again}

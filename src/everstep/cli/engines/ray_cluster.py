@@ -57,7 +57,7 @@ class HostProcess:
         words = arguments(found, self._number, job_at, self.where(towards)[0])
         command = own_command(MODULE, str(os.getpid()), *words)
         command[0] = found.python or command[0]
-        environment = {**_own_environment(), "EVERSTEP_TOKEN": token}
+        environment = {**_own_environment(), **dict(found.variables), "EVERSTEP_TOKEN": token}
         folder = found.folder if os.path.isdir(found.folder) else None
         self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, cwd=folder)
         return self._process.wait()
@@ -168,7 +168,7 @@ class _Driver:
         if self._places.alone and not parted:
             self._say("some nodes are missing: the job begins without them, and they join when they come")
         for number in sorted(self._due):
-            if number == 0 or 0 in self._running:  # that one knows where the job is
+            if number == 0 or 0 in self._running or self._launch.etcd:  # that one knows where the job is
                 self._due.remove(number)
                 self._begin(number)
         if self._signal and 0 not in self._running:
@@ -215,7 +215,7 @@ class _Driver:
         except self._ray.exceptions.RayActorError:
             self._lost(number)
             return None
-        if number == 0 and code in (0, 1, 2, 3, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+        if number == 0 and code in (0, 1, 2, 3, 4, 128 + signal.SIGINT, 128 + signal.SIGTERM):
             return code
         if number == 0 or code not in (0, 2):
             self._say(f"the process of host {number} ended with {code}: again")
@@ -226,14 +226,14 @@ class _Driver:
         self._say(f"host {number} is lost: its actor starts again as soon as a node is free")
         self._give_up(number)
         self._places.lost(number)
-        if number == 0:
+        if number == 0 and not self._launch.etcd:
             self._all_again()
 
     def _again(self, number: int) -> None:
         """Start a host again on its node."""
         self._give_up(number)
         self._due.add(number)
-        if number == 0:
+        if number == 0 and not self._launch.etcd:
             self._all_again()
 
     def _all_again(self) -> None:

@@ -39,8 +39,14 @@ def script(launch: Launch, extra: Sequence[str] = (), notice_s: int = 60) -> str
         name, _, value = text.partition("=")
         options[name] = value
     lines = [f"#SBATCH --{name}{'=' + shlex.quote(value) if value else ''}" for name, value in options.items()]
-    job = launch.job_words('"$address:0"', "--set", f"security.token_file={launch.run_dir}/token")
-    agent = launch.agent_words('"file://$dir"', '"host-$SLURM_ARRAY_TASK_ID"') + ' --address "$address"'
+    listen, own = '"$address:0"', ' --address "$address"'
+    found = f"${{{ADDRESS}:-$(hostname -I | cut -d' ' -f1)}}"
+    if launch.interface:  # each host finds its own address there
+        listen, own = f'"${{address:-{launch.interface}}}:0"', ' ${address:+--address "$address"}'
+        found = f"${{{ADDRESS}:-}}"
+    job = launch.job_words(listen, "--set", f"security.token_file={launch.run_dir}/token")
+    agent = launch.agent_words('"file://$dir"', '"host-$SLURM_ARRAY_TASK_ID"') + own
+    agent += ' --token-file "$dir/token"' if launch.etcd else ""
     return "\n".join(
         [
             "#!/bin/bash",
@@ -48,7 +54,7 @@ def script(launch: Launch, extra: Sequence[str] = (), notice_s: int = 60) -> str
             "# One element of the array per host; element 0 runs the job itself. More: sbatch --array=4-5 of this.",
             f"# Before it is submitted there is the folder {launch.run_dir}/launch, and 64 hex digits are in",
             f"# {launch.run_dir}/token, for its owner alone: 'everstep launch' makes both where sbatch is.",
-            f"address=${{{ADDRESS}:-$(hostname -I | cut -d' ' -f1)}} # of this host, for the others",
+            f"address={found} # of this host, for the others",
             host_script(launch, "$SLURM_ARRAY_TASK_ID", job, agent, _AGAIN, alone=False, in_vain=_IN_VAIN),
         ]
     )

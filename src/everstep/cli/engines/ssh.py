@@ -26,6 +26,7 @@ FIRST_AGAIN_S = 1.0
 MOST_AGAIN_S = 60.0
 HEALTHY_S = 60.0
 _NOT_REACHED = 255
+_OVER = (0, 1, 2, 130, 143)
 _LAST_WAIT_S = 45.0
 _ALONE_S = 10.0
 _REMOTE = """\
@@ -51,8 +52,12 @@ def remote_words(launch: Launch, number: int, address: str, port: int) -> str:
         words = launch.job_words(f"{shlex.quote(address)}:{port}")
     else:
         words = launch.agent_words(f"{shlex.quote(address)}:{port}", f"host-{number}")
+    words = (
+        "".join(f"{name}={shlex.quote(value)} " for name, value in launch.variables)
+        + f"{shlex.join(launch.everstep)} {words}"
+    )
     folder, beside = shlex.quote(launch.folder or "."), shlex.quote(str(Path(launch.run_dir).parent))
-    return _REMOTE.format(folder=folder, beside=beside, words=f"{shlex.join(launch.everstep)} {words}")
+    return _REMOTE.format(folder=folder, beside=beside, words=words)
 
 
 @dataclass
@@ -91,16 +96,19 @@ class Remote:
 
 @dataclass
 class SshHosts:
-    """Runs a job on these hosts. start: starts ssh to a host with a script, its standard input an unbuffered pipe. In
-    the main thread SIGINT, SIGTERM and SIGUSR1 are passed on to the job, which has the others end."""
+    """Runs a job on these hosts. start: starts ssh to a host with a script, its standard input an unbuffered pipe.
+    alike: any host may lead the job, so the first is tried again as any other. In the main thread SIGINT, SIGTERM and
+    SIGUSR1 are passed on to the job, which has the others end."""
 
     hosts: Sequence[str]
     scripts: Sequence[str]
     token: bytes
     start: Callable[[str, str], subprocess.Popen[bytes]]
+    alike: bool = False
     _inbox: Inbox[int] = field(default_factory=Inbox)
     _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     _fds: dict[int, int] = field(default_factory=dict)
+    _codes: list[int] = field(default_factory=list)
 
     def run(self) -> int:
         """Run the job. Returns the exit code of the job's own host, once all have ended."""
@@ -119,14 +127,19 @@ class SshHosts:
                     self._tell(0, signalled)
                 for number in [n for n, fd in self._fds.items() if fd in ready]:
                     ended = self._end(number)
-                    if number == 0:
+                    if number == 0 and not (self.alike and ended not in _OVER):
                         code = ended
                         if code == _NOT_REACHED or code < 0:
                             self._say(
                                 f"{self.hosts[0]}, the job's own host, is lost: run the same command again to go on"
                             )
-                    elif words := remotes[number].ended(ended, time.monotonic()):
+                        continue
+                    self._codes.append(ended)
+                    counted = 0 if self.alike and ended in _OVER else ended
+                    if words := remotes[number].ended(counted, time.monotonic()):
                         self._say(words)
+                if self.alike and code is None and not self._processes and any(remote.over for remote in remotes):
+                    code = int(1 in self._codes)
             self._end_others(0.0 if code == 128 + signal.SIGTERM else _ALONE_S)
         return 1 if code == _NOT_REACHED or code < 0 else code
 

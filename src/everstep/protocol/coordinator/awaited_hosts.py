@@ -65,5 +65,5 @@ def _lacking(job: JobState) -> Why | None:
 
 def _absent(named: Iterable[tuple[int, str]], there: list[Agent]) -> list[tuple[int, str]]:
     """Workers whose host is missing, with its name."""
-    names = {name for agent in there for name in (agent.agent_id, agent.about.get("address"))}
+    names = {name for agent in there for name in (agent.agent_id, agent.about.get("address"), agent.about.get("node"))}
     return [(i, name) for i, name in sorted(named) if name not in names]

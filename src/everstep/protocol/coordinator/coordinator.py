@@ -54,6 +54,8 @@ FROM_AGENTS: dict[type, Callable[[JobState, Agent, Any], None]] = {
     m.SlotLost: liveness.slot_lost,
     m.HostFailed: liveness.host_failed,
     m.HostLeaving: hosts.leaving,
+    m.HostRefused: hosts.stays_out,
+    m.HostsProbed: workers.hosts_probed,
 }
 
 # By lives of slots that are the present ones, and not known to be dead.

@@ -11,6 +11,7 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.strikes import Strike
+from everstep.protocol.coordinator import hosts
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.messages import StrikeDue, StrikeNow
@@ -39,11 +40,12 @@ def _strike(job: JobState, strike: Strike, moment: str, where: dict[str, Any]) -
     if strike.coordinator:
         return _strike_coordinator(job, strike, moment, where)
     there = {agent.agent_id: agent for agent in job.agents.known.values() if agent.connection is not None}
-    by_name = {str(agent.about.get("address", name)): agent for name, agent in there.items()} | there
+    by_name = {name: agent for name, agent in hosts.named(job).items() if agent.connection is not None}
     ends = [by_name[name] for name in strike.ends(by_name)]
     if not ends:
         what = "two hosts" if strike.link else "a host"
-        return f"expected {what} of the job, got {strike.target!r}: the hosts are {', '.join(sorted(there)) or 'none'}"
+        known = ", ".join(sorted({hosts.shown_name(job, agent) for agent in there.values()})) or "none"
+        return f"expected {what} of the job, got {strike.target!r}: the hosts are {known}"
     if strike.link and ends[0] is ends[1]:
         return f"expected a link between two hosts, got {strike.target!r}: both are host {ends[0].agent_id}"
     pairs: list[tuple[Agent, str]] = [(ends[0], "")]

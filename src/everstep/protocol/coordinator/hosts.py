@@ -18,7 +18,7 @@ from everstep.placement.domain_spread import Crowd
 from everstep.protocol.coordinator.environment import SECOND_NS, Alarm
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Agent
-from everstep.protocol.messages import AgentHello, HostDismissed, HostKept, HostLeaving
+from everstep.protocol.messages import AgentHello, HostDismissed, HostKept, HostLeaving, HostRefused
 
 
 def came(job: JobState, agent: Agent) -> None:
@@ -98,9 +98,9 @@ def _fresh(job: JobState, size: int) -> list[int]:
 def drain(job: JobState, name: str, because: Why | None = None) -> tuple[str, dict[str, Any]]:
     """Drain a host: its workers leave at a step boundary, and others start on hosts with room. When all have left,
     its agent leaves, too. Returns an error, "" if there is none, and the result."""
-    agent, slots = job.agents.known.get(name), job.slots
+    agent, slots = named(job).get(name), job.slots
     if agent is None or agent.connection is None:
-        there = ", ".join(a.agent_id for a in _usable(job)) or "none"
+        there = ", ".join(shown_name(job, a) for a in _usable(job)) or "none"
         return f"no host {name!r}: the hosts are {there}", {}
     if not slots.shared_out:
         return f"cannot drain host {name}: its agent has slots of its own", {}
@@ -124,6 +124,15 @@ def drain(job: JobState, name: str, because: Why | None = None) -> tuple[str, di
 def leaving(job: JobState, agent: Agent, message: HostLeaving | AgentHello) -> None:
     """A host wants to leave, for example because it was told to give itself back."""
     job.agents.wish(agent)
+
+
+def stays_out(job: JobState, agent: Agent, message: HostRefused) -> None:
+    """A host does not fit the job, as it found before it started anything."""
+    why = Why(message.cause, f"host {agent.agent_id} stays out: {message.reason}")
+    job.env.report("warning", why)
+    job.agents.refuse(agent)
+    job.slots.not_run(agent.agent_id)
+    job.env.close(agent.connection, why.reason)
 
 
 def let_go(job: JobState) -> None:
@@ -154,9 +163,27 @@ def listed_hosts(job: JobState) -> list[dict[str, Any]]:
     return [_said(job, agent) for _, agent in sorted({**job.agents.gone, **job.agents.known}.items())]
 
 
+def shown_name(job: JobState, agent: Agent) -> str:
+    """The agent's name for people: the job's own host is known by its address, and shown by its name, unless another
+    host has that name."""
+    node = agent.about.get("node", "")
+    if not node or agent.agent_id != agent.about.get("address"):
+        return agent.agent_id
+    others = [other for other in {**job.agents.gone, **job.agents.known}.values() if other is not agent]
+    return agent.agent_id if any(node in (o.agent_id, o.about.get("node")) for o in others) else node
+
+
+def named(job: JobState) -> dict[str, Agent]:
+    """Agents by each of their names: address, shown name, own name."""
+    known = [agent for _, agent in sorted(job.agents.known.items())]
+    found = {str(agent.about.get("address")): agent for agent in known if agent.about.get("address")}
+    return found | {shown_name(job, agent): agent for agent in known} | {agent.agent_id: agent for agent in known}
+
+
 def _said(job: JobState, agent: Agent) -> dict[str, Any]:
     return {
-        "name": agent.agent_id,
+        "name": shown_name(job, agent),
+        "id": agent.agent_id,
         "address": agent.about.get("address", ""),
         "state": _state(job, agent),
         "slots": agent.room or None,
@@ -164,15 +191,15 @@ def _said(job: JobState, agent: Agent) -> dict[str, Any]:
         "rtt_ms": agent.rtt_ms,
         "unheard_s": round(agent.detector.silence_ns(job.env.now) / 1e9, 3),
         "domains": dict(job.agents.whereabouts.of_host(agent.agent_id, agent.host)),
-        "versions": {name: text for name, text in sorted(agent.about.items()) if name != "address"},
+        "versions": {name: text for name, text in sorted(agent.about.items()) if name not in ("address", "node")},
     }
 
 
 def _state(job: JobState, agent: Agent) -> str:
-    """The agent's state: joining, live, suspected, silent, draining or gone."""
+    """The agent's state: joining, live, suspected, silent, draining, gone or refused."""
     workers: Sequence[bool] = [w.ready for w in job.membership.living(sorted(agent.lives))]
     if agent.agent_id not in job.agents.known:
-        return "gone"
+        return "refused" if agent.drained == "refused" else "gone"
     if agent.connection is None:
         return "gone" if agent.draining and not agent.lives else "silent"
     if agent.detector.suspicion(job.env.now).suspect:

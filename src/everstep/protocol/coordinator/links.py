@@ -2,8 +2,9 @@
 
 The neighbours of a dead worker accuse it, usually before its agent has reported its death. So accusations of one
 generation are collected for a moment, and until the agents have seen both ends of each link alive after it: a death
-voids those that it explains; otherwise the links are at fault. After a first fault of a link the same members regroup;
-a repeated one costs a smallest set of workers that covers the faulty links. Between two hosts every link counts as the
+voids those that it explains; otherwise the links are at fault, and the agents of both ends look whether the hosts
+answer each other. After a first fault of a link whose hosts do, the same members regroup; one whose hosts do not, or a
+repeated one, costs a smallest set of workers that covers the faulty links. Between two hosts every link counts as the
 same, since not all of them carry data at the moment. If several links between two hosts fail, the hosts do not reach
 each other: one of them leaves as a whole, and stays outside for a while.
 """
@@ -11,7 +12,8 @@ each other: one of them leaves as a whole, and stays outside for a while.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import combinations
 
 from everstep.base.cause import Cause, Why
@@ -19,11 +21,13 @@ from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol.coordinator.agreement import Agreement, Recovery
 from everstep.protocol.coordinator.environment import MILLISECOND_NS, SECOND_NS, Alarm, Environment, listed
 from everstep.protocol.coordinator.membership import Membership, Worker
-from everstep.protocol.messages import PeerFault
+from everstep.protocol.messages import HostsProbed, PeerFault
 
 WINDOW_NS = 100 * MILLISECOND_NS
 REPEAT_GENERATIONS = 10
 REPEAT_NS = 60 * SECOND_NS
+PROBE_NS = 1500 * MILLISECOND_NS
+"""Time for agents to look whether other hosts answer."""
 APART_NS = 20 * SECOND_NS
 """After this time a worker that wants to heal checks by itself whether it reaches all others."""
 _EXACT_COVER_WORKERS = 14
@@ -31,6 +35,34 @@ _EXACT_COVER_WORKERS = 14
 Link = tuple[int, int]
 Between = tuple[str, str] | Link
 """Two hosts, or two workers of one host."""
+
+
+@dataclass
+class Probes:
+    """Probes of one window. asked: agents that have yet to answer, by request; silent: pairs of hosts of which one does
+    not hear the other. begun: they were asked for; until_ns: time for answers."""
+
+    begun: bool = False
+    until_ns: int = 0
+    asked: dict[int, str] = field(default_factory=dict)
+    silent: set[Between] = field(default_factory=set)
+
+    def begin(self) -> bool:
+        """Note that probes are asked for; returns False if they were before."""
+        begun, self.begun = self.begun, True
+        return not begun
+
+    def ask(self, number: int, agent_id: str, until_ns: int) -> None:
+        """An agent is asked."""
+        self.asked[number], self.until_ns = agent_id, until_ns
+
+    def heard(self, agent_id: str, host: str, message: HostsProbed) -> bool:
+        """Take in an answer; returns whether it was asked for."""
+        if self.asked.get(message.number) != agent_id:
+            return False
+        del self.asked[message.number]
+        self.silent |= {(min(host, other), max(host, other)) for other in message.silent}
+        return True
 
 
 class Links:
@@ -42,6 +74,7 @@ class Links:
         self._reasons: list[str] = []
         self._closes_ns = 0
         self._faults: dict[Link, tuple[int, int, Between]] = {}  # generation and time of the newest, and its two ends
+        self._probes = Probes()
         self._apart: dict[tuple[str, str], int] = {}  # hosts that did not reach each other, until when that counts
 
     def peer_fault(self, worker: Worker, message: PeerFault) -> None:
@@ -69,6 +102,46 @@ class Links:
     def forget_accusations(self) -> None:
         """The generation of the accusations is over."""
         self._accusations, self._reasons = {}, []
+        self._probes = Probes()
+
+    # ---- probes
+
+    def to_probe(self) -> list[tuple[Worker, Worker]]:
+        """One accused link between each two hosts that were not probed in this window, as its ends."""
+        if self._agreement.broken or not self._probes.begin():
+            return []
+        workers, links = self._membership.workers, self._accused()[0]
+        found = {known: link for link, known in sorted(self._between(links).items()) if isinstance(known[0], str)}
+        return [(workers[a], workers[b]) for a, b in found.values()]
+
+    def asks(self, agent_id: str) -> int:
+        """An agent is asked to probe. Returns the number of the request."""
+        number, until_ns = self._env.number(), self._env.now + PROBE_NS
+        self._probes.ask(number, agent_id, until_ns)
+        self._env.alarms.set(Alarm.LINKS, until_ns)
+        return number
+
+    def probed(self, agent_id: str, host: str, message: HostsProbed) -> None:
+        """Take in an agent's answer."""
+        if self._probes.heard(agent_id, host, message) and not self._probes.asked:
+            self._env.alarms.set(Alarm.LINKS, self._env.now)
+
+    def waits_for_probes(self) -> bool:
+        """Whether answers are still to come."""
+        if not self._probes.asked or self._env.now >= self._probes.until_ns:
+            return False
+        self._env.alarms.set(Alarm.LINKS, self._probes.until_ns)
+        return True
+
+    def _accused(self) -> tuple[set[Link], Counter[int]]:
+        """Accused links between members, and how often each end was accused."""
+        links, votes, plan = set[Link](), Counter[int](), self._agreement.plan
+        for accuser, accused in sorted(self._accusers().items()):
+            for other in sorted(accused or {accuser}):
+                if other in plan.worker_ids and accuser in plan.worker_ids:
+                    links.add((min(accuser, other), max(accuser, other)))
+                    votes[other] += 1
+        return links, votes
 
     def _accusers(self) -> dict[int, set[int]]:
         """Accused workers by living accuser; deaths explain the accusations of dead workers."""
@@ -86,30 +159,27 @@ class Links:
     def close_window(self) -> list[tuple[Worker, Why]]:
         """Nothing has explained the accusations so far: decide about the links. Returns the workers that have to
         leave, and why."""
-        accusers, reasons, plan = self._accusers(), self._reasons, self._agreement.plan
+        (links, votes), reasons, plan = self._accused(), self._reasons, self._agreement.plan
+        silent = self._probes.silent
         self.forget_accusations()
         if self._agreement.broken:
             return []
-        links: set[Link] = set()
-        votes = Counter[int]()
-        for accuser, accused in sorted(accusers.items()):
-            for other in sorted(accused or {accuser}):
-                if other in plan.worker_ids and accuser in plan.worker_ids:
-                    links.add((min(accuser, other), max(accuser, other)))
-                    votes[other] += 1
         if not links:
             return []
         said = "; ".join(reasons)
         self.forget_old()
         between = self._between(links)
         before = {known for _, _, known in self._faults.values()}
-        repeated = sorted(link for link in links if between[link] in before)
+        repeated = sorted(link for link in links if between[link] in before or between[link] in silent)
         others = "" if self._faults.keys() >= {*repeated} else ", or others between the same hosts,"
+        dead = any(between[link] in silent for link in repeated)
         self._faults |= {link: (plan.generation, self._env.now, between[link]) for link in links}
         if repeated:
             text = f"its links{others} failed again ({listed_links(repeated)}) though both ends live: {said}"
+            if dead:
+                text = f"its host and another do not reach each other ({listed_links(repeated)}): {said}"
             workers = self._membership.workers
-            leaving = self._hosts_to_leave(repeated, votes) or self._to_leave(repeated, votes)
+            leaving = self._hosts_to_leave(repeated, votes, silent) or self._to_leave(repeated, votes)
             return [(workers[i], Why(Cause.LINK, text)) for i in leaving]
         self._break_off(f"transfers failed between live workers ({listed_links(sorted(links))}): {said}")
         return []
@@ -135,8 +205,11 @@ class Links:
             return smallest_cover(repeated, votes)
         return chosen
 
-    def _hosts_to_leave(self, repeated: list[Link], votes: Mapping[int, int]) -> tuple[int, ...]:
-        """All members of a smallest set of hosts, if each fault is one of several between two hosts; else none."""
+    def _hosts_to_leave(
+        self, repeated: list[Link], votes: Mapping[int, int], silent: Collection[Between]
+    ) -> tuple[int, ...]:
+        """All members of a smallest set of hosts, if each fault is one of several between two hosts, or these do not
+        answer each other; else none."""
         hosts = {w.key.worker_id: w.host for w in self._agreement.survivors()}
         again = {self._faults[link][2] for link in repeated}
         pairs = Counter(known for _, _, known in self._faults.values() if known in again)
@@ -144,7 +217,7 @@ class Links:
         until_ns = self._env.now + APART_NS
         if between:
             self._apart |= dict.fromkeys(between, until_ns)
-        if len(between) < len(pairs) or min(pairs.values()) < 2:
+        if len(between) < len(pairs) or any(n < 2 and pair not in silent for pair, n in pairs.items()):
             return ()
         order = {host: n for n, host in enumerate(dict.fromkeys(hosts.values()))}  # that of the first member goes last
         accused = Counter[int]()

@@ -26,7 +26,7 @@ from everstep.protocol.messages import AgentHello, SetSlots, WorkerHello, Worker
 GRACE_MOST = 30
 """Longest time for all workers to come back, in multiples of the grace period, while some keep coming."""
 
-Draining = Literal["no", "wished", "asked", "told"]
+Draining = Literal["no", "wished", "asked", "told", "refused"]
 
 
 @dataclass
@@ -453,10 +453,20 @@ class Agents:
     def remove(self, agent_id: str) -> None:
         """An agent is given up because it is silent."""
         self.version += 1
+        agent = self._forget(agent_id)
+        self.whereabouts.give_up(agent_id, agent.host, {name: other.detector for name, other in self.known.items()})
+
+    def refuse(self, agent: Agent) -> None:
+        """An agent does not take part, because its host does not fit the job."""
+        self.version += 1
+        agent.drain("refused")
+        self._forget(agent.agent_id)
+
+    def _forget(self, agent_id: str) -> Agent:
         agent = self.gone[agent_id] = self.known.pop(agent_id)
         if len(self.gone) > GONE_MOST:
             del self.gone[next(iter(self.gone))]
-        self.whereabouts.give_up(agent_id, agent.host, {name: other.detector for name, other in self.known.items()})
+        return agent
 
     def of(self, worker: Worker) -> Agent | None:
         """The agent that speaks for the worker: the one that started it, else the only agent of its host."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
+from everstep.base.exit_codes import WORKERS_MISSING
 from everstep.base.plan import SEGMENTS, Member, Plan, Seat, Shard, WorkerKey
 from everstep.placement.domain_spread import Crowd
 from everstep.placement.lanes import leaders
@@ -406,4 +407,4 @@ def quorum_due(job: JobState, about: Any) -> None:
     waited_s = job.env.config.quorum_wait_ns / 1e9
     came = f"{len(candidates(job))} of {job.slots.expected()} workers came"
     text = f"gave up after waiting {waited_s:g} s for workers: {waiting.reason if waiting else came}"
-    job.progress.end("failed", Why(Cause.QUORUM, text), 3)
+    job.progress.end("failed", Why(Cause.QUORUM, text), WORKERS_MISSING)

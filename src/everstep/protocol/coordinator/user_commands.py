@@ -23,6 +23,7 @@ INTERRUPTED = 130
 TERMINATED = 143
 _MOST_FAULT = 500
 _MOST_NAME = 40
+_MOST_HOST = 200
 MOST_ASKED = 16
 """Most unanswered requests of the job's process."""
 
@@ -121,7 +122,7 @@ def _keep(job: JobState, members: list[int], wanted: int) -> list[int]:
 
 def _drain(job: JobState, args: _Args) -> _Reply:
     if "host" in args:
-        return hosts.drain(job, str(args["host"])[:_MOST_NAME])
+        return hosts.drain(job, str(args["host"])[:_MOST_HOST])
     worker_id, slots, plan = args.get("worker_id"), job.slots, job.agreement.newest
     ids = slots.ids()
     if not isinstance(worker_id, int) or worker_id not in ids:

@@ -123,7 +123,7 @@ def refuse(job: JobState, worker: Worker, why: Why, *, alone: bool = False) -> N
     else:
         job.env.report("warning", Why(why.cause, f"host {agent.host} is sent away: {why.reason}"))
         job.env.send(agent.connection, m.AgentRefused(cause=why.cause, reason=why.reason))
-        agents.remove(agent.agent_id)
+        agents.refuse(agent)
         slots.not_run(agent.agent_id)
         job.env.close(agent.connection, f"host {agent.host} was sent away")
         for other in there:
@@ -262,9 +262,28 @@ def links_due(job: JobState, about: Any) -> None:
         return
     if any(job.agents.out_of_touch(w) or job.links.may_be_dead(w) for w in job.agreement.survivors()):
         job.env.alarms.set(Alarm.LINKS, job.env.now + WINDOW_NS)  # whether that is a death is known soon
-    else:
+    elif not _probes_links(job):
         for worker, why in job.links.close_window():
             evict(job, worker, why, kill=True)
+
+
+def _probes_links(job: JobState) -> bool:
+    """Have the agents of both ends look whether the hosts of accused links answer each other, before anything is
+    decided. Returns whether there is something to wait for."""
+    links = job.links
+    for a, b in links.to_probe():
+        ends = [(one, other, job.agents.of(one)) for one, other in ((a, b), (b, a))]
+        for _, other, agent in ends:
+            if agent is None or agent.connection is None or other.member is None or "address" not in agent.about:
+                continue  # nobody there says where it is on the network
+            number = links.asks(agent.agent_id)
+            job.env.send(agent.connection, m.ProbeHosts(number=number, addresses={other.host: other.member.address}))
+    return links.waits_for_probes()
+
+
+def hosts_probed(job: JobState, agent: Agent, message: m.HostsProbed) -> None:
+    """An agent has looked whether other hosts answer."""
+    job.links.probed(agent.agent_id, agent.host, message)
 
 
 def settle_again(job: JobState, worker: Worker, message: m.SettleAgain) -> None:

@@ -27,8 +27,8 @@ class LedDirectory:
         """A coordinator leads now, in the directory with this word; "" if it does not say."""
         if word and word not in (self.word, word_in(self._run_dir)):
             say(
-                f"another host leads the job, in a directory of its own: {self._run_dir} is out of date; "
-                "everstep agent --join etcd://... --standby takes part again, and catches up"
+                f"another host leads the job, in a directory of its own: {self._run_dir} is out of date; with "
+                "--standby this host takes part again, and catches up"
             )
             os._exit(MOVED)
 

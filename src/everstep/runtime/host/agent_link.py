@@ -18,6 +18,8 @@ from everstep.protocol.messages import (
     Heartbeat,
     HostFailed,
     HostLeaving,
+    HostRefused,
+    HostsProbed,
     Pong,
     SlotLost,
     WorkerExited,
@@ -164,7 +166,7 @@ class AgentLink:
     ) -> None:
         self.agent_id = joining.host
         self._joining = joining
-        self._about = {**versions(), "address": joining.own or joining.host}
+        self._about = {**versions(), "address": joining.own or joining.host, "node": os.uname().nodename}
         self._process = f"{os.getpid()}-{token_hex(4)}"
         self._pulses = pulses
         self._lives = lives
@@ -250,6 +252,14 @@ class AgentLink:
         """Report that no restart on this host can help."""
         self._failed = HostFailed(agent_id=self.agent_id, **vars(why))
         self.client.send(self._failed)
+
+    def stay_out(self, why: Why) -> None:
+        """Report that this host does not take part."""
+        self.client.send(HostRefused(agent_id=self.agent_id, **vars(why)))
+
+    def probed(self, number: int, silent: list[str]) -> None:
+        """Answer a request to probe hosts. Any thread."""
+        self.client.send(HostsProbed(agent_id=self.agent_id, number=number, silent=silent))
 
     def ask_to_leave(self) -> None:
         """Ask for this host to leave in order."""

@@ -20,6 +20,7 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError, EverstepError
+from everstep.base.exit_codes import NO_HEAD
 from everstep.base.readable import readable
 from everstep.observe.events import say
 from everstep.protocol.messages import (
@@ -35,6 +36,7 @@ from everstep.protocol.messages import (
     JobFacts,
     JobPage,
     KillWorker,
+    ProbeHosts,
     SetSlots,
     ShowStacks,
     StrikeNow,
@@ -45,6 +47,7 @@ from everstep.runtime.host.agent_link import AgentLink, Pulses, Secrets
 from everstep.runtime.host.board import MAX_ROWS, Board, create_board_memory
 from everstep.runtime.host.fork_server_client import ForkServerClient, start_fork_server
 from everstep.runtime.host.host_part import Host
+from everstep.runtime.host.host_probes import probe_hosts
 from everstep.runtime.host.packet_faults import clear, harm
 from everstep.runtime.host.undoing import Harms
 from everstep.runtime.lead.finding import Finder, Where
@@ -86,22 +89,23 @@ class Absence:
         self._there_s = self._said_s = now_s
         self.over = False
 
-    def look(self, connected: bool, now_s: float) -> str:
-        """Words to print now, "" for none."""
+    def look(self, connected: bool, now_s: float, tried: str = "") -> str:
+        """Words to print now, "" for none. tried: the address at which the job was looked for last."""
         if connected:
             back = self._said_s > self._there_s
             words = f"the job at {self._address} answers again" if back else ""
             self._there_s = self._said_s = now_s
             return words
         away_s = now_s - self._there_s
+        at = f"{self._address} (tried: {tried})" if tried and tried != self._address else self._address
         self.over = away_s >= AWAY_LIMIT_S
         if self.over:
-            return f"the job at {self._address} has not answered for {AWAY_LIMIT_S:g} s"
+            return f"the job at {at} has not answered for {AWAY_LIMIT_S:g} s"
         if now_s - self._said_s < SAY_EVERY_S:
             return ""
         self._said_s = now_s
         left_s = AWAY_LIMIT_S - away_s
-        return f"the job at {self._address} has not answered for {away_s:.0f} s: workers go on, {left_s:.0f} s are left"
+        return f"the job at {at} has not answered for {away_s:.0f} s: workers go on, {left_s:.0f} s are left"
 
 
 class HostAgent:
@@ -159,7 +163,7 @@ class HostAgent:
             self._take(item)
         now_s = time.monotonic()
         if self._job_fd in ready and self._ended is None:
-            self._leave(Left(3, "the job's process is gone: its workers here are ended"))
+            self._leave(Left(NO_HEAD, "the job's process is gone: its workers here are ended"))
         self._link.beat(now_s)
         for name in self._harms.look():
             if self._host is not None:
@@ -190,7 +194,7 @@ class HostAgent:
             if host is None:
                 self._begin(item)
             elif words := _unfit(host, item, self._joining.said or self._joining.address):
-                self._leave(Left(3, words))
+                self._leave(Left(NO_HEAD, words))
             else:
                 host.files.say()
         elif isinstance(item, AgentRefused):
@@ -204,7 +208,7 @@ class HostAgent:
             _say(item.reason)
         elif isinstance(item, Goodbye):
             if self._ended is None and self._job_fd < 0:  # on the job's host, the agent sees the process end
-                self._leave(Left(3, f"{item.reason}: its workers here are ended"))
+                self._leave(Left(NO_HEAD, f"{item.reason}: its workers here are ended"))
         elif isinstance(item, HostsThere | JobPage | HostAsk) and host is not None:
             host.files.hear(item)
         elif host is not None:
@@ -233,10 +237,13 @@ class HostAgent:
         """Carry out an order about this host's workers, or about the host."""
         if isinstance(message, SetSlots):
             host.workers.want(message.worker_ids, message.first)
-            self._done.discard("idle")
+            if message.worker_ids:  # a host that never had workers cannot say that they have left
+                self._done.discard("idle")
         elif isinstance(message, KillWorker):
             if host.workers.kill(message.worker_id, message.incarnation):
                 self._notify("worker_killed", Why(message.cause, message.reason), worker_id=message.worker_id)
+        elif isinstance(message, ProbeHosts):
+            probe_hosts(message, self._link.probed)
         elif isinstance(message, ShowStacks):
             host.workers.show_stacks(message.worker_id, message.incarnation)
         elif isinstance(message, StrikeNow) and message.kind == "kill":
@@ -253,16 +260,18 @@ class HostAgent:
             try:
                 self._job_fd = os.pidfd_open(facts.job_pid)
             except ProcessLookupError:
-                self._leave(Left(3, "the job's process is gone"))
+                self._leave(Left(NO_HEAD, "the job's process is gone"))
                 return
         refused = why_not(facts, load_config([("the job", facts.config)]), self._joining)
-        if refused:
+        if not refused:
+            own = (self._secrets, self._board, self._server, self._link, self._notify)
+            try:
+                self._host = Host(facts, self._joining, *own)
+            except ConfigError as error:
+                refused = str(error)
+        if refused or self._host is None:
+            self._link.stay_out(Why(Cause.CONFIG, refused))
             self._leave(Left(2, refused))
-            return
-        try:
-            self._host = Host(facts, self._joining, self._secrets, self._board, self._server, self._link, self._notify)
-        except ConfigError as error:
-            self._leave(Left(2, str(error)))
             return
         if not self._joining.parent:
             room = self._joining.room
@@ -298,9 +307,9 @@ class HostAgent:
             self._notify("workers_left")
 
     def _look_at_link(self, now_s: float) -> None:
-        words = self._absence.look(self._link.client.connected or self._ended is not None, now_s)
+        words = self._absence.look(self.connected or self._ended is not None, now_s, self._link.client.tried)
         if self._absence.over:
-            self._leave(Left(3, words))
+            self._leave(Left(NO_HEAD, words))
         elif words:
             _say(words)
 
@@ -324,7 +333,7 @@ class HostAgent:
             self._deadline_s = now_s + GRACE_S
 
     def _leave(self, how: Left) -> None:
-        if how.exit_code == 3 and self._link.leaving:
+        if how.exit_code == NO_HEAD and self._link.leaving:
             how = Left(0, how.words)  # it was going to do that anyway
         self._left = self._left or how
 

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -106,6 +106,7 @@ class Switchboard:
     def __init__(self, facts: JobFacts, clock: Callable[[], int] = time.time_ns) -> None:
         self._facts = facts
         self._clock = clock
+        self._later: dict[str, Any] = {}
         self._jobs: set[str] = set()
         self._agents: dict[str, AgentHello] = {}
         self._unread: deque[AgentNotice] = deque(maxlen=MOST_UNREAD)
@@ -129,11 +130,15 @@ class Switchboard:
                 return [(name, message) for name in (*sorted(self._agents), *others, connection)], False
             case Command(request=request, name="about", args=args):
                 address = str(self._facts.config.get("network", {}).get("address", ""))
-                said = answer(args, self._facts.versions, address, self._clock)
+                said = answer(args, self._facts.versions, address, self._clock, {**self._facts.job, **self._later})
                 return [(connection, CommandReply(request=request, ok=True, error="", result=said))], False
             case AgentHello():
                 return self._agent_hello(connection, message)
         return [], True
+
+    def remember(self, facts: Mapping[str, Any]) -> None:
+        """Facts of the job that were not known at its start, for questions about it."""
+        self._later |= facts
 
     def gone(self, connection: str) -> Sends:
         """A connection has ended."""
@@ -220,6 +225,7 @@ class ControlServer:
                 self._knocker.knock(effect)
             case Remember(facts):
                 remember(self.events.path.parent, facts)
+                self.switchboard.remember(facts)
             case Report(kind, fields):
                 if kind == "recovery_completed":
                     fields = timed(fields, time.time_ns())

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
+from everstep.base.errors import ConfigError, NoHead, ProtocolError
 from everstep.base.etcd_address import EtcdAddress
 from everstep.protocol.lease.requests import (
     Append,
@@ -339,7 +339,7 @@ class Etcd:
         """Announce this job, with a life of its own and an empty journal, and hold the lease for its first coordinator.
         If somebody holds the lease, nothing is announced, and the holder is returned.
 
-        Raises: QuorumLost if etcd does not answer; ConfigError if it does not let this host in.
+        Raises: NoHead if etcd does not answer; ConfigError if it does not let this host in.
         """
         lease, life = _int(self._surely("lease/grant", {"TTL": str(ttl_s)}).ID), secrets.token_hex(16)
         free = [self._compare(LEASE, "CREATE", "create_revision", 0)]
@@ -385,7 +385,7 @@ class Etcd:
     def announced(self) -> Announced | None:
         """The announced job, None if there is none.
 
-        Raises: QuorumLost if etcd does not answer; ConfigError if it does not let this host in.
+        Raises: NoHead if etcd does not answer; ConfigError if it does not let this host in.
         """
         pairs = self._surely("kv/range", self._span(JOB, "")).kvs
         facts = self._begun(pairs)
@@ -400,7 +400,7 @@ class Etcd:
                 raise ConfigError(str(error)) from None
             except NoReply:
                 continue
-        raise QuorumLost(self.trouble())
+        raise NoHead(self.trouble())
 
     def trouble(self) -> str:
         """Trouble with etcd, in one line for people."""

@@ -74,6 +74,11 @@ def taken_secrets(environment: MutableMapping[str, str] = os.environ) -> dict[st
     return {name: environment.pop(name) for name in SECRETS if name in environment}
 
 
+def file_variables(control: ControlConfig) -> dict[str, str]:
+    """The files of the config as variables, for a process that has not read the config yet."""
+    return {variable: path for name, variable in _FILES.items() if (path := getattr(control, f"etcd_{name}"))}
+
+
 def find_access(address: EtcdAddress, control: ControlConfig, environment: Mapping[str, str]) -> EtcdAccess:
     """This host's credentials for an etcd. environment: of this host, secrets included.
 

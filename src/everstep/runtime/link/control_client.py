@@ -69,11 +69,13 @@ class Unheard:
 
 
 class AnnouncedPlace:
-    """Address of the coordinator: a fixed (host, port), or the content of a file, which is read when it has changed."""
+    """Address of the coordinator: a fixed (host, port), or the content of a file, which is read when it has changed.
+    tried: the address that was read last, "" before."""
 
     def __init__(self, said: CoordinatorPlace) -> None:
         self._said = said
         self._seen = (0, 0)
+        self.tried = ""
 
     def follow(self, path: str | os.PathLike[str]) -> None:
         """Read the address from this file from now on. Thread-safe."""
@@ -81,10 +83,13 @@ class AnnouncedPlace:
 
     def read(self) -> tuple[str, int]:
         """The present address. Raises: OSError, ProtocolError if there is none."""
-        if isinstance(self._said, tuple):
-            return self._said
+        place = self._said if isinstance(self._said, tuple) else self._in_file(Path(self._said))
+        self.tried = f"{place[0]}:{place[1]}"
+        return place
+
+    def _in_file(self, path: Path) -> tuple[str, int]:
         self._seen = self._signature()
-        found = read_address(Path(self._said))
+        found = read_address(path)
         return found.host, found.port
 
     def changed(self) -> bool:
@@ -226,6 +231,11 @@ class ControlClient:
     def connected(self) -> bool:
         """Whether a connection stands and has said hello."""
         return self._connected.is_set()
+
+    @property
+    def tried(self) -> str:
+        """The address that was tried last, as "host:port"; "" if none is known yet."""
+        return self._where.tried
 
     def wait_connected(self, timeout_s: float) -> bool:
         """Returns False if there is no connection after `timeout_s`."""

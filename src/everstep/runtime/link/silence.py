@@ -10,7 +10,7 @@ import math
 import socket
 
 CONTROL_SILENT_S = 20.0
-LINK_SILENT_S = 5.0
+LINK_SILENT_S = 3.0
 """Limit between members. No step goes on meanwhile; a lost packet has been sent again several times by then."""
 
 _PROBES = 3

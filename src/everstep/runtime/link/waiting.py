@@ -18,7 +18,7 @@ import struct
 import sys
 import time
 
-from everstep.base.errors import ConfigError, QuorumLost
+from everstep.base.errors import ConfigError, NoHead
 
 PATIENCE_S = 600.0
 _AGAIN_S = 0.1
@@ -65,7 +65,7 @@ def wait_for(key: str, patience_s: float = PATIENCE_S) -> int:
 
     The first SIGINT or SIGTERM is for that process to act upon, which gets it too; a second one ends the wait.
 
-    Raises: QuorumLost if there is none for so long.
+    Raises: NoHead if there is none for so long.
     """
     signals: list[int] = []
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -98,7 +98,7 @@ def _connected(key: str, end_s: float, signals: list[int]) -> socket.socket:
             if (found := _own_at(name)) is not None:
                 return found
         if signals or time.monotonic() > end_s:
-            raise QuorumLost("the first process of this host has not started: its own output says why")
+            raise NoHead("the first process of this host has not started: its own output says why")
         time.sleep(_AGAIN_S)
 
 

@@ -1,0 +1,12 @@
+"""Exit codes of commands that take part in a job, as far as programs and engines have to tell them apart. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+WORKERS_MISSING: Final = 3
+"""The job gave up waiting for workers."""
+NO_HEAD: Final = 4
+"""Nobody leads the job, or nobody that this host could find."""
+ANOTHER_LEADS: Final = 5
+"""This host was deposed: another one leads the job, and this one could not stand by again."""

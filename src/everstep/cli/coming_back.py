@@ -1,0 +1,66 @@
+"""A deposed head comes back: its process becomes `everstep agent --standby`, by exec, in the same directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import NoReturn
+
+from everstep.base.below import write_atomically
+from everstep.base.domains import VARIABLE
+from everstep.cli.run_dir import set_aside
+from everstep.cli.tokens import TOKEN_VARIABLE
+from everstep.runtime.files.run_lock import run_lock
+from everstep.runtime.lead.etcd_access import file_variables
+from everstep.runtime.link.address import CHECKPOINTS_DIR
+from everstep.runtime.process import own_command
+from everstep.runtime.start import Start
+
+HEAD_MARK = "EVERSTEP_HEAD_MARK"
+"""Variable with the name of a file that is there while this host leads the job, for the script that started it."""
+
+
+def mark_head(*, leads: bool) -> None:
+    """Say whether this host leads the job, where somebody wants to know."""
+    path = os.environ.get(HEAD_MARK, "")
+    with contextlib.suppress(OSError):
+        if path and leads:
+            write_atomically(Path(path), "")
+        elif path:
+            Path(path).unlink(missing_ok=True)
+
+
+def become_standby(begun: Start, *, deposed: bool = True) -> NoReturn:
+    """Go on as a standby host. begun: of this host, where nothing of the job runs any more. deposed: this host led the
+    job, and what is of before is set aside. Raises: ConfigError, OSError if that fails."""
+    if deposed:
+        with run_lock(begun.folder):
+            put_aside(begun.folder)
+    mark_head(leads=False)
+    command = standby_words(begun)
+    os.execve(command[0], command, _variables(begun))
+
+
+def put_aside(folder: Path) -> Path | None:
+    """Move the contents of a locked directory away, except for parts of checkpoints, which other hosts may need.
+    Returns where they are. Raises: ConfigError, OSError."""
+    aside = set_aside(folder)
+    if aside is not None and (aside / CHECKPOINTS_DIR).is_dir():
+        os.rename(aside / CHECKPOINTS_DIR, folder / CHECKPOINTS_DIR)
+    return aside
+
+
+def standby_words(begun: Start) -> list[str]:
+    """Command of the standby host that this head becomes."""
+    slots = 0 if begun.room is None else begun.room or begun.config.workers
+    own = ["--slots", str(slots), "--host-name", begun.name, "--address", begun.address]
+    own += ["--run-dir", str(begun.folder.absolute()), *(["--stay"] if begun.stays else [])]
+    return own_command("everstep", "agent", "--join", str(begun.config.control.etcd), "--standby", *own)
+
+
+def _variables(begun: Start) -> dict[str, str]:
+    """Environment of the command, which has not read the job's config yet when it asks etcd."""
+    domains = ",".join(f"{kind}={name}" for kind, name in begun.domains.items())
+    found = {TOKEN_VARIABLE: begun.token.hex(), **begun.secrets, **({VARIABLE: domains} if domains else {})}
+    return {**file_variables(begun.config.control), **os.environ, **found}
