@@ -328,10 +328,18 @@ class BufferGuard:
                 flat = guarded.flat if value is guarded.saved else None
                 yield value.detach().reshape(-1) if flat is None else flat
 
-    def report(self) -> BufferReport:
-        """Report for the agree record."""
+    def report(self, others: Iterable[BufferReport] = ()) -> BufferReport:
+        """Report for the agree record. others: of further processes of this worker.
+
+        Raises: ConfigError naming a buffer that their lanes leave different.
+        """
         changes = tuple(Change(i, digest, self._values[i]) for i, digest in sorted(self._outcome.items()))
-        return BufferReport(self._lanes, changes)
+        worked = [r for r in (*others, BufferReport(self._lanes, changes)) if r.lanes]
+        digests = [{(change.index, change.digest) for change in r.changes} for r in worked]
+        for one, other in pairwise(digests):
+            if one != other:
+                self._refuse(one ^ other)
+        return BufferReport(sum(r.lanes for r in worked), worked[-1].changes if worked else ())
 
     def commit(self, reports: Iterable[BufferReport]) -> None:
         """Set all buffers to the step's outcome; running statistics to the values that the step started from.

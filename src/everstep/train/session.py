@@ -22,6 +22,7 @@ from everstep.protocol.driver.driver_parts import DriverConfig
 from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.step_machine import StepMachine
 from everstep.runtime.process import machine
+from everstep.train.cell_head import CellHead
 from everstep.train.dealing import Dealing
 from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Cutter, Executor
@@ -54,9 +55,11 @@ class Session:
         order: AnyOrder,
         whole: Whole,
         rewindable: bool = False,
+        cell: CellHead | None = None,
     ) -> None:
         """stages: those trained here. order: the samples of each lane; dataset, collate: how to get them.
-        rewindable: the loop can go on from an earlier step; else this worker restarts then."""
+        rewindable: the loop can go on from an earlier step; else this worker restarts then. cell: of this worker, if
+        it has several processes."""
         config, begins_after = link.config, int(link.job.get("begins_after", 0))
         saving = saving_of(link, stages.split, order)
         probed = not inexact(config) and not config.emulate_compute_ms
@@ -112,7 +115,7 @@ class Session:
         executor.install({do.Reduce: membership.telling_news(updates.reduce)})
         self.view, self.executor, self.membership, self.profiling = view, executor, membership, profiling
         self.lanes, self.updates, self.transfers = lanes, updates, transfers
-        self.saver, self.loop, self._keeper = saver, loop, keeper
+        self.saver, self.loop, self._keeper, self.cell = saver, loop, keeper, cell
 
     def close(self) -> None:
         """Give back processes and memory. The link is its owner's: last words may have to be said."""
@@ -123,3 +126,5 @@ class Session:
         self.saver.close()
         self._keeper.close()
         self.view.transport.close()
+        if self.cell is not None:
+            self.cell.close()

@@ -22,6 +22,7 @@ from everstep.exact.buffers import BufferGuard, BufferReport
 from everstep.exact.digest import digest_bytes, named_digest
 from everstep.exact.layout import GradientLayout
 from everstep.exact.parameters import ParameterWatch
+from everstep.exact.rank_sums import RankSums
 from everstep.exact.reduce import StageSums
 from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle
@@ -34,7 +35,7 @@ from everstep.train.stage import Parts, StageSpec
 
 
 class StageLanes:
-    """One stage's lanes within a step. Added gradients stay until `discard`."""
+    """One stage's lanes within a step. Added gradients stay until `discard`. discarded: how often that was called."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class StageLanes:
                 self._call,  # type: ignore[arg-type]
                 loss,  # type: ignore[arg-type]
                 LaneAccumulator(layout, parts.model, here),
-                BufferGuard(parts.model, modules, shared=config.workers + config.spares > 1),
+                BufferGuard(parts.model, modules, shared=config.workers + config.spares + config.cell.fsdp > 2),
                 ParameterWatch(parts.model, units),
                 self.seeder,
                 lambda: autocast(config.precision, device),
@@ -76,7 +77,8 @@ class StageLanes:
         self._sums = StageSums([p.accumulator for p in self.passes.values()], config.lanes)
         self._scaler = scaler
         self._reports: dict[int, LaneReport] = {}
-        self._step = 0
+        self._elsewhere: dict[int, bytes] = {}
+        self._step = self.discarded = 0
         self._entered = False
 
     def begin(
@@ -92,12 +94,17 @@ class StageLanes:
         entered: the loop has come to the step's batches, so that nobody changes the state any more before its lanes are
         computed."""
         if step != self._step:
-            self._step, self._reports, self._entered = step, {}, False
+            self._step, self._reports, self._entered, self._elsewhere = step, {}, False, {}
         if entered and not self._entered:
             self._entered = True
             for part in self.passes.values():
                 part.begin_step(step)
         self._sums.begin(step, lanes, buffer, offer)
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss, before its backward pass."""
+        return self._scaler.scale
 
     def lacking(self, lanes: Sequence[int]) -> tuple[int, ...]:
         """Lanes that must be computed here before exactly these can be offered to the reduction."""
@@ -181,6 +188,10 @@ class StageLanes:
 
     # ---- results for the step
 
+    def take(self, node: Node, row: bytes, flat: torch.Tensor) -> None:
+        """Take the sum of a subtree, of a model that is not split, as `LaneAccumulator.take`."""
+        self.passes[0].accumulator.take(node, row, flat)
+
     def presence(self, step: int, lanes: Sequence[int]) -> dict[Node, bytes]:
         """This worker's offer to the reduction: the sums that cover exactly these lanes, which are its own now."""
         if step != self._step:
@@ -194,8 +205,15 @@ class StageLanes:
     # ---- buffers
 
     def buffer_reports(self) -> list[bytes]:
-        """Reports of the lanes' changes to buffers, by part."""
-        return [part.guard.report().encode() for part in self.passes.values()]
+        """Reports of the lanes' changes to buffers, by part. Raises: ConfigError if the processes of this worker left
+        different ones."""
+        others = [BufferReport.decode(report) for report in self._elsewhere.values()]
+        return [part.guard.report(others).encode() for part in self.passes.values()]
+
+    def note_buffers(self, rank: int, report: bytes) -> None:
+        """Note what the step's lanes at another process of this worker have done to buffers: an encoded
+        `BufferReport`, in the place of an earlier one."""
+        self._elsewhere[rank] = report
 
     def commit_buffers(self, step: int, reports: Sequence[Sequence[bytes]]) -> None:
         """A step was decided: the buffers take the outcome of all lanes together. reports: by worker, by part."""
@@ -215,8 +233,9 @@ class StageLanes:
         """The step is over: drop its lanes' results."""
         self._sums.forget()
         self.drop()
-        self._reports = {}
+        self._reports, self._elsewhere = {}, {}
         self._step = 0
+        self.discarded += 1
 
     def abandon(self) -> None:
         """The state is about to be replaced: drop everything of the step under way."""
@@ -241,6 +260,7 @@ class LoopLane:
         """lanes: of the one stage, which are told of each lane. autocast: makes the context of a forward pass."""
         self._lanes = lanes
         self._pass = lanes.passes[0]
+        self._sums: LaneAccumulator | RankSums = self._pass.accumulator
         self._model = model
         self._scaler = scaler
         self._autocast_of = autocast
@@ -252,12 +272,16 @@ class LoopLane:
         self._probed = self._apart = self._on_trial = False
         self._first = ""
 
+    def use(self, sums: RankSums) -> None:
+        """Add lanes up together with the other processes of this worker."""
+        self._sums = sums
+
     def enter(self, step: int, lane: int, *, apart: bool = False) -> None:
         """Seed everything, put the step's buffers in place, and begin autocast: the forward pass may run. apart: its
         gradient is to lie in `.grad` by itself, for `said`."""
         self._pass.guard.begin_lane()
-        if not apart or self._pass.accumulator.watches:
-            self._pass.accumulator.enter(lane)
+        if not apart or self._sums.watches:
+            self._sums.enter(lane)
         self._apart = apart
         self._step, self._lane = step, lane
         self._lanes.seeder.begin_lane(step, lane)
@@ -276,7 +300,7 @@ class LoopLane:
             raise TaskError("step.backward(loss) was called twice for one batch; add the losses up and call it once")
         scaled, self._loss, self._weight = measured(loss, weight, share)
         if not self._on_trial:
-            self._pass.accumulator.capture(self._lane)
+            self._sums.capture(self._lane)
         self._pass.guard.end_lane()
         torch.autograd.backward(scaled * self._scaler.scale if self._scaler.enabled else scaled)
         self._called_backward = True
@@ -288,7 +312,7 @@ class LoopLane:
         if not self._called_backward:
             raise TaskError("a batch was taken without step.backward(loss); call it once for every batch")
         self._pass.watch.look()
-        self._pass.accumulator.add(lane)
+        self._sums.add(lane)
         self._lanes.note(LaneReport(lane, self._loss, self._weight, count, use))
 
     # ---- a lane that is computed twice
