@@ -74,6 +74,7 @@ class CellHead:
         fresh, self._told = key != self._told, key
         memory.mend()
         if fresh:
+            replica.lanes.settle_buffers()  # another worker's lane may have been computed on trial
             self._store.give_buffers(replica.parts.model)
         scaler = replica.lanes.loss_scale
         about = {"step": step, "fresh": fresh, "lanes": list(lanes), "told": sorted(told), "scale": scaler}
