@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from job_harness import Job, Jobs, healed
+
+SCRIPT = """
+import torch, everstep
+model = torch.nn.Linear(4, 1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+for step in everstep.join(model, torch.optim.SGD(model.parameters(), lr=0.1), data, lanes=4, micro_batch=2, steps=4):
+    for x, y in step:
+        step.backward(torch.nn.functional.mse_loss(model(x), y))
+"""
+RAISES = """
+import inspect
+from job_tasks import Text
+
+class Raises(Text):
+    def lane_loss(self, model, batch):
+        stack = inspect.stack()
+        if any(frame.filename.endswith("cell_limb.py") for frame in stack):
+            raise ValueError("a limb cannot read this")
+        return super().lane_loss(model, batch)
+"""
 
 
 def cells(ranks: int, **more: Any) -> dict[str, Any]:
@@ -18,8 +39,8 @@ def cells(ranks: int, **more: Any) -> dict[str, Any]:
 
 def ranks_of(job: Job, worker_id: int) -> list[int]:
     """Pids of the newest life of a worker, the head's first."""
-    started = [e for e in job.of_kind("worker_started") if e["worker_id"] == worker_id]
-    return [int(pid) for pid in started[-1]["pids"]]
+    joined = [e for e in job.of_kind("worker_joined") if e["worker_id"] == worker_id]
+    return [int(pid) for pid in joined[-1]["pids"]]
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 1), (4, 1), (2, 2), (3, 3)])
@@ -40,9 +61,7 @@ def test_any_rank_is_killed_and_its_cell_comes_back(jobs: Jobs, phase: str) -> N
 
 
 def test_a_spare_cell_takes_over_and_a_rank_that_is_stopped_hangs(jobs: Jobs) -> None:
-    job = jobs.start(
-        "Pictures", workers=2, settings=cells(2, spares=1, hang_limit_s=3), pace=[healed(2), healed(1)]
-    )
+    job = jobs.start("Pictures", workers=2, settings=cells(2, spares=1, hang_limit_s=3), pace=[healed(2), healed(1)])
     job.wait_for("step_committed", step=4)
     for pid in ranks_of(job, 0):  # both at once
         os.kill(pid, signal.SIGKILL)
@@ -68,8 +87,46 @@ def test_it_is_resumed_in_other_shapes(jobs: Jobs) -> None:
 
 @pytest.mark.parametrize(
     ("task", "numerics"),
-    [("Sparse", {}), ("SparseStages", {}), ("Layers", {"precision": "fp16"}), ("PicturesEpochs", {"precision": "bf16"})],
+    [
+        ("Sparse", {}),
+        ("SparseStages", {}),
+        ("Layers", {"precision": "fp16"}),
+        ("PicturesEpochs", {"precision": "bf16"}),
+    ],
 )
 def test_what_lanes_lack_and_narrow_types(jobs: Jobs, task: str, numerics: dict[str, Any]) -> None:
     """Parameters that some lanes do not use, or none; lanes without samples; a scaled loss; schedules."""
     jobs.run(task, workers=2, numerics=numerics, settings=cells(3, verify_every=4))
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("MuonText", "cell.fsdp divides the elements that Muon updates, which it does not allow"),
+        (
+            "PicturesCounting",
+            "cell.fsdp: expected modules whose state is parameters and buffers, got extra state in 0.0",
+        ),
+    ],
+)
+def test_what_a_cell_cannot_train_is_refused_by_name(jobs: Jobs, task: str, said: str) -> None:
+    job = jobs.start(task, workers=1, settings=cells(2))
+    assert job.end() == 2, job.account()
+    errors = job.run_dir.with_suffix(".err").read_text()
+    assert said in errors and "Traceback" not in errors, errors
+
+
+def test_a_script_in_cells_is_refused_by_name(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    job = jobs.start(str(tmp_path / "train.py"), workers=1, settings=cells(2))
+    assert job.end() == 2, job.account()
+    errors = job.run_dir.with_suffix(".err").read_text()
+    assert "write an everstep.Task, or set cell.fsdp=1" in errors and "Traceback" not in errors, errors
+
+
+def test_what_a_limb_raises_ends_the_job_by_its_words(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(RAISES)
+    job = jobs.start(f"{tmp_path / 'task.py'}:Raises", workers=1, settings=cells(2))
+    assert job.end() == 1, job.account()
+    errors = job.run_dir.with_suffix(".err").read_text()
+    assert "a limb cannot read this" in errors and "Traceback" not in errors, errors

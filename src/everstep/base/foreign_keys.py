@@ -249,10 +249,10 @@ FOREIGN_KEYS = (
         ("stages",),
     ),
     ForeignKey(
-        "zero.stage=1 divides the optimizer's state among workers; stages splits a model with its optimizer",
+        "zero.stage=1 divides the optimizer's state among workers, cell.fsdp parameters, too, among processes of each",
         "zero_stage zero_optimization stage3 fsdp fsdp_config use_fsdp fully_shard sharding sharding_strategy "
         "deepspeed use_deepspeed offload_param offload_param_device",
-        ("zero.stage", "stages"),
+        ("zero.stage", "cell.fsdp"),
     ),
     ForeignKey(
         "here it is zero.offload: cpu, or a folder for a file on disk",

@@ -23,8 +23,8 @@ from everstep.base.errors import TaskError
 from everstep.base.ports import Node
 from everstep.exact.lane_statistics import LaneStatistics
 from everstep.exact.layout import GradientLayout
-from everstep.exact.lending import GradientWatch, written_twice
-from everstep.placement.ranks import Add, Folding, Place, part_of
+from everstep.exact.lending import written_twice
+from everstep.placement.ranks import Add, Folding, SumPlace, part_of
 from everstep.placement.tree import cover
 
 
@@ -47,19 +47,21 @@ class Shelves(Protocol):
 
 
 class RankSums:
-    """One rank's part in the sums: `begin`, then `round` for each round, and for its own lane of it `enter`, `capture`
+    """One rank's part in the sums, and whether it still waits for its first lane (`watches`): `begin`, then `round` for each round, and for its own lane of it `enter`, `capture`
     and `add`, as an accumulator has them. The last round may have no lane for it."""
 
-    def __init__(self, layout: GradientLayout, model: nn.Module, n_lanes: int, shelves: Shelves) -> None:
-        """layout: of this very model, which is one stage."""
+    def __init__(
+        self, layout: GradientLayout, model: nn.Module, n_lanes: int, shelves: Shelves, *, whole_first: bool
+    ) -> None:
+        """layout: of this very model, which is one stage. whole_first: the first lane is computed twice for comparison,
+        so its gradients stay in `.grad` until `add`."""
         by_name = dict(model.named_parameters(remove_duplicate=False))
         self._layout, self._n_lanes, self._shelves = layout, n_lanes, shelves
         self._params: dict[int, nn.Parameter] = {i: by_name[layout.entries[i].name] for i in layout.params}
         self._order = [k for k in reversed(range(len(layout.units))) if layout.units[k].start < layout.units[k].stop]
         self._entries = {k: [i for i, e in enumerate(layout.entries) if e.unit == k] for k in self._order}
         self._statistics = LaneStatistics(layout, model, range(len(layout.units)))
-        self._watch: GradientWatch | None = GradientWatch(list(self._params.values()))
-        self._held: set[int] = set()
+        self.watches = whole_first
         self._folding = Folding(())
         self._rows: dict[int, bytearray] = {}
         self._lane = _LaneUnderWay(())
@@ -71,11 +73,6 @@ class RankSums:
     def points(self) -> int:
         """Points at which the ranks meet in one round, at most."""
         return len(self._order) + 1
-
-    @property
-    def watches(self) -> bool:
-        """Whether the first lane is still to come."""
-        return self._watch is not None
 
     def begin(self, lanes: Sequence[int], *, fresh: bool) -> None:
         """These lanes come next, and nothing of others counts any more. fresh: so does a step, and the model's running
@@ -91,8 +88,7 @@ class RankSums:
 
     def enter(self, lane: int) -> None:
         """The lane's passes come next. Without this call all of its gradients stay in `.grad` until `add`."""
-        if self._watch is not None:
-            self._watch.clear()
+        if self.watches:
             return
         self._lane = _LaneUnderWay(
             parameter.register_post_accumulate_grad_hook(partial(self._fired, i))  # type: ignore[no-untyped-call]
@@ -110,10 +106,7 @@ class RankSums:
 
         Raises: TaskError naming a parameter that had two gradients; what `Shelves.meet` raises.
         """
-        if self._watch is not None:
-            twice = self._watch.end()
-            self._held = {self._layout.entries[i].unit for k, i in enumerate(self._params) if k in twice}
-            self._watch = None
+        self.watches = False
         self._lane.end()
         with torch.no_grad():
             while self._lane.at < len(self._order):
@@ -142,7 +135,7 @@ class RankSums:
             raise TaskError(written_twice(self._layout.entries[i].name))
         lane.fired.add(i)
         with torch.no_grad():
-            if lane.at < len(self._order) and self._order[lane.at] == unit and unit not in self._held:
+            if lane.at < len(self._order) and self._order[lane.at] == unit:
                 self._move(i)
             while lane.at < len(self._order) and self._is_final(self._order[lane.at]):
                 self._move_all(self._order[lane.at])
@@ -150,7 +143,7 @@ class RankSums:
 
     def _is_final(self, unit: int) -> bool:
         wanted = (i for i in self._entries[unit] if i in self._params and self._params[i].requires_grad)
-        return unit not in self._held and self._lane.fired.issuperset(wanted)
+        return self._lane.fired.issuperset(wanted)
 
     def _move_all(self, unit: int) -> None:
         for i in self._entries[unit]:
@@ -189,8 +182,8 @@ class RankSums:
         entries, bounds = self._entries[unit], self._layout.units[unit]
         first, last = entries[0], entries[-1] + 1
         rows = {
-            Place("box", rank): bytes(self._shelves.row(rank, turn)[first:last].tolist()) for rank in self._ranks
-        } | {Place("slot", slot): bytes(row[first:last]) for slot, row in self._rows.items()}
+            SumPlace("box", rank): bytes(self._shelves.row(rank, turn)[first:last].tolist()) for rank in self._ranks
+        } | {SumPlace("slot", slot): bytes(row[first:last]) for slot, row in self._rows.items()}
         lo, hi = part_of(bounds.start, bounds.stop, len(self._ranks), self._shelves.rank)
         for add in self._adds:
             left, right = rows[add.left], rows[add.right] if add.right is not None else bytes(last - first)
@@ -226,7 +219,7 @@ class RankSums:
                 found.append((start, stop, a, b))
         return found
 
-    def _at(self, place: Place, unit_start: int, turn: int, start: int, stop: int) -> Tensor:
+    def _at(self, place: SumPlace, unit_start: int, turn: int, start: int, stop: int) -> Tensor:
         if place.kind == "slot":
             return self._shelves.slot(place.number)[start:stop]
         return self._shelves.box(place.number, turn)[start - unit_start : stop - unit_start]

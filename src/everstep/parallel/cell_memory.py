@@ -2,7 +2,7 @@
 
 Each other worker's memory has one writer, because a worker that was evicted may come back to life. The processes of a
 cell die together, so what they share needs no such care. Its first page holds words by which they wait for each other;
-what the others hold is said by `Extent`s, which each of them derives from the same model.
+what the others hold is said by `SharedPlace`s, which each of them derives from the same model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PassBroken(EverstepError):
     """Another process of this worker has left the pass that this one is in."""
 
 
-class Extent(NamedTuple):
+class SharedPlace(NamedTuple):
     """A place in the memory, in bytes."""
 
     offset: int
@@ -76,7 +76,7 @@ class CellMemory(Mapping):
         """Where a process of the same user and host opens it."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    def tensor(self, extent: Extent, dtype: torch.dtype) -> Tensor:
+    def tensor(self, extent: SharedPlace, dtype: torch.dtype) -> Tensor:
         """The content of a place, flat."""
         check(extent.offset >= PAGE and extent.offset + extent.size <= len(self.memory), f"{extent} is not in here")
         count = extent.size // dtype.itemsize
@@ -129,7 +129,7 @@ class CellMemory(Mapping):
         self._bell.value = (self._bell.value + 1) & 0xFFFFFFFF
         self.poke()
 
-    def give_back(self, extent: Extent) -> None:
+    def give_back(self, extent: SharedPlace) -> None:
         """Give the whole pages of a place back to the system; they read as zeros until they are written again."""
         first, last = pages(extent.offset), (extent.offset + extent.size) // PAGE * PAGE
         if first < last:

@@ -45,7 +45,7 @@ def update_ranges(sizes: Sequence[int], ranks: int) -> list[list[list[tuple[int,
     return found
 
 
-class Place(NamedTuple):
+class SumPlace(NamedTuple):
     """Where a sum is: in the box of a rank (its lane of the round), or in a slot that outlives the round."""
 
     kind: str
@@ -55,9 +55,9 @@ class Place(NamedTuple):
 class Add(NamedTuple):
     """into = left + right; right None: a copy."""
 
-    into: Place
-    left: Place
-    right: Place | None = None
+    into: SumPlace
+    left: SumPlace
+    right: SumPlace | None = None
 
 
 class Folding:
@@ -71,10 +71,10 @@ class Folding:
 
     def round(self, lanes: Sequence[int]) -> list[Add]:
         """The additions of a round, in order. lanes: by rank. Afterwards the boxes hold nothing that counts."""
-        places = {node: Place("slot", slot) for node, slot in self.slots.items()}
+        places = {node: SumPlace("slot", slot) for node, slot in self.slots.items()}
         adds: list[Add] = []
         for rank, lane in enumerate(lanes):
-            node, at = Node(lane, lane + 1), Place("box", rank)
+            node, at = Node(lane, lane + 1), SumPlace("box", rank)
             for parent in reversed(path_to(self._top[lane], lane)[:-1]):
                 left, right = children(parent)
                 other = places.pop(right if node == left else left, None)
@@ -89,7 +89,7 @@ class Folding:
         for node, at in places.items():
             if at.kind == "box":
                 self.slots[node] = slot = self._free()
-                _end_in(adds, at, Place("slot", slot))
+                _end_in(adds, at, SumPlace("slot", slot))
         return adds
 
     def _free(self) -> int:
@@ -97,7 +97,7 @@ class Folding:
         return next(slot for slot in range(len(taken) + 1) if slot not in taken)
 
 
-def _end_in(adds: list[Add], at: Place, slot: Place) -> None:
+def _end_in(adds: list[Add], at: SumPlace, slot: SumPlace) -> None:
     """What would come to lie in a box comes to lie in a slot."""
     for k in range(len(adds) - 1, -1, -1):
         if adds[k].into == at:

@@ -49,7 +49,7 @@ class CellHead:
         self._store = CellStore(CellMemory.create(places.size), places, tick, self._look)
         self._store.move_in(parts.model)
         self._update = CellUpdate(parts.optimizer, self._store, self._ranks)
-        self._sums = RankSums(replica.layout, parts.model, config.lanes, self._store)
+        self._sums = RankSums(replica.layout, parts.model, config.lanes, self._store, whole_first=True)
         self._point = 0
         self._finished: list[tuple[LaneReport, Any]] = []
         self._told: tuple[int, int] | None = None
@@ -76,8 +76,8 @@ class CellHead:
         if fresh:
             replica.lanes.settle_buffers()  # another worker's lane may have been computed on trial
             self._store.give_buffers(replica.parts.model)
-        scaler = replica.lanes.loss_scale
-        about = {"step": step, "fresh": fresh, "lanes": list(lanes), "told": sorted(told), "scale": scaler}
+        scale = replica.loop.loss_scale
+        about = {"step": step, "fresh": fresh, "lanes": list(lanes), "told": sorted(told), "scale": scale}
         self._head.begin(LANES, point=self._point, **about)
         sums.begin(lanes, fresh=fresh)
         whole, done = False, len(lanes)
@@ -103,16 +103,16 @@ class CellHead:
 
     def _take(self, lanes: Sequence[int]) -> None:
         """All ranks are through with these lanes."""
-        lane_sums = self._replica.lanes
+        loop = self._replica.loop
         for rank, answer in enumerate(_raise_first(self._head.answers()), 1):
             note = self._store.read_note(rank, answer["note"])
             reports = [LaneReport(*report) for report in note["reports"]]
             for report in reports:
-                lane_sums.note(report)
-            lane_sums.note_buffers(rank, note["buffers"])
+                self._replica.lanes.note(report)
+            loop.note_buffers(rank, note["buffers"])
             self._finished += [(report, note["said"].get(str(report.lane))) for report in reports]
         for node, row, flat in self._sums.results():
-            lane_sums.take(node, row, flat)
+            loop.take(node, row, flat)
 
     def took(self) -> list[tuple[LaneReport, LaneSaid | None]]:
         """Reports of the lanes that limbs have computed since the last call, and what is to be compared of them."""

@@ -82,7 +82,7 @@ class CellLimb:
         self._store = CellStore(CellMemory.attach(path, self._rank, size), places, self._row.tick)
         self._store.move_in(model)
         self._update = CellUpdate(self._replica.parts.optimizer, self._store, self._config.cell.fsdp)
-        self._sums = RankSums(self._replica.layout, model, lanes, self._store)
+        self._sums = RankSums(self._replica.layout, model, lanes, self._store, whole_first=False)
         self._replica.loop.use(self._sums)
         return {}
 
@@ -127,17 +127,11 @@ class CellLimb:
         batch, samples = self._loader.batch(step, lane)
         batch = to_device(batch, self._device)
         loop.enter(step, lane, apart=is_told)
-        twice = loop.probes(False)
-        for turn in range(1 + twice):
-            if turn:
-                loop.again()
-            self._row.set(phase="forward")
-            loss = calling(self._task, "loss", model, batch)
-            self._row.set(phase="backward")
-            loss, weight = loss if isinstance(loss, tuple) else (loss, None)
-            loop.backward(loss, weight, len(samples) / self._order.micro_batch)
-        if twice:
-            loop.compare()
+        self._row.set(phase="forward")
+        loss = calling(self._task, "loss", model, batch)
+        self._row.set(phase="backward")
+        loss, weight = loss if isinstance(loss, tuple) else (loss, None)
+        loop.backward(loss, weight, len(samples) / self._order.micro_batch)
         if is_told:
             told = loop.said(batch)
             said[str(lane)] = told.data, told.gave

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from everstep.base.errors import ConfigError, check
 from everstep.exact.digest import digest_bytes
 from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, GradientLayout, memory_of, round_up
-from everstep.parallel.cell_memory import CellMemory, Extent, PassBroken
+from everstep.parallel.cell_memory import CellMemory, PassBroken, SharedPlace
 from everstep.parallel.mapping import PAGE
 
 _NOTE_BYTES = 64 << 20
@@ -44,8 +44,8 @@ class CellPlaces:
         named = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
         self.likeness = digest_bytes(repr((layout.fingerprint(), named, ranks, n_slots, self.size)).encode())
 
-    def _take(self, size: int) -> Extent:
-        found = Extent(self.size, size)
+    def _take(self, size: int) -> SharedPlace:
+        found = SharedPlace(self.size, size)
         self.size += round_up(size, PAGE)
         return found
 
@@ -144,7 +144,7 @@ class CellStore:
                         "become larger: keep its size, or set cell.fsdp=1"
                     )
                 if buffer.numel():
-                    shared = self.memory.tensor(Extent(at, buffer.nbytes), buffer.dtype)
+                    shared = self.memory.tensor(SharedPlace(at, buffer.nbytes), buffer.dtype)
                     act(buffer, shared.view(buffer.shape))
                 at += round_up(buffer.nbytes, ALIGN_BYTES)
 

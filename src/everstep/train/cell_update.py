@@ -18,12 +18,12 @@ from everstep.exact.digest import bytes_of
 from everstep.exact.divisible import divisible, kept_like
 from everstep.exact.layout import ALIGN_BYTES, round_up
 from everstep.exact.pieces import Ranges
-from everstep.parallel.cell_memory import Extent
+from everstep.parallel.cell_memory import SharedPlace
 from everstep.placement.ranks import update_ranges
 from everstep.train.cell_store import CellStore
 
 _FLOAT = 4
-Kept = list[dict[str, list[Any]]]
+KeptForEach = list[dict[str, list[Any]]]
 """What is kept for each divided parameter, by key: where it lies in shared memory; or a small tensor; or a value."""
 
 
@@ -45,14 +45,14 @@ class CellUpdate:
 
     # ---- the head
 
-    def describe(self) -> Kept:
+    def describe(self) -> KeptForEach:
         """What the optimizer keeps for the divided parameters, once it lies where all processes have it.
 
         Raises: ConfigError if it keeps what cannot be divided.
         """
         return [self._described(number, parameter, ((0, parameter.numel()),)) for number, parameter in self._numbered]
 
-    def new(self) -> Kept | None:
+    def new(self) -> KeptForEach | None:
         """After an update: `describe` if that has made tensors of the state, of which each process has its own part;
         else None."""
         missing = any(
@@ -109,7 +109,7 @@ class CellUpdate:
 
     # ---- a limb
 
-    def follow(self, kept: Kept, groups: Sequence[Mapping[str, Any]] | None) -> None:
+    def follow(self, kept: KeptForEach, groups: Sequence[Mapping[str, Any]] | None) -> None:
         """Have the optimizer keep what the head's keeps. groups: None after an update, when each process has its own
         part of the tensors that the update has made: these parts go where the others find them."""
         check(
@@ -137,7 +137,7 @@ class CellUpdate:
     # ---- memory
 
     def _shared(self, parameter: Tensor, offset: int) -> Tensor:
-        flat = self._store.memory.tensor(Extent(offset, parameter.numel() * _FLOAT), torch.float32)
+        flat = self._store.memory.tensor(SharedPlace(offset, parameter.numel() * _FLOAT), torch.float32)
         return flat.as_strided(parameter.shape, parameter.stride(), 0)
 
     def _is_shared(self, tensor: Tensor) -> bool:

@@ -220,7 +220,7 @@ class StageReplica:
 
     def begin_lanes(self, step: int, scale: float) -> None:
         """At a limb: the model's buffers are the step's. scale: of the loss."""
-        self._scaler.scale = scale
+        self._scaler.load_state_dict({"scale": scale, "good_steps": 0})
         self.lanes.begin(step, (), lambda node: torch.empty(0))
 
     def update_pieces(self, step: int, factor: float, reduced: Reduced, pieces: Ranges) -> None:

@@ -57,9 +57,8 @@ class Session:
         rewindable: bool = False,
         cell: CellHead | None = None,
     ) -> None:
-        """stages: those trained here. order: the samples of each lane; dataset, collate: how to get them.
-        rewindable: the loop can go on from an earlier step; else this worker restarts then. cell: of this worker, if
-        it has several processes."""
+        """stages: those trained here. order: the samples of each lane. rewindable: the loop can go on from an earlier
+        step; else this worker restarts then. cell: of several processes."""
         config, begins_after = link.config, int(link.job.get("begins_after", 0))
         saving = saving_of(link, stages.split, order)
         probed = not inexact(config) and not config.emulate_compute_ms
@@ -85,8 +84,7 @@ class Session:
             machine=hashlib.sha256(machine().encode()).hexdigest()[:16],
             device=device,
         )
-        publisher = Publisher(link.run_dir, link.me)
-        kernels = kernels_of(config.precision, device, config.threads)
+        publisher, kernels = Publisher(link.run_dir, link.me), kernels_of(config.precision, device, config.threads)
         view = WorkerView(link, stages, order, driver, Cutter(transport.abort), publisher, transport, kernels)
         executor = Executor(driver, view.cutter, view.tick, lambda: link.row.end_asked, link.waits)
         loop = LoopState(stages)
@@ -114,8 +112,8 @@ class Session:
             executor.install(part.handlers())
         executor.install({do.Reduce: membership.telling_news(updates.reduce)})
         self.view, self.executor, self.membership, self.profiling = view, executor, membership, profiling
-        self.lanes, self.updates, self.transfers = lanes, updates, transfers
-        self.saver, self.loop, self._keeper, self.cell = saver, loop, keeper, cell
+        self.lanes, self.updates, self.transfers, self.cell = lanes, updates, transfers, cell
+        self.saver, self.loop, self._keeper = saver, loop, keeper
 
     def close(self) -> None:
         """Give back processes and memory. The link is its owner's: last words may have to be said."""

@@ -77,7 +77,6 @@ class StageLanes:
         self._sums = StageSums([p.accumulator for p in self.passes.values()], config.lanes)
         self._scaler = scaler
         self._reports: dict[int, LaneReport] = {}
-        self._elsewhere: dict[int, bytes] = {}
         self._step = self.discarded = 0
         self._entered = False
 
@@ -94,17 +93,12 @@ class StageLanes:
         entered: the loop has come to the step's batches, so that nobody changes the state any more before its lanes are
         computed."""
         if step != self._step:
-            self._step, self._reports, self._entered, self._elsewhere = step, {}, False, {}
+            self._step, self._reports, self._entered = step, {}, False
         if entered and not self._entered:
             self._entered = True
             for part in self.passes.values():
                 part.begin_step(step)
         self._sums.begin(step, lanes, buffer, offer)
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor of the loss, before its backward pass."""
-        return self._scaler.scale
 
     def lacking(self, lanes: Sequence[int]) -> tuple[int, ...]:
         """Lanes that must be computed here before exactly these can be offered to the reduction."""
@@ -188,10 +182,6 @@ class StageLanes:
 
     # ---- results for the step
 
-    def take(self, node: Node, row: bytes, flat: torch.Tensor) -> None:
-        """Take the sum of a subtree, of a model that is not split, as `LaneAccumulator.take`."""
-        self.passes[0].accumulator.take(node, row, flat)
-
     def presence(self, step: int, lanes: Sequence[int]) -> dict[Node, bytes]:
         """This worker's offer to the reduction: the sums that cover exactly these lanes, which are its own now."""
         if step != self._step:
@@ -205,15 +195,8 @@ class StageLanes:
     # ---- buffers
 
     def buffer_reports(self) -> list[bytes]:
-        """Reports of the lanes' changes to buffers, by part. Raises: ConfigError if the processes of this worker left
-        different ones."""
-        others = [BufferReport.decode(report) for report in self._elsewhere.values()]
-        return [part.guard.report(others).encode() for part in self.passes.values()]
-
-    def note_buffers(self, rank: int, report: bytes) -> None:
-        """Note what the step's lanes at another process of this worker have done to buffers: an encoded
-        `BufferReport`, in the place of an earlier one."""
-        self._elsewhere[rank] = report
+        """Reports of the lanes' changes to buffers, by part."""
+        return [part.guard.report().encode() for part in self.passes.values()]
 
     def commit_buffers(self, step: int, reports: Sequence[Sequence[bytes]]) -> None:
         """A step was decided: the buffers take the outcome of all lanes together. reports: by worker, by part."""
@@ -233,7 +216,7 @@ class StageLanes:
         """The step is over: drop its lanes' results."""
         self._sums.forget()
         self.drop()
-        self._reports, self._elsewhere = {}, {}
+        self._reports = {}
         self._step = 0
         self.discarded += 1
 
@@ -266,15 +249,31 @@ class LoopLane:
         self._autocast_of = autocast
         self._autocast: Any = None
         self._step = self._lane = 0
-        self._loss = 0.0
-        self._weight = 0.0
+        self._measured = 0.0, 0.0
         self._called_backward = False
         self._probed = self._apart = self._on_trial = False
         self._first = ""
 
+    # ---- in a worker of several processes
+
     def use(self, sums: RankSums) -> None:
         """Add lanes up together with the other processes of this worker."""
         self._sums = sums
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss, before its backward pass."""
+        return self._scaler.scale
+
+    def take(self, node: Node, row: bytes, flat: torch.Tensor) -> None:
+        """Take the sum of a subtree, as `LaneAccumulator.take`."""
+        self._pass.accumulator.take(node, row, flat)
+
+    def note_buffers(self, rank: int, report: bytes) -> None:
+        """Note what the step's lanes at another process have done to buffers: an encoded `BufferReport`."""
+        self._pass.guard.note_elsewhere(rank, BufferReport.decode(report))
+
+    # ---- a lane
 
     def enter(self, step: int, lane: int, *, apart: bool = False) -> None:
         """Seed everything, put the step's buffers in place, and begin autocast: the forward pass may run. apart: its
@@ -285,7 +284,7 @@ class LoopLane:
         self._apart = apart
         self._step, self._lane = step, lane
         self._lanes.seeder.begin_lane(step, lane)
-        self._loss = self._weight = 0.0
+        self._measured = 0.0, 0.0
         self._called_backward = False
         self._autocast = self._autocast_of()
         self._autocast.__enter__()
@@ -298,7 +297,8 @@ class LoopLane:
         self._end_autocast()
         if self._called_backward:
             raise TaskError("step.backward(loss) was called twice for one batch; add the losses up and call it once")
-        scaled, self._loss, self._weight = measured(loss, weight, share)
+        scaled, *found = measured(loss, weight, share)
+        self._measured = found[0], found[1]
         if not self._on_trial:
             self._sums.capture(self._lane)
         self._pass.guard.end_lane()
@@ -313,7 +313,7 @@ class LoopLane:
             raise TaskError("a batch was taken without step.backward(loss); call it once for every batch")
         self._pass.watch.look()
         self._sums.add(lane)
-        self._lanes.note(LaneReport(lane, self._loss, self._weight, count, use))
+        self._lanes.note(LaneReport(lane, *self._measured, count, use))
 
     # ---- a lane that is computed twice
 
@@ -367,7 +367,7 @@ class LoopLane:
         self._lanes.seeder.end_lane()
         named = [(f"grad {n}", p.grad) for n, p in self._model.named_parameters() if p.grad is not None]
         buffers = [(f"buffer {n}", b) for n, b in self._model.named_buffers()]
-        return f"{named_digest([*named, *buffers, *self._pass.guard.extras()])} {self._loss.hex()}"
+        return f"{named_digest([*named, *buffers, *self._pass.guard.extras()])} {self._measured[0].hex()}"
 
     def _end_autocast(self) -> None:
         if self._autocast is not None:

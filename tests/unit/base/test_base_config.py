@@ -178,8 +178,15 @@ def test_unknown_keys_in_nested_form_and_of_any_type():
         ({"backoff.max_s": 0.1}, "backoff.initial_s: expected at most backoff.max_s (0.1), got 0.5"),
         (
             {"zero.stage": 3},
-            "zero.stage: expected 0 or 1, got 3: the optimizer's state can be divided (1); for a model",
+            "zero.stage: expected 0 or 1, got 3: the members of a pool divide the optimizer's state (1); parameters are "
+            "divided among the processes of each worker: set cell.fsdp=N",
         ),
+        ({"cell.fsdp": 2, "device": "cuda:1"}, "cell.fsdp: expected 1 with device=cuda:1, got 2"),
+        ({"cell.fsdp": 2, "stages": 2}, "cell.fsdp: expected 1 with stages=2, got 2"),
+        ({"cell.fsdp": 2, "zero.stage": 1}, "cell.fsdp: expected 1 with zero.stage=1, got 2"),
+        ({"cell.fsdp": 2, "zero.offload": "/disk/"}, "cell.fsdp: expected 1 with zero.offload=/disk/, got 2"),
+        ({"cell.fsdp": 2, "batch": "per_worker"}, "cell.fsdp: expected 1 with batch=per_worker, got 2"),
+        ({"cell.fsdp": 9}, "cell.fsdp: expected at most 8 for 8 lanes, got 9"),
         ({"zero.stage": 1, "device": "cuda"}, "zero.stage: expected 0 with device cuda, got 1"),
         ({"zero.stage": 1, "zero.offload": "/disk/"}, "zero.offload: expected none with zero.stage=1, got /disk/"),
         ({"early_stop.target": 0.9}, "early_stop.target: expected early_stop.metric to be set too"),
