@@ -47,8 +47,9 @@ class Shelves(Protocol):
 
 
 class RankSums:
-    """One rank's part in the sums, and whether it still waits for its first lane (`watches`): `begin`, then `round` for each round, and for its own lane of it `enter`, `capture`
-    and `add`, as an accumulator has them. The last round may have no lane for it."""
+    """One rank's part in the sums: `begin`, then `round` for each round, and for its own lane of it `enter`, `capture`
+    and `add`, as an accumulator has them. The last round may have no lane for it. watches: it waits for its first
+    lane."""
 
     def __init__(
         self, layout: GradientLayout, model: nn.Module, n_lanes: int, shelves: Shelves, *, whole_first: bool
