@@ -181,6 +181,10 @@ def test_unknown_keys_in_nested_form_and_of_any_type():
             "parameters are divided among the processes of each worker: set cell.fsdp=N",
         ),
         ({"cell.fsdp": 2, "device": "cuda:1"}, "cell.fsdp: expected 1 with device=cuda:1, got 2"),
+        (
+            {"cell.fsdp": 2, "hosts.min": 2, "network.address": "10.0.0.1"},
+            "cell.fsdp: expected 1 with hosts.min=2, got 2",
+        ),
         ({"cell.fsdp": 2, "stages": 2}, "cell.fsdp: expected 1 with stages=2, got 2"),
         ({"cell.fsdp": 2, "zero.stage": 1}, "cell.fsdp: expected 1 with zero.stage=1, got 2"),
         ({"cell.fsdp": 2, "zero.offload": "/disk/"}, "cell.fsdp: expected 1 with zero.offload=/disk/, got 2"),
