@@ -7,6 +7,7 @@ start to the end of step `--steps`. Rows, for each number of workers, whole runs
 - replicated: a job as it is by default, without checkpoints and copies in memory;
 - divided: the same with the optimizer's state divided among the workers, one copy of each part (`zero.stage=1`);
 - divided-one, gradients-one: with one lane per worker, the state divided so, and the gradients, too (`zero.stage=2`);
+- cell: one worker of as many processes, which divide parameters and state (`cell.fsdp`);
 - offloaded: the same with that state in a file (`zero.offload`, in a temporary folder);
 - ddp, ddp-views: the peer with as many micro-batches under `no_sync` and our allocator settings, its
   `gradient_as_bucket_view` off and on.
@@ -92,6 +93,7 @@ def main() -> None:
             "divided-one": lambda case=case: measure_ours(*case, DIVIDED | {"lanes": str(case[1])}),  # type: ignore[misc]
             "gradients-one": lambda case=case: measure_ours(*case, GRADIENTS | {"lanes": str(case[1])}),  # type: ignore[misc]
             "offloaded": lambda case=case: measure_ours(*case, {"zero.offload": "{name}/offload"}),  # type: ignore[misc]
+            "cell": lambda case=case: measure_ours(case[0], 1, case[2], {"cell.fsdp": str(case[1])}),  # type: ignore[misc]
             "ddp": lambda case=case: measure_ddp(*case),  # type: ignore[misc]
             "ddp-views": lambda case=case: measure_ddp(*case, "--bucket-views"),  # type: ignore[misc]
         }

@@ -98,7 +98,7 @@ READ_AS_THEY_ARE = frozenset(  # the kernel's files, our own, and the user's dat
 PUBLIC = frozenset(  # what users name, and nothing here does
     {"barrier"} | {f"ResNet{depth}{kind}" for depth in (34, 50, 101, 152) for kind in ("Digits", "Folder")}
 )
-SEAMS = frozenset({"Limb", "blocks_of"})  # what sharding will stand on: tests alone use it so far
+SEAMS = frozenset({"blocks_of"})  # what sharding will stand on: tests alone use it so far
 DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.protocol.coordinator.", "everstep.sim.")
 DRIVING += ("everstep.protocol.step_machine", "everstep.protocol.stepping.", "everstep.runtime.job")
 DRIVING += ("everstep.runtime.host.host_agent",)
@@ -289,6 +289,7 @@ WRITES_ELSEWHERE = {
     "everstep.checkpoint.interchange_formats": "exports, where a user says",
     "everstep.cli.report": "a page, where a user says",
     "everstep.data.token_stream": "a cache of tokens beside a data set",
+    "everstep.parallel.cell_memory": "memory that the head of this worker has made, by its descriptor",
     "everstep.report.traces": "a draft that `drafted` made",
     "everstep.train.profiling": "a draft that `drafted` made",
     "everstep.train.final": "a draft that `drafted` made",

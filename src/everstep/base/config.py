@@ -315,6 +315,7 @@ def check_together(config: Config) -> None:
         if least > most_s:
             raise ConfigError(f"{low}: expected at most {high} ({most_s:g}), got {least:g}: lower it or raise {high!r}")
     _check_zero(config)
+    _check_cell(config)
     _check_network(config)
     _check_tls(config)
     if config.early_stop.target is not None and config.early_stop.metric is None:
@@ -401,7 +402,7 @@ def _check_zero(config: Config) -> None:
     if config.zero.stage > 2:
         raise ConfigError(
             f"zero.stage: expected 0, 1 or 2, got {config.zero.stage}: the optimizer's state (1) and the gradients (2) "
-            "can be divided; for a model whose parameters are too large, set stages to split it"
+            "are divided among workers; parameters are divided among the processes of each worker: set cell.fsdp=N"
         )
     if config.zero.stage and config.device != "cpu":
         raise ConfigError(
@@ -412,6 +413,30 @@ def _check_zero(config: Config) -> None:
         raise ConfigError(
             f"zero.offload: expected none with zero.stage={config.zero.stage}, got {config.zero.offload}: divide the "
             "optimizer's state or keep it elsewhere, not both"
+        )
+
+
+def _check_cell(config: Config) -> None:
+    """A worker of several processes is on one host's CPUs, has the whole model, and shares one state there."""
+    if config.cell.fsdp == 1:
+        return
+    n = config.cell.fsdp
+    for name, expected, got, why in (
+        ("device", "cpu", config.device, "its processes share parameters in the memory of the host"),
+        ("stages", "1", config.stages, "a model is divided either way"),
+        ("hosts.min", "1", config.hosts.min, "its workers are on one host"),
+        ("zero.stage", "0", config.zero.stage, "its processes divide the optimizer's state already"),
+        ("zero.offload", "none", config.zero.offload or "none", "its processes share the optimizer's state in memory"),
+        ("batch", "constant", config.batch, "which lanes a process computes must not change what they are"),
+    ):
+        if str(got) != expected:
+            raise ConfigError(
+                f"cell.fsdp: expected 1 with {name}={got}, got {n}: {why}; set {name}={expected}, or cell.fsdp=1"
+            )
+    if n > config.lanes:
+        raise ConfigError(
+            f"cell.fsdp: expected at most {config.lanes} for {config.lanes} lanes, got {n}: use fewer processes, or "
+            f"raise 'lanes' to {n}"
         )
 
 

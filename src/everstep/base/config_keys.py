@@ -216,6 +216,19 @@ class ZeroConfig:
 
 
 @dataclass(frozen=True)
+class CellConfig:
+    """Processes that serve as one worker. None of it changes a bit."""
+
+    fsdp: int = key(
+        1,
+        "processes of each worker, which divide its parameters, its optimizer's state and its lanes among them; when "
+        "one of them dies, all do",
+        low=1,
+        high=32,
+    )
+
+
+@dataclass(frozen=True)
 class MetricsConfig:
     """Keys about measurements while the job runs."""
 
@@ -447,6 +460,7 @@ class Config:
     logs: LogsConfig = field(default_factory=LogsConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    cell: CellConfig = field(default_factory=CellConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     batch: str = key(
         "constant",

@@ -249,10 +249,11 @@ FOREIGN_KEYS = (
         ("stages",),
     ),
     ForeignKey(
-        "zero.stage=1 divides the optimizer's state among workers, 2 gradients, too; stages splits a model",
+        "zero.stage=1 divides the optimizer's state among workers, 2 gradients, too; cell.fsdp divides parameters "
+        "among the processes of each worker",
         "zero_stage zero_optimization stage3 fsdp fsdp_config use_fsdp fully_shard sharding sharding_strategy "
         "deepspeed use_deepspeed offload_param offload_param_device",
-        ("zero.stage", "stages"),
+        ("zero.stage", "cell.fsdp"),
     ),
     ForeignKey(
         "here it is zero.offload: cpu, or a folder for a file on disk",

@@ -32,6 +32,7 @@ PRELOAD = (*DEFAULT_PRELOAD, "everstep.train.worker", "everstep.zoo.digits", "ev
 
 def main(context: WorkerContext) -> int:
     """Run one life of one worker; returns its exit code."""
+    from everstep.train.cell_limb import run_limb
     from everstep.train.first_place import expected
     from everstep.train.worker import run_worker
 
@@ -40,9 +41,11 @@ def main(context: WorkerContext) -> int:
         os.environ.setdefault(name, value)  # the user of the host may have set another value
     os.environ.update({**expected(context, config), **config.env})
     keep_within(parse_ports(config.network.ports))
+    is_script = context.task.endswith(".py")
+    if context.cell_rank:
+        return run_limb(context, None if is_script else lambda effective: load_task(context.task, effective))
     events = EventLog(context.run_path / EVENTS_FILE)
     injector = Injector(parse(config.chaos), context.run_path, context.key, events.write, config.seed)
-    is_script = context.task.endswith(".py")
 
     def linked(link: LaunchedLink) -> None:
         injector.cut_off = link.cut_off

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from types import NoneType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +16,11 @@ from torch import Tensor, nn
 from everstep.base.errors import ConfigError, check
 from everstep.base.ports import Node, OnFinal
 from everstep.exact.first_lane import FirstLane
+from everstep.exact.lane_statistics import LaneStatistics
 from everstep.exact.last_lane import LastLane, block_map, runs_of
-from everstep.exact.layout import ALIGN_ELEMENTS, Entry, GradientLayout, round_up
+from everstep.exact.layout import Entry, GradientLayout
 from everstep.exact.lending import GradientWatch, Loan
-from everstep.placement.tree import children
+from everstep.placement.tree import children, path_to
 
 _IDLE_STEPS = 4
 """Steps for which views into a buffer are kept after its last use."""
@@ -55,7 +54,7 @@ class LaneAccumulator:
         self._strides = [tuple(p.stride()) for p in self._params]
         self._bytes = [p.numel() * 4 for p in self._params]
         self._narrow = [i for i, p in enumerate(self._params) if p.dtype != torch.float32]
-        self._statistics = _Statistics(layout, model, units)
+        self._statistics = LaneStatistics(layout, model, units)
         self._captured: dict[int, list[Tensor]] = {}
         self._watch: GradientWatch | None = GradientWatch(self._params)
         self._apart = set(self._narrow)
@@ -134,7 +133,7 @@ class LaneAccumulator:
                 self._move_in(lane, self._node_of_lane[lane])
             return
         check(self._loan is None, "the lane before was entered and never added")
-        path = _path(self._node_of_lane[lane], lane)
+        path = path_to(self._node_of_lane[lane], lane)
         sibling = children(path[-2])[0] if len(path) > 1 else path[0]
         if sibling in self._pending:
             leaf = self._pending[sibling]
@@ -221,6 +220,22 @@ class LaneAccumulator:
         self._check_missing(lane)
         with torch.no_grad():
             self._fold(Node(lane, lane + 1), [None] * (len(self._params) + len(self._statistics.regions)))
+
+    def take(self, node: Node, row: bytes, flat: Tensor) -> None:
+        """Add the sum of a whole subtree that another process of this worker has made.
+
+        row: its presence, one byte per layout entry. flat: float32 [layout.numel]; it is copied before this returns.
+        """
+        for lane in range(*node):
+            self._check_missing(lane)
+        views = self._views_of(flat)
+        there = [bool(row[i]) for i in self._indices]
+        there += [bool(row[region.entries[0]]) for region in self._statistics.regions]
+        leaf: Leaf = [view if one else None for view, one in zip(views, there, strict=True)]
+        with torch.no_grad():
+            if node != self._node_of_lane[node.lo]:
+                leaf = [None if view is None else view.clone() for view in leaf]
+            self._fold(node, leaf)
 
     def offer_again(self, node: Node) -> None:
         """Offer a complete node again, because other members than before want it."""
@@ -376,7 +391,7 @@ class LaneAccumulator:
 
     def _fold(self, node: Node, leaf: Leaf) -> None:
         """Take in the sum of a node, and climb as far as siblings are there."""
-        path = _path(self._node_of_lane[node.lo], node.lo)
+        path = path_to(self._node_of_lane[node.lo], node.lo)
         for at in range(path.index(node) - 1, -1, -1):
             parent = path[at]
             left, right = children(parent)
@@ -446,87 +461,12 @@ class LaneAccumulator:
         return views
 
 
-class _Region(NamedTuple):
-    """The running statistics of one unit: a contiguous part of the flat vector."""
-
-    entries: list[int]
-    start: int
-    stop: int
-
-
-class _Statistics:
-    """Takes a lane's running statistics, by region, each followed by 1.0 if the lane changed it.
-
-    Statistics that a lane left bitwise unchanged count as 0.0 with a count of 0, so that a layer in evaluation mode
-    keeps its statistics whatever the number of lanes.
-    """
-
-    def __init__(self, layout: GradientLayout, model: nn.Module, units: range) -> None:
-        by_name = dict(model.named_buffers(remove_duplicate=False))
-        grouped: dict[int, list[int]] = {}
-        for i in layout.buffers:
-            if layout.entries[i].unit in units:
-                grouped.setdefault(layout.entries[i].unit, []).append(i)
-        self.regions = [
-            _Region(mine, layout.entries[mine[0]].offset, layout.entries[mine[-1]].stop) for mine in grouped.values()
-        ]
-        self._where: list[tuple[nn.Module, str]] = []
-        self._tails: list[Tensor] = []
-        self._sizes = [r.stop - r.start for r in self.regions]
-        self._start: Tensor | None = None
-        segments: list[Tensor] = []
-        for region in self.regions:
-            for i in region.entries:
-                entry = layout.entries[i]
-                owner, _, attribute = entry.name.rpartition(".")
-                self._where.append((model.get_submodule(owner), attribute))
-                end = entry.stop if entry.stop == region.stop else round_up(entry.stop, ALIGN_ELEMENTS)
-                size = end - entry.offset
-                device = by_name[entry.name].device
-                tail = torch.zeros(size - entry.numel, dtype=torch.float32, device=device)
-                tail[0] = 1.0
-                self._tails.append(tail)
-                segments.append(torch.full((size,), len(segments), dtype=torch.int64, device=device))
-        self._segment = torch.cat(segments) if segments else torch.empty(0, dtype=torch.int64)
-
-    def begin_step(self) -> None:
-        if self.regions:
-            self._start = self._gather()
-
-    def take(self) -> list[Tensor]:
-        if not self.regions:
-            return []
-        value = self._gather()
-        check(self._start is not None, "begin() comes before add()")
-        differs = value.view(torch.int32) != self._start.view(torch.int32)  # type: ignore[union-attr]
-        changed = torch.zeros(len(self._where), dtype=torch.float32, device=value.device)
-        changed.index_add_(0, self._segment, differs.float())
-        value = torch.where((changed > 0)[self._segment], value, 0.0)
-        return list(torch.split_with_sizes(value, self._sizes))
-
-    def _gather(self) -> Tensor:
-        pieces: list[Tensor] = []
-        for (module, attribute), tail in zip(self._where, self._tails, strict=True):
-            pieces += (getattr(module, attribute).detach().flatten(), tail)
-        return torch.cat(pieces)
-
-
 def _dense(gradient: Tensor, entry: Entry) -> Tensor:
     if gradient.layout is not torch.strided:
         raise ConfigError(f"parameter {entry.name} has a sparse gradient ({gradient.layout}); use sparse=False")
     if gradient.is_contiguous():
         return gradient
     return torch.empty_strided(entry.shape, entry.stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
-
-
-@lru_cache(maxsize=65536)
-def _path(top: Node, lane: int) -> tuple[Node, ...]:
-    """The nodes from `top` down to the lane."""
-    path = [top]
-    while path[-1].hi - path[-1].lo > 1:
-        left, right = children(path[-1])
-        path.append(left if lane < left.hi else right)
-    return tuple(path)
 
 
 def _add_in_place(left: Leaf, right: Leaf) -> Leaf:

@@ -8,7 +8,7 @@ other buffer has no rule and is refused by name. The extra state of modules foll
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -230,6 +230,7 @@ class BufferGuard:
         self._left: dict[int, Tensor | None] = {}
         self._volatile: set[int] = set()
         self._in_flight: dict[int, list[tuple[_Guarded, Tensor | None]]] = {}
+        self._elsewhere: dict[int, BufferReport] = {}
 
     def begin_step(self, step: int) -> None:
         """Remember the present buffers as the step's; does nothing if this step has begun already."""
@@ -240,7 +241,7 @@ class BufferGuard:
         self._step = step
         self._steps_seen += step != _NO_STEP
         self.forget_lanes()
-        self._dirty, self._in_flight = set(), {}
+        self._dirty, self._in_flight, self._elsewhere = set(), {}, {}
         with torch.no_grad():
             _copy([guarded.remember() for guarded in self._all])
 
@@ -328,10 +329,19 @@ class BufferGuard:
                 flat = guarded.flat if value is guarded.saved else None
                 yield value.detach().reshape(-1) if flat is None else flat
 
+    def note_elsewhere(self, rank: int, report: BufferReport) -> None:
+        """Note what the step's lanes at another process of this worker have done, in the place of what was noted."""
+        self._elsewhere[rank] = report
+
     def report(self) -> BufferReport:
-        """Report for the agree record."""
+        """Report for the agree record, for all processes of this worker.
+
+        Raises: ConfigError naming a buffer that their lanes leave different.
+        """
         changes = tuple(Change(i, digest, self._values[i]) for i, digest in sorted(self._outcome.items()))
-        return BufferReport(self._lanes, changes)
+        worked = [r for r in (*self._elsewhere.values(), BufferReport(self._lanes, changes)) if r.lanes]
+        self._refuse_unlike(worked)
+        return BufferReport(sum(r.lanes for r in worked), worked[-1].changes if worked else ())
 
     def commit(self, reports: Iterable[BufferReport]) -> None:
         """Set all buffers to the step's outcome; running statistics to the values that the step started from.
@@ -343,12 +353,9 @@ class BufferGuard:
         """
         if self._step is None:
             self.begin_step(_NO_STEP)
-        worked = [{change.index: change for change in r.changes} for r in reports if r.lanes > 0]
-        outcome = worked[-1] if worked else {}
-        digests = [{(i, change.digest) for i, change in changes.items()} for changes in worked]
-        for one, other in pairwise(digests):
-            if one != other:
-                self._refuse(one ^ other)
+        reports = [r for r in reports if r.lanes > 0]
+        outcome = {change.index: change for change in reports[-1].changes} if reports else {}
+        self._refuse_unlike(reports)
         with torch.no_grad():
             self._restore()
             for index, change in outcome.items():
@@ -419,6 +426,12 @@ class BufferGuard:
             if guarded.tensor is not None:
                 guarded.version = _version(guarded.tensor)
         self._dirty.clear()
+
+    def _refuse_unlike(self, reports: Sequence[BufferReport]) -> None:
+        digests = [{(change.index, change.digest) for change in r.changes} for r in reports]
+        for one, other in pairwise(digests):
+            if one != other:
+                self._refuse(one ^ other)
 
     def _refuse(self, differing: Iterable[tuple[int, str]]) -> None:
         first = min((self._others[index] for index, _ in differing), key=lambda guarded: guarded.name)

@@ -75,6 +75,16 @@ def run_nodes(lo: int, hi: int, n_lanes: int) -> int:
     return len(cover(range(lo, hi), n_lanes))
 
 
+@lru_cache(maxsize=65536)
+def path_to(top: Node, lane: int) -> tuple[Node, ...]:
+    """The nodes from `top` down to the lane."""
+    path = [top]
+    while path[-1].hi - path[-1].lo > 1:
+        left, right = children(path[-1])
+        path.append(left if lane < left.hi else right)
+    return tuple(path)
+
+
 def fold_order(n_lanes: int, nodes: Iterable[Node]) -> list[Merge]:
     """Merges that finish the tree from disjoint nodes that together cover all lanes, children before parents.
 

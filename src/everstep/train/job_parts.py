@@ -14,6 +14,7 @@ from everstep.data.batch import to_device
 from everstep.data.loader import Recipe, fetch
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.placement.cuts import units_of
+from everstep.train.cell_head import CellHead
 from everstep.train.composition import check_units
 from everstep.train.elastic import AnyOrder, ElasticOrder, sample_order
 from everstep.train.loop_survey import watching
@@ -42,8 +43,18 @@ def assemble(
     """A run over these parts, of a model that is not split. rewindable: as for `Session`. ignored: names that the
     loop may change without notice; None if the loop is not watched.
 
-    Raises: ConfigError if the job has several stages.
+    Raises: ConfigError if the job has several stages, or a script's worker is to have several processes.
     """
+    if link.config.cell.fsdp > 1 and link.cell_head is None:
+        raise ConfigError(
+            "cell.fsdp: expected workers that everstep run has started with as many processes, got "
+            f"{link.config.cell.fsdp} processes for one that has one: start it with everstep run, or set cell.fsdp=1"
+        )
+    if link.config.cell.fsdp > 1 and not rewindable:
+        raise ConfigError(
+            "cell.fsdp: a script that calls everstep.join runs its model's forward pass itself, so no other process "
+            f"can take part in it, got {link.config.cell.fsdp}: write an everstep.Task, or set cell.fsdp=1"
+        )
     if link.config.stages > 1:
         raise ConfigError(
             "stages: a script that calls everstep.join runs its model's forward pass itself, so it cannot be split "
@@ -53,8 +64,9 @@ def assemble(
     if isinstance(order, ElasticOrder):
         parts = replace(parts, extras={**parts.extras, "everstep.order": order})
     replica = StageReplica(parts, link.config, device)
+    cell = None if link.cell_head is None else CellHead(link.cell_head, replica, link.config, link.row.tick)
     whole = Whole.of(parts.model)
-    session = Session(link, Stages.unsplit(replica), device, dataset, collate, order, whole, rewindable)
+    session = Session(link, Stages.unsplit(replica), device, dataset, collate, order, whole, rewindable, cell)
     if ignored is None or not session.saver.on:
         return Run(session, parts.model)
     survey = watching(session.view, dataset, collate, ignored)
@@ -68,41 +80,44 @@ def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
     Raises: TaskError naming the method that raised; ConfigError for what cannot work.
     """
     config = link.config
-    device = prepare_torch(config, link.me.worker_id)
-    early_stop = EarlyStop(config.early_stop)
-    built = _Built(task, config, device, {"everstep.early_stop": early_stop})
+    built = BuiltTask(task, config, link.me.worker_id)
+    device, early_stop = built.device, built.early_stop
     parts = built.make(() if config.meta_init and config.stages > 1 else None)
     if config.stages == 1:
         return assemble(link, parts, built.dataset, task.collate, device, rewindable=True), early_stop
-    order = sample_order(config, built.dataset)
+    order = built.order()
     whole = Whole.of(parts.model)
     stages = built.stages(parts, order, checked=bool(link.job.get("split_checked")))
     session = Session(link, stages, device, built.dataset, task.collate, order, whole, rewindable=True)
     return Run(session, parts.model), early_stop
 
 
-class _Built:
-    """Builds the objects that a task trains, the same each time; the dataset once."""
+class BuiltTask:
+    """Builds the objects that a task trains, the same each time; the dataset once. device: of this process."""
 
-    def __init__(self, task: Task, config: Config, device: torch.device, extras: dict[str, Any]) -> None:
-        self._task = task
-        self._config = config
-        self._device = device
-        self._extras = extras
+    def __init__(self, task: Task, config: Config, worker_id: int, cell_rank: int = 0) -> None:
+        """Sets torch up for this process."""
+        self.device = prepare_torch(config, worker_id, cell_rank)
+        self.early_stop = EarlyStop(config.early_stop)
         self.dataset: Any = None
+        self._task, self._config = task, config
+
+    def order(self) -> AnyOrder:
+        """The samples of each lane; call `make` before."""
+        return sample_order(self._config, self.dataset)
 
     def make(self, wanted: Iterable[int] | None = None) -> Parts:
         """All parts of the whole model, in their initial state. wanted: units to make, if made module by module."""
         task = self._task
         seed_all(build_seed(self._config.seed))
-        model, units = build_model(task, self._config, self._device, wanted)
+        model, units = build_model(task, self._config, self.device, wanted)
         if self.dataset is None:
             self.dataset = calling(task, "build_dataset", "train")
         optimizer = calling(task, "build_optimizer", list(model.parameters()))
         scheduler = calling(task, "build_scheduler", optimizer)
         refuse_unsupported(model, optimizer, scheduler)
         refuse_group()
-        return Parts(model, optimizer, scheduler, units, dict(self._extras))
+        return Parts(model, optimizer, scheduler, units, {"everstep.early_stop": self.early_stop})
 
     def stages(self, first: Parts, order: AnyOrder, *, checked: bool) -> Stages:
         """The stages of a split job.
@@ -111,7 +126,7 @@ class _Built:
         make it up (unless that was checked before the start). A model that is made module by module has no whole,
         and each stage makes its own modules.
         """
-        task, config, device = self._task, self._config, self._device
+        task, config, device = self._task, self._config, self.device
         cut = chosen_cut(config, task, first.model)
         whole = [] if config.meta_init else [first]
 

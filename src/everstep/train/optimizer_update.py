@@ -62,8 +62,9 @@ class OptimizerUpdate:
         """The state is about to be another one."""
         self.dealt = None
 
-    def make(self, step: int, seed: int, dealt: Dealt | None = None) -> None:
-        """Update the parameters of which there are gradients. dealt: which of them, if not all.
+    def make(self, step: int, seed: int, dealt: Dealt | None = None, pieces: Ranges | None = None) -> None:
+        """Update the parameters of which there are gradients. dealt: which of them, if not all. pieces: what this
+        process updates, if others of its worker update the rest.
 
         Raises: ConfigError if there is no room for the state, or it cannot be divided. DeterminismError.
         """
@@ -72,12 +73,12 @@ class OptimizerUpdate:
         probe = None if self.proven else UpdateProbe(optimizer, seed)
         if self.dealt is not None or isinstance(memory, FarMemory):
             self._find_kind(step, seed)
-        ranges = None if self.dealt is None else self._divided(self.dealt)
+        ranges = pieces if self.dealt is None else self._divided(self.dealt)
         seed_all(seed)
         self.under_way = True
-        if ranges is not None and self.dealt is not None:
+        if ranges is not None:
             PieceUpdate(optimizer, memory.make).make([ranges])
-            if (strange := self.dealt.strange()) is not None:
+            if self.dealt is not None and (strange := self.dealt.strange()) is not None:
                 raise self._changed(step, f"what it keeps for a parameter of shape {strange} cannot be divided")
         elif isinstance(memory, FarMemory):
             self._part_by_part(memory, step)
@@ -211,6 +212,30 @@ def refuse_undivided(optimizer: Optimizer, seed: int, stage: int) -> OptimizerKi
             type(optimizer).__name__,
         )
     return kind
+
+
+def refuse_in_cell(optimizer: Optimizer, seed: int) -> None:
+    """Raises: ConfigError for an optimizer that the processes of a worker cannot update together."""
+    name = type(optimizer).__name__
+    kind = expected_kind(optimizer, seed)
+    if kind.divides != "elements" and kind.why != NO_GRADIENT:
+        raise ConfigError(
+            f"cell.fsdp divides the elements that {name} updates, which it does not allow: an update of a part differs "
+            f"from that of the whole ({kind.why}); set cell.fsdp=1, or use an optimizer that treats each element by "
+            "itself"
+        )
+    values = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
+    if kind.at_once or any(isinstance(value, Tensor) for value in values):
+        raise ConfigError(
+            f"cell.fsdp: expected an optimizer whose groups hold plain values that its updates leave alone, got {name} "
+            "with tensors in its groups, or with values that its updates change: use numbers, or set cell.fsdp=1"
+        )
+    own = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
+    if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        raise ConfigError(
+            f"cell.fsdp: expected no hooks around the updates of {name}, since each process of a worker updates a part "
+            "alone: use clip_norm to clip gradients, or set cell.fsdp=1"
+        )
 
 
 def _refuse_state_dict(optimizer: Optimizer) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from everstep.exact.dealt import Dealt, digested_planes
 from everstep.exact.digest import bytes_of, digest_bytes, named_digest
 from everstep.exact.gradient import GradientHandOver, clip_factor, gradient_norm
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, align_parameters, untie
+from everstep.exact.pieces import Ranges
 from everstep.exact.reduce import TiePlace, block_norms, stage_terms
 from everstep.exact.seeding import derive
 from everstep.exact.settings import Settings
@@ -41,6 +42,16 @@ TiedGradients = Mapping[TiePlace, torch.Tensor | None]
 _UPDATE_SEED = 1 << 33
 _MOST_PARTS = 1 << 14
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class UpdateTogether(Protocol):
+    """The processes of one worker, which make its updates together."""
+
+    def begin_update(self, step: int, factor: float, reduced: Reduced) -> Ranges:
+        """Have the others update their pieces; returns those of this process."""
+
+    def end_update(self) -> None:
+        """Wait until all pieces are updated."""
 
 
 class StageReplica:
@@ -75,6 +86,7 @@ class StageReplica:
         if not spec.is_split:
             self._loop = LoopLane(self.lanes, parts.model, scaler, lambda: autocast(config.precision, device))
         self._handover = GradientHandOver(self.layout, parts.model, spec.ties)
+        self._cell: UpdateTogether | None = None
         self._lr_policy = LrPolicy(config.lr_rule, config.workers, config.lr_warmup_steps)
         extras = {"everstep.scaler": scaler, **parts.extras}
         if config.batch == "per_worker":  # otherwise the number of workers is no part of the state
@@ -191,13 +203,36 @@ class StageReplica:
         if applied:
             factor = scale * clip_factor(sumsq, scale, self._config.clip_norm)
             parts = dealt(self._handover.present(reduced, received))
-            self._handover.hand_over(reduced, factor, received, None if parts is None else parts.updates())
-            told["lr"] = self._step_optimizer(outcome.step, workers, parts)
+            pieces = None if parts is None else parts.updates()
+            if self._cell is not None:
+                pieces = self._cell.begin_update(outcome.step, factor, reduced)
+            self._handover.hand_over(reduced, factor, received, pieces)
+            told["lr"] = self._step_optimizer(outcome.step, workers, parts, pieces)
             self._handover.clear()
+            if self._cell is not None:
+                self._cell.end_update()
             told["slow_offload"] = self.update.complaint()
         return told
 
-    def _step_optimizer(self, step: int, workers: int, dealt: Dealt | None) -> list[float | None]:
+    def share_updates(self, cell: UpdateTogether) -> None:
+        """From now on, make updates together with the other processes of this worker."""
+        self._cell = cell
+
+    def begin_lanes(self, step: int, scale: float) -> None:
+        """At a limb: the model's buffers are the step's. scale: of the loss."""
+        self._scaler.load_state_dict({"scale": scale, "good_steps": 0})
+        self.lanes.begin(step, (), lambda node: torch.empty(0))
+
+    def update_pieces(self, step: int, factor: float, reduced: Reduced, pieces: Ranges) -> None:
+        """At a limb: update these pieces with the reduced gradient, times `factor`. Raises: as the optimizer does."""
+        nothing: Ranges = {p: () for group in self.parts.optimizer.param_groups for p in group["params"]}
+        self._handover.hand_over(reduced, factor, None, {**nothing, **pieces})
+        self.update.make(step, derive(self._config.seed, step, _UPDATE_SEED), None, pieces)
+        self._handover.clear()
+
+    def _step_optimizer(
+        self, step: int, workers: int, dealt: Dealt | None, pieces: Ranges | None
+    ) -> list[float | None]:
         """Update and move the schedule on; returns the learning rates that were used."""
         optimizer = self.parts.optimizer
         scheduled = [group.get("lr") for group in optimizer.param_groups]
@@ -208,7 +243,7 @@ class StageReplica:
                     group["lr"] = lr * factor
         used = _rates(optimizer)
         seed = derive(self._config.seed, step, _UPDATE_SEED)
-        self.update.make(step, seed, dealt)
+        self.update.make(step, seed, dealt, pieces)
         if self._config.batch == "per_worker":
             for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
                 if lr is not None:

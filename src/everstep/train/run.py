@@ -7,10 +7,11 @@ when the update has been applied. So the user's other lines run once per step.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import sys
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -86,9 +87,7 @@ class Step:
             own, told = self._begin(turn), owed(turn.trials, turn.plan, session.view.me)
             for lane in told:
                 yield from self._trial(turn, lane, own)
-            for lane in own:
-                if session.view.cutter.over(turn.generation):
-                    break
+            for lane in self._handed(turn, own, told):
                 yield from self._lane(turn, lane, is_told=lane in told)
             turn = session.executor.computed()
         self.done = True
@@ -108,11 +107,34 @@ class Step:
         lanes, plan = self._session.lanes, operation.plan
         lacking = lanes.begin(self.number, plan, 0)
         if lacking:
-            lanes.schedule(self.number, plan.lanes_of(self._session.view.me))
+            cell, mine = self._session.cell, plan.lanes_of(self._session.view.me)
+            lanes.schedule(self.number, mine if cell is None else cell.own(lacking))
         for lane in operation.lanes:
             if lane not in lacking:
                 lanes.done(self.number, 0, lane)
         return lacking
+
+    def _handed(self, operation: Compute, own: Sequence[int], told: Collection[int]) -> Iterator[int]:
+        """This process's lanes, while the generation lasts. Other processes of this worker compute the rest."""
+        session, number = self._session, self.number
+        lanes, cell = session.lanes, session.cell
+
+        def over() -> bool:
+            return session.view.cutter.over(operation.generation)
+
+        if cell is None:
+            yield from itertools.takewhile(lambda lane: not over(), own)
+            return
+        full = [lane for lane in own if lanes.samples(number, lane)]
+        yield from cell.passes(number, full, [lane for lane in told if lane in full], over)
+        for report, said in cell.took():
+            if said is not None:
+                lanes.note(number, report.lane, 0, said)
+            lanes.count(report.count)
+            lanes.done(number, 0, report.lane)
+        for lane in own:
+            if lane not in full:
+                lanes.pass_empty(number, 0, lane)
 
     def _lane(self, operation: Compute, lane: int, *, is_told: bool) -> Iterator[Any]:
         view, lanes, loop = self._session.view, self._session.lanes, self._session.view.stages.only.loop

@@ -22,6 +22,7 @@ from everstep.protocol.driver.driver_parts import DriverConfig
 from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.step_machine import StepMachine
 from everstep.runtime.process import machine
+from everstep.train.cell_head import CellHead
 from everstep.train.dealing import Dealing
 from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Cutter, Executor
@@ -54,9 +55,10 @@ class Session:
         order: AnyOrder,
         whole: Whole,
         rewindable: bool = False,
+        cell: CellHead | None = None,
     ) -> None:
-        """stages: those trained here. order: the samples of each lane; dataset, collate: how to get them.
-        rewindable: the loop can go on from an earlier step; else this worker restarts then."""
+        """stages: those trained here. order: the samples of each lane. rewindable: the loop can go on from an earlier
+        step; else this worker restarts then. cell: of several processes."""
         config, begins_after = link.config, int(link.job.get("begins_after", 0))
         saving = saving_of(link, stages.split, order)
         probed = not inexact(config) and not config.emulate_compute_ms
@@ -82,8 +84,7 @@ class Session:
             machine=hashlib.sha256(machine().encode()).hexdigest()[:16],
             device=device,
         )
-        publisher = Publisher(link.run_dir, link.me)
-        kernels = kernels_of(config.precision, device, config.threads)
+        publisher, kernels = Publisher(link.run_dir, link.me), kernels_of(config.precision, device, config.threads)
         view = WorkerView(link, stages, order, driver, Cutter(transport.abort), publisher, transport, kernels)
         executor = Executor(driver, view.cutter, view.tick, lambda: link.row.end_asked, link.waits)
         loop = LoopState(stages)
@@ -111,7 +112,7 @@ class Session:
             executor.install(part.handlers())
         executor.install({do.Reduce: membership.telling_news(updates.reduce)})
         self.view, self.executor, self.membership, self.profiling = view, executor, membership, profiling
-        self.lanes, self.updates, self.transfers = lanes, updates, transfers
+        self.lanes, self.updates, self.transfers, self.cell = lanes, updates, transfers, cell
         self.saver, self.loop, self._keeper = saver, loop, keeper
 
     def close(self) -> None:
@@ -123,3 +124,5 @@ class Session:
         self.saver.close()
         self._keeper.close()
         self.view.transport.close()
+        if self.cell is not None:
+            self.cell.close()

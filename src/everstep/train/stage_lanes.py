@@ -22,6 +22,7 @@ from everstep.exact.buffers import BufferGuard, BufferReport
 from everstep.exact.digest import digest_bytes, named_digest
 from everstep.exact.layout import GradientLayout
 from everstep.exact.parameters import ParameterWatch
+from everstep.exact.rank_sums import RankSums
 from everstep.exact.reduce import StageSums
 from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle
@@ -34,7 +35,7 @@ from everstep.train.stage import Parts, StageSpec
 
 
 class StageLanes:
-    """One stage's lanes within a step. Added gradients stay until `discard`."""
+    """One stage's lanes within a step. Added gradients stay until `discard`. discarded: how often that was called."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class StageLanes:
                 self._call,  # type: ignore[arg-type]
                 loss,  # type: ignore[arg-type]
                 LaneAccumulator(layout, parts.model, here, lets_go=config.zero.stage > 1),
-                BufferGuard(parts.model, modules, shared=config.workers + config.spares > 1),
+                BufferGuard(parts.model, modules, shared=config.workers + config.spares + config.cell.fsdp > 2),
                 ParameterWatch(parts.model, units),
                 self.seeder,
                 lambda: autocast(config.precision, device),
@@ -76,7 +77,7 @@ class StageLanes:
         self._sums = StageSums([p.accumulator for p in self.passes.values()], config.lanes)
         self._scaler = scaler
         self._reports: dict[int, LaneReport] = {}
-        self._step = 0
+        self._step = self.discarded = 0
         self._entered = False
 
     def begin(
@@ -221,6 +222,7 @@ class StageLanes:
         self.drop()
         self._reports = {}
         self._step = 0
+        self.discarded += 1
 
     def abandon(self) -> None:
         """The state is about to be replaced: drop everything of the step under way."""
@@ -245,27 +247,48 @@ class LoopLane:
         """lanes: of the one stage, which are told of each lane. autocast: makes the context of a forward pass."""
         self._lanes = lanes
         self._pass = lanes.passes[0]
+        self._sums: LaneAccumulator | RankSums = self._pass.accumulator
         self._model = model
         self._scaler = scaler
         self._autocast_of = autocast
         self._autocast: Any = None
         self._step = self._lane = 0
-        self._loss = 0.0
-        self._weight = 0.0
+        self._measured = 0.0, 0.0
         self._called_backward = False
         self._probed = self._apart = self._on_trial = False
         self._first = ""
+
+    # ---- in a worker of several processes
+
+    def use(self, sums: RankSums) -> None:
+        """Add lanes up together with the other processes of this worker."""
+        self._sums = sums
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss, before its backward pass."""
+        return self._scaler.scale
+
+    def take(self, node: Node, row: bytes, flat: torch.Tensor) -> None:
+        """Take the sum of a subtree, as `LaneAccumulator.take`."""
+        self._pass.accumulator.take(node, row, flat)
+
+    def note_buffers(self, rank: int, report: bytes) -> None:
+        """Note what the step's lanes at another process have done to buffers: an encoded `BufferReport`."""
+        self._pass.guard.note_elsewhere(rank, BufferReport.decode(report))
+
+    # ---- a lane
 
     def enter(self, step: int, lane: int, *, apart: bool = False) -> None:
         """Seed everything, put the step's buffers in place, and begin autocast: the forward pass may run. apart: its
         gradient is to lie in `.grad` by itself, for `said`."""
         self._pass.guard.begin_lane()
-        if not apart or self._pass.accumulator.watches:
-            self._pass.accumulator.enter(lane)
+        if not apart or self._sums.watches:
+            self._sums.enter(lane)
         self._apart = apart
         self._step, self._lane = step, lane
         self._lanes.seeder.begin_lane(step, lane)
-        self._loss = self._weight = 0.0
+        self._measured = 0.0, 0.0
         self._called_backward = False
         self._autocast = self._autocast_of()
         self._autocast.__enter__()
@@ -278,9 +301,10 @@ class LoopLane:
         self._end_autocast()
         if self._called_backward:
             raise TaskError("step.backward(loss) was called twice for one batch; add the losses up and call it once")
-        scaled, self._loss, self._weight = measured(loss, weight, share)
+        scaled, *found = measured(loss, weight, share)
+        self._measured = found[0], found[1]
         if not self._on_trial:
-            self._pass.accumulator.capture(self._lane)
+            self._sums.capture(self._lane)
         self._pass.guard.end_lane()
         torch.autograd.backward(scaled * self._scaler.scale if self._scaler.enabled else scaled)
         self._called_backward = True
@@ -292,8 +316,8 @@ class LoopLane:
         if not self._called_backward:
             raise TaskError("a batch was taken without step.backward(loss); call it once for every batch")
         self._pass.watch.look()
-        self._pass.accumulator.add(lane)
-        self._lanes.note(LaneReport(lane, self._loss, self._weight, count, use))
+        self._sums.add(lane)
+        self._lanes.note(LaneReport(lane, *self._measured, count, use))
 
     # ---- a lane that is computed twice
 
@@ -347,7 +371,7 @@ class LoopLane:
         self._lanes.seeder.end_lane()
         named = [(f"grad {n}", p.grad) for n, p in self._model.named_parameters() if p.grad is not None]
         buffers = [(f"buffer {n}", b) for n, b in self._model.named_buffers()]
-        return f"{named_digest([*named, *buffers, *self._pass.guard.extras()])} {self._loss.hex()}"
+        return f"{named_digest([*named, *buffers, *self._pass.guard.extras()])} {self._measured[0].hex()}"
 
     def _end_autocast(self) -> None:
         if self._autocast is not None:

@@ -91,6 +91,11 @@ class WorkerLink:
         """Set the function that flips a bit of the state."""
         self.flip = flip
 
+    @property
+    def cell_head(self) -> Head | None:
+        """The channels to the other processes of this worker, if it has any."""
+        return None
+
     def limbs(self) -> tuple[Rank, ...]:
         """The other processes of this worker; waits until they have introduced themselves."""
         return ()
@@ -164,6 +169,10 @@ class LaunchedLink(WorkerLink):
     def fill_up(self, config: Config) -> None:
         """A script has said what the job's config left open: this is all of it."""
         self.config = config
+
+    @property
+    def cell_head(self) -> Head | None:
+        return self.cell if self._context.cell_size > 1 else None
 
     def limbs(self) -> tuple[Rank, ...]:
         return self.cell.meet()

@@ -58,6 +58,7 @@ class Head:
         self._tick = tick
         self._limbs = [socket.socket(fileno=fd) for fd in context.cell_fds]
         self._ranks: tuple[Rank, ...] | None = None
+        self._asked = False
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -72,13 +73,26 @@ class Head:
 
     def command(self, name: str, **arguments: Any) -> list[Any]:
         """Have all limbs carry out a command; returns their answers, by rank."""
+        self.begin(name, **arguments)
+        return self.answers()
+
+    def begin(self, name: str, **arguments: Any) -> None:
+        """Have all limbs carry out a command, while this process does other things. Answers to the one before that
+        nobody has asked for are dropped."""
         self.meet()
+        if self._asked:
+            self.answers()
         data = _packed(CellCommand(name, arguments))
         for cell_rank, limb in enumerate(self._limbs, 1):
             try:
                 limb.sendall(data)
             except OSError:
                 self._await_end(cell_rank)
+        self._asked = True
+
+    def answers(self) -> list[Any]:
+        """The answers to the command that was begun last, by rank."""
+        self._asked = False
         return [msgspec.msgpack.decode(answer) for answer in self._hear()]
 
     def close(self) -> None:

@@ -1,0 +1,244 @@
+"""The sums of a worker's lanes, made by all of its processes together: unit by unit, while backward passes run.
+
+In a round each rank computes one lane. When a unit's gradients are final at a rank, they go into its *box* in the
+memory that the ranks share, and out of `.grad`; when they are there from all ranks, each rank adds up its own range of
+the unit, by the rule of the lane tree, into *slots*. So no rank ever holds a whole gradient. All ranks come to the
+units in the same order, from the last to the first.
+
+A unit is final when each of its parameters has had its gradient, or when the backward pass is over: so where a lane
+does not use a parameter, its unit and those before it wait for the end. Absent gradients stay absent: each box has a
+byte for each entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from everstep.base.errors import TaskError
+from everstep.base.ports import Node
+from everstep.exact.lane_statistics import LaneStatistics
+from everstep.exact.layout import GradientLayout
+from everstep.exact.lending import written_twice
+from everstep.placement.ranks import Add, Folding, SumPlace, part_of
+from everstep.placement.tree import cover
+
+
+class Shelves(Protocol):
+    """What the ranks of a worker share for their sums. rank: of this process."""
+
+    rank: int
+
+    def box(self, rank: int, turn: int) -> Tensor:
+        """A rank's box for this turn (0 or 1), float32, as large as the largest unit."""
+
+    def row(self, rank: int, turn: int) -> Tensor:
+        """The presence of what is in that box, uint8, one for each entry of the layout."""
+
+    def slot(self, number: int) -> Tensor:
+        """A slot, float32, as large as the layout."""
+
+    def meet(self, point: int, ranks: Sequence[int]) -> None:
+        """Wait until all these ranks have come to this point."""
+
+
+class RankSums:
+    """One rank's part in the sums: `begin`, then `round` for each round, and for its own lane of it `enter`, `capture`
+    and `add`, as an accumulator has them. The last round may have no lane for it. watches: it waits for its first
+    lane."""
+
+    def __init__(
+        self, layout: GradientLayout, model: nn.Module, n_lanes: int, shelves: Shelves, *, whole_first: bool
+    ) -> None:
+        """layout: of this very model, which is one stage. whole_first: the first lane is computed twice for comparison,
+        so its gradients stay in `.grad` until `add`."""
+        by_name = dict(model.named_parameters(remove_duplicate=False))
+        self._layout, self._n_lanes, self._shelves = layout, n_lanes, shelves
+        self._params: dict[int, nn.Parameter] = {i: by_name[layout.entries[i].name] for i in layout.params}
+        self._order = [k for k in reversed(range(len(layout.units))) if layout.units[k].start < layout.units[k].stop]
+        self._entries = {k: [i for i, e in enumerate(layout.entries) if e.unit == k] for k in self._order}
+        self._statistics = LaneStatistics(layout, model, range(len(layout.units)))
+        self.watches = whole_first
+        self._folding = Folding(())
+        self._rows: dict[int, bytearray] = {}
+        self._lane = _LaneUnderWay(())
+        self._adds: list[Add] = []
+        self._ranks: Sequence[int] = ()
+        self._point = 0
+
+    @property
+    def points(self) -> int:
+        """Points at which the ranks meet in one round, at most."""
+        return len(self._order) + 1
+
+    def begin(self, lanes: Sequence[int], *, fresh: bool) -> None:
+        """These lanes come next, and nothing of others counts any more. fresh: so does a step, and the model's running
+        statistics are those that it starts from."""
+        self._folding, self._rows = Folding(cover(lanes, self._n_lanes)), {}
+        if fresh:
+            self._statistics.begin_step()
+
+    def round(self, lanes: Sequence[int], point: int) -> None:
+        """A round begins. lanes: by rank. point: before the first at which the ranks meet in it."""
+        self._ranks, self._point = range(len(lanes)), point
+        self._adds = self._folding.round(lanes)
+
+    def enter(self, lane: int) -> None:
+        """The lane's passes come next. Without this call all of its gradients stay in `.grad` until `add`."""
+        if self.watches:
+            return
+        self._lane = _LaneUnderWay(
+            parameter.register_post_accumulate_grad_hook(partial(self._fired, i))  # type: ignore[no-untyped-call]
+            for i, parameter in self._params.items()
+            if parameter.requires_grad
+        )
+
+    def capture(self, lane: int) -> None:
+        """Take the running statistics as the lane's forward pass left them."""
+        with torch.no_grad():
+            self._lane.statistics = self._statistics.take()
+
+    def add(self, lane: int) -> None:
+        """The lane's backward pass is over: what is left of its gradients goes the way of the others.
+
+        Raises: TaskError naming a parameter that had two gradients; what `Shelves.meet` raises.
+        """
+        self.watches = False
+        self._lane.end()
+        with torch.no_grad():
+            while self._lane.at < len(self._order):
+                self._move_all(self._order[self._lane.at])
+                self._exchange()
+        for parameter in self._params.values():
+            parameter.grad = None
+        self._lane = _LaneUnderWay(())
+
+    def leave(self) -> None:
+        """Leave a lane in its middle: its sums are lost."""
+        self._lane.end()
+        self._lane = _LaneUnderWay(())
+
+    def results(self) -> list[tuple[Node, bytes, Tensor]]:
+        """The sums: complete subtrees, their presence by entry, and the slots that hold them."""
+        found = sorted(self._folding.slots.items())
+        return [(node, bytes(self._rows[slot]), self._shelves.slot(slot)) for node, slot in found]
+
+    # ---- one lane
+
+    def _fired(self, i: int, parameter: Tensor) -> None:
+        """Autograd has finished a gradient."""
+        lane, unit = self._lane, self._layout.entries[i].unit
+        if i in lane.moved:
+            raise TaskError(written_twice(self._layout.entries[i].name))
+        lane.fired.add(i)
+        with torch.no_grad():
+            if lane.at < len(self._order) and self._order[lane.at] == unit:
+                self._move(i)
+            while lane.at < len(self._order) and self._is_final(self._order[lane.at]):
+                self._move_all(self._order[lane.at])
+                self._exchange()
+
+    def _is_final(self, unit: int) -> bool:
+        wanted = (i for i in self._entries[unit] if i in self._params and self._params[i].requires_grad)
+        return self._lane.fired.issuperset(wanted)
+
+    def _move_all(self, unit: int) -> None:
+        for i in self._entries[unit]:
+            if i in self._params and i not in self._lane.moved:
+                self._move(i)
+
+    def _move(self, i: int) -> None:
+        """Out of `.grad`, into the box of the present unit."""
+        gradient, entry = self._params[i].grad, self._layout.entries[i]
+        if gradient is None or gradient.layout is not torch.strided:
+            return
+        box = self._shelves.box(self._shelves.rank, self._lane.at % 2)
+        at = entry.offset - self._layout.units[entry.unit].start
+        box.as_strided(entry.shape, entry.stride, box.storage_offset() + at).copy_(gradient)
+        self._params[i].grad = None
+        self._lane.moved.add(i)
+
+    def _exchange(self) -> None:
+        """The present unit is in this rank's box: add it up with the others, and come to the next one."""
+        lane, shelves = self._lane, self._shelves
+        unit, turn = self._order[lane.at], lane.at % 2
+        mine, entries = shelves.row(shelves.rank, turn), self._entries[unit]
+        there = [i in lane.moved if i in self._params else True for i in entries]
+        mine[entries[0] : entries[-1] + 1] = torch.tensor(there, dtype=torch.uint8)
+        box, start = shelves.box(shelves.rank, turn), self._layout.units[unit].start
+        for region, value in zip(self._statistics.regions, lane.statistics, strict=False):
+            if self._layout.entries[region.entries[0]].unit == unit:
+                box[region.start - start : region.stop - start].copy_(value)
+        self._point += 1
+        shelves.meet(self._point, self._ranks)
+        self._fold(unit, turn)
+        lane.at += 1
+
+    def _fold(self, unit: int, turn: int) -> None:
+        """Make the round's additions, of this rank's range of a unit."""
+        entries, bounds = self._entries[unit], self._layout.units[unit]
+        first, last = entries[0], entries[-1] + 1
+        rows = {
+            SumPlace("box", rank): bytes(self._shelves.row(rank, turn)[first:last].tolist()) for rank in self._ranks
+        } | {SumPlace("slot", slot): bytes(row[first:last]) for slot, row in self._rows.items()}
+        lo, hi = part_of(bounds.start, bounds.stop, len(self._ranks), self._shelves.rank)
+        for add in self._adds:
+            left, right = rows[add.left], rows[add.right] if add.right is not None else bytes(last - first)
+            rows[add.into] = bytes(a | b for a, b in zip(left, right, strict=True))
+            for start, stop, a, b in self._runs(entries, left, right, lo, hi):
+                into = self._at(add.into, bounds.start, turn, start, stop)
+                one = self._at(add.left, bounds.start, turn, start, stop)
+                if not b or add.right is None:
+                    into.copy_(one)
+                elif a:
+                    torch.add(one, self._at(add.right, bounds.start, turn, start, stop), out=into)
+                else:
+                    into.copy_(self._at(add.right, bounds.start, turn, start, stop))
+        for place, row in rows.items():
+            if place.kind == "slot":
+                whole = self._rows.setdefault(place.number, bytearray(len(self._layout.entries)))
+                whole[first:last] = row
+
+    def _runs(
+        self, entries: Sequence[int], left: bytes, right: bytes, lo: int, hi: int
+    ) -> list[tuple[int, int, int, int]]:
+        """Runs of elements in [lo, hi) where both sums are alike in what is there: (from, to, left, right)."""
+        found: list[tuple[int, int, int, int]] = []
+        ends = self._layout.boundaries
+        for i, a, b in zip(entries, left, right, strict=True):
+            start, stop = max(self._layout.entries[i].offset, lo), min(ends[i], hi)
+            stop = min(stop, self._layout.units[self._layout.entries[i].unit].stop)
+            if start >= stop or not (a or b):
+                continue
+            if found and found[-1][1:] == (start, a, b):
+                found[-1] = (found[-1][0], stop, a, b)
+            else:
+                found.append((start, stop, a, b))
+        return found
+
+    def _at(self, place: SumPlace, unit_start: int, turn: int, start: int, stop: int) -> Tensor:
+        if place.kind == "slot":
+            return self._shelves.slot(place.number)[start:stop]
+        return self._shelves.box(place.number, turn)[start - unit_start : stop - unit_start]
+
+
+class _LaneUnderWay:
+    """A lane between `enter` and `add`. at: of the units in their order, the one that is next. fired, moved: entries
+    whose gradients were final, and those that are in a box."""
+
+    def __init__(self, hooks: Iterable[torch.utils.hooks.RemovableHandle]) -> None:
+        self.at = 0
+        self.fired: set[int] = set()
+        self.moved: set[int] = set()
+        self.statistics: list[Tensor] = []
+        self._hooks = list(hooks)
+
+    def end(self) -> None:
+        """Listen to autograd no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()

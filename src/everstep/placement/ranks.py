@@ -1,0 +1,106 @@
+"""How the processes of one worker divide its work: lanes by rounds, updates and sums by ranges. Pure.
+
+None of it changes a bit: sums are those of the lane tree whoever makes them, and one process updates each element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from everstep.base.ports import Node
+from everstep.placement.tree import children, path_to
+
+ALIGN_ELEMENTS = 1024
+"""Ranges begin at multiples of this: a page of float32 is touched by one process."""
+
+
+def rounds(lanes: Sequence[int], ranks: int) -> list[Sequence[int]]:
+    """The lanes in rounds of at most one for each rank, by rank; the last may leave ranks without a lane."""
+    return [lanes[first : first + ranks] for first in range(0, len(lanes), ranks)]
+
+
+def part_of(start: int, stop: int, parts: int, part: int) -> tuple[int, int]:
+    """One of so many parts of the range [start, stop), of about equal size; it may be empty."""
+    size = -(-(stop - start) // (parts * ALIGN_ELEMENTS)) * ALIGN_ELEMENTS
+    first = min(start + part * size, stop)
+    return first, min(first + size, stop)
+
+
+def update_ranges(sizes: Sequence[int], ranks: int) -> list[list[list[tuple[int, int]]]]:
+    """Ranges of elements by rank, by parameter: all of them in order, cut into one run for each rank. sizes: of the
+    parameters. Cuts lie at multiples of `ALIGN_ELEMENTS` inside a parameter."""
+    total, found = sum(sizes), [[list[tuple[int, int]]() for _ in sizes] for _ in range(ranks)]
+    before = 0
+    for number, size in enumerate(sizes):
+        ends = [round((total * (rank + 1) / ranks - before) / ALIGN_ELEMENTS) * ALIGN_ELEMENTS for rank in range(ranks)]
+        ends[-1] = size
+        first = 0
+        for rank, end in enumerate(ends):
+            stop = min(max(end, first), size)
+            if first < stop:
+                found[rank][number].append((first, stop))
+            first = stop
+        before += size
+    return found
+
+
+class SumPlace(NamedTuple):
+    """Where a sum is: in the box of a rank (its lane of the round), or in a slot that outlives the round."""
+
+    kind: str
+    number: int
+
+
+class Add(NamedTuple):
+    """into = left + right; right None: a copy."""
+
+    into: SumPlace
+    left: SumPlace
+    right: SumPlace | None = None
+
+
+class Folding:
+    """Which sums of a worker's lanes are added to which, round by round, the same at each of its processes."""
+
+    def __init__(self, tops: Iterable[Node]) -> None:
+        """tops: disjoint nodes of the lane tree, all of whose lanes are to come."""
+        self._top = {lane: top for top in tops for lane in range(*top)}
+        self.slots: dict[Node, int] = {}
+        """Complete subtrees, and the slots that hold their sums."""
+
+    def round(self, lanes: Sequence[int]) -> list[Add]:
+        """The additions of a round, in order. lanes: by rank. Afterwards the boxes hold nothing that counts."""
+        places = {node: SumPlace("slot", slot) for node, slot in self.slots.items()}
+        adds: list[Add] = []
+        for rank, lane in enumerate(lanes):
+            node, at = Node(lane, lane + 1), SumPlace("box", rank)
+            for parent in reversed(path_to(self._top[lane], lane)[:-1]):
+                left, right = children(parent)
+                other = places.pop(right if node == left else left, None)
+                if other is None:
+                    break
+                pair = (at, other) if node == left else (other, at)
+                at = next((one for one in pair if one.kind == "slot"), at)
+                adds.append(Add(at, *pair))
+                node = parent
+            places[node] = at
+        self.slots = {node: at.number for node, at in places.items() if at.kind == "slot"}
+        for node, at in places.items():
+            if at.kind == "box":
+                self.slots[node] = slot = self._free()
+                _end_in(adds, at, SumPlace("slot", slot))
+        return adds
+
+    def _free(self) -> int:
+        taken = set(self.slots.values())
+        return next(slot for slot in range(len(taken) + 1) if slot not in taken)
+
+
+def _end_in(adds: list[Add], at: SumPlace, slot: SumPlace) -> None:
+    """What would come to lie in a box comes to lie in a slot."""
+    for k in range(len(adds) - 1, -1, -1):
+        if adds[k].into == at:
+            adds[k] = adds[k]._replace(into=slot)
+            return
+    adds.append(Add(slot, at))

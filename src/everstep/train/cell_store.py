@@ -1,0 +1,169 @@
+"""What the processes of one worker share: parameters and the optimizer's state lie in their memory once, and each
+lane's gradient goes through it unit by unit.
+
+Places follow from the model, the number of processes and that of the lanes, so all processes find the same ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from everstep.base.errors import ConfigError, check
+from everstep.exact.digest import digest_bytes
+from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, GradientLayout, memory_of, round_up
+from everstep.parallel.cell_memory import CellMemory, PassBroken, SharedPlace
+from everstep.parallel.mapping import PAGE
+
+_NOTE_BYTES = 64 << 20
+_MOST_STATE = 16
+"""Tensors like its parameter that an optimizer may keep for each one."""
+_FLOAT = 4
+
+
+class CellPlaces:
+    """Extents in the memory of one worker. model: whole, with its parameters and buffers as they are before the first
+    step; n_slots: sums that are kept at a time, at most."""
+
+    def __init__(self, layout: GradientLayout, model: nn.Module, ranks: int, n_slots: int) -> None:
+        self.size = PAGE
+        self.notes = [self._take(_NOTE_BYTES) for _ in range(ranks)]
+        self.rows = [[self._take(len(layout.entries)) for _ in range(2)] for _ in range(ranks)]
+        largest = max((unit.stop - unit.start for unit in layout.units), default=0)
+        self.boxes = [[self._take(_FLOAT * largest) for _ in range(2)] for _ in range(ranks)]
+        self.slots = [self._take(_FLOAT * layout.numel) for _ in range(n_slots)]
+        self.parameters = [self._take(_within(group[0])) for group in leaves_of(model.parameters())]
+        self.buffers = self._take(sum(round_up(b.nbytes, ALIGN_BYTES) for b in model.buffers()))
+        elements = sum(round_up(p.numel() * _FLOAT, BLOCK_ELEMENTS) for p in model.parameters())
+        self.state = self._take(_MOST_STATE * elements)
+        named = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+        self.likeness = digest_bytes(repr((layout.fingerprint(), named, ranks, n_slots, self.size)).encode())
+
+    def _take(self, size: int) -> SharedPlace:
+        found = SharedPlace(self.size, size)
+        self.size += round_up(size, PAGE)
+        return found
+
+
+class CellStore:
+    """The content of that memory, as one process sees it."""
+
+    def __init__(
+        self,
+        memory: CellMemory,
+        places: CellPlaces,
+        tick: Callable[[], None],
+        broken: Callable[[], None] = lambda: None,
+    ) -> None:
+        """tick: called while it waits for the others. broken: called when one has left a pass; it may raise why."""
+        self.memory, self.places = memory, places
+        self.rank = memory.rank
+        self._tick, self._broken = tick, broken
+        self._boxes = [[memory.tensor(one, torch.float32) for one in pair] for pair in places.boxes]
+        self._rows = [[memory.tensor(one, torch.uint8) for one in pair] for pair in places.rows]
+        self._slots: dict[int, Tensor] = {}
+        self._notes = [memory.tensor(one, torch.uint8) for one in places.notes]
+
+    # ---- as `exact.rank_sums.Shelves`
+
+    def box(self, rank: int, turn: int) -> Tensor:
+        """A rank's box for this turn."""
+        return self._boxes[rank][turn]
+
+    def row(self, rank: int, turn: int) -> Tensor:
+        """The presence of what is in that box."""
+        return self._rows[rank][turn]
+
+    def slot(self, number: int) -> Tensor:
+        """A slot for a sum."""
+        if number not in self._slots:
+            self._slots[number] = self.memory.tensor(self.places.slots[number], torch.float32)
+        return self._slots[number]
+
+    def meet(self, point: int, ranks: Sequence[int]) -> None:
+        """Wait until all these ranks have come to this point. Raises: PassBroken."""
+        try:
+            self.memory.meet(point, ranks, self._tick)
+        except PassBroken:
+            self._broken()
+            raise
+
+    # ---- notes: what is too large for a command or an answer
+
+    def write_note(self, said: Any) -> int:
+        """Leave plain data for the others; returns its size. Raises: ConfigError if it is too large."""
+        data = msgspec.msgpack.encode(said)
+        if len(data) > _NOTE_BYTES:
+            raise ConfigError(
+                f"cell.fsdp: expected at most {_NOTE_BYTES} bytes for the processes of a worker to tell each other at "
+                f"once, got {len(data)}: set cell.fsdp=1"
+            )
+        if data:
+            ctypes.memmove(self._notes[self.rank].data_ptr(), data, len(data))
+        return len(data)
+
+    def read_note(self, rank: int, size: int) -> Any:
+        """What a rank has left."""
+        check(0 < size <= _NOTE_BYTES, f"a note has 1 to {_NOTE_BYTES} bytes, not {size}")
+        return msgspec.msgpack.decode(ctypes.string_at(self._notes[rank].data_ptr(), size))
+
+    # ---- parameters and buffers
+
+    def move_in(self, model: nn.Module) -> None:
+        """Put the model's parameters where all processes have them; the head's values are those that count."""
+        for group, place in zip(leaves_of(model.parameters()), self.places.parameters, strict=True):
+            first = group[0]
+            flat = self.memory.tensor(place, first.dtype)
+            shared = flat.as_strided(first.shape, first.stride(), 0) if first.numel() else first.detach()
+            if self.rank == 0 and first.numel():
+                shared.copy_(first.detach())
+            for leaf in group:
+                leaf.data = shared
+        ctypes.CDLL(None).malloc_trim(0)
+
+    def give_buffers(self, model: nn.Module) -> None:
+        """Leave the model's buffers, which are the step's, for the others."""
+        self._each_buffer(model, lambda buffer, shared: shared.copy_(buffer))
+
+    def take_buffers(self, model: nn.Module) -> None:
+        """Take the buffers that the head has left."""
+        self._each_buffer(model, lambda buffer, shared: buffer.copy_(shared))
+
+    def _each_buffer(self, model: nn.Module, act: Callable[[Tensor, Tensor], object]) -> None:
+        at, end = self.places.buffers.offset, self.places.buffers.offset + self.places.buffers.size
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if at + buffer.nbytes > end:
+                    raise ConfigError(
+                        f"cell.fsdp: expected buffers of the sizes that they had before the first step, but {name} has "
+                        "become larger: keep its size, or set cell.fsdp=1"
+                    )
+                if buffer.numel():
+                    shared = self.memory.tensor(SharedPlace(at, buffer.nbytes), buffer.dtype)
+                    act(buffer, shared.view(buffer.shape))
+                at += round_up(buffer.nbytes, ALIGN_BYTES)
+
+    def close(self) -> None:
+        """Let nobody else attach."""
+        self.memory.close()
+
+
+def leaves_of(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters by their memory: the leaves of a tie together."""
+    found: dict[tuple[object, ...], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(memory_of(parameter), []).append(parameter)
+    return list(found.values())
+
+
+def _within(parameter: Tensor) -> int:
+    """Bytes from its first element to its last."""
+    if not parameter.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return (last + 1) * parameter.element_size()

@@ -1,0 +1,156 @@
+"""An update that the processes of one worker make together: each updates ranges of the parameters' elements.
+
+What the optimizer keeps for each element lies in the memory that they share, once; what it keeps once for a parameter
+follows at each of them. Parameters that cannot be cut are updated by the head alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from everstep.base.errors import ConfigError, check
+from everstep.exact.digest import bytes_of
+from everstep.exact.divisible import divisible, kept_like
+from everstep.exact.layout import ALIGN_BYTES, round_up
+from everstep.exact.pieces import Ranges
+from everstep.parallel.cell_memory import SharedPlace
+from everstep.placement.ranks import update_ranges
+from everstep.train.cell_store import CellStore
+
+_FLOAT = 4
+KeptForEach = list[dict[str, list[Any]]]
+"""What is kept for each divided parameter, by key: where it lies in shared memory; or a small tensor; or a value."""
+
+
+class CellUpdate:
+    """One process's part of the updates. pieces: what it updates; others: what it must not touch."""
+
+    def __init__(self, optimizer: Optimizer, store: CellStore, ranks: int) -> None:
+        self._optimizer, self._store = optimizer, store
+        everything = [p for group in optimizer.param_groups for p in group["params"]]
+        self._divided: list[Tensor] = [p for p in everything if divisible(p)]
+        self._places: dict[tuple[int, str], int] = {}
+        self._used = 0
+        runs = update_ranges([p.numel() for p in self._divided], ranks)[store.rank]
+        self._mine = list(zip(self._divided, runs, strict=True))
+        self.pieces: Ranges = dict(self._mine)
+        if store.rank == 0:
+            own = {id(p) for p in self._divided}
+            self.pieces = {**self.pieces, **{p: [(0, p.numel())] for p in everything if id(p) not in own}}
+
+    # ---- the head
+
+    def describe(self) -> KeptForEach:
+        """What the optimizer keeps for the divided parameters, once it lies where all processes have it.
+
+        Raises: ConfigError if it keeps what cannot be divided.
+        """
+        return [self._described(number, parameter, ((0, parameter.numel()),)) for number, parameter in self._numbered]
+
+    def new(self) -> KeptForEach | None:
+        """After an update: `describe` if that has made tensors of the state, of which each process has its own part;
+        else None."""
+        missing = any(
+            self._is_like(value, parameter) and not self._is_shared(value)
+            for parameter in self._divided
+            for value in self._optimizer.state.get(parameter, {}).values()
+        )
+        if not missing:
+            return None
+        return [self._described(number, parameter, runs) for number, (parameter, runs) in enumerate(self._mine)]
+
+    @property
+    def _numbered(self) -> list[tuple[int, Tensor]]:
+        return list(enumerate(self._divided))
+
+    def _described(self, number: int, parameter: Tensor, runs: Sequence[tuple[int, int]]) -> dict[str, list[Any]]:
+        kept = self._optimizer.state.get(parameter, {})
+        if kept and kept_like(self._optimizer, parameter) is None:
+            raise ConfigError(
+                f"cell.fsdp: what {type(self._optimizer).__name__} keeps for a parameter of shape "
+                f"{tuple(parameter.shape)} cannot be divided: set cell.fsdp=1"
+            )
+        found: dict[str, list[Any]] = {}
+        for key, value in kept.items():
+            if self._is_like(value, parameter):
+                if not self._is_shared(value):
+                    shared = self._shared(parameter, self._place(number, str(key), parameter))
+                    _copy(value, shared, runs)
+                    kept[key] = shared
+                found[str(key)] = ["shared", self._places[number, str(key)]]
+            elif isinstance(value, Tensor):
+                found[str(key)] = ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
+                found[str(key)].append(bytes(bytes_of(value)))
+            else:
+                found[str(key)] = ["value", value]
+        return found
+
+    def _place(self, number: int, key: str, parameter: Tensor) -> int:
+        if (number, key) not in self._places:
+            extent = self._store.places.state
+            size = round_up(parameter.numel() * _FLOAT, ALIGN_BYTES)
+            if self._used + size > extent.size:
+                raise ConfigError(
+                    f"cell.fsdp: {type(self._optimizer).__name__} keeps too many tensors for each parameter: set "
+                    "cell.fsdp=1"
+                )
+            self._places[number, key] = extent.offset + self._used
+            self._used += size
+        return self._places[number, key]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups' values, for `follow`."""
+        return [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+
+    # ---- a limb
+
+    def follow(self, kept: KeptForEach, groups: Sequence[Mapping[str, Any]] | None) -> None:
+        """Have the optimizer keep what the head's keeps. groups: None after an update, when each process has its own
+        part of the tensors that the update has made: these parts go where the others find them."""
+        check(
+            len(kept) == len(self._divided),
+            f"{len(kept)} parameters are divided at the head, {len(self._divided)} here",
+        )
+        for group, values in zip(self._optimizer.param_groups, groups or (), strict=groups is not None):
+            group |= {k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in values.items()}
+        for (parameter, runs), values in zip(self._mine, kept, strict=True):
+            before = self._optimizer.state.pop(parameter, {})
+            found: dict[Any, Any] = {}
+            for key, (kind, *what) in values.items():
+                if kind == "shared":
+                    found[key] = self._shared(parameter, what[0])
+                    if groups is None and not self._is_shared(before[key]):
+                        _copy(before[key], found[key], runs)
+                elif kind == "tensor":
+                    dtype, shape, data = what
+                    found[key] = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape)
+                else:
+                    found[key] = what[0]
+            if found:
+                self._optimizer.state[parameter] = found
+
+    # ---- memory
+
+    def _shared(self, parameter: Tensor, offset: int) -> Tensor:
+        flat = self._store.memory.tensor(SharedPlace(offset, parameter.numel() * _FLOAT), torch.float32)
+        return flat.as_strided(parameter.shape, parameter.stride(), 0)
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        start = self._store.memory.address
+        return start <= tensor.data_ptr() < start + self._store.places.size
+
+    @staticmethod
+    def _is_like(value: Any, parameter: Tensor) -> bool:
+        return isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype is torch.float32
+
+
+def _copy(source: Tensor, to: Tensor, runs: Sequence[tuple[int, int]]) -> None:
+    """Copy ranges of elements; both are contiguous."""
+    with torch.no_grad():
+        for first, stop in runs:
+            to.view(-1)[first:stop].copy_(source.reshape(-1)[first:stop])

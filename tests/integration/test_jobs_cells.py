@@ -1,0 +1,132 @@
+"""Jobs whose workers are cells: the bits of one worker of one process, through kills of any rank and in any shape."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from job_harness import Job, Jobs, healed
+
+SCRIPT = """
+import torch, everstep
+model = torch.nn.Linear(4, 1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+for step in everstep.join(model, torch.optim.SGD(model.parameters(), lr=0.1), data, lanes=4, micro_batch=2, steps=4):
+    for x, y in step:
+        step.backward(torch.nn.functional.mse_loss(model(x), y))
+"""
+RAISES = """
+import inspect
+from job_tasks import Text
+
+class Raises(Text):
+    def lane_loss(self, model, batch):
+        stack = inspect.stack()
+        if any(frame.filename.endswith("cell_limb.py") for frame in stack):
+            raise ValueError("a limb cannot read this")
+        return super().lane_loss(model, batch)
+"""
+
+
+def cells(ranks: int, **more: Any) -> dict[str, Any]:
+    """Settings of a job with so many processes in each worker."""
+    return {"cell.fsdp": ranks, **more}
+
+
+def ranks_of(job: Job, worker_id: int) -> list[int]:
+    """Pids of the newest life of a worker, the head's first."""
+    joined = [e for e in job.of_kind("worker_joined") if e["worker_id"] == worker_id]
+    return [int(pid) for pid in joined[-1]["pids"]]
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(4, 1), (3, 3)])
+@pytest.mark.parametrize("task", ["Pictures", "Text"])
+def test_any_number_of_ranks(jobs: Jobs, task: str, ranks: int, workers: int) -> None:
+    """Lanes that do not divide, BatchNorm, dropout, tied parameters, clipping."""
+    jobs.run(task, workers=workers, settings=cells(ranks))
+
+
+@pytest.mark.parametrize("phase", ["forward", "reduce", "agree", "update"])
+def test_any_rank_is_killed_and_its_cell_comes_back(jobs: Jobs, phase: str) -> None:
+    chaos = f"kill:target=worker:1/1,at=7,phase={phase}; kill:target=leader:0,at=14,phase={phase}"
+    pace = [healed(1), {"kind": "worker_healed", "count": 2}]
+    job = jobs.run("Text", workers=2, settings=cells(2), chaos=chaos, pace=pace)
+    assert len(job.of_kind("fault_injected")) == 2, job.account()
+    reasons = [event["reason"] for event in job.of_kind("worker_evicted")]
+    assert any("its rank 1 was killed by SIGKILL" in reason for reason in reasons), job.account()
+
+
+def test_a_spare_cell_takes_over_and_a_rank_that_is_stopped_hangs(jobs: Jobs) -> None:
+    job = jobs.start("Pictures", workers=2, settings=cells(2, spares=1, hang_limit_s=3), pace=[healed(2), healed(1)])
+    job.wait_for("step_committed", step=4)
+    for pid in ranks_of(job, 0):  # both at once
+        os.kill(pid, signal.SIGKILL)
+    job.wait_for("worker_healed", worker_id=2)
+    os.kill(ranks_of(job, 1)[1], signal.SIGSTOP)
+    evicted = job.wait_for("worker_evicted", worker_id=1)
+    assert evicted["cause"] == "hung" and "its rank 1" in evicted["reason"], job.account()
+    jobs.check(job, "Pictures")
+
+
+def test_it_is_resumed_in_other_shapes(jobs: Jobs) -> None:
+    run_dir = None
+    for step, ranks, workers in ((5, 2, 2), (11, 4, 1), (17, 1, 3), (23, 2, 1), (0, 3, 2)):
+        pace = [{"kind": "step_committed", "step": step}] if step else []
+        job = jobs.start("Text", workers=workers, settings=cells(ranks), run_dir=run_dir, pace=pace)
+        if step:
+            job.wait_for("step_committed", step=step)
+            os.kill(job.launcher_pid(), signal.SIGTERM)
+            assert job.end() == 143, job.account()
+        run_dir = job.run_dir
+    jobs.check(job, "Text")
+
+
+@pytest.mark.parametrize(
+    ("task", "numerics"),
+    [
+        ("Sparse", {}),
+        ("SparseStages", {}),
+        ("Layers", {"precision": "fp16"}),
+        ("PicturesEpochs", {"precision": "bf16"}),
+    ],
+)
+def test_what_lanes_lack_and_narrow_types(jobs: Jobs, task: str, numerics: dict[str, Any]) -> None:
+    """Parameters that some lanes do not use, or none; lanes without samples; a scaled loss; schedules."""
+    jobs.run(task, workers=2, numerics=numerics, settings=cells(3, verify_every=4))
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("MuonText", "cell.fsdp divides the elements that Muon updates, which it does not allow"),
+        (
+            "PicturesCounting",
+            "cell.fsdp: expected modules whose state is parameters and buffers, got extra state in 0.0",
+        ),
+    ],
+)
+def test_what_a_cell_cannot_train_is_refused_by_name(jobs: Jobs, task: str, said: str) -> None:
+    job = jobs.start(task, workers=1, settings=cells(2))
+    assert job.end() == 2, job.account()
+    errors = job.run_dir.with_suffix(".err").read_text()
+    assert said in errors and "Traceback" not in errors, errors
+
+
+def test_a_script_in_cells_is_refused_by_name(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    job = jobs.start(str(tmp_path / "train.py"), workers=1, settings=cells(2))
+    assert job.end() == 2, job.account()
+    errors = job.run_dir.with_suffix(".err").read_text()
+    assert "write an everstep.Task, or set cell.fsdp=1" in errors and "Traceback" not in errors, errors
+
+
+def test_what_a_limb_raises_ends_the_job_by_its_words(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(RAISES)
+    job = jobs.start(f"{tmp_path / 'task.py'}:Raises", workers=1, settings=cells(2))
+    assert job.end() == 1, job.account()
+    errors = job.run_dir.with_suffix(".err").read_text()
+    assert "a limb cannot read this" in errors and "Traceback" not in errors, errors
