@@ -31,7 +31,7 @@ class Probe:
 
     cut: [first unit, unit after the last] of each part; stage_parameters: elements by stage, shared ones counted once.
     unit_ms: time of each unit for one lane, if asked for. split_checked: the task was proven to be splittable; the
-    workers need not look again.
+    workers need not look again. notes: as in `Task.notes`.
     """
 
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -41,6 +41,7 @@ class Probe:
     stage_parameters: list[int] = field(default_factory=list)
     unit_ms: list[float] = field(default_factory=list)
     split_checked: bool = False
+    notes: list[str] = field(default_factory=list)
 
 
 def probe_task(task: str, request: Request, server: EarlyForkServer, *, units: bool = False) -> Probe:
@@ -86,11 +87,13 @@ def look(task_text: str, request: Request, units: bool) -> Probe:
         raise ConfigError(f"task {task_text!r}: its defaults: {error}") from None
     _check_devices(task.config)
     size: int | None = None
+    notes: list[str] = []
     with _left_to_workers():
         size = len(task.build_dataset("train"))  # type: ignore[arg-type]
         check_metric(task)
         _check_parts(task)
-    probe = Probe(defaults, size)
+        notes = task.notes()
+    probe = Probe(defaults, size, notes=notes)
     if task.config.stages > 1:
         with _left_to_workers():
             probe = _look_at_split(task, probe)
