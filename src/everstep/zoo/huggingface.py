@@ -143,6 +143,7 @@ class HuggingFace(ReadyTask):
                 config=self.model_config,
                 dtype=torch.float32,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -152,13 +153,12 @@ class HuggingFace(ReadyTask):
             raise ConfigError(
                 f"hf:{self.directory.name}: weights are incomplete or do not fit config.json: {text}"
             ) from None
-        for kind, words in (
-            ("missing_keys", "are incomplete: lacking"),
-            ("unexpected_keys", "do not fit config.json:"),
-        ):
+        wrong = {"missing_keys": "are incomplete: lacking", "unexpected_keys": "do not fit config.json:"}
+        for kind, words in {**wrong, "mismatched_keys": "do not fit config.json:"}.items():
             if said.get(kind):
-                name = sorted(said[kind])[0]
-                raise ConfigError(f"hf:{self.directory.name}: weights {words} {name[:100]!a}")
+                first = sorted(said[kind])[0]
+                name = first[0] if isinstance(first, tuple) else first
+                raise ConfigError(f"hf:{self.directory.name}: weights {words} {str(name)[:100]!a}")
         return model  # type: ignore[no-any-return]
 
     def _refuse_looking_ahead(self, model: nn.Module) -> None:
