@@ -70,6 +70,19 @@ def names_record(model: nn.Module) -> bytes:
     return json.dumps({"names": names}, separators=(",", ":")).encode()
 
 
+def adapter_tensors(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a model's LoRA adapter as the package `peft` names them in a file; empty if it has none.
+
+    model: as `state_dict` has it.
+    """
+    prefix = "base_model.model."
+    return {
+        prefix + name.removeprefix(prefix).replace(".default.", "."): tensor
+        for name, tensor in model.items()
+        if ".lora_A." in name or ".lora_B." in name
+    }
+
+
 def read_weights(
     checkpoint: Checkpoint,
     *,

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from everstep.base.errors import ConfigError, StoreError
 from everstep.base.given import open_given, read_json
-from everstep.checkpoint.interchange import Weights
+from everstep.base.hub_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from everstep.checkpoint.interchange import Weights, adapter_tensors
 from everstep.exact.extra_state import from_file, is_extra, to_file
 
 SAFETENSORS, HF, DCP, TORCH = "safetensors", "hf", "dcp", "torch"
@@ -35,11 +36,19 @@ _SINGLE = "model.safetensors"
 
 
 def write_weights(
-    weights: Weights, path: Path, kind: str, *, hf_config: Path | None = None, shard_bytes: int = SHARD_BYTES
+    weights: Weights,
+    path: Path,
+    kind: str,
+    *,
+    hf_config: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    beside: Mapping[str, bytes] | None = None,
 ) -> list[Path]:
     """Writes one of these formats to a path that does not exist yet; returns the files. All of it appears at once.
 
     hf_config: config.json, or a folder with one, that is copied beside. shard_bytes: of a Hugging Face shard.
+    beside: further files of a Hugging Face folder; with the config of an adapter, the adapter's weights alone are
+    written.
 
     Raises: ConfigError if the path is taken or the format cannot hold what is asked for; StoreError.
     """
@@ -51,7 +60,7 @@ def write_weights(
         SAFETENSORS: lambda w, p: save_file(_apart(w.model), p, {"format": "pt"}),
         TORCH: lambda w, p: torch.save(_nested(w, _as_state_dict(_apart(w.model))), p),
         DCP: _write_dcp,
-        HF: lambda w, p: _write_hf(w, p, hf_config, shard_bytes),
+        HF: lambda w, p: _write_hf(w, p, hf_config, shard_bytes, beside or {}),
     }
     with _appearing(path) as partial:
         writer[kind](weights, partial)
@@ -121,10 +130,14 @@ def _write_dcp(weights: Weights, path: Path) -> None:
         save(_nested(weights, weights.model), storage_writer=FileSystemWriter(path), no_dist=True)
 
 
-def _write_hf(weights: Weights, path: Path, config: Path | None, shard_bytes: int) -> None:
+def _write_hf(weights: Weights, path: Path, config: Path | None, shard_bytes: int, beside: Mapping[str, bytes]) -> None:
     path.mkdir()
+    for name, content in beside.items():
+        (path / name).write_bytes(content)
     shards = _shards(weights.model, shard_bytes)
-    if len(shards) == 1:
+    if ADAPTER_CONFIG in beside:
+        save_file(_apart(adapter_tensors(weights.model)), path / ADAPTER_WEIGHTS, {"format": "pt"})
+    elif len(shards) == 1:
         save_file(_apart(shards[0]), path / _SINGLE, {"format": "pt"})
     else:
         where: dict[str, str] = {}

@@ -18,6 +18,8 @@ import click
 
 from everstep.base.below import folder_of
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
+from everstep.base.given import read_given
+from everstep.base.hub_names import HUB_FILES, MOST_HUB_BYTES
 from everstep.base.leaving import temporary_folder
 from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.names import BEST, LATEST, step_of
@@ -88,7 +90,8 @@ def export_command(
         progress_bar(f"reading step {found.step}", not as_json) as progress,
     ):
         weights = read_weights(source, optimizer=optimizer, progress=progress)
-    files = write_weights(weights, target, kind, hf_config=hf_config, shard_bytes=shard_bytes)
+    beside = _hub_files(checkpoint) if kind == "hf" and hf_config is None else {}
+    files = write_weights(weights, target, kind, hf_config=hf_config, shard_bytes=shard_bytes, beside=beside)
     size = sum(file.stat().st_size for file in files)
     told = {"from": found.name, "step": found.step, "to": str(target), "format": kind, "tensors": len(weights.model)}
     told |= {"bytes": size, "files": list(map(str, files)), "optimizer": weights.optimizer is not None}
@@ -254,14 +257,35 @@ def origin_words(found: Checkpoint) -> str:
 def job_of(text: str) -> tuple[str | None, int]:
     """Name of the job in a run directory, as its checkpoints bear it, and the step that it began with; (None, 0) if the
     path is no run directory's."""
-    if "://" in text and not text.startswith("file://"):
+    run_dir = _run_dir_of(text)
+    if run_dir is None:
         return None, 0
+    job = read_job(run_dir, joined=False)
+    return job.name, job.begins_after
+
+
+def _run_dir_of(text: str) -> Path | None:
+    """The run directory that a path is in, or is; None for a URL and for a path elsewhere."""
+    if "://" in text and not text.startswith("file://"):
+        return None
     folder = Path(text.removeprefix("file://")).absolute()
-    for run_dir in (folder, *list(folder.parents)[:2]):
-        if (run_dir / JOB_FILE).is_file():
-            job = read_job(run_dir, joined=False)
-            return job.name, job.begins_after
-    return None, 0
+    return next((d for d in (folder, *list(folder.parents)[:2]) if (d / JOB_FILE).is_file()), None)
+
+
+def _hub_files(text: str) -> dict[str, bytes]:
+    """Content, by name, of what `final/` of a run directory has beside the weights of a model in the hub's format.
+
+    Raises: ConfigError if a file cannot be read.
+    """
+    run_dir, found = _run_dir_of(text), {}
+    for path in () if run_dir is None else [run_dir / "final" / name for name in HUB_FILES]:
+        try:
+            found[path.name] = read_given(path, MOST_HUB_BYTES, 1)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    return found
 
 
 def _store_of(run_dir: Path, writes: bool) -> BlobStore:

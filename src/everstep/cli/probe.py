@@ -34,7 +34,7 @@ class Probe:
     cut: [first unit, unit after the last] of each part; stage_parameters: elements by stage, shared ones counted once.
     unit_ms: time of each unit for one lane, if asked for. split_checked: the task was proven to be splittable; the
     workers need not look again. lane_digest: as the function has it, "" if no other host may come, or it
-    cannot be had.
+    cannot be had. notes: as in `Task.notes`.
     """
 
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -45,6 +45,7 @@ class Probe:
     unit_ms: list[float] = field(default_factory=list)
     split_checked: bool = False
     lane_digest: str = ""
+    notes: list[str] = field(default_factory=list)
 
 
 def probe_task(task: str, request: Request, server: EarlyForkServer, *, units: bool = False) -> Probe:
@@ -91,12 +92,14 @@ def look(task_text: str, request: Request, units: bool) -> Probe:
     _check_devices(task.config)
     size: int | None = None
     dataset: Any = None
+    notes: list[str] = []
     with _left_to_workers():
         dataset = task.build_dataset("train")
         size = len(dataset)
         check_metric(task)
         _check_parts(task)
-    probe, digest = Probe(defaults, size), ""
+        notes = task.notes()
+    probe, digest = Probe(defaults, size, notes=notes), ""
     with _left_to_workers():
         digest = "" if is_loopback(task.config.network.address) else lane_digest(task, dataset)
     probe = replace(probe, lane_digest=digest)

@@ -78,6 +78,7 @@ from everstep.runtime.link.tls import check_tls
 from everstep.runtime.start import Start
 from everstep.sinks.notices import check_notify
 from everstep.sinks.sink import check_installed as check_sinks
+from everstep.zoo.hub_directory import keep_hub_files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,6 +390,8 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     if start.brought:
         job = dataclasses.replace(job, begins_after=start.step)
     write_job(run_dir, job)
+    if asked.spec.where == "hf":
+        keep_hub_files(asked.spec.what, config.task, run_dir)
     opening = _opening(run_dir, found, start, aside, asked.is_script)
     if config.hosts.mixed:
         opening.insert(0, "hosts.mixed: hosts with other kernels are admitted, so the result is not exact any more")
@@ -399,6 +402,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
             f"zero.stage={config.zero.stage} saves no memory where a stage has no more workers ({least}) than "
             f"zero.copies ({config.zero.copies}): each of them has all of the optimizer's state"
         )
+    opening += probe.notes
     opening += [about_to_run(job)] if found.job is not None else []
     opening += [text for text in (owner_words(run_dir), warning, open_still) if text]
     return _launch(invocation, job, opening)

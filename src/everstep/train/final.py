@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from everstep.base.below import drafted, placed
 from everstep.base.cause import Cause, Why
 from everstep.base.digests import DIGEST_VERSION
+from everstep.base.hub_names import ADAPTER_WEIGHTS
 from everstep.base.plan import Plan
-from everstep.checkpoint.interchange import tensor_of
+from everstep.checkpoint.interchange import adapter_tensors, tensor_of
 from everstep.exact import topology
 from everstep.exact.digest import digest_bytes
 from everstep.exact.extra_state import is_extra, to_file, unpack
@@ -45,14 +46,18 @@ def write_final(
     *,
     left: bool = False,
 ) -> None:
-    """Write final/model.safetensors and, last, final/digest.json. Atomic, and the same bytes whoever does it.
+    """Write final/model.safetensors and, last, final/digest.json. Atomic, and the same bytes whoever does it. If the
+    model has an adapter by the package peft, the adapter is written apart, too.
 
     tensors: by their names in the whole model's state_dict. left: the loop was left before the last step.
     """
     final = run_dir / "final"
     digest = {"version": DIGEST_VERSION, "step": step, "model": model_digest, "state": state_digest}
     digest |= {"left": True} if left else {}
-    _put(final / "model.safetensors", lambda path: save_file(dict(tensors), path))
+    adapter = adapter_tensors(tensors)
+    if adapter:
+        _put(final / ADAPTER_WEIGHTS, lambda path: save_file(adapter, path, {"format": "pt"}))
+    _put(final / "model.safetensors", lambda path: save_file(dict(tensors), path, {"format": "pt"}))
     _put(final / "digest.json", lambda path: path.write_bytes(json.dumps(digest, indent=2).encode() + b"\n"))
 
 

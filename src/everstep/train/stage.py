@@ -304,8 +304,9 @@ def build_by_module(
     Every module is initialised under generators seeded from the job's seed and the module's own path, so its initial
     values do not depend on which other modules are made here: the same bits in every topology.
 
-    A module is initialised by its `reset_parameters()`, then by the model's `_init_weights(module)`, as far as they
-    exist. A tied parameter keeps the values of its first module.
+    A module is initialised by the model's `fill_module(path, module)`, if it has that; else by its own
+    `reset_parameters()`, then by the model's `_init_weights(module)`, as far as they exist. A tied parameter keeps the
+    values of its first module.
 
     Raises: ConfigError naming a module that has parameters or buffers of its own and neither of the two.
     """
@@ -372,6 +373,12 @@ def _materialise(
 
 
 def _initialise(model: nn.Module, path: str, module: nn.Module, seed: int) -> None:
+    fill = getattr(model, "fill_module", None)
+    if fill is not None:
+        seed_all(module_seed(seed, path))
+        with torch.no_grad():
+            fill(path, module)
+        return
     reset = getattr(module, "reset_parameters", None)
     rest = getattr(model, "_init_weights", None)
     if reset is None and rest is None:

@@ -74,6 +74,10 @@ class Task:
         """Samples of one micro-batch -> batch."""
         return default_collate(samples)
 
+    def notes(self) -> list[str]:
+        """What users should know before the job starts, one line each."""
+        return []
+
 
 def calling(task: Task, method: str, *arguments: Any) -> Any:
     """Call one of the task's methods.

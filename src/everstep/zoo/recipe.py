@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from everstep.base.config import dotted
 from everstep.base.errors import ConfigError, did_you_mean
 from everstep.order.cursor import SampleOrder
 from everstep.train.task import Task
@@ -64,7 +65,7 @@ def options(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
     Raises: ConfigError for an option that the task does not have, or of the wrong type.
     """
     chosen = dict(defaults)
-    for name, value in dict(getattr(config, "task", None) or {}).items():
+    for name, value in dotted(getattr(config, "task", None) or {}).items():
         if name not in defaults:
             hint = did_you_mean(name, defaults, "'task.{}'")
             raise ConfigError(f"this task has no option 'task.{name}' (it has {', '.join(sorted(defaults))}){hint}")

@@ -15,6 +15,7 @@ _TASKS = {
     **{f"resnet{n}-digits": ("digits", f"ResNet{n}Digits") for n in (18, 34, 50, 101, 152)},
     **{f"resnet{n}-folder": ("pictures", f"ResNet{n}Folder") for n in (18, 34, 50, 101, 152)},
     "transformer-text": ("text", "TransformerText"),
+    "hf": ("huggingface", "HuggingFace"),
 }
 
 

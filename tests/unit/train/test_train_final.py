@@ -17,7 +17,7 @@ TENSORS = {"weight": torch.ones(3)}
 
 
 def test_weights_that_did_not_fit_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(tensors: Any, path: Path) -> None:
+    def full(tensors: Any, path: Path, *_: Any) -> None:
         path.write_bytes(b"a part")
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from everstep.base.hub_names import HUB_FILES
 from everstep.runtime.link.address import DATASET_FILE, EVENTS_FILE, JOB_FILE, NOTES_FILE
 
 LATEST = "checkpoints/latest.json"
@@ -16,7 +17,7 @@ _SOURCE = r"[0-9a-f]{16}"
 SOURCE = re.compile(_SOURCE)
 """Form of the word of a host's own directory."""
 _FROM_ALL = (
-    rf"final/(model\.safetensors|digest\.json)|rehearsed\.json|{re.escape(DATASET_FILE)}"
+    rf"final/((adapter_)?model\.safetensors|digest\.json)|rehearsed\.json|{re.escape(DATASET_FILE)}"
     r"|profiles/[0-9A-Za-z][0-9A-Za-z_-]{0,63}/worker-\d{1,7}\.json\.gz"
 )
 _FOLDERS = ("", "ledger/", "metrics/", "logs/", "final/", "chaos/", "wandb/", "otel/", "notify/", "profiles/*/")
@@ -60,6 +61,7 @@ TO_STANDBY = FileSet(
     ),
     re.compile(
         rf"{_FROM_ALL}|{'|'.join(map(re.escape, (JOB_FILE, NOTES_FILE, NEWEST_FILE)))}"
+        rf"|final/({'|'.join(map(re.escape, HUB_FILES))})"
         r"|chaos/[0-9][0-9.-]{0,40}|(wandb|otel|notify)/published\.json"
     ),
 )

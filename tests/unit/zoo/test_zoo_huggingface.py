@@ -1,0 +1,290 @@
+"""`hf:DIR`: units, weights, tokens and adapters of models of `transformers`, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from everstep.base.config import load_config
+from everstep.base.errors import ConfigError
+
+transformers = pytest.importorskip("transformers")
+
+from everstep.checkpoint.interchange import adapter_tensors  # noqa: E402
+from everstep.train.final import model_tensors, write_final  # noqa: E402
+from everstep.zoo import decoder_units  # noqa: E402
+from everstep.zoo.hub_directory import keep_hub_files  # noqa: E402
+from everstep.zoo.huggingface import HuggingFace  # noqa: E402
+from hub_models import CONFIGS, made, text, with_tokenizer  # noqa: E402
+
+
+def task_of(folder: Path | str, **options: Any) -> HuggingFace:
+    task = HuggingFace(str(folder))
+    given = {f"task.{name.replace('__', '.')}": value for name, value in options.items()}
+    task.config = load_config([("defaults", task.defaults), ("test", given)])
+    return task
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    return str(text(tmp_path))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_units_compute_what_the_model_does(tmp_path: Path, data: str, name: str) -> None:
+    """With the weights of the files, to the bit, and with gradients."""
+    folder = made(tmp_path / "model", name)
+    task = task_of(folder, data=data)
+    ours, theirs = task.build_model().eval(), transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert not task.whole and len(task.units(ours)) == 4
+    batch = torch.stack([task.build_dataset("train")[k] for k in range(2)])
+    assert torch.equal(ours(input_ids=batch[:, :-1]).logits, theirs(input_ids=batch[:, :-1]).logits)
+    loss, weight = task.loss(ours, batch)
+    assert weight == 32
+    loss.backward()
+    task.loss(theirs, batch)[0].backward()
+    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    assert all(torch.equal(p.grad, expected[name]) for name, p in ours.named_parameters())
+
+
+def test_fresh_weights_by_the_seed(tmp_path: Path, data: str) -> None:
+    """A config alone: the same for the same seed, of the architecture's own scale."""
+    folder = made(tmp_path / "model", "gpt2")
+    first, second = (dict(task_of(folder / "config.json", data=data).build_model().named_parameters()) for _ in "ab")
+    assert all(torch.equal(p, second[name]) for name, p in first.items())
+    scale = [first[f"transformer.h.0.attn.{name}.weight"].std().item() for name in ("c_attn", "c_proj")]
+    assert scale == pytest.approx([0.02, 0.01], rel=0.15)
+    assert "fresh weights" in task_of(folder / "config.json", data=data).notes()[0]
+
+
+def test_an_architecture_without_known_units_stays_whole(tmp_path: Path, data: str) -> None:
+    folder = made(tmp_path / "model", "gpt_neox")
+    task = task_of(folder, data=data)
+    model, expected = task.build_model(), transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert len(task.units(model)) == 1 and "cannot be split" in task.notes()[-1]
+    assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+    task.config = load_config([("defaults", task.defaults), ("test", {"meta_init": True})])
+    with pytest.raises(ConfigError, match="meta_init"):
+        task.build_model()
+
+
+def test_units_that_compute_otherwise_are_not_used(tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_units.DecoderHead, "forward", lambda self, carried: self.lm_head(carried[0]))
+    assert HuggingFace(str(made(tmp_path / "model", "llama"))).whole
+
+
+def test_final_is_read_by_transformers(tmp_path: Path, data: str) -> None:
+    folder = with_tokenizer(made(tmp_path / "model", "llama"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    task = task_of(folder, data=data)
+    keep_hub_files(str(folder), task.config.task, tmp_path)
+    tensors = model_tensors(task.build_model())
+    write_final(tmp_path, tensors, "m", "s", 1)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "final")
+    assert tokenizer("w1 w2")["input_ids"] == [1, 2]
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    with pytest.raises(ConfigError, match="has changed since the job began"):
+        keep_hub_files(str(folder), task.config.task, tmp_path)
+
+
+@pytest.mark.parametrize("name", ("llama", "gpt2", "gpt_neox"))
+def test_adapter(tmp_path: Path, data: str, name: str) -> None:
+    """Only the adapter is trained; it begins as nothing, and peft reads what is written."""
+    peft = pytest.importorskip("peft")
+    folder = made(tmp_path / "model", name)
+    task = task_of(folder, data=data, lora={"rank": 2})
+    model, base = task.build_model().eval(), transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokens = torch.arange(12).unsqueeze(0)
+    assert torch.equal(model(input_ids=tokens).logits, base(input_ids=tokens).logits)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(".lora_" in n for n in trained)
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if ".lora_B." in n:
+                p.fill_(0.1)
+    keep_hub_files(str(folder), task.config.task, tmp_path)
+    tensors = model_tensors(model)
+    write_final(tmp_path, tensors, "m", "s", 1)
+    assert not (tmp_path / "final" / "config.json").exists()
+    read = peft.PeftModel.from_pretrained(base, tmp_path / "final")
+    assert torch.equal(read(input_ids=tokens).logits, model(input_ids=tokens).logits)
+    assert len(adapter_tensors(tensors)) == len(trained)
+
+
+def test_adapters_that_cannot_be_made(tmp_path: Path, data: str) -> None:
+    pytest.importorskip("peft")
+    folder = made(tmp_path / "model", "llama")
+    for options in ({"lora__rank": -1}, {"lora__rank": 2, "lora__modules": "q_proj,nope"}, {"lora__rank": "x"}):
+        with pytest.raises(ConfigError, match=r"task\.lora"):
+            task_of(folder, data=data, **options).build_model()
+
+
+# ---- the data
+
+
+def test_text_through_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time the tokens come from the cache; a damaged cache is made again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = with_tokenizer(made(tmp_path / "model", "llama"))
+    (tmp_path / "words").write_text("w5 w6 w7 w8\n" * 100)
+    first = task_of(folder, data=str(tmp_path / "words")).build_dataset("train")
+    assert first[0][:5].tolist() == [5, 6, 7, 8, 5]
+    (kept,) = (tmp_path / "cache" / "everstep").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-8] + b"\1" * 8)
+    again = task_of(folder, data=str(tmp_path / "words")).build_dataset("train")
+    assert len(again) == len(first) and all(torch.equal(again[k], first[k]) for k in range(len(first)))
+
+
+def test_token_files_and_windows(tmp_path: Path) -> None:
+    """Windows of training and test together are all windows, in order, once each."""
+    folder = made(tmp_path / "model", "llama")
+    numbers = (np.arange(1000) % 251).astype(np.uint16)
+    np.save(tmp_path / "tokens.npy", numbers)
+    numbers.tofile(tmp_path / "tokens.bin")
+    for name in ("tokens.npy", "tokens.bin"):
+        task = task_of(folder, data=str(tmp_path / name), context=10)
+        train, test = task.build_dataset("train"), task.build_dataset("test")
+        windows = [train[k] for k in range(len(train))] + [test[k] for k in range(len(test))]
+        assert (len(train), len(test)) == (94, 5) and len({tuple(w.tolist()) for w in windows}) == 99
+        assert train[0].tolist() == list(range(10, 21)) and test[1][0] == 200
+
+
+def test_rows_of_datasets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [[1, 2, 3], [4, 5], list(range(6, 90))]
+    parts = {"train": datasets.Dataset.from_dict({"input_ids": rows}), "test": datasets.Dataset.from_dict({"x": [1]})}
+    parts["test"] = datasets.Dataset.from_dict({"input_ids": [list(range(50))]})
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "rows"))
+    task = task_of(made(tmp_path / "model", "llama"), data=str(tmp_path / "rows"), context=4)
+    assert task.build_dataset("train")[1].tolist() == [5, 6, 7, 8, 9] and len(task.build_dataset("test")) == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "nothing to learn from"),
+        ({"data": "/nowhere"}, "No such file"),
+        ({"data": "out.npy"}, "token 299 is out of the vocabulary"),
+        ({"data": "floats.npy"}, "whole numbers in one dimension"),
+        ({"data": "objects.npy"}, "no readable token file"),
+        ({"data": "odd.bin"}, "no readable token file"),
+        ({"data": "out.npy", "context": 17}, "expected 0 to 16"),
+        ({"data": "out.npy", "foo": 1}, "no option 'task.foo'"),
+    ],
+)
+def test_data_that_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    np.save(tmp_path / "out.npy", np.arange(300))
+    np.save(tmp_path / "floats.npy", np.ones(300))
+    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    if "data" in options:
+        options = {**options, "data": os.path.join(tmp_path, options["data"])}
+    folder = made(tmp_path / "model", "llama")
+    with pytest.raises(ConfigError, match=said):
+        if options.get("context"):
+            np.save(tmp_path / "out.npy", np.arange(200))
+        task_of(folder, **options).build_dataset("train")
+
+
+# ---- directories that are refused
+
+
+def settings(**changed: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        found = json.loads((folder / "config.json").read_text()) | changed
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
+
+    return change
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        found = load_file(folder / "model.safetensors")
+        save_file(change(found), folder / "model.safetensors")
+
+    return rewrite
+
+
+def link(target: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors").symlink_to(target)
+
+    return change
+
+
+def index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../model.safetensors"}}')
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda d: (d / "config.json").unlink(), "there is no config.json"),
+    "torn config": (lambda d: (d / "config.json").write_text("{"), "cannot be read"),
+    "no type": (settings(model_type=None), "expected a model_type"),
+    "unknown": (settings(model_type="foo"), "no architecture 'foo'"),
+    "no causal head": (settings(model_type="t5"), "no causal language model"),
+    "own code": (settings(auto_map={"AutoModel": "m.M"}), "code of its own"),
+    "own code of the tokenizer": (
+        lambda d: (
+            (d / "tokenizer_config.json").write_text('{"auto_map": {"A": "b"}}')
+            and (d / "tokenizer.json").write_text("{}")
+        ),
+        "code of its own",
+    ),
+    "odd heads": (settings(num_attention_heads=3), "not valid for llama"),
+    "quantised": (settings(quantization_config={"quant_method": "gptq"}), "quantised"),
+    "small vocabulary": (settings(vocab_size=100), "too small for bytes"),
+    "adapter": (lambda d: (d / "adapter_config.json").write_text("{}"), "holds an adapter"),
+    "incomplete": (
+        weights(lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"}),
+        "incomplete: model.norm.weight",
+    ),
+    "more layers than the config": (settings(num_hidden_layers=1), "the model has no 'model.layers.1"),
+    "other shape": (settings(intermediate_size=33), r"is \[32, 16\] in the files, \[33, 16\] by the config"),
+    "whole numbers": (weights(lambda w: {k: v.to(torch.int8) for k, v in w.items()}), "is I8"),
+    "torn": (lambda d: os.truncate(d / "model.safetensors", 3000), "cannot be read"),
+    "pickle": (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "save_pretrained"),
+    "device": (link("/dev/zero"), "not a regular file"),
+    "link to nothing": (link("nothing"), "No such file"),
+    "index that leads away": (index, "incomplete: model.safetensors.index.json names"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_directories_that_are_refused(tmp_path: Path, data: str, case: str) -> None:
+    folder = made(tmp_path / "model", "llama")
+    change, said = REFUSED[case]
+    change(folder)
+    with pytest.raises(ConfigError, match=said) as refused:
+        task = task_of(folder, data=data)
+        task.build_dataset("train")
+        task.build_model()
+    assert "\n" not in str(refused.value)
+
+
+def test_an_encoder_is_refused(tmp_path: Path, data: str) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(vocab_size=256, **sizes)
+    transformers.BertLMHeadModel(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="sees the tokens that it is to predict"):
+        task_of(tmp_path / "model", data=data).build_model()
+
+
+def test_links_to_regular_files_are_followed(tmp_path: Path, data: str) -> None:
+    folder = made(tmp_path / "model", "llama")
+    (folder / "model.safetensors").rename(tmp_path / "blob")
+    (folder / "model.safetensors").symlink_to(tmp_path / "blob")
+    os.symlink(folder, tmp_path / "link")
+    assert "fresh" not in " ".join(task_of(tmp_path / "link", data=data).notes())
+    task_of(tmp_path / "link", data=data).build_model()
