@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,9 +19,10 @@ from everstep.cli.seconds import Seconds
 from everstep.cli.task_loading import TaskSpec, load_task, parse_task
 from everstep.cli.worker import PRELOAD
 from everstep.runtime.host.fork_server_client import EarlyForkServer, ForkEnded
+from everstep.runtime.process import own_command, pinned_environment
 
 if TYPE_CHECKING:
-    from everstep.train.rehearsal import Judgement, LifeLink
+    from everstep.train.rehearsal import Judgement, LifeLink, Rehearsed
 
 _LEAST_STEPS = 2
 _REFUSED = "a job refuses this at its start: change it"
@@ -84,30 +87,56 @@ def _check(spec: TaskSpec, argv: tuple[str, ...], steps: int, max_seconds: float
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Rehearse in a fork of the fork server, which has run none of the user's code."""
-    from everstep.train.join import rehearsed_with
-    from everstep.train.rehearsal import Judgement, Rehearsal, Rehearsed, run_script
+    from everstep.train.rehearsal import Judgement, Rehearsal
+    from everstep.train.trials import Trials
 
     spec = parse_task(question["task"])
-    folder, steps = question["folder"], int(question["steps"])
-    request = Request(())
+    try:
+        what, body = life_of(question)
+    except ConfigError as error:
+        return _report(spec, Judgement(refused=str(error)))
+    limit_s = float(question["max_seconds"])
+    trials = Trials(what, body, lambda piece, life: _apart(question, piece, life), limit_s)
+    rehearsal = Rehearsal(what, body, limit_s)
+    with closing(trials), closing(rehearsal):
+        trials.begin()
+        verdict = rehearsal.verdict(listed=True)
+        more = trials.findings(verdict, rehearsal)
+    if verdict.refused and more:
+        verdict = replace(verdict, refused="")
+    named = {f.object for f in verdict.findings}
+    verdict = replace(verdict, findings=(*verdict.findings, *(f for f in more if f.object not in named)))
+    return _report(spec, verdict)
+
+
+def life_of(question: dict[str, Any]) -> tuple[Rehearsed, Callable[[LifeLink], None]]:
+    """The lives of a script or task, and what each of them does. Raises: ConfigError if the task cannot be loaded."""
+    from everstep.train.join import rehearsed_with
+    from everstep.train.rehearsal import Rehearsed, run_script
+    from everstep.train.watched_life import Watch
+
+    spec = parse_task(question["task"])
+    folder, steps, watch = question["folder"], int(question["steps"]), Watch(work=True)
     if spec.kind == "script":
-        what = Rehearsed(spec.where, tuple(question["argv"]), folder, steps)
+        script = Rehearsed(spec.where, tuple(question["argv"]), folder, steps, watch=watch)
 
-        def body(link: LifeLink) -> None:
+        def run(link: LifeLink) -> None:
             rehearsed_with(link)
-            run_script(what)
-    else:
-        try:
-            probe = look(question["task"], request, False)
-        except ConfigError as error:
-            return _report(spec, Judgement(refused=str(error)))
-        config = effective_config(probe.defaults, request)
-        what = Rehearsed(spec.where, (), folder, steps, config)
+            run_script(script)
 
-        def body(link: LifeLink) -> None:
-            _train(question["task"], link)
+        return script, run
+    request = Request(())
+    config = effective_config(look(question["task"], request, False).defaults, request)
+    return Rehearsed(spec.where, (), folder, steps, config, watch=watch), lambda link: _train(question["task"], link)
 
-    return _report(spec, Rehearsal(what, body, float(question["max_seconds"])).verdict(listed=True))
+
+def _apart(question: dict[str, Any], what: Rehearsed, life: str) -> int:
+    """Begin a life in a process of its own, in which texts have other hashes."""
+    said = json.dumps({**question, "life": life, "watch": asdict(what.watch), "parent": os.getpid()})
+    command = own_command("everstep.cli.check_life", said)
+    quiet = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
+    environment = {**pinned_environment(1), "PYTHONHASHSEED": "1"}
+    return os.posix_spawn(command[0], command, environment, file_actions=quiet)
 
 
 def _train(text: str, link: LifeLink) -> None:
@@ -133,6 +162,7 @@ def _report(spec: TaskSpec, verdict: Judgement) -> dict[str, Any]:
             "object": f.object,
             "file": f.file,
             "line": f.line,
+            "changed": f.changed,
             "says": f.says,
             "remedy": f.remedy,
             "refused": f.refused,
@@ -164,6 +194,7 @@ def _report(spec: TaskSpec, verdict: Judgement) -> dict[str, Any]:
 def _print(target: str, report: dict[str, Any]) -> None:
     for finding in report["findings"]:
         where = f"{finding['file']}:{finding['line']}: " if finding["line"] else ""
+        where += f"changed in line {finding['changed']}: " if finding.get("changed") else ""
         weight = "" if finding.get("refused", True) else " (listed only: the job starts anyway)"
         print(f"{where}{finding['object']}: {finding['says']}; {finding['remedy']}{weight}")
     print(f"{target}: {len(report['findings'])} found; not looked into: {len(report['not_covered'])} kinds (--json)")

@@ -1,0 +1,216 @@
+"""Lives beside the rehearsal's, for `everstep check`: does the training depend on what differs from process to process?
+
+A life whose surroundings are all different must do the same work, to the same state. If it does not, lives in which one
+line reads something else show which line is to blame; and if none is, two lives whose lines are followed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from everstep.train.ambient import ALL, Setting, parts_of
+from everstep.train.line_trace import Divergence, first_divergence, where_written
+from everstep.train.rehearsal import Fork, Judgement, LifeLink, Rehearsal, Rehearsed, Sighting, fork_life
+from everstep.train.restarts import TRAINING, Finding, differing
+from everstep.train.watched_life import BEFORE, RUN, Watch, read_rows
+
+_MOST_SITES = 24
+_PINNED = Setting(pinned=True)
+_WORDS = {
+    "time": ("the clock", "let it follow from step.number, or from the generators that are seeded for every lane"),
+    "dat": ("the clock", "let it follow from step.number, or from the generators that are seeded for every lane"),
+    "os.environ": (
+        "a variable that other hosts and workers may have another value of",
+        "give it to the script as an argument, which all workers get alike",
+    ),
+    "hash": ("the hash of a text, which differs from process to process", "use hashlib, which gives the same anywhere"),
+    "os.listdir": ("the order of a folder's files, which differs from host to host", "sort the names"),
+    "os.scandir": ("the order of a folder's files, which differs from host to host", "sort the names"),
+    "glob": ("the order of a folder's files, which differs from host to host", "sort the names"),
+    "pathlib": ("the order of a folder's files, which differs from host to host", "sort the names"),
+    "os.walk": ("the order of a folder's files, which differs from host to host", "sort the names"),
+    "uuid": ("random bytes that no seed governs", "draw from the global generators, which are seeded for every step"),
+    "os.urandom": ("random bytes that no seed governs", "draw from the global generators, which are seeded"),
+}
+_WHO = ("which process or host this is", "let all workers compute the same, whichever of them computes a lane")
+_TWICE = "let the results of a batch depend on the batch, the model and step.number alone"
+_KEPT = "keep no values from batch to batch, or only in buffers of the model"
+
+
+@dataclass
+class Trials:
+    """Trials of one script or task. apart: begins a life in a process with other hashes."""
+
+    what: Rehearsed
+    body: Callable[[LifeLink], None]
+    apart: Fork
+    limit_s: float
+    notes: list[str] = field(default_factory=list)
+    covered: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._until_s = time.monotonic() + self.limit_s
+        self._stranger = self._rehearsal(Watch(work=True, covered=True, setting=Setting(moved=(ALL,))), hashed=True)
+
+    def begin(self) -> None:
+        """Begin the life whose surroundings are all different."""
+        self._stranger.begin("s")
+
+    def close(self) -> None:
+        """End it."""
+        self._stranger.close()
+
+    def findings(self, verdict: Judgement, rehearsal: Rehearsal) -> list[Finding]:
+        """All that the trials find, after the rehearsal."""
+        first = verdict.seen
+        if first.known:
+            return [self._refused(first)]
+        if verdict.note or first.error:
+            return []
+        control = rehearsal.seen.get("c") or rehearsal.result("c")
+        found = self._surroundings(first, control)
+        if not found and not verdict.findings and (how := unlike(first, rehearsal.seen["b"])):
+            found = self._followed(how, "a worker that is resumed differs", self._traced_lives("a", "b"))
+        return found
+
+    # ---- surroundings
+
+    def _surroundings(self, first: Sighting, control: Sighting) -> list[Finding]:
+        strange = self._stranger.result("s")
+        if strange.error:
+            self.notes.append(f"other surroundings, all at once: {strange.error}")
+        natural = unlike(first, control)
+        how = natural or ("" if strange.error else unlike(first, strange))
+        self.covered.append(f"{len(strange.noted.sites)} readings of clocks, ids, variables and folders in the code")
+        if not how and not strange.error:
+            return []
+        sites = strange.noted.sites or self._life("n", Setting()).noted.sites
+        found = self._by_site(sites)
+        if not found and not strange.error and not natural:
+            found = self._followed(how, "it depends on the order or the hash of texts", self._hashed_lives())
+        if not found and natural:
+            text = "two undisturbed runs differ"
+            found = self._followed(natural, text, self._traced_lives("t", "u")) or [_somewhere(natural, text, first)]
+        return found
+
+    def _by_site(self, sites: Sequence[str]) -> list[Finding]:
+        if not sites:
+            return []
+        plain = self._life("p", _PINNED)
+        if plain.error:
+            self.notes.append(f"a run whose clocks stand still: {plain.error}")
+            return []
+        every = self._life("q", replace(_PINNED, moved=(ALL,)))
+        if not every.error and not unlike(plain, every):
+            return []
+        found = []
+        for k, name in enumerate(sites[:_MOST_SITES]):
+            source, file, line = parts_of(name)
+            other = self._life(f"q{k}", replace(_PINNED, moved=(name,)))
+            if other.error:
+                where = f"{os.path.basename(file)}:{line}"
+                self.notes.append(f"{source} ({where}): with another value the script ends early ({other.error})")
+            elif how := unlike(plain, other):
+                found.append(_reading(source, file, line, how))
+        if len(sites) > _MOST_SITES:
+            self.notes.append(f"{len(sites) - _MOST_SITES} more readings of clocks, ids and variables")
+        return found
+
+    # ---- lines that are followed
+
+    def _refused(self, first: Sighting) -> Finding:
+        """The finding for Everstep's own objection, at the line that causes it if following the lines shows it."""
+        file, line = first.place
+        plain = Finding(
+            "refused", file or os.path.basename(self.what.script), "", True, _TWICE, file, line, first.error
+        )
+        if first.kind not in ("DeterminismError", "TaskError", "Uncarried"):
+            return plain
+        with self._lives(Watch(trace="lane", setting=Setting())) as lives:
+            seen = lives.result("l")
+        at = seen.noted.diverged
+        if at is None:
+            return plain
+        source = next((s for s, f, n in map(parts_of, seen.noted.sites) if (f, n) == (at.file, at.line)), "")
+        if source:
+            return _reading(source, at.file, at.line, "the same batch, computed twice, gives other results")
+        line = at.line if at.made else where_written(at.object, at.file, at.line)
+        says = f"{first.error}; the first difference is in {at.object}, in line {at.line}"
+        return Finding("lane", at.object, "", True, _KEPT, at.file, line, says)
+
+    def _followed(self, how: str, why: str, at: Divergence | None) -> list[Finding]:
+        if at is None:
+            return []
+        says = f"{why}: {how}; the first difference is in {at.object}, in line {at.line}"
+        remedy = "sort what has no order of its own, and draw from generators that are seeded"
+        line = at.line if at.made else where_written(at.object, at.file, at.line)
+        return [Finding("followed", at.object, "", True, remedy, at.file, line, says)]
+
+    def _hashed_lives(self) -> Divergence | None:
+        watch = Watch(trace=RUN, setting=_PINNED)
+        with self._lives(watch) as one, self._lives(watch, hashed=True) as other:
+            other.begin("v")
+            one.result("u")
+            other.result("v")
+        return self._compared("u", "v")
+
+    def _traced_lives(self, one: str, other: str) -> Divergence | None:
+        with self._lives(Watch(trace=RUN, setting=_PINNED)) as lives:
+            lives.result(one)
+            lives.result(other)
+        return self._compared(one, other)
+
+    def _compared(self, one: str, other: str) -> Divergence | None:
+        mine, theirs = (read_rows(self.what.path(f"{life}.lines")) for life in (one, other))
+        both = [part for part in mine if part in theirs and (part != BEFORE or other != "b")]
+        found = (first_divergence(mine[part], theirs[part]) for part in both)
+        return next(filter(None, found), None)
+
+    # ---- lives
+
+    def _life(self, name: str, setting: Setting) -> Sighting:
+        with self._lives(Watch(work=True, setting=setting)) as lives:
+            return lives.result(name)
+
+    @contextmanager
+    def _lives(self, watch: Watch, hashed: bool = False) -> Iterator[Rehearsal]:
+        lives = self._rehearsal(watch, hashed)
+        try:
+            yield lives
+        finally:
+            lives.close()
+
+    def _rehearsal(self, watch: Watch, hashed: bool = False) -> Rehearsal:
+        left_s = max(1.0, self._until_s - time.monotonic())
+        fork = self.apart if hashed else lambda what, life: fork_life(what, life, self.body)
+        return Rehearsal(replace(self.what, watch=watch), self.body, left_s, fork=fork)
+
+
+def unlike(one: Sighting, other: Sighting) -> str:
+    """How the work or the trained state of two lives differs, where both have been; "" if it does not."""
+    theirs = {(step, lane): (data, gave) for step, lane, data, gave in other.noted.work}
+    for step, lane, data, gave in one.noted.work:
+        there = theirs.get((step, lane))
+        if there is not None and there != (data, gave):
+            what = "the samples" if there[0] != data else "loss and gradient"
+            return f"{what} of step {step}, lane {lane} are others"
+    if one.step == other.step:
+        names = sorted(name for name in differing(one.facts, other.facts) if name.startswith(TRAINING))
+        if names:
+            return f"{names[0].removeprefix(f'{TRAINING}: ')} is another after step {one.step}"
+    return ""
+
+
+def _reading(source: str, file: str, line: int, how: str) -> Finding:
+    about, remedy = next((words for start, words in _WORDS.items() if source.startswith(start)), _WHO)
+    return Finding("surroundings", source, "", True, remedy, file, line, f"the training depends on {about}: {how}")
+
+
+def _somewhere(how: str, why: str, first: Sighting) -> Finding:
+    file, line = first.place
+    remedy = "seed every generator that the training draws from"
+    return Finding("nondeterministic", TRAINING, "", True, remedy, file, line, f"{why}: {how}")
