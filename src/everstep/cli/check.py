@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -106,7 +106,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         verdict = replace(verdict, refused="")
     named = {f.object for f in verdict.findings}
     verdict = replace(verdict, findings=(*verdict.findings, *(f for f in more if f.object not in named)))
-    return _report(spec, verdict)
+    return _report(spec, verdict, trials.covered, trials.notes)
 
 
 def life_of(question: dict[str, Any]) -> tuple[Rehearsed, Callable[[LifeLink], None]]:
@@ -155,7 +155,7 @@ def _train(text: str, link: LifeLink) -> None:
     train(task, run, early_stop)
 
 
-def _report(spec: TaskSpec, verdict: Judgement) -> dict[str, Any]:
+def _report(spec: TaskSpec, verdict: Judgement, tried: Sequence[str] = (), notes: Sequence[str] = ()) -> dict[str, Any]:
     found = [
         {
             "kind": f.kind,
@@ -178,9 +178,11 @@ def _report(spec: TaskSpec, verdict: Judgement) -> dict[str, Any]:
     owners = {f.owner: f"{f.owner} ({f.type_name})" for f in seen.facts.values() if f.hard and f.kind != "training"}
     covered = ["model, optimizer, scheduler and state, as join was given them"] if seen.step else []
     covered += [owners[name] for name in sorted(owners)]
+    covered += tried
     covered += [f"{len(seen.facts)} values that the loop can reach, after step {seen.step}"] if seen.step else []
     unseen = [f"{name}: {what}" for name, what in sorted(seen.unseen.items())]
     unseen += [f"{what}: its code cannot be read" for what in seen.read.notes]
+    unseen += notes
     return {
         "ok": not found,
         "findings": found,

@@ -50,7 +50,7 @@ from everstep.train.reachable import Carried, Fact, Survey, loop_frames, variabl
 from everstep.train.restarts import TRAINING, Finding, differing, findings, read_in_code, unpassed, with_code
 from everstep.train.task import place_of, where
 from everstep.train.view import WorkerView
-from everstep.train.watched_life import IN_REHEARSAL, Noted, Watch, Watcher, noted_of
+from everstep.train.watched_life import IN_REHEARSAL, Noted, Watch, Watcher, epoch_end, noted_of, numbers_in
 from everstep.train.worker_link import Deliver, Hello, LoneLink
 
 STEPS, LIMIT_S = 3, 120.0
@@ -86,9 +86,10 @@ class Rehearsed:
 @dataclass(frozen=True)
 class Sighting:
     """Facts that a life has seen at its end. step: its last step. error: why it ended otherwise, "" if it did not;
-    known: Everstep itself has refused something, with an error of this kind, at this place. total: the job's last step.
-    unpassed: name and type of a scheduler that `join` was not given.
-    read: facts from the loop's code, which was read before the first step."""
+    known: Everstep itself has refused something, with an error of this kind, at this place. total: the job's last step;
+    epoch_end: that of the first epoch, 0 if there is none. numbers: values in the loop. unpassed: name and type of a
+    scheduler that `join` was not given. read: facts from the loop's code, which was read before the first step.
+    """
 
     step: int = 0
     facts: Mapping[str, Fact] = field(default_factory=dict)
@@ -102,6 +103,8 @@ class Sighting:
     read: Read = field(default_factory=Read)
     noted: Noted = field(default_factory=Noted)
     total: int = 0
+    epoch_end: int = 0
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -210,8 +213,10 @@ class LifeLink(LoneLink):
             )
         if view.step >= self._last or over:
             found = self._look(view, sys._getframe(1))
-            found = replace(found, noted=self.watcher.noted(), total=view.order.total_steps)
-            report(self._what, self._life, found)
+            if self.watcher.works:
+                numbers, ends = numbers_in(loop_frames(sys._getframe(1))), epoch_end(view.order)
+                found = replace(found, numbers=numbers, total=view.order.total_steps, epoch_end=ends)
+            report(self._what, self._life, replace(found, noted=self.watcher.noted()))
 
     def _at(self, step: int, phase: str, plan: Plan) -> None:
         """Save the step before, which the loop has finished, and from which all later lives go on."""

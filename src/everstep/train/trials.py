@@ -9,16 +9,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 
+from everstep.runtime.link.address import CHECKPOINTS_DIR
 from everstep.train.ambient import ALL, Setting, parts_of
 from everstep.train.line_trace import Divergence, first_divergence, where_written
 from everstep.train.rehearsal import Fork, Judgement, LifeLink, Rehearsal, Rehearsed, Sighting, fork_life
 from everstep.train.restarts import TRAINING, Finding, differing
+from everstep.train.stretches import set_cursor, unrun
 from everstep.train.watched_life import BEFORE, RUN, Watch, read_rows
 
-_MOST_SITES = 24
+_MOST_SITES, _MOST_STRETCHES = 24, 5
 _PINNED = Setting(pinned=True)
 _WORDS = {
     "time": ("the clock", "let it follow from step.number, or from the generators that are seeded for every lane"),
@@ -75,6 +77,57 @@ class Trials:
         found = self._surroundings(first, control)
         if not found and not verdict.findings and (how := unlike(first, rehearsal.seen["b"])):
             found = self._followed(how, "a worker that is resumed differs", self._traced_lives("a", "b"))
+        return [*found, *self._stretches(first)]
+
+    # ---- further steps
+
+    def _stretches(self, first: Sighting) -> list[Finding]:
+        """Go through other steps, to which the cursor is set."""
+        steps, config = self.what.steps, self.what.config
+        self.covered.append(f"steps 1 to {first.step} of {first.total}: resumed after step {max(1, first.step - 2)}")
+        wanted = {first.epoch_end: "the end of an epoch", first.total: "the last step"}
+        if config is not None and config.eval_every:
+            wanted[config.eval_every] = "an evaluation"
+        missing = unrun(self._stranger.seen["s"].noted.lines, first.numbers, first.total)
+        wanted |= {code.at: f"{os.path.basename(code.file)}:{code.line}: {code.text}" for code in missing if code.at}
+        found: list[Finding] = []
+        chosen = sorted(at for at in wanted if first.step < at <= first.total)
+        for at in chosen[:_MOST_STRETCHES]:
+            found += [f for f in self._stretch(at, wanted[at]) if f.object not in {g.object for g in found}]
+        each_s = first.noted.seconds / max(1, first.step)
+        reached = set(chosen[:_MOST_STRETCHES])
+        for code in missing:
+            if code.at not in reached:
+                where = f"{os.path.basename(code.file)}:{code.line}"
+                cost = (
+                    f"--steps {code.at}: about {code.at * each_s:.0f} s a life" if code.at else "not by a step's number"
+                )
+                self.notes.append(f"{where}: {code.text}: no step came to it ({cost})")
+        if first.total > steps:
+            cost = f"--steps {first.total} would take about {first.total * each_s:.0f} s for each of five lives"
+            self.notes.append(f"{first.total - steps} more steps: {cost}")
+        return found
+
+    def _stretch(self, at: int, why: str) -> list[Finding]:
+        steps = self.what.steps
+        folder = self.what.path(f"at{at}")
+        origin = folder / "origin"
+        folder.mkdir()
+        set_cursor(self.what.path("b") / CHECKPOINTS_DIR, origin, max(1, at - steps + 1))
+        watch = replace(self.what.watch, origin=str(origin))
+        piece = replace(self.what, folder=str(folder), steps=at + 1, watch=watch)
+        left_s = max(1.0, self._until_s - time.monotonic())
+        lives = Rehearsal(piece, self.body, left_s)
+        with closing(lives):
+            verdict = lives.verdict()
+        first, resumed = verdict.seen, lives.seen.get("b", verdict.seen)
+        if verdict.refused or verdict.note:
+            self.notes.append(f"steps around {at} ({why}): {verdict.refused or verdict.note}")
+            return []
+        self.covered.append(f"steps {max(1, at - steps + 1) + 1} to {first.step} ({why}): resumed in between")
+        found = list(verdict.findings)
+        if not found and (how := unlike(first, resumed)):
+            found.append(_somewhere(how, f"around step {at} ({why}) a worker that is resumed differs", first))
         return found
 
     # ---- surroundings

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 from everstep.base.below import write_atomically
@@ -17,10 +18,12 @@ from everstep.base.given import read_json
 from everstep.protocol.step_types import LaneSaid
 from everstep.train.ambient import Ambient, Setting
 from everstep.train.line_trace import Divergence, LineRow, LineTrace, first_divergence, first_write
+from everstep.train.reachable import variables
 
 IN_REHEARSAL, TRIED = "EVERSTEP_REHEARSAL", "job"
 """Environment variable of a life that is only rehearsed, and its value in a job that tries a script out."""
 AGAIN, FIRST, RUN, BEFORE = "again", "first", "run", "before"
+_MOST_NUMBERS = 500
 Work = tuple[int, int, str, str]
 """Step, lane, digest of the batch, digest of loss and gradients."""
 
@@ -142,3 +145,21 @@ def watch_of(data: dict[str, Any]) -> Watch:
     if setting is not None:
         setting = Setting(tuple(setting["moved"]), bool(setting["pinned"]))
     return Watch(**{**data, "setting": setting})
+
+
+def epoch_end(order: Any) -> int:
+    """The step with which the first epoch ends; 0 if the order of samples has no epochs."""
+    size, batch = getattr(order, "dataset_size", 0), getattr(order, "global_batch", 1)
+    return -(-size // batch) if size else 0
+
+
+def numbers_in(frames: Sequence[FrameType]) -> dict[str, float]:
+    """Numbers that the loop's names stand for, and attributes of plain objects."""
+    found: dict[str, float] = {}
+    for name, value in variables(frames):
+        if isinstance(value, int | float):
+            found[name] = value
+        elif not isinstance(value, ModuleType | type) and len(found) < _MOST_NUMBERS:
+            inner = dict(getattr(value, "__dict__", {}))
+            found |= {f"{name}.{n}": v for n, v in inner.items() if isinstance(v, int | float)}
+    return found
