@@ -172,9 +172,7 @@ else:
     Planted(
         "parameter updated in forward",
         "",
-        model=_net(
-            "with torch.no_grad():\n    self.a.weight.mul_(0.99)  # here\nreturn self.b(torch.tanh(self.a(x)))"
-        ),
+        model=_net("with torch.no_grad():\n    self.a.weight.mul_(0.99)  # here\nreturn self.b(torch.tanh(self.a(x)))"),
     ),
     Planted(
         "cache in a module",
@@ -194,8 +192,8 @@ else:
     Planted(
         "dropout seeded by hand",
         "calls",
-        setup="calls = 0  # here\ndef drop(x):\n    global calls\n    calls += 1  # here\n    torch.manual_seed(calls)  # here\n"
-        "    return nn.functional.dropout(x, 0.5)",
+        setup="calls = 0  # here\ndef drop(x):\n    global calls\n    calls += 1  # here\n"
+        "    torch.manual_seed(calls)  # here\n    return nn.functional.dropout(x, 0.5)",
         batch="x = drop(x)",
     ),
     Planted(
@@ -325,7 +323,8 @@ model[0].weight.register_hook(Hook())  # here
 os.makedirs('parts', exist_ok=True)
 for k in range(6):
     open(f'parts/{k * 7 % 6}.txt', 'w').write(str(k))
-data = [(torch.full((4,), float(open(f'parts/{n}').read())), torch.tensor(i % 2)) for i, n in enumerate(os.listdir('parts'))] * 4  # here
+names = os.listdir('parts')  # here
+data = [(torch.full((4,), float(open(f'parts/{n}').read())), torch.tensor(i % 2)) for i, n in enumerate(names)] * 4
 """,
     ),
     Planted(
@@ -354,3 +353,6 @@ data = [(torch.full((4,), float(open(f'parts/{n}').read())), torch.tensor(i % 2)
         batch="x = x * (1 + id(thing) % 1009 / 1009)  # here",
     ),
 )
+
+EXAMPLES = ("plain_loop.py", "my_task.py:Line", "mlp-digits")
+"""Scripts and tasks, seen from the examples' folder, in which there is nothing to find."""

@@ -124,10 +124,10 @@ def life_of(question: dict[str, Any]) -> tuple[Rehearsed, Callable[[LifeLink], N
     """The lives of a script or task, and what each of them does. Raises: ConfigError if the task cannot be loaded."""
     from everstep.train.join import rehearsed_with
     from everstep.train.rehearsal import Rehearsed, run_script
-    from everstep.train.watched_life import Watch
+    from everstep.train.watched_life import LifeWatch
 
     spec = parse_task(question["task"])
-    folder, steps, watch = question["folder"], int(question["steps"]), Watch(work=True)
+    folder, steps, watch = question["folder"], int(question["steps"]), LifeWatch(work=True)
     if spec.kind == "script":
         script = Rehearsed(spec.where, tuple(question["argv"]), folder, steps, watch=watch)
 

@@ -116,8 +116,7 @@ class Ambient:
                 return value
             return self._told(source, value, moved, pinned, _caller(1))
 
-        told.__name__ = name
-        setattr(owner, name, told)
+        vars(owner)[name] = told
 
     def _told(
         self,
@@ -166,8 +165,7 @@ class Ambient:
         return lambda value: later[name]() if name in later else f"{value}1"
 
     def _environment(self) -> None:
-        kind: Any = type(os.environ)
-        real = kind.__getitem__
+        real = type(os.environ).__getitem__
 
         def told(environ: Any, key: Any) -> Any:
             value = real(environ, key) if key in environ._data or _encoded(environ, key) in environ._data else None
@@ -177,7 +175,7 @@ class Ambient:
                 return real(environ, key)
             return value
 
-        kind.__getitem__ = told
+        os.environ.__class__.__getitem__ = told  # type: ignore[method-assign]
 
     def _datetime(self) -> None:
         ambient, real, date = self, datetime.datetime, datetime.date
@@ -200,9 +198,8 @@ class Ambient:
             return told("date.today", date.today(), pinned.date())
 
         moment = {"now": classmethod(now), "utcnow": classmethod(utcnow), "today": classmethod(today)}
-        standing: Any = datetime
-        standing.datetime = _of(real)("datetime", (real,), moment)
-        standing.date = _of(date)("date", (date,), {"today": classmethod(day)})
+        datetime.datetime = _of(real)("datetime", (real,), moment)  # type: ignore[misc]
+        datetime.date = _of(date)("date", (date,), {"today": classmethod(day)})  # type: ignore[misc]
 
 
 def _of(plain: type) -> Any:

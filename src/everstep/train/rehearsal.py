@@ -50,7 +50,7 @@ from everstep.train.reachable import Carried, Fact, Survey, loop_frames, variabl
 from everstep.train.restarts import TRAINING, Finding, differing, findings, read_in_code, unpassed, with_code
 from everstep.train.task import place_of, where
 from everstep.train.view import WorkerView
-from everstep.train.watched_life import IN_REHEARSAL, Noted, Watch, Watcher, epoch_end, noted_of, numbers_in
+from everstep.train.watched_life import IN_REHEARSAL, LifeNotes, LifeWatch, Noted, epoch_end, noted_of, numbers_in
 from everstep.train.worker_link import Deliver, Hello, LoneLink
 
 STEPS, LIMIT_S = 3, 120.0
@@ -76,7 +76,7 @@ class Rehearsed:
     steps: int = STEPS
     config: Config | None = None
     said: Mapping[str, Any] = field(default_factory=dict)
-    watch: Watch = field(default_factory=Watch)
+    watch: LifeWatch = field(default_factory=LifeWatch)
 
     def path(self, name: str) -> Path:
         """Path of a file or folder of the rehearsal's own."""
@@ -152,7 +152,7 @@ class LifeLink(LoneLink):
         self._current: Plan | None = None
         self._followed = WatchedLoop()
         self.read: Read | None = None
-        self.watcher = Watcher(what.watch, what.path(f"{life}.lines"))
+        self.watcher = LifeNotes(what.watch, what.path(f"{life}.lines"))
 
     def fill_up(self, config: Config) -> None:
         """The script has joined. A life that goes on waits for its checkpoint."""

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from everstep.base.below import write_atomically
 from everstep.checkpoint.names import manifest_name, step_name, step_of
 from everstep.checkpoint.reader import read_manifest
 from everstep.checkpoint.store import DirectoryStore
@@ -24,14 +26,6 @@ _ALLOWED = (
     *(ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn, ast.Tuple, ast.List, ast.Set),
 )
 _NUMBER = "step_number"
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Steps around one. at: its number; why: for people."""
-
-    at: int
-    why: str
 
 
 @dataclass(frozen=True)
@@ -52,14 +46,9 @@ def set_cursor(origin: Path, target: Path, step: int) -> None:
     store = DirectoryStore(origin)
     found = max(s for name in store.list("step-") if (s := step_of(name)) is not None)
     manifest = replace(read_manifest(store, found)[0], step=step)
-    for folder, _, files in os.walk(origin):
-        there = target / Path(folder).relative_to(origin)
-        there.mkdir(parents=True, exist_ok=True)
-        for name in files:
-            if name.endswith(".safetensors"):
-                os.link(Path(folder) / name, there / name)
+    shutil.copytree(origin, target, copy_function=os.link, ignore=shutil.ignore_patterns("*.json"))
     (target / step_name(step)).mkdir(exist_ok=True)
-    (target / manifest_name(step)).write_bytes(manifest.encode())
+    write_atomically(target / manifest_name(step), manifest.encode(), 1)
 
 
 def unrun(lines: Mapping[str, Sequence[int]], numbers: Mapping[str, float], total: int) -> list[Unrun]:
@@ -87,23 +76,21 @@ def _lines(body: Sequence[ast.stmt]) -> Iterator[int]:
 
 
 class _Numbered(ast.NodeTransformer):
-    """Puts what is known in place of names with dots."""
+    """Puts what is known in place of names, with dots or without."""
 
     def __init__(self, numbers: Mapping[str, float], total: int) -> None:
         self._known: dict[str, Any] = dict(numbers)
-        self._total = total
+        self._fixed = {"total_steps": total, "is_main": True}
 
-    def visit_Attribute(self, node: ast.Attribute) -> Any:
-        """A name with dots."""
-        fixed = {"total_steps": self._total, "is_main": True}
-        if node.attr == "number":
+    def visit(self, node: ast.AST) -> Any:
+        """A node, and those in it."""
+        if isinstance(node, ast.Attribute) and node.attr == "number":
             return ast.Name(_NUMBER, ast.Load())
-        value = fixed.get(node.attr, self._known.get(ast.unparse(node)))
-        return node if value is None else ast.Constant(value)
-
-    def visit_Name(self, node: ast.Name) -> Any:
-        """A plain name."""
-        return ast.Constant(self._known[node.id]) if node.id in self._known else node
+        if isinstance(node, ast.Attribute) and node.attr in self._fixed:
+            return ast.Constant(self._fixed[node.attr])
+        if isinstance(node, ast.Attribute | ast.Name) and (value := self._known.get(ast.unparse(node))) is not None:
+            return ast.Constant(value)
+        return self.generic_visit(node)
 
 
 def _first(test: ast.expr, wanted: bool, numbers: Mapping[str, float], total: int) -> int:

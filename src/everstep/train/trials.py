@@ -18,7 +18,7 @@ from everstep.train.line_trace import Divergence, first_divergence, where_writte
 from everstep.train.rehearsal import Fork, Judgement, LifeLink, Rehearsal, Rehearsed, Sighting, fork_life
 from everstep.train.restarts import TRAINING, Finding, differing
 from everstep.train.stretches import set_cursor, unrun
-from everstep.train.watched_life import BEFORE, RUN, Watch, read_rows
+from everstep.train.watched_life import BEFORE, RUN, LifeWatch, read_rows
 
 _MOST_SITES, _MOST_STRETCHES = 24, 5
 _PINNED = Setting(pinned=True)
@@ -56,7 +56,7 @@ class Trials:
 
     def __post_init__(self) -> None:
         self._until_s = time.monotonic() + self.limit_s
-        self._stranger = self._rehearsal(Watch(work=True, covered=True, setting=Setting(moved=(ALL,))), hashed=True)
+        self._stranger = self._rehearsal(LifeWatch(work=True, covered=True, setting=Setting(moved=(ALL,))), hashed=True)
 
     def begin(self) -> None:
         """Begin the life whose surroundings are all different."""
@@ -183,7 +183,7 @@ class Trials:
         )
         if first.kind not in ("DeterminismError", "TaskError", "Uncarried"):
             return plain
-        with self._lives(Watch(trace="lane", setting=Setting())) as lives:
+        with self._lives(LifeWatch(trace="lane", setting=Setting())) as lives:
             seen = lives.result("l")
         at = seen.noted.diverged
         if at is None:
@@ -204,7 +204,7 @@ class Trials:
         return [Finding("followed", at.object, "", True, remedy, at.file, line, says)]
 
     def _hashed_lives(self) -> Divergence | None:
-        watch = Watch(trace=RUN, setting=_PINNED)
+        watch = LifeWatch(trace=RUN, setting=_PINNED)
         with self._lives(watch) as one, self._lives(watch, hashed=True) as other:
             other.begin("v")
             one.result("u")
@@ -212,7 +212,7 @@ class Trials:
         return self._compared("u", "v")
 
     def _traced_lives(self, one: str, other: str) -> Divergence | None:
-        with self._lives(Watch(trace=RUN, setting=_PINNED)) as lives:
+        with self._lives(LifeWatch(trace=RUN, setting=_PINNED)) as lives:
             lives.result(one)
             lives.result(other)
         return self._compared(one, other)
@@ -226,18 +226,18 @@ class Trials:
     # ---- lives
 
     def _life(self, name: str, setting: Setting) -> Sighting:
-        with self._lives(Watch(work=True, setting=setting)) as lives:
+        with self._lives(LifeWatch(work=True, setting=setting)) as lives:
             return lives.result(name)
 
     @contextmanager
-    def _lives(self, watch: Watch, hashed: bool = False) -> Iterator[Rehearsal]:
+    def _lives(self, watch: LifeWatch, hashed: bool = False) -> Iterator[Rehearsal]:
         lives = self._rehearsal(watch, hashed)
         try:
             yield lives
         finally:
             lives.close()
 
-    def _rehearsal(self, watch: Watch, hashed: bool = False) -> Rehearsal:
+    def _rehearsal(self, watch: LifeWatch, hashed: bool = False) -> Rehearsal:
         left_s = max(1.0, self._until_s - time.monotonic())
         fork = self.apart if hashed else lambda what, life: fork_life(what, life, self.body)
         return Rehearsal(replace(self.what, watch=watch), self.body, left_s, fork=fork)

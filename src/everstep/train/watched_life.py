@@ -24,12 +24,12 @@ IN_REHEARSAL, TRIED = "EVERSTEP_REHEARSAL", "job"
 """Environment variable of a life that is only rehearsed, and its value in a job that tries a script out."""
 AGAIN, FIRST, RUN, BEFORE = "again", "first", "run", "before"
 _MOST_NUMBERS = 500
-Work = tuple[int, int, str, str]
+LaneWork = tuple[int, int, str, str]
 """Step, lane, digest of the batch, digest of loss and gradients."""
 
 
 @dataclass(frozen=True)
-class Watch:
+class LifeWatch:
     """What is noted. work: of each lane. setting: of the surroundings; None if they are left alone. trace: lines of
     the lanes that are computed twice ("lane"), of all ("run"), or none. covered: which lines were executed. origin: a
     folder with a checkpoint that the life goes on from."""
@@ -46,20 +46,20 @@ class Noted:
     """What was noted. sites: as in `Ambient`. seconds: of the steps. lines: executed ones by file. diverged: within one
     life, between two computations of a lane; or the line that wrote to a parameter."""
 
-    work: tuple[Work, ...] = ()
+    work: tuple[LaneWork, ...] = ()
     sites: tuple[str, ...] = ()
     seconds: float = 0.0
     lines: dict[str, list[int]] = field(default_factory=dict)
     diverged: Divergence | None = None
 
 
-class Watcher:
+class LifeNotes:
     """The notes of this process's life, being taken. file: for the lines."""
 
-    def __init__(self, watch: Watch, file: Path) -> None:
+    def __init__(self, watch: LifeWatch, file: Path) -> None:
         self._watch = watch
         self._file = file
-        self._work: list[Work] = []
+        self._work: list[LaneWork] = []
         self._began_s: float | None = None
         self._ambient = Ambient(watch.setting or Setting())
         self._trace: LineTrace | None = None
@@ -139,12 +139,12 @@ def noted_of(data: dict[str, Any]) -> Noted:
     return Noted(work, tuple(data["sites"]), float(data["seconds"]), data["lines"], diverged)
 
 
-def watch_of(data: dict[str, Any]) -> Watch:
+def watch_of(data: dict[str, Any]) -> LifeWatch:
     """What is to be noted, from JSON."""
     setting = data["setting"]
     if setting is not None:
         setting = Setting(tuple(setting["moved"]), bool(setting["pinned"]))
-    return Watch(**{**data, "setting": setting})
+    return LifeWatch(**{**data, "setting": setting})
 
 
 def epoch_end(order: Any) -> int:
