@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from everstep.base.errors import ConfigError
+from everstep.checkpoint.interchange_formats import load_weights
 from everstep.data.folder import PictureFolder
 from everstep.zoo.recipe import RESNET_OPTIONS, ResNetClassifier, total_steps, warmup_cosine
 
@@ -54,7 +54,7 @@ class ResNet18Folder(ResNetClassifier):
         size = self.option("size")
         model = self.built(len(self._pictures("train").classes), small_input=size <= 64)
         if self.option("weights"):
-            load_weights(model, self.option("weights"))
+            start_from(model, self.option("weights"))
         return model
 
     def build_dataset(self, split: str) -> Dataset[Any]:
@@ -89,11 +89,11 @@ class ResNet152Folder(ResNet18Folder):
     depth = 152
 
 
-def load_weights(model: nn.Module, path: str) -> None:
+def start_from(model: nn.Module, path: str) -> None:
     """Load weights from a safetensors file or one of torchvision's (`.pth`). A classifier of another size, or one that
     the model does not have, is left out. Raises: ConfigError if it cannot be read or is of another architecture."""
     try:
-        weights = _read_weights(path)
+        weights = load_weights(Path(path)).model
     except Exception as error:
         expected = "a safetensors file, or torchvision's .pth"
         raise ConfigError(f"task.weights: expected {expected}, got {path}: {error}") from error
@@ -108,13 +108,3 @@ def load_weights(model: nn.Module, path: str) -> None:
         some = (wrong + missing + sorted(set(weights) - set(own)))[0]
         raise ConfigError(f"task.weights: {path} is of another architecture: {some} differs or is missing")
     model.load_state_dict(weights, strict=False)
-
-
-def _read_weights(path: str) -> dict[str, torch.Tensor]:
-    """Tensors by name; nothing else is taken from the file."""
-    if path.endswith((".pth", ".pt")):
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
-            raise ConfigError("it holds more than tensors by name")
-        return dict(found)
-    return load_file(path)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError
 from everstep.zoo.digits import ResNet18Digits
-from everstep.zoo.pictures import load_weights
+from everstep.zoo.pictures import start_from
 from everstep.zoo.resnet import BatchNorm2d, Conv2d, ResNet
 
 PUBLISHED = {
@@ -209,10 +209,10 @@ def test_weights_in_the_format_of_torchvision(tmp_path: Path) -> None:
     torch.save(ResNet(18, 1000).state_dict(), tmp_path / "resnet18.pth")
     weights = torch.load(tmp_path / "resnet18.pth", weights_only=True)
     for net in (model, bare):
-        load_weights(net, str(tmp_path / "resnet18.pth"))
+        start_from(net, str(tmp_path / "resnet18.pth"))
         assert torch.equal(net.state_dict()["layer4.1.conv2.weight"], weights["layer4.1.conv2.weight"])
     with pytest.raises(ConfigError, match="another architecture: conv1"):
-        load_weights(other, str(tmp_path / "resnet18.pth"))
+        start_from(other, str(tmp_path / "resnet18.pth"))
     (tmp_path / "hostile.pth").write_bytes(pickle.dumps({"conv1.weight": os.system}))
     with pytest.raises(ConfigError, match=r"task\.weights"):
-        load_weights(model, str(tmp_path / "hostile.pth"))
+        start_from(model, str(tmp_path / "hostile.pth"))
