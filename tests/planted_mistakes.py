@@ -354,5 +354,12 @@ data = [(torch.full((4,), float(open(f'parts/{n}').read())), torch.tensor(i % 2)
     ),
 )
 
-EXAMPLES = ("plain_loop.py", "my_task.py:Line", "mlp-digits")
+EXAMPLES = (
+    "plain_loop.py",
+    "my_task.py:Line",
+    "mlp-digits",
+    "ddpm_digits.py",
+    "graph_network.py",
+    "llama_bpe.py:Llama",
+)
 """Scripts and tasks, seen from the examples' folder, in which there is nothing to find."""

@@ -171,7 +171,7 @@ def _report(spec: TaskSpec, verdict: Judgement, tried: Sequence[str] = (), notes
         {
             "kind": f.kind,
             "object": f.object,
-            "file": f.file,
+            "file": os.path.basename(f.file),
             "line": f.line,
             "changed": f.changed,
             "says": f.says,

@@ -77,12 +77,12 @@ class Trials:
         found = self._surroundings(first, control)
         if not found and not verdict.findings and (how := unlike(first, rehearsal.seen["b"])):
             found = self._followed(how, "a worker that is resumed differs", self._traced_lives("a", "b"))
-        return [*found, *self._stretches(first)]
+        return [*found, *self._stretches(first, steady=not found)]
 
     # ---- further steps
 
-    def _stretches(self, first: Sighting) -> list[Finding]:
-        """Go through other steps, to which the cursor is set."""
+    def _stretches(self, first: Sighting, steady: bool) -> list[Finding]:
+        """Go through other steps, to which the cursor is set. steady: nothing is known to make two runs differ."""
         steps, config = self.what.steps, self.what.config
         self.covered.append(f"steps 1 to {first.step} of {first.total}: resumed after step {max(1, first.step - 2)}")
         wanted = {first.epoch_end: "the end of an epoch", first.total: "the last step"}
@@ -93,7 +93,7 @@ class Trials:
         found: list[Finding] = []
         chosen = sorted(at for at in wanted if first.step < at <= first.total)
         for at in chosen[:_MOST_STRETCHES]:
-            found += [f for f in self._stretch(at, wanted[at]) if f.object not in {g.object for g in found}]
+            found += [f for f in self._stretch(at, wanted[at], steady) if f.object not in {g.object for g in found}]
         each_s = first.noted.seconds / max(1, first.step)
         reached = set(chosen[:_MOST_STRETCHES])
         for code in missing:
@@ -108,7 +108,7 @@ class Trials:
             self.notes.append(f"{first.total - steps} more steps: {cost}")
         return found
 
-    def _stretch(self, at: int, why: str) -> list[Finding]:
+    def _stretch(self, at: int, why: str, steady: bool) -> list[Finding]:
         steps = self.what.steps
         folder = self.what.path(f"at{at}")
         origin = folder / "origin"
@@ -126,7 +126,7 @@ class Trials:
             return []
         self.covered.append(f"steps {max(1, at - steps + 1) + 1} to {first.step} ({why}): resumed in between")
         found = list(verdict.findings)
-        if not found and (how := unlike(first, resumed)):
+        if steady and not found and (how := unlike(first, resumed)):
             found.append(_somewhere(how, f"around step {at} ({why}) a worker that is resumed differs", first))
         return found
 
