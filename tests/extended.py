@@ -49,6 +49,7 @@ def tests(file: str, **environment: str) -> Part:
 
 TIERS = {
     "sim": [part for kind in KINDS for part in seeds(kind)],
+    "planted": [tests(f"e2e/test_e2e_{name}.py", EVERSTEP_TEST_PLANTED="all") for name in ("planted", "examples")],
     "generations": [tests("chaos/test_chaos_leaks.py", EVERSTEP_TEST_GENERATIONS="200")],
     "hosts": [
         tests(f"hosts/test_hosts_{name}.py", EVERSTEP_TEST_HOSTS="all")

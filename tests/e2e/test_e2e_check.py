@@ -30,7 +30,7 @@ def test_what_check_says(tmp_path: Path) -> None:
     (tmp_path / "raises.py").write_text("import sys\nraise ValueError(sys.argv[1:])")
     script, small, keeping, nothing, raises = together(
         ["check", "trainer.py", "--json"],
-        ["check", "tasks.py:Small", "--json"],
+        ["check", "tasks.py:Small", "--json", "--max-seconds", "90"],
         ["check", "tasks.py:Keeping"],
         ["check", "nothing.py"],
         ["check", "raises.py", "--steps", "4", "--", "--lr", "1"],
@@ -46,6 +46,9 @@ def test_what_check_says(tmp_path: Path) -> None:
     assert "state={'ema': self.ema}" in average["remedy"]
     assert said["covered"] and any("C extensions" in text for text in said["not_covered"])
     assert small.returncode == 0 and json.loads(small.stdout)["ok"] is True, small.stdout + small.stderr
+    told = json.loads(small.stdout)
+    assert any("(the last step): resumed" in text for text in told["covered"]), told
+    assert any("two workers, one of which" in text for text in (*told["covered"], *told["not_covered"])), told
     assert keeping.returncode == 1 and "task.ema: join does not carry this Linear" in keeping.stdout
     assert nothing.returncode == 2 and "it ended without calling everstep.join" in one_error(nothing)
     assert raises.returncode == 2 and "ValueError: ['--lr', '1'] (raises.py:2)" in one_error(raises)

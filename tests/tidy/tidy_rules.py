@@ -296,6 +296,7 @@ WRITES_ELSEWHERE = {
     "everstep.runtime.files.claim_files": "a draft that `drafted` made",
     "everstep.dashboard.guard": "a draft that `drafted` made",
     "everstep.train.rehearsal": "links to checkpoints of its own, in a folder of its own",
+    "everstep.train.stretches": "links to checkpoints of its own, in a folder of its own",
     "everstep.runtime.host.packet_faults": "a device",
 }
 """Modules in which files are opened for writing in other ways than `everstep.base.below`, and why."""

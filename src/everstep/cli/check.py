@@ -1,34 +1,37 @@
-"""`everstep check`: rehearse a script or a task, and report state that is lost on resume or heal."""
+"""`everstep check`: try a script or a task out, and name what would keep a job from being exact."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from everstep.base.errors import ConfigError
 from everstep.base.leaving import temporary_folder
+from everstep.cli.check_jobs import ShortJobs
 from everstep.cli.job import Request, effective_config
 from everstep.cli.probe import look
 from everstep.cli.seconds import Seconds
 from everstep.cli.task_loading import TaskSpec, load_task, parse_task
 from everstep.cli.worker import PRELOAD
 from everstep.runtime.host.fork_server_client import EarlyForkServer, ForkEnded
+from everstep.runtime.process import own_command, pinned_environment
 
 if TYPE_CHECKING:
-    from everstep.train.rehearsal import Judgement, LifeLink
+    from everstep.train.rehearsal import Judgement, LifeLink, Rehearsed
 
 _LEAST_STEPS = 2
 _REFUSED = "a job refuses this at its start: change it"
 NOT_COVERED = (
-    "state in C extensions, databases, devices and other processes or threads",
-    "changes after the rehearsed steps (--steps), in code that cannot be read",
-    "changes that come only after an evaluation, an epoch or a number of steps beyond the rehearsal",
+    "state in C extensions, databases, devices and other processes",
     "attributes of objects of installed packages, except modules, optimizers, schedulers and objects with state_dict",
-    "values that differ between two undisturbed runs: unseeded generators, times, addresses",
     "code of the script after its loop",
 )
 
@@ -36,16 +39,17 @@ NOT_COVERED = (
 @click.command()
 @click.argument("target")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED)
-@click.option("--steps", type=click.IntRange(_LEAST_STEPS), default=3, show_default=True, help="Steps to rehearse.")
+@click.option("--steps", type=click.IntRange(_LEAST_STEPS), default=3, show_default=True, help="Steps of each stretch.")
 @click.option(
-    "--max-seconds", type=Seconds(1.0), default=120.0, show_default=True, help="Give up after this many seconds."
+    "--max-seconds", type=Seconds(1.0), default=300.0, show_default=True, help="Give up after this many seconds."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(target: str, argv: tuple[str, ...], steps: int, max_seconds: float, as_json: bool) -> int:
-    """Rehearse TARGET: a script that calls everstep.join (-- its own arguments), or a task.
+    """Check TARGET before a job: a script that calls everstep.join (-- its own arguments), or a task.
 
-    One process does the first steps. A second process resumes from a checkpoint of one of them and repeats the rest.
-    State that then differs is state that is lost on resume. Exit code 1: some was found.
+    It is trained for a few steps, and resumed; with other clocks, ids, variables, hashes and orders of files; around an
+    evaluation, the end of an epoch and the last step; then on several workers, one of which is killed. The bits are
+    compared each time, and what makes them differ is named, with its line. Exit code 1: something was found.
     """
     spec = parse_task(target)
     if argv and spec.kind != "script":
@@ -68,7 +72,7 @@ def check(spec: TaskSpec, argv: tuple[str, ...], steps: int, max_seconds: float)
 
 
 def _check(spec: TaskSpec, argv: tuple[str, ...], steps: int, max_seconds: float, folder: str) -> dict[str, Any]:
-    task = spec.canonical
+    task, began_s = spec.canonical, time.monotonic()
     question = {"task": task, "argv": argv, "folder": folder, "steps": steps, "max_seconds": max_seconds}
     with closing(EarlyForkServer(1, PRELOAD)) as server:
         try:
@@ -79,35 +83,71 @@ def _check(spec: TaskSpec, argv: tuple[str, ...], steps: int, max_seconds: float
         output = " ".join(said["output"].split()[-40:])
         tail = f"; it printed last: ... {output}" if output else ""
         raise ConfigError(f"{spec.text} cannot be rehearsed: {said['note']}{tail}")
-    return {key: said[key] for key in ("ok", "findings", "covered", "not_covered")}
+    report = {key: said[key] for key in ("ok", "findings", "covered", "not_covered")}
+    if report["ok"]:
+        jobs = ShortJobs(spec, argv, Path(folder), 2 * steps, began_s + max_seconds)
+        jobs.run()
+        report["findings"] += jobs.findings
+        report["covered"] += jobs.covered
+        report["not_covered"] += jobs.notes
+        report["ok"] = not report["findings"]
+    else:
+        report["not_covered"].append("several workers, a kill, a resume on another size: once nothing is found here")
+    return report
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Rehearse in a fork of the fork server, which has run none of the user's code."""
-    from everstep.train.join import rehearsed_with
-    from everstep.train.rehearsal import Judgement, Rehearsal, Rehearsed, run_script
+    from everstep.train.rehearsal import Judgement, Rehearsal
+    from everstep.train.trials import Trials
 
     spec = parse_task(question["task"])
-    folder, steps = question["folder"], int(question["steps"])
-    request = Request(())
+    try:
+        what, body = life_of(question)
+    except ConfigError as error:
+        return _report(spec, Judgement(refused=str(error)))
+    limit_s = float(question["max_seconds"])
+    trials = Trials(what, body, lambda piece, life: _apart(question, piece, life), limit_s)
+    rehearsal = Rehearsal(what, body, limit_s)
+    with closing(trials), closing(rehearsal):
+        trials.begin()
+        verdict = rehearsal.verdict(listed=True)
+        more = trials.findings(verdict, rehearsal)
+    if verdict.refused and more:
+        verdict = replace(verdict, refused="")
+    named = {f.object for f in verdict.findings}
+    verdict = replace(verdict, findings=(*verdict.findings, *(f for f in more if f.object not in named)))
+    return _report(spec, verdict, trials.covered, trials.notes)
+
+
+def life_of(question: dict[str, Any]) -> tuple[Rehearsed, Callable[[LifeLink], None]]:
+    """The lives of a script or task, and what each of them does. Raises: ConfigError if the task cannot be loaded."""
+    from everstep.train.join import rehearsed_with
+    from everstep.train.rehearsal import Rehearsed, run_script
+    from everstep.train.watched_life import LifeWatch
+
+    spec = parse_task(question["task"])
+    folder, steps, watch = question["folder"], int(question["steps"]), LifeWatch(work=True)
     if spec.kind == "script":
-        what = Rehearsed(spec.where, tuple(question["argv"]), folder, steps)
+        script = Rehearsed(spec.where, tuple(question["argv"]), folder, steps, watch=watch)
 
-        def body(link: LifeLink) -> None:
+        def run(link: LifeLink) -> None:
             rehearsed_with(link)
-            run_script(what)
-    else:
-        try:
-            probe = look(question["task"], request, False)
-        except ConfigError as error:
-            return _report(spec, Judgement(refused=str(error)))
-        config = effective_config(probe.defaults, request)
-        what = Rehearsed(spec.where, (), folder, steps, config)
+            run_script(script)
 
-        def body(link: LifeLink) -> None:
-            _train(question["task"], link)
+        return script, run
+    request = Request(())
+    config = effective_config(look(question["task"], request, False).defaults, request)
+    return Rehearsed(spec.where, (), folder, steps, config, watch=watch), lambda link: _train(question["task"], link)
 
-    return _report(spec, Rehearsal(what, body, float(question["max_seconds"])).verdict(listed=True))
+
+def _apart(question: dict[str, Any], what: Rehearsed, life: str) -> int:
+    """Begin a life in a process of its own, in which texts have other hashes."""
+    said = json.dumps({**question, "life": life, "watch": asdict(what.watch), "parent": os.getpid()})
+    command = own_command("everstep.cli.check_life", said)
+    quiet = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
+    environment = {**pinned_environment(1), "PYTHONHASHSEED": "1"}
+    return os.posix_spawn(command[0], command, environment, file_actions=quiet)
 
 
 def _train(text: str, link: LifeLink) -> None:
@@ -126,13 +166,14 @@ def _train(text: str, link: LifeLink) -> None:
     train(task, run, early_stop)
 
 
-def _report(spec: TaskSpec, verdict: Judgement) -> dict[str, Any]:
+def _report(spec: TaskSpec, verdict: Judgement, tried: Sequence[str] = (), notes: Sequence[str] = ()) -> dict[str, Any]:
     found = [
         {
             "kind": f.kind,
             "object": f.object,
-            "file": f.file,
+            "file": os.path.basename(f.file),
             "line": f.line,
+            "changed": f.changed,
             "says": f.says,
             "remedy": f.remedy,
             "refused": f.refused,
@@ -148,9 +189,11 @@ def _report(spec: TaskSpec, verdict: Judgement) -> dict[str, Any]:
     owners = {f.owner: f"{f.owner} ({f.type_name})" for f in seen.facts.values() if f.hard and f.kind != "training"}
     covered = ["model, optimizer, scheduler and state, as join was given them"] if seen.step else []
     covered += [owners[name] for name in sorted(owners)]
+    covered += tried
     covered += [f"{len(seen.facts)} values that the loop can reach, after step {seen.step}"] if seen.step else []
     unseen = [f"{name}: {what}" for name, what in sorted(seen.unseen.items())]
     unseen += [f"{what}: its code cannot be read" for what in seen.read.notes]
+    unseen += notes
     return {
         "ok": not found,
         "findings": found,
@@ -164,6 +207,11 @@ def _report(spec: TaskSpec, verdict: Judgement) -> dict[str, Any]:
 def _print(target: str, report: dict[str, Any]) -> None:
     for finding in report["findings"]:
         where = f"{finding['file']}:{finding['line']}: " if finding["line"] else ""
+        where += f"changed in line {finding['changed']}: " if finding.get("changed") else ""
         weight = "" if finding.get("refused", True) else " (listed only: the job starts anyway)"
         print(f"{where}{finding['object']}: {finding['says']}; {finding['remedy']}{weight}")
-    print(f"{target}: {len(report['findings'])} found; not looked into: {len(report['not_covered'])} kinds (--json)")
+    for said in report["covered"]:
+        print(f"  covered: {said}")
+    for said in report["not_covered"]:
+        print(f"  not covered: {said}")
+    print(f"{target}: {len(report['findings'])} found")

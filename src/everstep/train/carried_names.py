@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import io
 import itertools
-import random
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -29,10 +27,9 @@ from everstep.train.flow_memory import Judge, Origin, RoundMemory, Value
 from everstep.train.flow_reader import Reader, Scope
 from everstep.train.flow_sources import SyntaxTrees
 from everstep.train.flow_syntax import SYNTAX
-from everstep.train.reachable import kind_of, of_user, storage_of, users_class, variables
+from everstep.train.reachable import GENERATORS, kind_of, of_user, storage_of, users_class, variables
 from everstep.train.restarts import like_parameters
 
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 _SAMPLING = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
 _DEEP, _WIDE = 3, 16
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -175,7 +172,7 @@ def _verdict(memory: RoundMemory, names: Mapping[int, str], trained: Trained, no
 def _kind(place: Origin, thing: Any) -> str:
     if place[0] in ("file", "count"):
         return str(place[0])
-    if isinstance(thing, _GENERATORS):
+    if isinstance(thing, GENERATORS):
         return "generator"
     if isinstance(thing, functools._lru_cache_wrapper):
         return "cache"
@@ -243,7 +240,7 @@ def _judge(trained: Trained) -> Judge:
             found |= {"copies"}
         elif isinstance(thing, Optimizer | LRScheduler):
             found |= {"drives"}
-        elif isinstance(thing, (*_GENERATORS, io.IOBase)) or _iterates(thing):
+        elif isinstance(thing, (*GENERATORS, io.IOBase)) or _iterates(thing):
             found |= {"restless"}
         return found
 

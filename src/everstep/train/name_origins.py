@@ -37,4 +37,6 @@ class Places:
         line = self._lines.get(name) or self._lines.get(f"self.{last}") or self._lines.get(name.split(".")[0])
         if not line and finding.line:
             return replace(finding, file=os.path.basename(finding.file))
-        return replace(finding, file=self._file, line=line or self._joined)
+        found = replace(finding, file=self._file, line=line or self._joined)
+        changed = finding.line if os.path.basename(finding.file) == self._file and finding.line != found.line else 0
+        return replace(found, changed=changed)

@@ -36,7 +36,7 @@ _MOST_ITEMS = 1_000
 _DEEPEST = 12
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 _ITERATORS: tuple[type, ...] = (
     *(type(iter(kind())) for kind in (list, tuple, dict, set, str)),
     *(enumerate, zip, map, filter, reversed, itertools.cycle, itertools.count, itertools.chain, itertools.islice),
@@ -287,7 +287,7 @@ class Survey:
 
     def _generator(self, place: _Place) -> None:
         hard = place.owner is None or place.owner.kind != "iterator"
-        self._note(place, _digest(_generator_state(place.value)), "generator", hard=hard)
+        self._note(place, _digest(generator_state(place.value)), "generator", hard=hard)
 
     def _stateful(self, place: _Place) -> None:
         """Visit an object with a state of its own: its `state_dict`, and the values among its attributes."""
@@ -446,7 +446,8 @@ def _is_stated(name: str, value: Any, stated: Mapping[str, Any]) -> bool:
     )
 
 
-def _generator_state(value: Any) -> Any:
+def generator_state(value: Any) -> Any:
+    """State of a random generator of Python's, numpy's or torch's."""
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
@@ -493,7 +494,7 @@ _VISITS: list[tuple[_Test, _Visit]] = [
     (lambda s, v: isinstance(v, types.MethodType | functools.partial), Survey._bound),
     (lambda s, v: isinstance(v, Tensor), lambda s, place: s._tensors.append(place)),
     (lambda s, v: isinstance(v, np.ndarray), Survey._array),
-    (lambda s, v: isinstance(v, _GENERATORS), Survey._generator),
+    (lambda s, v: isinstance(v, GENERATORS), Survey._generator),
     (lambda s, v: _ours(type(v)) or _of_modules(type(v), _SHOWS), Survey._foreign),
     (lambda s, v: kind_of(v) != "", Survey._stateful),
     (lambda s, v: isinstance(v, dict | types.MappingProxyType), Survey._mapping),

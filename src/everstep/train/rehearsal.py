@@ -31,6 +31,7 @@ from everstep.base.given import read_given, read_json
 from everstep.base.plan import Plan
 from everstep.base.readable import readable
 from everstep.protocol import messages as wire
+from everstep.protocol.step_types import LaneSaid
 from everstep.runtime.host.fork_server import redirect_output
 from everstep.runtime.link.address import CHECKPOINTS_DIR
 from everstep.runtime.process import (
@@ -47,13 +48,12 @@ from everstep.train.loop_values import held
 from everstep.train.name_origins import Places
 from everstep.train.reachable import Carried, Fact, Survey, loop_frames, variables
 from everstep.train.restarts import TRAINING, Finding, differing, findings, read_in_code, unpassed, with_code
-from everstep.train.task import where
+from everstep.train.task import place_of, where
 from everstep.train.view import WorkerView
+from everstep.train.watched_life import IN_REHEARSAL, LifeNotes, LifeWatch, Noted, epoch_end, noted_of, numbers_in
 from everstep.train.worker_link import Deliver, Hello, LoneLink
 
 STEPS, LIMIT_S = 3, 120.0
-IN_REHEARSAL = "EVERSTEP_REHEARSAL"
-"""Environment variable of a life that is only rehearsed."""
 _SIZE = "a.bytes"
 """File with the size of life a, when it has done a step."""
 _NEVER = 1 << 40
@@ -66,7 +66,8 @@ _MOST_OUTPUT = 2_000
 class Rehearsed:
     """The script to rehearse with its arguments (or a task), the folder, and the last step.
 
-    config: of the job, None if the script's own is the only one; said: the job's facts, as in job.json.
+    config: of the job, None if the script's own is the only one; said: the job's facts, as in job.json. watch: what is
+    noted beside the state.
     """
 
     script: str
@@ -75,6 +76,7 @@ class Rehearsed:
     steps: int = STEPS
     config: Config | None = None
     said: Mapping[str, Any] = field(default_factory=dict)
+    watch: LifeWatch = field(default_factory=LifeWatch)
 
     def path(self, name: str) -> Path:
         """Path of a file or folder of the rehearsal's own."""
@@ -84,8 +86,10 @@ class Rehearsed:
 @dataclass(frozen=True)
 class Sighting:
     """Facts that a life has seen at its end. step: its last step. error: why it ended otherwise, "" if it did not;
-    known: Everstep itself has refused something. unpassed: name and type of a scheduler that `join` was not given.
-    read: facts from the loop's code, which was read before the first step."""
+    known: Everstep itself has refused something, with an error of this kind, at this place. total: the job's last step;
+    epoch_end: that of the first epoch, 0 if there is none. numbers: values in the loop. unpassed: name and type of a
+    scheduler that `join` was not given. read: facts from the loop's code, which was read before the first step.
+    """
 
     step: int = 0
     facts: Mapping[str, Fact] = field(default_factory=dict)
@@ -93,8 +97,14 @@ class Sighting:
     shapes: tuple[tuple[int, ...], ...] = ()
     error: str = ""
     known: bool = False
+    kind: str = ""
+    place: tuple[str, int] = ("", 0)
     unpassed: tuple[str, str] | None = None
     read: Read = field(default_factory=Read)
+    noted: Noted = field(default_factory=Noted)
+    total: int = 0
+    epoch_end: int = 0
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -142,6 +152,7 @@ class LifeLink(LoneLink):
         self._current: Plan | None = None
         self._followed = WatchedLoop()
         self.read: Read | None = None
+        self.watcher = LifeNotes(what.watch, what.path(f"{life}.lines"))
 
     def fill_up(self, config: Config) -> None:
         """The script has joined. A life that goes on waits for its checkpoint."""
@@ -152,6 +163,18 @@ class LifeLink(LoneLink):
             time.sleep(_WAIT_S)
         if self.run_dir is not None:
             self.run_dir.mkdir(exist_ok=True)
+            if self._what.watch.origin and self._life != "b":
+                shutil.copytree(self._what.watch.origin, self.run_dir / CHECKPOINTS_DIR, copy_function=os.link)
+
+    @property
+    def watches(self) -> bool:
+        return self.watcher.works
+
+    def computes(self, part: str) -> None:
+        self.watcher.computes(part)
+
+    def computed(self, step: int, lane: int, said: LaneSaid) -> None:
+        self.watcher.computed(step, lane, said)
 
     def _may_go_on(self) -> bool:
         """Life b has its checkpoint, and there is room for a life beside life a, or that has ended."""
@@ -182,11 +205,18 @@ class LifeLink(LoneLink):
         """End the rehearsal here if there is no more to do."""
         self._last = min(self._what.steps, view.order.total_steps)
         if self.read is None:
+            self.watcher.watch(list(view.stages.only.parts.model.parameters()))
+        self.watcher.turn(view.step)
+        if self.read is None:
             self.read = (
                 self._read(view, sys._getframe(1)) if self._life == "a" and self._followed.roots is None else Read()
             )
         if view.step >= self._last or over:
-            report(self._what, self._life, self._look(view, sys._getframe(1)))
+            found = self._look(view, sys._getframe(1))
+            if self.watcher.works:
+                numbers, ends = numbers_in(loop_frames(sys._getframe(1))), epoch_end(view.order)
+                found = replace(found, numbers=numbers, total=view.order.total_steps, epoch_end=ends)
+            report(self._what, self._life, replace(found, noted=self.watcher.noted()))
 
     def _at(self, step: int, phase: str, plan: Plan) -> None:
         """Save the step before, which the loop has finished, and from which all later lives go on."""
@@ -273,18 +303,19 @@ def live(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> None:
     os.environ[IN_REHEARSAL] = life
     os.environ.setdefault("WANDB_MODE", "disabled")
     link = LifeLink(what, life)
-    error, known = "", False
+    error, known, kind, place = "", False, "", ("", 0)
     try:
         body(link)
         error = "its loop ended before its last step" if link.joined else "it ended without calling everstep.join"
     except EverstepError as refusal:
-        error, known = str(refusal), True
+        error, known, kind, place = str(refusal), True, type(refusal).__name__, place_of(refusal)
     except SystemExit as leaving:
         error = f"it left with exit code {leaving.code}"
     except BaseException as fault:  # any error of the user's code ends this life, and nothing else
         error = f"{type(fault).__name__}: {fault}{where(fault)}"
     said = " ".join(error.split())[:_MOST_TEXT]
-    report(what, life, Sighting(error=said, known=known, read=link.read or Read()))
+    noted = link.watcher.noted()
+    report(what, life, Sighting(error=said, known=known, kind=kind, place=place, read=link.read or Read(), noted=noted))
 
 
 def run_script(what: Rehearsed) -> None:
@@ -294,7 +325,7 @@ def run_script(what: Rehearsed) -> None:
     runpy.run_path(what.script, run_name="__main__")
 
 
-def _fork_life(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> int:
+def fork_life(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> int:
     """Fork a life from this process, in which no code of the user's has run. Returns its pid."""
     parent = os.getpid()
     pid = os.fork()
@@ -312,43 +343,58 @@ def _fork_life(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> 
 
 # ---- the rehearsal
 
+Fork = Callable[[Rehearsed, str], int]
+
 
 class Rehearsal:
     """The rehearsal of a script or task, in this process, which forks one life after the other: no code of the user's
     may have run in it.
 
-    body: loads and runs the script or task. in_turn: one life at a time, if there is room for only one (a GPU).
+    body: loads and runs the script or task. in_turn: one life at a time, if there is room for only one (a GPU). fork:
+    begins a life, and returns its pid.
     """
 
     def __init__(
-        self, what: Rehearsed, body: Callable[[LifeLink], None], limit_s: float = LIMIT_S, in_turn: bool = False
+        self,
+        what: Rehearsed,
+        body: Callable[[LifeLink], None],
+        limit_s: float = LIMIT_S,
+        in_turn: bool = False,
+        fork: Fork | None = None,
     ) -> None:
         self._what = what
-        self._body = body
+        self._fork: Fork = fork or (lambda piece, life: fork_life(piece, life, body))
         self._limit_s = limit_s
         self._in_turn = in_turn
         self._until_s = time.monotonic() + limit_s
         self._kills = MemoryKills()
         self._pids: dict[str, int] = {}
+        self.seen: dict[str, Sighting] = {}
 
     def verdict(self, listed: bool = False) -> Judgement:
         """Run the whole rehearsal. listed: also look into things for which no job is refused."""
         try:
-            self._run("a")
+            self.begin("a")
             if not self._in_turn:
-                self._run("b")
+                self.begin("b")
             return self._judge(listed)
         finally:
-            for pid in self._pids.values():
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+            self.close()
 
-    def _run(self, life: str) -> None:
+    def begin(self, life: str) -> None:
+        """Begin a life, unless it has begun."""
         if life not in self._pids:
-            self._pids[life] = _fork_life(self._what, life, self._body)
+            self._pids[life] = self._fork(self._what, life)
+
+    def close(self) -> None:
+        """End all lives."""
+        for pid in self._pids.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self._pids = {}
 
     def _judge(self, listed: bool) -> Judgement:
-        first = self._result("a")
+        first = self.result("a")
         places = Places(self._what.script)
         read = [read_in_code(*row) for row in first.read.carried]
         if first.known:
@@ -357,7 +403,7 @@ class Rehearsal:
             return Judgement(tuple(map(places.of, read)), seen=first)
         if not first.error and not self._what.path("b").exists():
             return Judgement(note="nothing was saved that a life could go on from", seen=first)
-        resumed = first if first.error else self._result("b")
+        resumed = first if first.error else self.result("b")
         if resumed.error:
             note = resumed.error if first.error else f"a life that went on from step 1 ended early: {resumed.error}"
             return Judgement(note=note, output=self._output("a" if first.error else "b"), seen=first)
@@ -365,7 +411,7 @@ class Rehearsal:
         harmless = first.read.harmless
         found = findings(first.facts, resumed.facts, names, first.shapes, harmless)
         if any(f.refused or listed for f in with_code(found, read, harmless)):
-            again = self._result("c")
+            again = self.result("c")
             if again.error:
                 return Judgement(note=again.error, output=self._output("c"), seen=first)
             names -= differing(first.facts, again.facts)
@@ -375,8 +421,13 @@ class Rehearsal:
         found = with_code(found, read, harmless)
         return Judgement(tuple(places.of(f) for f in found if f.refused or listed), seen=first)
 
-    def _result(self, life: str) -> Sighting:
-        self._run(life)
+    def result(self, life: str) -> Sighting:
+        """What a life has seen; waits for its end."""
+        self.seen[life] = found = self._found(life)
+        return found
+
+    def _found(self, life: str) -> Sighting:
+        self.begin(life)
         pid = self._pids[life]
         fd = os.pidfd_open(pid)
         try:
@@ -408,4 +459,6 @@ def _read(path: Path) -> Sighting:
     facts = {n: replace(f, shape=None if f.shape is None else tuple(f.shape)) for n, f in facts.items()}
     read = data.pop("read")
     read = Read(tuple(map(tuple, read["carried"])), tuple(read["harmless"]), tuple(read["notes"]))
-    return Sighting(**{**data, "facts": facts, "shapes": tuple(tuple(s) for s in data["shapes"]), "read": read})
+    noted, place = noted_of(data.pop("noted")), tuple(data.pop("place"))
+    shapes = tuple(tuple(s) for s in data.pop("shapes"))
+    return Sighting(**{**data, "facts": facts, "shapes": shapes, "read": read, "noted": noted, "place": place})

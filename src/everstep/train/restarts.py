@@ -48,7 +48,8 @@ _REMEDIES = {
 class Finding:
     """A value that would be lost. object: its name in the loop's code. refused: a job is not started with it.
 
-    file, line: where it is made, "" and 0 if unknown.
+    file, line: where it is made, "" and 0 if unknown. changed: the line of that file that first changes it, 0 if
+    unknown or the same.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Finding:
     file: str = ""
     line: int = 0
     says: str = ""
+    changed: int = 0
 
     def __str__(self) -> str:
         where = f" ({self.file}:{self.line})" if self.line else ""

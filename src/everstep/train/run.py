@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -45,6 +46,7 @@ from everstep.train.loop_survey import LoopSurvey
 from everstep.train.reachable import loop_frames
 from everstep.train.session import Session
 from everstep.train.user_loop import UserLoop
+from everstep.train.watched_life import IN_REHEARSAL, TRIED
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +140,7 @@ class Step:
 
     def _lane(self, operation: Compute, lane: int, *, is_told: bool) -> Iterator[Any]:
         view, lanes, loop = self._session.view, self._session.lanes, self._session.view.stages.only.loop
+        link = view.link
         view.phase("load", self.number, operation.plan)
         batch, samples = lanes.batch(self.number, lane)
         if not samples:
@@ -146,17 +149,22 @@ class Step:
         self._share = len(samples) / view.order.micro_batch
         view.phase("forward", self.number, operation.plan)
         due = self._alone_due(operation.plan)
-        loop.enter(self.number, lane, apart=is_told or due)
+        loop.enter(self.number, lane, apart=is_told or due or link.watches)
         lanes.hand_out((self.number, lane, samples))
         twice, waited = loop.probes(due), lanes.emulated()
+        link.computes("first")
         yield batch
         waited()
         if twice:
             loop.again()
+            link.computes("again")
             yield batch
             loop.compare()
+        link.computes("")
         if is_told or (due and twice):
             self._session.lanes.note(self.number, lane, 0, loop.said(batch))
+        if link.watches:
+            link.computed(self.number, lane, loop.said(batch))
         loop.leave(lane, len(samples), use_digest(samples))
         lanes.hand_out(None)
         lanes.count(len(samples))
@@ -219,6 +227,12 @@ class Step:
         """Mean loss over the global batch; nan before the step is done."""
         outcome = self._session.updates.outcome
         return outcome.loss if outcome is not None and outcome.step == self.number else math.nan
+
+
+def _leave_if_tried() -> None:
+    """Code after the loop is not run in a job that only tries a script out: it may write over results."""
+    if os.environ.get(IN_REHEARSAL) == TRIED:
+        raise SystemExit(0)
 
 
 def _reach(session: Session) -> None:
@@ -291,6 +305,7 @@ class Run:
                     else:
                         with contextlib.suppress(StateJumped):
                             self.loop.end()
+                            _leave_if_tried()
                             return
         finally:
             session.close()

@@ -93,9 +93,15 @@ def calling(task: Task, method: str, *arguments: Any) -> Any:
         raise TaskError(f"{name} raised {type(error).__name__}: {error}{where(error)}") from error
 
 
-def where(error: BaseException) -> str:
-    """The innermost line of the user's own code that an exception has passed, as " (file.py:12)"; else of any code."""
+def place_of(error: BaseException) -> tuple[str, int]:
+    """File and line of the user's own code that an exception has passed last; else of any code; ("", 0) if of none."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith((_PACKAGE, "<")) and "site-packages" not in f.filename]
     found = (own or list(frames))[-1:]
-    return f" ({os.path.basename(found[0].filename)}:{found[0].lineno})" if found else ""
+    return (os.path.basename(found[0].filename), found[0].lineno or 0) if found else ("", 0)
+
+
+def where(error: BaseException) -> str:
+    """`place_of` as " (file.py:12)"; "" if it is unknown."""
+    file, line = place_of(error)
+    return f" ({file}:{line})" if line else ""

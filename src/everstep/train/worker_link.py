@@ -30,6 +30,7 @@ from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.store import DirectoryStore
 from everstep.observe.logs import WorkerLog, set_up_worker_log
 from everstep.protocol import messages as wire
+from everstep.protocol.step_types import LaneSaid
 from everstep.runtime.files.claim_files import claim
 from everstep.runtime.files.file_sender import digest_of
 from everstep.runtime.files.host_directory import ARRIVED_FILE, domains_there, others
@@ -131,6 +132,17 @@ class WorkerLink:
 
     def turn(self, view: Any, over: bool) -> None:
         """The loop asks for the next step, or, if it is over, for no more. view: the `WorkerView`."""
+
+    @property
+    def watches(self) -> bool:
+        """Whether `computed` wants each lane's results."""
+        return False
+
+    def computes(self, part: str) -> None:
+        """A lane's batch goes to the loop for the first time ("first") or "again", or comes back ("")."""
+
+    def computed(self, step: int, lane: int, said: LaneSaid) -> None:
+        """A lane was computed."""
 
     def at_exit(self, act: Callable[[], None]) -> None:
         """Call this when the script has ended without an exception, if no agent does it."""

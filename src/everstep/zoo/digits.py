@@ -11,8 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from everstep.data.digit_images import CLASSES, SIZE, Digits
-from everstep.zoo.recipe import Classifier, ResNetClassifier, total_steps, warmup_cosine
-from everstep.zoo.resnet import ResNet
+from everstep.zoo.recipe import RESNET_OPTIONS, Classifier, ResNetClassifier, total_steps, warmup_cosine
 
 _TRAIN_SIZE = 1437
 
@@ -29,15 +28,21 @@ class _Digits(Classifier):
 class ResNet18Digits(_Digits, ResNetClassifier):
     """A ResNet on images of 8x8 pixels: 3x3 stem of stride 2, so that the maps are 4x4, 2x2, 1x1 and 1x1.
 
-    Options: `task.lr`, `task.weight_decay`, `task.shift` (share of the training images that are shifted by a pixel).
-    The running statistics follow faster than usual, because the job has few and large steps.
+    Options: `task.lr`, `task.weight_decay`, `task.shift` (share of the training images that are shifted by a pixel),
+    and those of `ResNetClassifier`. The running statistics follow faster than usual, because the job has few and large
+    steps.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {"lanes": 8, "micro_batch": 32, "steps": 36}
-    option_defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.05, "weight_decay": 5e-4, "shift": 0.2}
+    option_defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 0.05,
+        "weight_decay": 5e-4,
+        "shift": 0.2,
+        **RESNET_OPTIONS,
+    }
 
     def build_model(self) -> nn.Module:
-        model = ResNet(self.depth, CLASSES, channels=1, small_input=True, stem_stride=2)
+        model = self.built(CLASSES, channels=1, small_input=True, stem_stride=2)
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
                 module.momentum = 0.3
@@ -69,10 +74,11 @@ class ResNet152Digits(ResNet18Digits):
 
 
 class MLPDigits(_Digits):
-    """Two hidden layers of 64: a job of seconds, for a first look and for tests. Options as in `ResNet18Digits`."""
+    """Two hidden layers of 64: a job of seconds, for a first look and for tests. Options: `task.lr`, `task.momentum`,
+    `task.weight_decay`, `task.shift`."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"lanes": 8, "micro_batch": 4, "steps": 20}
-    option_defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.1, "weight_decay": 0.0, "shift": 0.0}
+    option_defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.1, "weight_decay": 0.0, "shift": 0.0, "momentum": 0.9}
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(

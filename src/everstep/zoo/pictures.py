@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
@@ -11,17 +12,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from everstep.base.errors import ConfigError
+from everstep.checkpoint.interchange_formats import load_weights
 from everstep.data.folder import PictureFolder
-from everstep.zoo.recipe import ResNetClassifier, total_steps, warmup_cosine
-from everstep.zoo.resnet import ResNet
+from everstep.zoo.recipe import RESNET_OPTIONS, ResNetClassifier, total_steps, warmup_cosine
+
+_NOT_IN_FILES = ("num_batches_tracked", ".scale", ".shift")
 
 
 class ResNet18Folder(ResNetClassifier):
     """A ResNet on the user's pictures. path: a folder with one folder of pictures per class (see `PictureFolder`).
 
-    Options: `task.path`, `task.size` (side of the squares that pictures are resized to, in pixels), `task.weights` (a
-    safetensors file with torchvision's names to start from; its classifier is used if it has as many classes),
-    `task.lr`, `task.weight_decay`.
+    Options: `task.path`, `task.size` (side of the squares that pictures are resized to, in pixels), `task.weights` (to
+    start from: a safetensors file with torchvision's names, or its `.pth`; the classifier is used if it has as many
+    classes, and `task.include_top` is true), `task.lr`, `task.weight_decay`, and those of `ResNetClassifier`.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {"lanes": 8, "micro_batch": 8, "epochs": 10}
@@ -31,6 +34,7 @@ class ResNet18Folder(ResNetClassifier):
         "weights": "",
         "lr": 0.025,
         "weight_decay": 1e-4,
+        **RESNET_OPTIONS,
     }
 
     def __init__(self, path: str = "") -> None:
@@ -48,9 +52,9 @@ class ResNet18Folder(ResNetClassifier):
 
     def build_model(self) -> nn.Module:
         size = self.option("size")
-        model = ResNet(self.depth, len(self._pictures("train").classes), small_input=size <= 64)
+        model = self.built(len(self._pictures("train").classes), small_input=size <= 64)
         if self.option("weights"):
-            _load_weights(model, self.option("weights"))
+            start_from(model, self.option("weights"))
         return model
 
     def build_dataset(self, split: str) -> Dataset[Any]:
@@ -85,20 +89,21 @@ class ResNet152Folder(ResNet18Folder):
     depth = 152
 
 
-def _load_weights(model: nn.Module, path: str) -> None:
-    """Load weights from a file. Raises: ConfigError if it cannot be read or is of another architecture."""
-    from safetensors.torch import load_file
-
+def start_from(model: nn.Module, path: str) -> None:
+    """Load weights from a safetensors file or one of torchvision's (`.pth`). A classifier of another size, or one that
+    the model does not have, is left out. Raises: ConfigError if it cannot be read or is of another architecture."""
     try:
-        weights = load_file(path)
+        weights = load_weights(Path(path)).model
     except Exception as error:
-        raise ConfigError(f"task.weights: expected a safetensors file, got {path}: {error}") from error
+        expected = "a safetensors file, or torchvision's .pth"
+        raise ConfigError(f"task.weights: expected {expected}, got {path}: {error}") from error
     own = model.state_dict()
     for name in ("fc.weight", "fc.bias"):
-        if name in weights and weights[name].shape != own[name].shape:
-            weights[name] = own[name]
+        if name in weights and (name not in own or weights[name].shape != own[name].shape):
+            del weights[name]
+    fresh = {n for n in own if n.startswith(("fc.", "classifier.")) or n.endswith(_NOT_IN_FILES)}
     wrong = [n for n in own if n in weights and weights[n].shape != own[n].shape]
-    missing = [n for n in own if n not in weights and not n.endswith("num_batches_tracked")]
+    missing = [n for n in own if n not in weights and n not in fresh]
     if wrong or missing or set(weights) - set(own):
         some = (wrong + missing + sorted(set(weights) - set(own)))[0]
         raise ConfigError(f"task.weights: {path} is of another architecture: {some} differs or is missing")

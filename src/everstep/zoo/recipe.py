@@ -16,6 +16,17 @@ from everstep.base.config import dotted
 from everstep.base.errors import ConfigError, did_you_mean
 from everstep.order.cursor import SampleOrder
 from everstep.train.task import Task
+from everstep.zoo.resnet import ResNet
+
+RESNET_OPTIONS: Mapping[str, Any] = {
+    "num_classes": 0,
+    "include_top": True,
+    "pooling": "avg",
+    "scale_layers": False,
+    "bn_eps": 1e-5,
+    "momentum": 0.9,
+}
+"""Options of each `ResNetClassifier`, with their defaults."""
 
 
 class ReadyTask(Task):
@@ -33,7 +44,10 @@ class Classifier(ReadyTask):
 
     def build_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
         groups = decay_groups(params, self.option("weight_decay"))
-        return SGD(groups, lr=self.option("lr"), momentum=0.9, nesterov=True)
+        momentum = self.option("momentum")
+        if not 0 <= momentum < 1:
+            raise ConfigError(f"task.momentum: expected a number from 0 to below 1, got {momentum:g}")
+        return SGD(groups, lr=self.option("lr"), momentum=momentum, nesterov=momentum > 0)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         images, labels = batch
@@ -46,9 +60,21 @@ class Classifier(ReadyTask):
 
 
 class ResNetClassifier(Classifier):
-    """A classifier whose model is a `ResNet` of `depth` layers."""
+    """A classifier whose model is a `ResNet` of `depth` layers.
+
+    Options of all of them: `task.num_classes` (0: as many as the data has), `task.include_top`, `task.pooling`,
+    `task.scale_layers`, `task.bn_eps` (as `ResNet` takes them), `task.momentum` (of SGD).
+    """
 
     depth: ClassVar[int] = 18
+
+    def built(self, classes: int, **more: Any) -> ResNet:
+        """The model, as the options say. classes: of the data. Raises: ConfigError for options that do not fit."""
+        wanted = self.option("num_classes")
+        if wanted and wanted < classes:
+            raise ConfigError(f"task.num_classes: expected at least {classes}, the classes of the data, got {wanted}")
+        named = {name: self.option(name) for name in ("include_top", "pooling", "scale_layers", "bn_eps")}
+        return ResNet(self.depth, wanted or classes, **named, **more)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         """Units: stem, residual blocks, head."""
@@ -70,6 +96,11 @@ def options(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
             hint = did_you_mean(name, defaults, "'task.{}'")
             raise ConfigError(f"this task has no option 'task.{name}' (it has {', '.join(sorted(defaults))}){hint}")
         kind = type(defaults[name])
+        if kind is bool:
+            if str(value).lower() not in ("true", "false"):
+                raise ConfigError(f"task.{name}: expected true or false, got {value!r}")
+            chosen[name] = str(value).lower() == "true"
+            continue
         try:
             chosen[name] = kind(float(value)) if kind is int and float(value).is_integer() else kind(value)
         except (TypeError, ValueError):

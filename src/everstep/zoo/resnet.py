@@ -20,6 +20,7 @@ from everstep.base.errors import ConfigError
 from everstep.placement.cuts import balance
 
 WIDTHS = (64, 128, 256, 512)
+POOLINGS: dict[str, type[nn.Module]] = {"avg": nn.AdaptiveAvgPool2d, "max": nn.AdaptiveMaxPool2d}
 
 LAYERS: dict[int, tuple[int, int, int, int]] = {
     18: (2, 2, 2, 2),
@@ -38,8 +39,27 @@ class BatchNorm2d(nn.BatchNorm2d):
     middle of a micro-batch, and is normalised with the running statistics, which it leaves as they are.
     """
 
+    scale: nn.Parameter | None
+    shift: nn.Parameter | None
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.register_parameter("scale", None)
+        self.register_parameter("shift", None)
+
+    def add_scale(self) -> None:
+        """Have a further factor and offset per channel learned after the norm's own (`scale_layers`)."""
+        self.scale = nn.Parameter(torch.ones(self.num_features))
+        self.shift = nn.Parameter(torch.zeros(self.num_features))
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: (N, C, H, W)."""
+        found = self._normalised(input)
+        if self.scale is None or self.shift is None:
+            return found
+        return found * self.scale[:, None, None] + self.shift[:, None, None]
+
+    def _normalised(self, input: torch.Tensor) -> torch.Tensor:
         if self.training and self.track_running_stats and input.numel() == input.shape[1]:
             if self.num_batches_tracked is not None:
                 self.num_batches_tracked.add_(1)
@@ -138,7 +158,7 @@ class Stem(nn.Module):
 
 
 class ResNetHead(nn.Module):
-    """The model's pooling and `fc` as one unit, which does not own these modules."""
+    """The model's pooling and classifier as one unit, which does not own these modules."""
 
     def __init__(self, avgpool: nn.Module, fc: nn.Linear) -> None:
         super().__init__()
@@ -155,6 +175,8 @@ class ResNet(nn.Module):
 
     small_input: for images of a few pixels: a 3x3 stem of stride 1 without pooling instead of the 7x7 one of
     stride 2. Names stay, and so do all shapes but that of `conv1.weight`. stem_stride overrides the stem's stride.
+    include_top: the classifier is torchvision's `fc`; otherwise it is a new one, `classifier`. pooling: "avg" or "max".
+    scale_layers: a learned factor and offset per channel after each norm. bn_eps: of the norms.
     """
 
     def __init__(
@@ -165,11 +187,19 @@ class ResNet(nn.Module):
         channels: int = 3,
         small_input: bool = False,
         stem_stride: int | None = None,
+        include_top: bool = True,
+        pooling: str = "avg",
+        scale_layers: bool = False,
+        bn_eps: float = 1e-5,
     ) -> None:
-        """Raises: ConfigError for a depth that is not one of the five."""
+        """Raises: ConfigError for a depth that is not one of the five, another pooling, or an eps that is not > 0."""
         super().__init__()
         if depth not in LAYERS:
             raise ConfigError(f"expected a ResNet depth of {', '.join(map(str, LAYERS))}, got {depth}")
+        if pooling not in POOLINGS:
+            raise ConfigError(f"task.pooling: expected {' or '.join(POOLINGS)}, got {pooling!r}")
+        if not 0 < bn_eps < 1:
+            raise ConfigError(f"task.bn_eps: expected a number between 0 and 1, got {bn_eps:g}")
         block: type[BasicBlock | Bottleneck] = Bottleneck if depth >= 50 else BasicBlock
         kernel, stride = (3, 1) if small_input else (7, 2)
         self.conv1 = _conv(channels, 64, kernel, stem_stride or stride)
@@ -181,14 +211,19 @@ class ResNet(nn.Module):
             layer = _layer(block, inputs, width, blocks, stride=1 if number == 1 else 2)
             self.add_module(f"layer{number}", layer)
             inputs = width * block.expansion
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(inputs, classes)
+        self.avgpool = POOLINGS[pooling](1)
+        top = nn.Linear(inputs, classes)
+        self.add_module("fc" if include_top else "classifier", top)
         for module in self.modules():
             self._init_weights(module)
+            if isinstance(module, BatchNorm2d):
+                module.eps = bn_eps
+                if scale_layers:
+                    module.add_scale()
         # in a tuple, where nn.Module does not look: otherwise the state would list their parameters twice
         self._ends = (
             Stem(self.conv1, self.bn1, self.relu, self.maxpool),
-            ResNetHead(self.avgpool, self.fc),
+            ResNetHead(self.avgpool, top),
         )
 
     @staticmethod

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import copy
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from everstep.base.config import load_config
 from everstep.base.errors import ConfigError
+from everstep.zoo.digits import ResNet18Digits
+from everstep.zoo.pictures import start_from
 from everstep.zoo.resnet import BatchNorm2d, Conv2d, ResNet
 
 PUBLISHED = {
@@ -163,3 +171,48 @@ def test_a_lane_of_one_sample_with_one_pixel_uses_the_running_statistics() -> No
 def test_an_unknown_depth_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"18, 34, 50, 101, 152, got 20"):
         ResNet(20)
+
+
+def test_the_options_of_the_ready_tasks() -> None:
+    task = ResNet18Digits()
+    chosen = {"num_classes": 12, "include_top": "false", "pooling": "max", "scale_layers": "true", "bn_eps": "0.01"}
+    task.config = load_config([("test", {"task": {**chosen, "momentum": 0.5}, "steps": 1})])
+    model = task.build_model()
+    names = dict(model.named_parameters())
+    assert names["classifier.weight"].shape == (12, 512) and "fc.weight" not in names
+    assert names["layer1.0.bn1.scale"].shape == (64,)
+    assert model.layer1[0].bn1.eps == 0.01 and isinstance(model.avgpool, nn.AdaptiveMaxPool2d)  # type: ignore[union-attr,index]
+    optimizer = task.build_optimizer(model.parameters())
+    assert optimizer.param_groups[0]["momentum"] == 0.5
+    x = torch.randn(4, 1, 8, 8)
+    assert model(x).shape == (4, 12)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"pooling": "sum"}, "task.pooling: expected avg or max, got 'sum'"),
+        ({"num_classes": 9}, "task.num_classes: expected at least 10"),
+        ({"bn_eps": 0}, "task.bn_eps: expected a number between 0 and 1"),
+        ({"scale_layers": "perhaps"}, "task.scale_layers: expected true or false"),
+    ],
+)
+def test_options_that_do_not_fit(option: dict[str, Any], said: str) -> None:
+    task = ResNet18Digits()
+    task.config = load_config([("test", {"task": option, "steps": 1})])
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        task.build_model()
+
+
+def test_weights_in_the_format_of_torchvision(tmp_path: Path) -> None:
+    other, model, bare = ResNet(18, 5, small_input=True), ResNet(18, 7), ResNet(18, 7, include_top=False)
+    torch.save(ResNet(18, 1000).state_dict(), tmp_path / "resnet18.pth")
+    weights = torch.load(tmp_path / "resnet18.pth", weights_only=True)
+    for net in (model, bare):
+        start_from(net, str(tmp_path / "resnet18.pth"))
+        assert torch.equal(net.state_dict()["layer4.1.conv2.weight"], weights["layer4.1.conv2.weight"])
+    with pytest.raises(ConfigError, match="another architecture: conv1"):
+        start_from(other, str(tmp_path / "resnet18.pth"))
+    (tmp_path / "hostile.pth").write_bytes(pickle.dumps({"conv1.weight": os.system}))
+    with pytest.raises(ConfigError, match=r"task\.weights"):
+        start_from(model, str(tmp_path / "hostile.pth"))

@@ -1,0 +1,114 @@
+"""The command line of a multi-stage ResNet with backups, carried out by `everstep run` and `everstep eval`.
+
+python main.py --mode train --num-nodes 2 --devices-per-node 2 --epochs 3 --checkpoint-dir runs/journal
+python main.py --mode train --rank 1 --world-size 2 --master-addr 10.0.0.1 --master-port 29500 ...   # on each host
+python main.py --mode eval --checkpoint-dir runs/journal
+
+This file only translates: what an option means for Everstep stands beside it.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+TASK, DATASET_SIZE, LANES = "resnet18-digits", 1437, 8
+
+
+def parser():
+    """The options, with what each becomes."""
+    found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = found.add_argument
+    add("--mode", choices=("train", "eval"), required=True, help="everstep run, or everstep eval")
+    add("--rank", type=int, default=0, help="number of this host: --rank")
+    add("--world-size", type=int, default=1, help="number of hosts: --world-size")
+    add("--master-addr", default="127.0.0.1", help="--master-addr")
+    add("--master-port", type=int, default=29500, help="--master-port")
+    add("--num-nodes", type=int, default=0, help="hosts; by default --world-size")
+    add("--devices-per-node", type=int, default=1, help="workers of a host: --slots")
+    add("--redundancy-factor", type=int, default=0, help="workers that hold each stage; 0: all, so there is one stage")
+    add("--batch-size", type=int, default=256, help="samples of a batch: --batch-size")
+    add("--accumulation-steps", type=int, default=1, help="batches of an update: --batch-size and lanes grow")
+    add("--epochs", type=int, default=3, help="--epochs")
+    add("--start-epoch", type=int, default=0, help="0; a later one needs a checkpoint, from which a job goes on anyway")
+    add("--num-classes", type=int, default=10, help="task.num_classes")
+    add("--lr", type=float, default=0.05, help="task.lr")
+    add("--momentum", type=float, default=0.9, help="task.momentum")
+    add("--weight-decay", type=float, default=5e-4, help="task.weight_decay")
+    add("--eval-freq", type=int, default=1, help="epochs between evaluations: eval_every, in steps")
+    add("--checkpoint-freq", type=int, default=1, help="epochs between checkpoints: checkpoint.disk.every_steps")
+    add("--checkpoint-dir", default="runs/journal", help="--run-dir")
+    add("--log-interval", type=int, default=0, help="steps between lines that this prints when the job is done")
+    add("--log-dir", default="", help="folder for a copy of events.jsonl when the job is done")
+    add("--simulate-failure", action="store_true", help="--simulate-failure")
+    return found
+
+
+def command(given):
+    """Arguments of `everstep`. Raises: SystemExit, in one line, for options that do not fit together."""
+    if given.mode == "eval":
+        return ["eval", TASK, "--from", given.checkpoint_dir]
+    for name in ("world_size", "devices_per_node", "batch_size", "accumulation_steps", "eval_freq", "checkpoint_freq"):
+        if getattr(given, name) < 1:
+            raise SystemExit(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(given, name)}")
+    hosts = given.num_nodes or given.world_size
+    if given.world_size > 1 and hosts != given.world_size:
+        raise SystemExit(f"--num-nodes: expected {given.world_size}, as --world-size says, got {hosts}")
+    workers = hosts * given.devices_per_node
+    copies = given.redundancy_factor or workers
+    if workers % copies:
+        raise SystemExit(f"--redundancy-factor: expected a divisor of {workers} workers, got {copies}")
+    if given.start_epoch and not (Path(given.checkpoint_dir) / "checkpoints").is_dir():
+        raise SystemExit(f"--start-epoch {given.start_epoch}: there is no checkpoint in {given.checkpoint_dir}")
+    batch = given.batch_size * given.accumulation_steps
+    epoch = -(-DATASET_SIZE // batch)
+    settings = {
+        "lanes": LANES * given.accumulation_steps,
+        "eval_every": given.eval_freq * epoch,
+        "checkpoint.disk.every_steps": given.checkpoint_freq * epoch,
+        "task.num_classes": given.num_classes,
+        "task.lr": given.lr,
+        "task.momentum": given.momentum,
+        "task.weight_decay": given.weight_decay,
+    }
+    found = ["run", TASK, "--workers", str(workers), "--epochs", str(given.epochs), "--batch-size", str(batch)]
+    found += ["--run-dir", given.checkpoint_dir, *(["--simulate-failure"] if given.simulate_failure else [])]
+    if copies < workers:
+        found += ["--stages", str(workers // copies), "--pool", str(copies)]
+    if given.world_size > 1:
+        found += ["--rank", str(given.rank), "--world-size", str(given.world_size)]
+        found += ["--master-addr", given.master_addr, "--master-port", str(given.master_port)]
+        found += ["--slots", str(given.devices_per_node)]
+    return found + [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+
+
+def main():
+    """Translate, and become `everstep`."""
+    given = parser().parse_args()
+    words = [sys.executable, "-m", "everstep", *command(given)]
+    print("+ everstep", *words[3:], file=sys.stderr, flush=True)
+    if not (given.log_dir or given.log_interval) or given.mode == "eval":
+        os.execv(words[0], words)
+    code = os.spawnv(os.P_WAIT, words[0], words)
+    told(given)
+    sys.exit(code)
+
+
+def told(given):
+    """The job's steps, in the log folder and on the screen."""
+    import json
+
+    events = Path(given.checkpoint_dir) / "events.jsonl"
+    if not events.is_file():
+        return
+    if given.log_dir:
+        Path(given.log_dir).mkdir(parents=True, exist_ok=True)
+        (Path(given.log_dir) / "events.jsonl").write_bytes(events.read_bytes())
+    for line in events.read_text().splitlines() if given.log_interval else ():
+        event = json.loads(line)
+        if event["kind"] == "step_committed" and event["step"] % given.log_interval == 0:
+            print(f"step {event['step']}: loss {event['loss']:.4f}")
+
+
+if __name__ == "__main__":
+    main()

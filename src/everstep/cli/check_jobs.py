@@ -1,0 +1,113 @@
+"""Short jobs of a script or task that is checked: on one worker; on several, one of which is killed and healed; resumed
+on another number of workers; in pipeline stages. All must end with the same bits.
+
+Each is a real `everstep run` of a few steps, in a folder that is thrown away. Code after the loop is not run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.base.errors import ConfigError
+from everstep.cli.run_dir import read_digest
+from everstep.cli.task_loading import TaskSpec
+from everstep.runtime.process import own_command
+
+_IN_REHEARSAL, _TRIED = "EVERSTEP_REHEARSAL", "job"
+_KILL = "kill:target=worker:1,at=2"
+_LEAST_S = 5.0
+
+
+@dataclass
+class ShortJobs:
+    """Jobs of one script or task. steps: of the longest. until_s: monotonic end of all."""
+
+    spec: TaskSpec
+    argv: tuple[str, ...]
+    folder: Path
+    steps: int
+    until_s: float
+    covered: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    findings: list[dict[str, Any]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Run them one after the other, and compare."""
+        first = self._job("one", "one worker", "--workers", "1", "--steps", str(self.steps))
+        if first is None:
+            return
+        half = self.steps // 2
+        text = "two workers, one of which is killed and healed"
+        many = ("--workers", "2", "--min-workers", "2", "--steps", str(self.steps), "--chaos", _KILL)
+        kept = ("--set", f"checkpoint.disk.every_steps={half}", "--set", "checkpoint.disk.keep_last=9")
+        killed = self._job("killed", text, *many, *kept)
+        self._compare(first, killed, text)
+        path = self.folder / "killed" / "checkpoints" / f"step-{half:010d}"
+        if killed is not None and path.is_dir():
+            text = f"the same, resumed on three workers after step {half}"
+            more = ("--workers", "3", "--steps", str(self.steps), "--resume-from", str(path))
+            self._compare(first, self._job("resumed", text, *more), text)
+        if self.spec.kind != "script":
+            text = "two pipeline stages"
+            split = ("--workers", "2", "--stages", "2", "--steps", str(self.steps))
+            self._compare(first, self._job("split", text, *split, may_refuse=True), text)
+        else:
+            self.notes.append("pipeline stages: a script runs its model's forward pass itself, so it cannot be cut")
+
+    def _compare(self, one: dict[str, Any], other: dict[str, Any] | None, text: str) -> None:
+        if other is None:
+            return
+        if (one["step"], one["model"], one.get("state")) == (other["step"], other["model"], other.get("state")):
+            self.covered.append(f"{text}: {one['step']} steps to the bits of one worker")
+            return
+        says = f"{text}: after step {other['step']} the weights differ from those of one undisturbed worker"
+        self._find(says, "let what a batch computes depend on the batch, the model and step.number alone")
+
+    def _job(self, name: str, text: str, *options: str, may_refuse: bool = False) -> dict[str, Any] | None:
+        """The digest with which a job ends; None if it does not, or there is no time for it."""
+        left_s = self.until_s - time.monotonic()
+        if left_s < _LEAST_S:
+            self.notes.append(f"{text}: no time left (--max-seconds)")
+            return None
+        run_dir = self.folder / name
+        command = own_command("everstep", "run", self.spec.text, *options, "--run-dir", str(run_dir))
+        command += ["--set", "rehearse=false", *(("--", *self.argv) if self.argv else ())]
+        environment = {**os.environ, _IN_REHEARSAL: _TRIED, "WANDB_MODE": "disabled"}
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=left_s
+            )
+        except subprocess.TimeoutExpired:
+            self.notes.append(f"{text}: it was not through in time (--max-seconds)")
+            return None
+        try:
+            digest = read_digest(run_dir) if done.returncode == 0 else None
+        except ConfigError as error:
+            self.notes.append(f"{text}: {error}")
+            return None
+        if digest is not None:
+            return digest
+        why = _last(done.stderr) or _last(done.stdout) or f"exit code {done.returncode}"
+        if may_refuse and done.returncode == 2:
+            self.notes.append(f"{text}: {why}")
+        else:
+            self._find(f"a job on {text} fails: {why}", "see its message")
+        return None
+
+    def _find(self, says: str, remedy: str) -> None:
+        name = os.path.basename(self.spec.where)
+        said = {"kind": "job", "object": name, "file": name, "line": 0, "says": says, "remedy": remedy, "refused": True}
+        self.findings.append({**said, "changed": 0})
+
+
+def _last(text: str) -> str:
+    """The line that says why, "" if there is none."""
+    lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
+    said = next((line for line in lines if line.startswith("error:")), lines[-1] if lines else "")
+    return said.removeprefix("everstep: ").removeprefix("error: ")

@@ -1,0 +1,87 @@
+"""The examples to start from: with a worker that is killed they end with the bits of one undisturbed worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from e2e_cli import together
+
+_EXAMPLES = Path(__file__).parents[2] / "examples"
+_KILL = "kill:target=worker:1,at=2,phase=backward"
+_STEPS = ("--steps", "4", "--set", "rehearse=false")
+_MANY = ("--workers", "2", "--min-workers", "2", "--chaos", _KILL, *_STEPS)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("ddpm_digits.py", ()),
+        ("graph_network.py", ()),
+        ("llama_bpe.py:Llama", ()),
+        ("llama_bpe.py:Llama", ("--stages", "2")),
+    ],
+)
+def test_an_example_survives_a_kill(name: str, more: tuple[str, ...], tmp_path: Path) -> None:
+    target = str(_EXAMPLES / name)
+    one, many = together(
+        ["run", target, "--workers", "1", *_STEPS, "--run-dir", "one"],
+        ["run", target, *_MANY, *more, "--run-dir", "many"],
+        cwd=tmp_path,
+    )
+    assert one.returncode == many.returncode == 0, (one.stdout, one.stderr, many.stdout, many.stderr)
+    digests = [json.loads((tmp_path / d / "final" / "digest.json").read_text()) for d in ("one", "many")]
+    assert digests[0] == digests[1]
+    assert '"worker_evicted"' in (tmp_path / "many" / "events.jsonl").read_text()
+
+
+def journal(name: str, *argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a file of the journal's, as its users do."""
+    path = _EXAMPLES / "journal" / name
+    command = [sys.executable, str(path)] if path.suffix == ".py" else ["sh", str(path)]
+    variables = {**os.environ, "PYTHON": sys.executable}
+    return subprocess.run([*command, *argv], cwd=cwd, env=variables, capture_output=True, text=True, timeout=600)
+
+
+def test_the_journals_command_line(tmp_path: Path) -> None:
+    wanted = ("--epochs", "1", "--batch-size", "720", "--lr", "0.02", "--momentum", "0.8", "--log-dir", "logs")
+    wanted += ("--log-interval", "1", "--weight-decay", "0", "--checkpoint-freq", "2", "--eval-freq", "1")
+    more = ("--num-nodes", "2", "--redundancy-factor", "1", "--simulate-failure")
+    one = journal("main.py", "--mode", "train", *wanted, "--checkpoint-dir", "one", cwd=tmp_path)
+    many = journal("main.py", "--mode", "train", *wanted, *more, "--checkpoint-dir", "many", cwd=tmp_path)
+    assert one.returncode == many.returncode == 0, (one.stdout, one.stderr, many.stdout, many.stderr)
+    digests = [json.loads((tmp_path / d / "final" / "digest.json").read_text()) for d in ("one", "many")]
+    assert digests[0] == digests[1]
+    assert "step 2: loss" in many.stdout and (tmp_path / "logs" / "events.jsonl").is_file()
+    assert '"worker_evicted"' in (tmp_path / "many" / "events.jsonl").read_text()
+    judged = journal("main.py", "--mode", "eval", "--checkpoint-dir", "many", cwd=tmp_path)
+    assert judged.returncode == 0 and "accuracy" in judged.stdout, judged.stderr
+    sound = journal("check.sh", "many", cwd=tmp_path)
+    assert sound.returncode == 0, sound.stdout + sound.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("main.py", "--mode", "train", "--num-nodes", "3", "--redundancy-factor", "2"), "a divisor of 3 workers"),
+        (("main.py", "--mode", "train", "--start-epoch", "2"), "there is no checkpoint in"),
+        (("main.py", "--mode", "train", "--world-size", "2", "--num-nodes", "3"), "--num-nodes: expected 2"),
+        (("main.py", "--mode", "train", "--batch-size", "0"), "--batch-size: expected at least 1"),
+        (("run_main.sh", "2", "0"), "usage: run_main.sh NODES RANK ADDR PORT"),
+        (("run_failure_tests.sh", "meteor"), "got meteor"),
+    ],
+)
+def test_what_the_journals_files_refuse(argv: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = journal(*argv, cwd=tmp_path)
+    assert done.returncode != 0 and said in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_PLANTED") != "all", reason="in make extended")
+def test_the_journals_failure_tests(tmp_path: Path) -> None:
+    done = journal("run_failure_tests.sh", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
