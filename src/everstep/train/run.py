@@ -38,7 +38,8 @@ from everstep.protocol.driver.operations import (
 from everstep.train.elastic import ElasticOrder
 from everstep.train.evaluation import Waves, evaluate
 from everstep.train.executor import StateJumped
-from everstep.train.flow_sources import prepares
+from everstep.train.flow_sources import calls_in_file, prepares
+from everstep.train.logged_values import numbers, sums
 from everstep.train.loop_guard import LoopGuard
 from everstep.train.loop_survey import LoopSurvey
 from everstep.train.reachable import loop_frames
@@ -48,7 +49,7 @@ from everstep.train.user_loop import UserLoop
 log = logging.getLogger(__name__)
 
 _LOOP_SEED = 1 << 34
-_OF_RUN = frozenset({"_session", "model", "_stopped", "_survey", "_guard", "loop"})
+_OF_RUN = frozenset({"_session", "model", "_stopped", "_logged", "_survey", "_guard", "loop"})
 _UNDONE = (
     "the loop left step {number} before its batches were used up: iterate `for batch in step:` to its end in every step"
 )
@@ -183,19 +184,36 @@ class Step:
                 session.executor.ask(HoldAsked(words, session.view.hold_until_ns()))
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
-        """Backward of this batch. `loss` is its mean; or its sum, with `weight` (number of tokens, say).
+        """Backward of this batch. `loss` is its mean; or its sum, with `weight` (number of tokens, say). Several calls
+        for one batch add their losses and gradients up.
 
-        Raises: TaskError if it is no scalar with a gradient, or if called twice for one batch.
+        Raises: TaskError if it is no scalar with a gradient, or the weights of several calls differ.
         """
         view = self._session.view
         view.phase("backward", self.number, view.plan)
         view.stages.only.loop.backward(loss, weight, self._share)
+
+    def log(self, **values: tuple[Any, Any]) -> None:
+        """Log values of this batch, each as (sum, count): `step.log(accuracy=(hits, len(y)))`.
+
+        The step's value is the sum over the global batch, divided by the count, the same for any number of workers. It
+        is told with the step, in `metrics` here, and wherever the loss is shown. A repeated name is added up.
+
+        Raises: TaskError outside the step's batches, or for something that is no sum and count.
+        """
+        self._session.view.stages.only.loop.log(sums(values))
 
     @property
     def loss(self) -> float:
         """Mean loss over the global batch; nan before the step is done."""
         outcome = self._session.updates.outcome
         return outcome.loss if outcome is not None and outcome.step == self.number else math.nan
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Logged values over the global batch, by name; empty before the step is done."""
+        outcome = self._session.updates.outcome
+        return outcome.logged() if outcome is not None and outcome.step == self.number else {}
 
 
 def _reach(session: Session) -> None:
@@ -218,6 +236,7 @@ class Run:
         self._session = session
         self.model = model
         self._stopped = False
+        self._logged: tuple[int, dict[str, float]] = (0, {})
         self._survey = survey
         self._guard: AbstractContextManager[None] = contextlib.nullcontext()
         if not session.view.stages.split:
@@ -245,6 +264,8 @@ class Run:
                 if not session.view.stages.split:
                     frames = loop_frames(sys._getframe())
                     session.loop.begin(not frames or prepares(frames[0]))
+                    if frames and calls_in_file(frames[0], "backward") > 1:
+                        session.view.stages.only.loop.expect_several()
                 ends = self._join()
                 if session.view.link.finished(session.view.step):
                     return
@@ -341,6 +362,15 @@ class Run:
         fields.setdefault("generation", view.driver.machine.generation)
         view.publisher.report(kind, step, self.is_main, fields)
 
+    def log(self, **values: Any) -> None:
+        """Log numbers of this step: `run.log(test_accuracy=0.93)`. Those of the leader are told, wherever the loss is
+        shown; another worker's are told only if it becomes the leader before they are. Raises: TaskError for something
+        that is no number."""
+        step = self._session.view.step
+        before = self._logged[1] if self._logged[0] == step else {}
+        self._logged = step, {**before, **numbers(values)}
+        self.report("logged", metrics=dict(self._logged[1]))
+
     def stop(self) -> None:
         """End after this step. Every worker must come to the same conclusion (from a loss or a metric, say)."""
         self._stopped = True
@@ -366,7 +396,7 @@ class Run:
             found = evaluate(
                 fn,
                 chunks,
-                lambda i: self._chunk(dataset, i, batch_size, collate),
+                lambda i: _chunk(session, dataset, i, batch_size, collate),
                 gather=session.membership.gather,
                 members=session.membership.members,
                 seed=session.view.config.seed,
@@ -388,7 +418,7 @@ class Run:
         """
         session = self._session
         chunks = self._begin_evaluation(dataset, batch_size)
-        waves = Waves(session.view, metrics, chunks, lambda i: self._chunk(dataset, i, batch_size, collate))
+        waves = Waves(session.view, metrics, chunks, lambda i: _chunk(session, dataset, i, batch_size, collate))
         session.executor.install({Evaluate: waves.pass_on})
         with preserve_rng():
             found = waves.run(session.membership.gather, lambda: session.executor.ask(EvaluateAsked()))
@@ -412,8 +442,10 @@ class Run:
             raise TaskError("evaluate was given an empty dataset")
         return chunks
 
-    def _chunk(self, dataset: Any, index: int, batch_size: int, collate: Any) -> Any:
-        self._session.view.tick()
-        first = index * batch_size
-        samples = [dataset[i] for i in range(first, min(first + batch_size, len(dataset)))]
-        return to_device((collate or torch.utils.data.default_collate)(samples), self._session.lanes.device)
+
+def _chunk(session: Session, dataset: Any, index: int, batch_size: int, collate: Any) -> Any:
+    """One batch of an evaluation, on the device."""
+    session.view.tick()
+    first = index * batch_size
+    samples = [dataset[i] for i in range(first, min(first + batch_size, len(dataset)))]
+    return to_device((collate or torch.utils.data.default_collate)(samples), session.lanes.device)
