@@ -34,6 +34,7 @@ from everstep.train.rehearsal import LifeLink, WatchedLoop
 from everstep.train.rehearsing import Conclude, beside_script
 from everstep.train.restarts import unpassed
 from everstep.train.run import Run
+from everstep.train.script_errors import say_in_one_line
 from everstep.train.stage import Parts
 from everstep.train.unpassed import unpassed_scheduler
 from everstep.train.unsupported import refuse_elsewhere, refuse_group, refuse_unmade, refuse_unsupported
@@ -139,6 +140,8 @@ def join(
     cannot be part of one job.
     """
     global _called, _run
+    if _launched is None:
+        say_in_one_line()
     if _called and _launched is not None:
         raise ConfigError("everstep.join was called twice in one script; a worker belongs to one job")
     _called = True
@@ -160,10 +163,8 @@ def join(
     _run = assemble(link, parts, data.dataset, data.collate, device, ignored=tuple(ignore) if watched else None)
     if isinstance(link, LifeLink):
         link.follow(WatchedLoop(tuple(ignore), unpassed=lost, data=(data.dataset, data.collate)))
-        return _run
-    if note := _await_rehearsal(link):
-        with contextlib.closing(Publisher(link.run_dir, link.me)) as publisher:
-            publisher.emit("warning", step=0, cause=Cause.CONFIG, reason=note)
+    else:
+        _await_rehearsal(link)
     return _run
 
 
@@ -187,8 +188,15 @@ def _link(given: Mapping[str, Any], run_dir: Path | None, loaded: int | None) ->
     return link
 
 
-def _await_rehearsal(link: WorkerLink) -> str:
-    """Wait for the rehearsal; returns why there was none, "" if there was or need not be. Raises: ConfigError."""
+def _await_rehearsal(link: WorkerLink) -> None:
+    """Wait for the rehearsal; warn if there was none. Raises: ConfigError."""
+    if note := _rehearsed(link):
+        with contextlib.closing(Publisher(link.run_dir, link.me)) as publisher:
+            publisher.emit("warning", step=0, cause=Cause.CONFIG, reason=note)
+
+
+def _rehearsed(link: WorkerLink) -> str:
+    """Why there was no rehearsal, "" if there was or need not be. Raises: ConfigError."""
     if _conclude is not None:
         note = _conclude()
         return note if link.config.rehearse else ""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from everstep.base.cause import Cause
-from everstep.base.errors import EverstepError, JobFailed, NonFinite, TaskError, Uncarried
+from everstep.base.errors import DeterminismError, EverstepError, JobFailed, NonFinite, TaskError, Uncarried
 from everstep.base.plan import Plan
 from everstep.data.batch import to_device
 from everstep.exact.seeding import derive, preserve_rng, seed_all
@@ -39,6 +39,7 @@ from everstep.train.elastic import ElasticOrder
 from everstep.train.evaluation import Waves, evaluate
 from everstep.train.executor import StateJumped
 from everstep.train.flow_sources import calls_in_file, prepares
+from everstep.train.lane_witness import LaneWitness
 from everstep.train.logged_values import numbers, sums
 from everstep.train.loop_guard import LoopGuard
 from everstep.train.loop_survey import LoopSurvey
@@ -128,11 +129,15 @@ class Step:
         loop.enter(self.number, lane, apart=is_told or due)
         lanes.hand_out((self.number, lane, samples))
         twice = loop.probes(due)
+        witness = LaneWitness(view.stages.only.parts.model, loop_frames(sys._getframe())) if twice else None
         yield batch
-        if twice:
+        if witness is not None:
             loop.again()
             yield batch
-            loop.compare()
+            try:
+                loop.compare()
+            except DeterminismError as error:
+                raise witness.explained(error) from None
         if is_told or (due and twice):
             self._session.lanes.note(self.number, lane, 0, loop.said(batch))
         loop.leave(lane, len(samples), use_digest(samples))
