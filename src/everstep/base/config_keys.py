@@ -376,6 +376,9 @@ class Config:
         "fp32", "arithmetic of forward and backward passes", choices=("fp32", "bf16", "fp16"), numerics=True
     )
     clip_norm: float | None = key(None, "largest global norm of the gradient", above=0, numerics=True)
+    clip_value: float | None = key(
+        None, "largest absolute value of each element of the gradient, after clip_norm", above=0, numerics=True
+    )
     shuffle: bool = key(
         True,
         "samples in an order that follows from seed, another one in each epoch; false: the dataset's own order",

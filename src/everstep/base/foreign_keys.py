@@ -66,9 +66,9 @@ FOREIGN_KEYS = (
         ("clip_norm",),
     ),
     ForeignKey(
-        "gradients are clipped by their global norm alone: set clip_norm",
-        "gradient_clip_algorithm clip_grad_value clip_grad_value_ clip_value",
-        ("clip_norm",),
+        "set clip_norm for the global norm, clip_value for each element",
+        "gradient_clip_algorithm clip_grad_value clip_grad_value_",
+        ("clip_norm", "clip_value"),
     ),
     ForeignKey(
         "give it to your optimizer (Task.build_optimizer, or the one given to join); ready tasks have task.lr",

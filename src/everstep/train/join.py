@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from everstep.base.below import write_atomically
 from everstep.base.cause import Cause
@@ -21,10 +20,12 @@ from everstep.base.config import Config, check_keys, dotted, load_config, read_l
 from everstep.base.errors import ConfigError
 from everstep.data.given_loader import Collate, read_data
 from everstep.exact.seeding import build_seed, seed_all
+from everstep.exact.several import optimizers_of, schedulers_of
 from everstep.protocol import messages as wire
 from everstep.runtime.files.private import close_run_dir, refuse_foreign, write_privately
 from everstep.runtime.link.address import DATASET_FILE
 from everstep.train.adopted import become_job
+from everstep.train.given_optimizers import one_optimizer, schedulers_apart
 from everstep.train.global_batch import sized
 from everstep.train.job_parts import assemble
 from everstep.train.loop_values import LoopValues
@@ -99,7 +100,7 @@ def leads() -> bool | None:
 
 def join(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Any,
     dataset: Any,
     lanes: int = 8,
     micro_batch: int | None = None,
@@ -115,15 +116,15 @@ def join(
 ) -> Run:
     """Make this process a worker of a job, and return the job's steps to iterate over.
 
-    `dataset`: map-style, or a DataLoader, of which dataset, order, collate_fn and processes are used; its batch_size is
-    that of the global batch. The global batch is `lanes` x `micro_batch` (8) samples, whichever workers compute them;
-    `accumulate=k` makes it k times as large, in k times as many lanes. `state`: anything else to heal
-    and save: the result of everstep.state(best=1e9, wait=0), or, by name, such objects and others with state_dict and
-    load_state_dict. `units`: the finest cuts of the model, in order. `config`: further keys of the config (steps=...,
-    epochs=..., precision=..., seed=...). Under `everstep run`, keys given there win. `run_dir`: where a job of one
-    worker writes, if anywhere; it takes checkpoints there, and goes on from the newest one when the script is run
-    again. All files that this process writes from then on, there and elsewhere, are readable by their owner alone, as
-    in launched workers; os.umask changes that.
+    `optimizer`: one, or a list or dict of several, which are stepped in this order; `scheduler`: likewise; those that
+    go by a metric (ReduceLROnPlateau) are carried, and stepped by the loop. `dataset`: map-style, or a DataLoader, of
+    which dataset, order, collate_fn and processes are used; its batch_size is that of the global batch: `lanes` x
+    `micro_batch` (8) samples, whichever workers compute them. `accumulate=k`: k times as many lanes. `state`: anything
+    else to heal and save: the result of everstep.state(best=1e9, wait=0), or, by name, such objects and others with
+    state_dict and load_state_dict. `units`: the finest cuts of the model, in order. `config`: further keys (steps=...,
+    precision=..., seed=...). Under `everstep run`, keys given there win. `run_dir`: where a job of one worker writes,
+    if anywhere; it takes checkpoints there, and goes on from the newest one when the script is run again. All files
+    that this process writes from then on are readable by their owner alone; os.umask changes that.
 
     Other values that the loop keeps from step to step are lost in a worker that is resumed or healed, so a script is
     rehearsed before its first step, and refused if it keeps any (`rehearse=False` skips this). `ignore`: values that it
@@ -149,12 +150,12 @@ def join(
     given = {"lanes": lanes, "micro_batch": micro_batch, "clip_norm": clip_norm, **data.settings, **dotted(config)}
     link = _link(given, Path(run_dir) if run_dir is not None else None, data.batch_size)
     extras = {"state": state} if isinstance(state, LoopValues) else dict(state or {})
+    optimizer = one_optimizer(optimizer)
+    scheduler, extras = schedulers_apart(scheduler, optimizer, extras)
     refuse_unsupported(model, optimizer, scheduler)
     refuse_unmade(model)
     refuse_group()
-    lost = unpassed_scheduler(optimizer, (scheduler, *extras.values()), ignore, sys._getframe())
-    if lost is not None and link.config.rehearse and not isinstance(link, LifeLink):
-        raise ConfigError(str(unpassed(*lost)))
+    lost = _lost_scheduler(link, optimizer, (*schedulers_of(scheduler), *extras.values()), ignore)
     device = prepare_torch(link.config, link.me.worker_id)
     refuse_elsewhere(model, device)
     parts = Parts(model, optimizer, scheduler, list(units) if units else [model], {**extras, **data.extras})
@@ -166,6 +167,19 @@ def join(
     else:
         _await_rehearsal(link)
     return _run
+
+
+def _lost_scheduler(
+    link: WorkerLink, optimizer: Any, known: Sequence[Any], ignore: Sequence[Any]
+) -> tuple[str, str] | None:
+    """A scheduler that join was not given; a rehearsed life tells of it. known: what it was given. Raises: ConfigError,
+    in a life that is to train."""
+    frame = sys._getframe(1)
+    each = (unpassed_scheduler(one, known, ignore, frame) for one in optimizers_of(optimizer).values())
+    lost = next(filter(None, each), None)
+    if lost is not None and link.config.rehearse and not isinstance(link, LifeLink):
+        raise ConfigError(str(unpassed(*lost)))
+    return lost
 
 
 def _link(given: Mapping[str, Any], run_dir: Path | None, loaded: int | None) -> WorkerLink:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from everstep.base.errors import TaskError
 
 MOST_LOGGED = 32
@@ -20,7 +22,7 @@ def sums(given: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
         _check_name("step.log", name)
         try:
             total, count = value
-            found[name] = float(total), float(count)
+            found[name] = _number(total), _number(count)
         except (TypeError, ValueError, RuntimeError):
             raise TaskError(
                 f"step.log({name}=...): expected (sum, count) over the batch, got {_shown(value)}: give e.g. "
@@ -35,12 +37,16 @@ def numbers(given: Mapping[str, Any]) -> dict[str, float]:
     for name, value in given.items():
         _check_name("run.log", name)
         try:
-            found[name] = float(value)
+            found[name] = _number(value)
         except (TypeError, ValueError, RuntimeError):
             raise TaskError(f"run.log({name}=...): expected a number, got {_shown(value)}: give one number") from None
     if len(found) > MOST_LOGGED:
         raise TaskError(f"run.log: expected at most {MOST_LOGGED} names, got {len(found)}: log fewer")
     return found
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def _check_name(of: str, name: str) -> None:

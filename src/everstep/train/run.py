@@ -188,15 +188,19 @@ class Step:
             with contextlib.suppress(JobFailed):  # the end that was told
                 session.executor.ask(HoldAsked(words, session.view.hold_until_ns()))
 
-    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+    def backward(
+        self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, *, optimizer: Any = None
+    ) -> None:
         """Backward of this batch. `loss` is its mean; or its sum, with `weight` (number of tokens, say). Several calls
-        for one batch add their losses and gradients up.
+        for one batch add their losses and gradients up. `optimizer`: one of those that join was given, or its name;
+        then its parameters alone get a gradient.
 
         Raises: TaskError if it is no scalar with a gradient, or the weights of several calls differ.
         """
         view = self._session.view
         view.phase("backward", self.number, view.plan)
-        view.stages.only.loop.backward(loss, weight, self._share)
+        replica = view.stages.only
+        replica.loop.backward(loss, weight, self._share, None if optimizer is None else replica.trained_by(optimizer))
 
     def log(self, **values: tuple[Any, Any]) -> None:
         """Log values of this batch, each as (sum, count): `step.log(accuracy=(hits, len(y)))`.

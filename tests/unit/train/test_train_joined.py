@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
-from everstep.base.errors import TaskError
+from everstep.base.errors import ConfigError, TaskError
 from everstep.observe.events import read_events
 from everstep.train.run import Run, Step
 
@@ -141,6 +141,112 @@ def test_losses_of_one_batch_share_a_weight() -> None:
     model = network()
     with pytest.raises(TaskError, match="called for one batch with the weights 2 and 3"):
         trained(joined(model), batch)
+
+
+# ---- several optimizers, and what goes with them
+
+
+class Pair(nn.Module):
+    """A generator and a discriminator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.g = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.d = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def losses(self, x: Any) -> tuple[Any, Any]:
+        made = self.g(x)
+        return (self.d(x) - self.d(made.detach())).mean(), self.d(made).square().mean()
+
+
+def optimizers(pair: Pair) -> dict[str, torch.optim.Optimizer]:
+    return {"d": torch.optim.Adam(pair.d.parameters(), lr=0.02), "g": torch.optim.SGD(pair.g.parameters(), lr=0.1)}
+
+
+def schedulers(given: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:
+    return {name: torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for name, one in given.items()}
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_each_optimizer_gets_its_gradients_and_all_are_stepped_at_the_end(by_name: bool) -> None:
+    one, other = Pair(), Pair()
+    given, own = optimizers(one), optimizers(other)
+    slower, own_slower = schedulers(given), schedulers(own)
+
+    def batch(step: Step, x: Any, y: Any) -> None:
+        d_loss, g_loss = one.losses(x)
+        step.backward(d_loss, optimizer="d" if by_name else given["d"])
+        step.backward(g_loss, optimizer="g" if by_name else given["g"])
+
+    run = joined(one, given, lanes=1, micro_batch=8, steps=4, scheduler=slower)
+    chosen = [samples(run, n + 1) for n in range(4)]
+    trained(run, batch)
+    for indices in chosen:
+        d_loss, g_loss = other.losses(torch.stack([DATA[i][0] for i in indices]))
+        d_loss.backward(inputs=list(other.d.parameters()))
+        g_loss.backward(inputs=list(other.g.parameters()))
+        for name in own:
+            own[name].step()
+            own[name].zero_grad()
+            own_slower[name].step()
+    assert equal(one, other)
+    assert given["d"].param_groups[0]["lr"] == own["d"].param_groups[0]["lr"] == 0.005
+
+
+def test_optimizers_that_cannot_be_several_are_refused() -> None:
+    pair, other = Pair(), network()
+    every = torch.optim.SGD(pair.parameters(), lr=0.1)
+    given: Any
+    for given, words in (
+        ([every, torch.optim.SGD(pair.g.parameters(), lr=0.1)], "the optimizers 0 and 1 hold the same parameter"),
+        ({"g": every, "d": pair.d}, "optimizer d: expected a torch.optim.Optimizer, got Sequential"),
+        ([], "expected at least one optimizer, got an empty collection"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            everstep.join(pair, given, DATA, lanes=4, micro_batch=2, steps=1)
+    foreign = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(other.parameters(), lr=0.1), 1)
+    with pytest.raises(ConfigError, match="StepLR drives an optimizer that join was not given"):
+        joined(pair, optimizers(pair), scheduler=foreign)
+    with pytest.raises(ConfigError, match="zero: the state of one optimizer alone"):
+        joined(pair, optimizers(pair), zero={"stage": 1})
+    with pytest.raises(TaskError, match=r"expected one that join was given \(d, g\), got SGD"):
+        trained(joined(pair, optimizers(pair)), lambda s, x, y: s.backward(pair.losses(x)[0], optimizer=every))
+
+
+def test_schedulers_of_one_optimizer_are_stepped_in_turn() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.8)
+    kinds = torch.optim.lr_scheduler
+    plateau = kinds.ReduceLROnPlateau(optimizer, patience=0, factor=0.1)
+    given = [kinds.StepLR(optimizer, 2, 0.5), kinds.ExponentialLR(optimizer, 0.9), plateau]
+    run = joined(model, optimizer, steps=4, scheduler=given)
+    rates = []
+    for step in run:
+        for x, y in step:
+            step.backward(cross_entropy(model(x), y))
+        plateau.step(1.0)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.72, 0.0324, 0.002916, 0.00013122])
+
+
+def test_elements_of_the_gradient_are_clipped() -> None:
+    one, other = network(), network()
+    trained(joined(one, lanes=1, micro_batch=8, clip_value=0.01))
+
+    def plain(x: Any, y: Any) -> None:
+        cross_entropy(other(x), y).backward()
+        torch.nn.utils.clip_grad_value_(other.parameters(), 0.01)
+
+    plainly(other, plain)
+    assert equal(one, other)
+
+
+def test_a_scaler_is_refused_by_name() -> None:
+    model, scaler = network(), torch.amp.GradScaler("cpu")
+    with pytest.raises(TaskError, match=r"a GradScaler was used in the loop: .* give join\(precision='fp16'"):
+        trained(joined(model), lambda step, x, y: step.backward(scaler.scale(cross_entropy(model(x), y))))
+    assert scaler.scale(torch.ones(())) == 65536.0
 
 
 # ---- values that are logged
