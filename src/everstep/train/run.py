@@ -21,6 +21,7 @@ from everstep.base.cause import Cause
 from everstep.base.errors import DeterminismError, EverstepError, JobFailed, NonFinite, TaskError, Uncarried
 from everstep.base.plan import Plan
 from everstep.data.batch import to_device
+from everstep.data.given_loader import read_data
 from everstep.exact.seeding import derive, preserve_rng, seed_all
 from everstep.exact.settings import evaluating
 from everstep.observe.logs import RAISED_IN
@@ -395,9 +396,11 @@ class Run:
         """Run `fn(batch) -> {name: tensor([sum, count])}` over the dataset, shared among the workers.
 
         The model is in eval mode and no gradients are kept. The result, sum / count by name, is the same everywhere
-        and for any number of workers. After the last step each worker evaluates by itself.
+        and for any number of workers. After the last step each worker evaluates by itself. `dataset` may be a
+        DataLoader, whose batch_size and collate_fn count then.
         """
-        session = self._session
+        session, data = self._session, read_data(dataset, collate)
+        dataset, collate, batch_size = data.dataset, data.collate, data.batch_size or batch_size
         chunks = self._begin_evaluation(dataset, batch_size)
         guard = session.view.stages.only.lanes.passes[0].guard
         # Who evaluates what must not be seen by what the loop draws next, nor in buffers.
@@ -425,7 +428,7 @@ class Run:
 
         Raises: StateJumped if the state is another one meanwhile.
         """
-        session = self._session
+        session, collate = self._session, collate or torch.utils.data.default_collate
         chunks = self._begin_evaluation(dataset, batch_size)
         waves = Waves(session.view, metrics, chunks, lambda i: _chunk(session, dataset, i, batch_size, collate))
         session.executor.install({Evaluate: waves.pass_on})
@@ -457,4 +460,4 @@ def _chunk(session: Session, dataset: Any, index: int, batch_size: int, collate:
     session.view.tick()
     first = index * batch_size
     samples = [dataset[i] for i in range(first, min(first + batch_size, len(dataset)))]
-    return to_device((collate or torch.utils.data.default_collate)(samples), session.lanes.device)
+    return to_device(collate(samples), session.lanes.device)

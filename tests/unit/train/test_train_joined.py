@@ -81,6 +81,21 @@ def test_accumulation_is_as_many_lanes_more() -> None:
     assert equal(one, other)
 
 
+def test_a_loader_is_evaluated_as_its_dataset_is() -> None:
+    model = network()
+    run = joined(model)
+    found = []
+
+    def hits(batch: Any) -> dict[str, torch.Tensor]:
+        return {"hits": torch.tensor([float((model(batch[0]).argmax(1) == batch[1]).sum()), float(len(batch[1]))])}
+
+    for step in run:
+        for x, y in step:
+            step.backward(cross_entropy(model(x), y))
+        found += [run.evaluate(hits, DATA, batch_size=9), run.evaluate(hits, DataLoader(DATA, 9, shuffle=True))]
+    assert found[0] == found[1] and found[-1] == found[-2]
+
+
 # ---- several losses
 
 
