@@ -377,6 +377,9 @@ class Config:
 
     lanes: int = key(8, "parts of the global batch; each is computed whole by one worker", low=1, numerics=True)
     micro_batch: int = key(8, "samples per lane: --batch-size / lanes", low=1, numerics=True)
+    accumulate: int = key(
+        1, "times as many lanes, and as large a global batch; --batch-size stays its size", low=1, numerics=True
+    )
     steps: int | None = key(None, "last step; if epochs is set, too, the earlier end counts", low=1)
     epochs: int | None = key(None, "passes over the data", low=1)
     seed: int = key(
@@ -390,6 +393,14 @@ class Config:
         "fp32", "arithmetic of forward and backward passes", choices=("fp32", "bf16", "fp16"), numerics=True
     )
     clip_norm: float | None = key(None, "largest global norm of the gradient", above=0, numerics=True)
+    clip_value: float | None = key(
+        None, "largest absolute value of each element of the gradient, after clip_norm", above=0, numerics=True
+    )
+    shuffle: bool = key(
+        True,
+        "samples in an order that follows from seed, another one in each epoch; false: the dataset's own order",
+        numerics=True,
+    )
     rehearse: bool = key(
         True,
         "for scripts: do some steps twice before the first, to find state that join does not carry",

@@ -27,10 +27,10 @@ FOREIGN_KEYS = (
         ("lanes", "micro_batch"),
     ),
     ForeignKey(
-        "set lanes: a worker computes several, one after the other, and their gradients are added up",
-        "accumulate accumulation accumulation_steps gradient_accumulation gradient_accumulation_steps grad_accum "
+        "here it is accumulate: so many times the lanes, whose gradients are added up",
+        "accumulation accumulation_steps gradient_accumulation gradient_accumulation_steps grad_accum "
         "accumulate_grad_batches grad_accum_steps update_freq no_sync num_microbatches n_microbatches micro_batches",
-        ("lanes",),
+        ("accumulate", "lanes"),
     ),
     ForeignKey(
         "it belongs to the evaluation: run.evaluate(batch_size=...) in a loop of your own",
@@ -66,9 +66,9 @@ FOREIGN_KEYS = (
         ("clip_norm",),
     ),
     ForeignKey(
-        "gradients are clipped by their global norm alone: set clip_norm",
-        "gradient_clip_algorithm clip_grad_value clip_grad_value_ clip_value",
-        ("clip_norm",),
+        "set clip_norm for the global norm, clip_value for each element",
+        "gradient_clip_algorithm clip_grad_value clip_grad_value_",
+        ("clip_norm", "clip_value"),
     ),
     ForeignKey(
         "give it to your optimizer (Task.build_optimizer, or the one given to join); ready tasks have task.lr",
@@ -99,10 +99,11 @@ FOREIGN_KEYS = (
         "dataset data data_dir data_path data_root train_data train_file train_dataset transform",
     ),
     ForeignKey(
-        "samples come in an order that follows from seed, another one in each epoch",
-        "shuffle sampler batch_sampler train_sampler use_distributed_sampler replace_sampler_ddp group_by_length "
-        "generator shuffle_seed",
-        ("seed",),
+        "samples come in an order that follows from seed, another one in each epoch, or with shuffle=false in the "
+        "dataset's own",
+        "sampler batch_sampler train_sampler use_distributed_sampler replace_sampler_ddp group_by_length generator "
+        "shuffle_seed",
+        ("seed", "shuffle"),
     ),
     ForeignKey(
         "no sample is dropped: the end of an epoch is filled up with the beginning of the next",

@@ -35,7 +35,7 @@ from everstep.train.console import OUTPUT_FILE, unstamped
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-_UNTOLD = ("job_started", "step_committed")
+_UNTOLD = ("job_started", "step_committed", "logged")
 _LAST_EVENTS = 6
 _STYLES = {"leader": "bold green", "active": "", "healing": "yellow", "suspect": "yellow", "dead": "bold red"}
 _TROUBLED = ("dead", "suspect", "healing")
@@ -413,6 +413,7 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", str(summary["steps"])),
         ("loss", _last_loss(summary)),
         *((f"test {name}", f"{value:.4f}") for name, value in metrics.items() if value is not None),
+        *((name, f"{value:.4g}") for name, value in (summary.get("logged") or {}).items()),
         ("faults survived", str(summary["faults_survived"])),
         ("steps lost", str(summary["steps_lost"])),
         ("generations", str(summary["generations"])),
@@ -493,6 +494,7 @@ def summary(
         "digest": dict(digest) if digest is not None else None,
         "loss": facts.course.loss,
         "metrics": facts.course.metrics or None,
+        "logged": facts.logged.newest or None,
         "wall_s": round(sum(s for use, s in facts.account.seconds().items() if use != "not running"), 3),
         "run_dir": run_dir,
     }

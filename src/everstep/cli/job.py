@@ -118,6 +118,8 @@ def effective_config(defaults: Mapping[str, Any], request: Request, *, script: b
     workers = given.get("workers") or default_workers(given) or 1
     if open_lanes and workers > Config.lanes:
         layers.insert(0, ("the script", {"lanes": workers}))
+    if given.get("accumulate", 1) > 1 and not open_lanes:
+        layers.append(("accumulate", {"lanes": given.get("lanes", Config.lanes) * given["accumulate"]}))
     config = load_config(layers)
     if request.batch_size is not None and not (open_lanes and request.batch_size % config.lanes):
         sized = with_batch_size({"lanes": config.lanes}, request.batch_size)

@@ -72,6 +72,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     return {
         **live,
         "steps_total": history.total_steps,
+        "logged": history.facts.logged.newest,
         "task": job.task,
         "checkpoint": newest,
         "headline": headline,
@@ -136,6 +137,8 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
     if again:
         print(f"To go on: {again}")
     print(f"{status['state']}, step {status['step']}, generation {status['generation']}")
+    if status["logged"]:
+        print(", ".join(f"{name} {value:.4g}" for name, value in status["logged"].items()))
     if status["checkpoint"] is not None:
         print(f"newest checkpoint: step {status['checkpoint']['step']} in {status['checkpoint']['path']}")
     if status["efficiency"]["text"]:

@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 from everstep.base.errors import ConfigError
 from everstep.exact.digest import tensor_digest
 from everstep.exact.jsonable import encode
+from everstep.exact.several import optimizers_of
 
 _MAX_DEPTH = 8
+_OF = "/"
 _OF_TORCH = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
 _OF_OTHERS = frozenset({"step", "zero_grad", "_opt_called", "_step_count", "_with_counter"})
 
@@ -41,7 +43,10 @@ def plain(optimizer: Optimizer) -> dict[str, Any]:
 
 def assign(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
     """Set carried attributes. An existing tensor is written in place, because other objects may refer to it."""
-    for name, value in values.items():
+    members = list(optimizers_of(optimizer).values())
+    for title, value in values.items():
+        number, _, name = title.rpartition(_OF)
+        optimizer = members[int(number or 0)]
         present = getattr(optimizer, name, None)
         if isinstance(value, Tensor) and isinstance(present, Tensor) and present.shape == value.shape:
             with torch.no_grad():
@@ -52,10 +57,9 @@ def assign(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
 
 def added(optimizer: Optimizer) -> dict[str, Any]:
     """Public attributes that a script has added to an optimizer of torch's own, by name: they are not carried."""
-    if not _of_torch(optimizer):
-        return {}
+    members = [member for member in optimizers_of(optimizer).values() if _of_torch(member)]
     known = _OF_TORCH | _OF_OTHERS
-    return {n: v for n, v in vars(optimizer).items() if n not in known and not n.startswith("_")}
+    return {n: v for member in members for n, v in vars(member).items() if n not in known and not n.startswith("_")}
 
 
 class Watched:
@@ -80,12 +84,11 @@ class Watched:
 
 
 def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Attributes that the user's own class has added."""
-    if _of_torch(optimizer):
-        return
-    for name, value in sorted(vars(optimizer).items()):
-        if name not in _OF_TORCH and name not in _OF_OTHERS and not name.endswith("_hooks"):
-            yield name, value
+    """Attributes that the user's own class has added; of the second one of a set "1/name", and so on."""
+    for number, member in enumerate(optimizers_of(optimizer).values()):
+        for name, value in sorted(vars(member).items()) if not _of_torch(member) else ():
+            if name not in _OF_TORCH and name not in _OF_OTHERS and not name.endswith("_hooks"):
+                yield f"{number}{_OF}{name}" if number else name, value
 
 
 def _of_torch(optimizer: Optimizer) -> bool:

@@ -77,11 +77,13 @@ class GradientHandOver:
         scale: float,
         received: Mapping[TiePlace, Tensor | None] | None = None,
         wanted: Ranges | None = None,
+        limit: float | None = None,
     ) -> None:
         """Set `.grad` of every parameter to reduced * float32(scale), in the parameter's dtype.
 
         received: the reduced gradients of tied parameters at their places in other stages, flat, None where absent.
-        wanted: ranges of elements of these parameters; the other elements of their gradients are undefined then.
+        wanted: ranges of elements of these parameters; the other elements of their gradients are undefined then. limit:
+        of each element's absolute value.
 
         Parameters that no lane had a gradient for get None; places of use of one parameter are added up in unit order,
         after the multiplication. The gradients stay valid until `clear`. Raises: InvariantViolation if elements that
@@ -97,10 +99,9 @@ class GradientHandOver:
             self._join_places(gradients)
             tied = [self._join_stages(one, gradients, scale, received or {}) for one in self._ties]
             for i, parameter in self._params.items():
-                gradient = gradients.pop(i, None)
-                parameter.grad = gradient if gradient is None else gradient.to(parameter.dtype)
+                parameter.grad = _as_given(gradients.pop(i, None), parameter, limit)
             for one, gradient in zip(self._ties, tied, strict=True):
-                one.parameter.grad = gradient if gradient is None else gradient.to(one.parameter.dtype)
+                one.parameter.grad = _as_given(gradient, one.parameter, limit)
 
     def clear(self) -> None:
         """Take the gradients away, so that the next lane's are autograd's own tensors."""
@@ -176,6 +177,13 @@ class GradientHandOver:
             value = gradients.pop(i, None)
             if value is not None:
                 gradients[first] = gradients[first].add_(value) if first in gradients else value
+
+
+def _as_given(gradient: Tensor | None, parameter: Tensor, limit: float | None) -> Tensor | None:
+    """The gradient within the limit, in the parameter's dtype."""
+    if gradient is not None and limit is not None:
+        gradient = gradient.clamp_(-limit, limit)
+    return gradient if gradient is None else gradient.to(parameter.dtype)
 
 
 def _is_all(ranges: Sequence[tuple[int, int]], numel: int) -> bool:

@@ -52,6 +52,7 @@ KINDS = frozenset(
         "fault_over",
         "warning",
         "evaluated",
+        "logged",
         "job_completed",
         "job_failed",
     }

@@ -287,6 +287,7 @@ _ACTS: dict[str, Callable[[Facts, Event, int], None]] = {
     ),
     "waiting": lambda facts, event, time_ns: facts.condition.wait(event, time_ns),
     "evaluated": Facts._evaluated,
+    "logged": lambda facts, event, time_ns: facts.logged.take(event, whole_number(event.get("step")), time_ns),
     "checkpoint_completed": Facts._checkpoint,
     "checkpoint_failed": Facts._checkpoint,
     "checkpoint_skipped": Facts._checkpoint,

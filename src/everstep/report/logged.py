@@ -14,12 +14,14 @@ _RULES = ("last", "mean")
 
 @dataclass
 class Logged:
-    """`series`: columns (time_s, value) by name; values that are not finite have no place in a curve."""
+    """`series`: columns (time_s, value) by name; values that are not finite have no place in a curve. `newest`: the
+    newest value of each."""
 
     series: dict[str, Series] = field(default_factory=dict)
+    newest: dict[str, float] = field(default_factory=dict)
 
     def take(self, event: Event, step: int, time_ns: int) -> None:
-        """Take in a committed step."""
+        """Take in a committed step, or numbers of the leader after it."""
         norm = event.get("grad_norm")
         if norm is not None:
             self._add(GRADIENT_NORM, norm, step, time_ns)
@@ -32,4 +34,5 @@ class Logged:
         number = float(value)  # type: ignore[arg-type]
         if number - number != 0.0:
             return
+        self.newest[name] = number
         self.series.setdefault(name, Series(_RULES, POINTS)).add(step, (time_ns / 1e9, number))

@@ -176,6 +176,7 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
     ]
     tiles += [("loss or gradient not finite", str(facts.course.strange))] if facts.course.strange else []
     tiles += [(f"test {name}", f"{value:.4f}") for name, value in list(facts.course.metrics.items())[:4]]
+    tiles += [(name.lower(), f"{value:.4g}") for name, value in list(facts.logged.newest.items())[:4]]
     cells = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in tiles
     )

@@ -95,6 +95,8 @@ def _progress(history: History, running: bool, now_ns: int) -> Iterator[Metric]:
     yield _gauge(
         "loss", "Loss of the newest committed step, NaN if it is not finite.", nan if strange else facts.course.loss
     )
+    text = "Newest value of the gradient norm, and of each that the script logs."
+    yield _by_label(GaugeMetricFamily, "logged_value", text, "name", facts.logged.newest)
     text = "Steps whose loss or gradient was not finite."
     yield _counter("nonfinite_steps", text, tally.nonfinite_steps)
     rate = (present_speed(facts, now_ns) or 0.0) if running else 0.0

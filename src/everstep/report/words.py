@@ -182,9 +182,16 @@ def _recovered(event: Event, why: str) -> str:
 
 
 def _evaluated(event: Event, why: str) -> str:
+    return f"evaluated after step {event.get('step')}: {_values(event)}"
+
+
+def _logged(event: Event, why: str) -> str:
+    return f"logged after step {event.get('step')}: {_values(event)}"
+
+
+def _values(event: Event) -> str:
     found = as_dict(event.get("metrics")).items()
-    values = ", ".join(f"{one_line(k)} {number(v):.4f}" for k, v in found if v is not None)
-    return f"evaluated after step {event.get('step')}: {values}"
+    return ", ".join(f"{one_line(k)} {number(v):.4f}" for k, v in found if v is not None)
 
 
 def _generation(event: Event, why: str) -> str:
@@ -224,6 +231,7 @@ _SPECIAL = {
     "nonfinite": _nonfinite,
     "recovery_completed": _recovered,
     "evaluated": _evaluated,
+    "logged": _logged,
     "generation_started": _generation,
     "leader_changed": _leader,
     "checkpoint_completed": _checkpoint,

@@ -75,6 +75,7 @@ class Publication:
         self._run: SinkJob | None = None
         self._lines = 0
         self._step = self._evaluated = self._told_step = 0
+        self._numbered: tuple[int, dict[str, float]] = (-1, {})
         self._last_ns = self._goodput_ns = 0
         self._carried: dict[str, float] = {}
         self._sampled_s = self._cursor.sampled_s
@@ -121,6 +122,9 @@ class Publication:
         if kind == "step_committed":
             self._committed(event, time_ns, again)
             return
+        if kind == "logged":
+            self._numbers(event, time_ns, again)
+            return
         if kind == "evaluated":
             self._measured(event, time_ns, again)
         self.events += not again
@@ -140,6 +144,7 @@ class Publication:
             "train/lr" + (f"/{i}" if i else ""): rate for i, rate in enumerate(rates[:16]) if not i or rate != rates[0]
         }
         values = {k: number(v) for k, v in said.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        values |= _logged(event)
         samples = whole_number(event.get("samples"))
         if self._last_ns and time_ns > self._last_ns and step == self._step + 1:
             values["speed/step_s"] = (time_ns - self._last_ns) / 1e9
@@ -162,6 +167,13 @@ class Publication:
             self._evaluated = step
             names = list(metrics)[:64]
             self._tell(step, time_ns, {f"eval/{one_line(k, 60)}": number(metrics[k]) for k in names}, again)
+
+    def _numbers(self, event: Event, time_ns: int, again: bool) -> None:
+        """Tell numbers of the leader, except those that a new leader repeats."""
+        step, values = whole_number(event.get("step")), _logged(event)
+        if step > self._numbered[0] or (step == self._numbered[0] and values != self._numbered[1]):
+            self._numbered = step, values
+            self._tell(step, time_ns, values, again)
 
     # ---- samples of the workers' time and memory
 
@@ -266,6 +278,12 @@ class Publication:
         except Exception as error:  # any error of a library
             said = one_line(error, 300) or "no reason given"
             raise SinkFailed(f"the sink {self.name} failed: {type(error).__name__}: {said}") from error
+
+
+def _logged(event: Event) -> dict[str, float]:
+    """Values that the script has logged with an event."""
+    found = as_dict(event.get("metrics")) if "metrics" in event else {}
+    return {f"log/{one_line(k, 60)}": number(v) for k, v in list(found.items())[:64] if type(v) in (int, float)}
 
 
 def _of_worker(worker: Newest) -> Iterator[tuple[str, float]]:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.exact.attributes import plain
+from everstep.exact.several import optimizers_of, schedulers_of
 from everstep.train.flow_calls import BesideLoop, Calls
 from everstep.train.flow_functions import Functions, unwrapped
 from everstep.train.flow_memory import Judge, Origin, RoundMemory, Value
@@ -216,7 +217,9 @@ def looks_trained(thing: Any, model: nn.Module) -> bool:
 
 def _judge(trained: Trained) -> Judge:
     model, optimizer = trained.model, trained.optimizer
-    parts: list[Any] = [optimizer, optimizer.param_groups, *optimizer.param_groups, optimizer.state, trained.scheduler]
+    parts: list[Any] = schedulers_of(trained.scheduler)[:]
+    for member in optimizers_of(optimizer).values():
+        parts += [member, member.param_groups, *member.param_groups, member.state]
     for module in model.modules():
         parts += [module, module._parameters, module._buffers, module._modules]
         parts += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
@@ -336,10 +339,11 @@ def _updates(trained: Trained, names: Mapping[int, str]) -> list[Any]:
     found = [
         one for attribute in _UPDATE_HOOKS for one in _functions(getattr(trained.optimizer, attribute, None), names)
     ]
-    scheduler = trained.scheduler
-    found += _functions(dict(enumerate(getattr(scheduler, "lr_lambdas", []))), names)
-    found += [(f, (("scheduler", scheduler),)) for f in _methods(scheduler, ("get_lr", "step"))]
-    return found + [(f, (("optimizer", trained.optimizer),)) for f in _methods(trained.optimizer, ("step",))]
+    for scheduler in schedulers_of(trained.scheduler):
+        found += _functions(dict(enumerate(getattr(scheduler, "lr_lambdas", []))), names)
+        found += [(f, (("scheduler", scheduler),)) for f in _methods(scheduler, ("get_lr", "step"))]
+    members = optimizers_of(trained.optimizer).values()
+    return found + [(f, (("optimizer", member),)) for member in members for f in _methods(member, ("step",))]
 
 
 def _functions(hooks: Any, names: Mapping[int, str]) -> list[Any]:

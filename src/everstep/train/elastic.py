@@ -13,7 +13,7 @@ from typing import Any
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
-from everstep.order.cursor import LaneSamples, SampleOrder
+from everstep.order.cursor import LaneSamples, SampleId, SampleOrder
 from everstep.order.permutation import index_at
 
 
@@ -31,6 +31,7 @@ class ElasticOrder:
     base_workers: int
     steps: int | None
     epochs: int | None
+    shuffle: bool = True
     position: int = 0
     step: int = 0
 
@@ -57,9 +58,11 @@ class ElasticOrder:
         last = first + self.micro_batch
         if self.end is not None:
             first, last = min(first, self.end), min(last, self.end)
-        size = self.dataset_size
-        indices = ((p // size, index_at(self.seed, p // size, size, p % size)) for p in range(first, last))
-        return tuple(indices)
+        return tuple(self._sample(position) for position in range(first, last))
+
+    def _sample(self, position: int) -> SampleId:
+        epoch, at = divmod(position, self.dataset_size)
+        return epoch, index_at(self.seed, epoch, self.dataset_size, at) if self.shuffle else at
 
     def advance(self, step: int, samples: int, workers: int) -> None:
         """A step has been applied that used this many samples and was computed by this many workers."""
@@ -88,16 +91,15 @@ def sample_order(config: Config, dataset: Any) -> AnyOrder:
     except TypeError:
         kind = type(dataset).__name__
         raise ConfigError(f"the dataset must be map-style, with __len__ and __getitem__; got {kind}") from None
-    order = SampleOrder(config.seed, size, config.lanes, config.micro_batch, config.steps, config.epochs)
+    length = config.steps, config.epochs, config.shuffle
+    order = SampleOrder(config.seed, size, config.lanes, config.micro_batch, *length)
     if config.batch == "per_worker":
         if config.loader.workers:
             raise ConfigError(
                 f"batch: per_worker changes the lanes during the run, so it needs loader.workers=0, "
                 f"got {config.loader.workers}"
             )
-        return ElasticOrder(
-            config.seed, size, config.lanes, config.micro_batch, config.workers, config.steps, config.epochs
-        )
+        return ElasticOrder(config.seed, size, config.lanes, config.micro_batch, config.workers, *length)
     return order
 
 

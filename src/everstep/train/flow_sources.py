@@ -70,6 +70,13 @@ def prepares(frame: types.FrameType) -> bool:
     return not isinstance(over, ast.Name) or over.id not in [n.id for n in targets if isinstance(n, ast.Name)]
 
 
+def calls_in_file(frame: types.FrameType, method: str) -> int:
+    """Number of places in the file of this frame where a method of this name is called; 0 if there is no source."""
+    tree = SyntaxTrees().tree(frame.f_code.co_filename)
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call)) if tree is not None else ()
+    return sum(isinstance(func, ast.Attribute) and func.attr == method for func in calls)
+
+
 def _inside(top: ast.AST) -> list[ast.AST]:
     """All nodes of this scope, without those of inner scopes."""
     found, left = [], list(ast.iter_child_nodes(top))

@@ -8,23 +8,25 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
-from torch.utils.data import default_collate
 
 from everstep.base.below import write_atomically
 from everstep.base.cause import Cause
-from everstep.base.config import Config, check_keys, load_config, to_dict, with_batch_size
+from everstep.base.config import Config, check_keys, dotted, load_config, read_layers, to_dict
 from everstep.base.errors import ConfigError
+from everstep.data.given_loader import Collate, read_data
 from everstep.exact.seeding import build_seed, seed_all
+from everstep.exact.several import optimizers_of, schedulers_of
 from everstep.protocol import messages as wire
 from everstep.runtime.files.private import close_run_dir, refuse_foreign, write_privately
 from everstep.runtime.link.address import DATASET_FILE
 from everstep.train.adopted import become_job
+from everstep.train.given_optimizers import one_optimizer, schedulers_apart
+from everstep.train.global_batch import sized
 from everstep.train.job_parts import assemble
 from everstep.train.loop_values import LoopValues
 from everstep.train.precision import prepare_torch
@@ -33,6 +35,7 @@ from everstep.train.rehearsal import LifeLink, WatchedLoop
 from everstep.train.rehearsing import Conclude, beside_script
 from everstep.train.restarts import unpassed
 from everstep.train.run import Run
+from everstep.train.script_errors import say_in_one_line
 from everstep.train.stage import Parts
 from everstep.train.unpassed import unpassed_scheduler
 from everstep.train.unsupported import refuse_elsewhere, refuse_group, refuse_unmade, refuse_unsupported
@@ -97,29 +100,31 @@ def leads() -> bool | None:
 
 def join(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Any,
     dataset: Any,
     lanes: int = 8,
-    micro_batch: int = 8,
+    micro_batch: int | None = None,
     scheduler: Any = None,
     clip_norm: float | None = None,
     state: Mapping[str, Any] | LoopValues | None = None,
     *,
     units: Sequence[nn.Module] | None = None,
-    collate: Callable[[list[Any]], Any] = default_collate,
+    collate: Collate | None = None,
     run_dir: str | Path | None = None,
     ignore: Sequence[Any] = (),
     **config: Any,
 ) -> Run:
     """Make this process a worker of a job, and return the job's steps to iterate over.
 
-    The global batch is `lanes` x `micro_batch` samples, whichever workers compute them. `state`: anything else to heal
-    and save: the result of everstep.state(best=1e9, wait=0), or, by name, such objects and others with state_dict and
-    load_state_dict. `units`: the finest cuts of the model, in order. `config`: further keys of the config (steps=...,
-    epochs=..., precision=..., seed=...). Under `everstep run`, keys given there win. `run_dir`: where a job of one
-    worker writes, if anywhere; it takes checkpoints there, and goes on from the newest one when the script is run
-    again. All files that this process writes from then on, there and elsewhere, are readable by their owner alone, as
-    in launched workers; os.umask changes that.
+    `optimizer`: one, or a list or dict of several, which are stepped in this order; `scheduler`: likewise; those that
+    go by a metric (ReduceLROnPlateau) are carried, and stepped by the loop. `dataset`: map-style, or a DataLoader, of
+    which dataset, order, collate_fn and processes are used; its batch_size is that of the global batch: `lanes` x
+    `micro_batch` (8) samples, whichever workers compute them. `accumulate=k`: k times as many lanes. `state`: anything
+    else to heal and save: the result of everstep.state(best=1e9, wait=0), or, by name, such objects and others with
+    state_dict and load_state_dict. `units`: the finest cuts of the model, in order. `config`: further keys (steps=...,
+    precision=..., seed=...). Under `everstep run`, keys given there win. `run_dir`: where a job of one worker writes,
+    if anywhere; it takes checkpoints there, and goes on from the newest one when the script is run again. All files
+    that this process writes from then on are readable by their owner alone; os.umask changes that.
 
     Other values that the loop keeps from step to step are lost in a worker that is resumed or healed, so a script is
     rehearsed before its first step, and refused if it keeps any (`rehearse=False` skips this). `ignore`: values that it
@@ -136,42 +141,55 @@ def join(
     cannot be part of one job.
     """
     global _called, _run
+    if _launched is None:
+        say_in_one_line()
     if _called and _launched is not None:
         raise ConfigError("everstep.join was called twice in one script; a worker belongs to one job")
     _called = True
-    given = {"lanes": lanes, "micro_batch": micro_batch, "clip_norm": clip_norm, **config}
-    link = _link(given, Path(run_dir) if run_dir is not None else None)
+    data = read_data(dataset, collate)
+    given = {"lanes": lanes, "micro_batch": micro_batch, "clip_norm": clip_norm, **data.settings, **dotted(config)}
+    link = _link(given, Path(run_dir) if run_dir is not None else None, data.batch_size)
     extras = {"state": state} if isinstance(state, LoopValues) else dict(state or {})
+    optimizer = one_optimizer(optimizer)
+    scheduler, extras = schedulers_apart(scheduler, optimizer, extras)
     refuse_unsupported(model, optimizer, scheduler)
     refuse_unmade(model)
     refuse_group()
-    lost = unpassed_scheduler(optimizer, (scheduler, *extras.values()), ignore, sys._getframe())
-    if lost is not None and link.config.rehearse and not isinstance(link, LifeLink):
-        raise ConfigError(str(unpassed(*lost)))
+    lost = _lost_scheduler(link, optimizer, (*schedulers_of(scheduler), *extras.values()), ignore)
     device = prepare_torch(link.config, link.me.worker_id)
     refuse_elsewhere(model, device)
-    parts = Parts(model, optimizer, scheduler, list(units) if units else [model], extras)
-    _tell_ledger(link, dataset)
+    parts = Parts(model, optimizer, scheduler, list(units) if units else [model], {**extras, **data.extras})
+    _tell_ledger(link, data.dataset)
     watched = link.config.rehearse and not isinstance(link, LifeLink)
-    _run = assemble(link, parts, dataset, collate, device, ignored=tuple(ignore) if watched else None)
+    _run = assemble(link, parts, data.dataset, data.collate, device, ignored=tuple(ignore) if watched else None)
     if isinstance(link, LifeLink):
-        link.follow(WatchedLoop(tuple(ignore), unpassed=lost, data=(dataset, collate)))
-        return _run
-    if note := _await_rehearsal(link):
-        with contextlib.closing(Publisher(link.run_dir, link.me)) as publisher:
-            publisher.emit("warning", step=0, cause=Cause.CONFIG, reason=note)
+        link.follow(WatchedLoop(tuple(ignore), unpassed=lost, data=(data.dataset, data.collate)))
+    else:
+        _await_rehearsal(link)
     return _run
 
 
-def _link(given: Mapping[str, Any], run_dir: Path | None) -> WorkerLink:
-    """This process's link to the job, with all that is known of its config by now."""
+def _lost_scheduler(
+    link: WorkerLink, optimizer: Any, known: Sequence[Any], ignore: Sequence[Any]
+) -> tuple[str, str] | None:
+    """A scheduler that join was not given; a rehearsed life tells of it. known: what it was given. Raises: ConfigError,
+    in a life that is to train."""
+    frame = sys._getframe(1)
+    each = (unpassed_scheduler(one, known, ignore, frame) for one in optimizers_of(optimizer).values())
+    lost = next(filter(None, each), None)
+    if lost is not None and link.config.rehearse and not isinstance(link, LifeLink):
+        raise ConfigError(str(unpassed(*lost)))
+    return lost
+
+
+def _link(given: Mapping[str, Any], run_dir: Path | None, loaded: int | None) -> WorkerLink:
+    """This process's link to the job, with all that is known of its config by now. loaded: batch size of a loader."""
     if _launched is not None:
-        _launched.fill_up(
-            _alone(given) if isinstance(_launched, LifeLink) and not _launched.launched else _merge(_launched, given)
-        )
+        alone = isinstance(_launched, LifeLink) and not _launched.launched
+        _launched.fill_up(_alone(given, loaded) if alone else _merge(_launched, given, loaded))
         return _launched
     become_job(given, run_dir)
-    link = LoneLink(_alone(given), run_dir)
+    link = LoneLink(_alone(given, loaded), run_dir)
     if run_dir is not None:
         write_privately()
         try:
@@ -184,8 +202,15 @@ def _link(given: Mapping[str, Any], run_dir: Path | None) -> WorkerLink:
     return link
 
 
-def _await_rehearsal(link: WorkerLink) -> str:
-    """Wait for the rehearsal; returns why there was none, "" if there was or need not be. Raises: ConfigError."""
+def _await_rehearsal(link: WorkerLink) -> None:
+    """Wait for the rehearsal; warn if there was none. Raises: ConfigError."""
+    if note := _rehearsed(link):
+        with contextlib.closing(Publisher(link.run_dir, link.me)) as publisher:
+            publisher.emit("warning", step=0, cause=Cause.CONFIG, reason=note)
+
+
+def _rehearsed(link: WorkerLink) -> str:
+    """Why there was no rehearsal, "" if there was or need not be. Raises: ConfigError."""
     if _conclude is not None:
         note = _conclude()
         return note if link.config.rehearse else ""
@@ -198,24 +223,20 @@ def _tell_ledger(link: WorkerLink, dataset: Any) -> None:
     """Write down facts that only the script knew: the ledger cannot be checked without them."""
     if link.run_dir is None or not hasattr(dataset, "__len__"):
         return
-    config = link.config
-    facts = {
-        "size": len(dataset),
-        "lanes": config.lanes,
-        "micro_batch": config.micro_batch,
-        "steps": config.steps,
-        "epochs": config.epochs,
-    }
-    facts["seed"] = config.seed  # which samples a lane has goes by it
+    said = to_dict(link.config)
+    facts = {key: said[key] for key in ("lanes", "micro_batch", "steps", "epochs", "shuffle", "seed")}
+    facts["size"] = len(dataset)
     with contextlib.suppress(OSError):  # a full disk does not stop training; `everstep ledger` will say what it lacks
         link.run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(link.run_dir / DATASET_FILE, json.dumps(facts) + "\n")
 
 
-def _alone(given: Mapping[str, Any]) -> Config:
-    if given.get("steps") is None and given.get("epochs") is None:
-        given = {**given, "epochs": 1}
-    config = load_config([("join", given)])
+def _alone(given: Mapping[str, Any], loaded: int | None = None) -> Config:
+    own = _values(given)
+    own = sized(own, to_dict(Config()), loaded=loaded)
+    if own.get("steps") is None and own.get("epochs") is None:
+        own = {**own, "epochs": 1}
+    config = load_config([("join", own)])
     if config.resume_from is not None:
         raise ConfigError(
             "resume_from is for everstep run; by itself a script goes on in the run_dir it was stopped in"
@@ -223,13 +244,16 @@ def _alone(given: Mapping[str, Any]) -> Config:
     return config
 
 
-def _merge(link: LaunchedLink | LifeLink, given: Mapping[str, Any]) -> Config:
-    """The job's config, filled up with the script's values for keys that the user has not set."""
-    job = to_dict(link.config)
+def _values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that a script has given to `join`, by dotted key. Raises: ConfigError for unknown keys, bad values."""
     check_keys("join", given)
-    own = {k: v for k, v in given.items() if v is not None and k not in link.job.get("explicit", ())}
-    if size := link.job.get("batch_size"):
-        own = with_batch_size({"lanes": job["lanes"], **own}, size)
+    return read_layers([("join", {key: value for key, value in dotted(given).items() if value is not None})])
+
+
+def _merge(link: LaunchedLink | LifeLink, given: Mapping[str, Any], loaded: int | None = None) -> Config:
+    """The job's config, filled up with the script's values for keys that the user has not set."""
+    job, explicit = to_dict(link.config), link.job.get("explicit", ())
+    own = sized(_values(given), job, explicit, loaded=loaded, asked=link.job.get("batch_size"))
     merged = load_config([("job.json", job), ("join", own)])
     if merged.steps is None and merged.epochs is None:
         merged = load_config([("job.json", to_dict(merged)), ("join", {"epochs": 1})])

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from everstep.base.errors import TaskError
+from everstep.exact.several import optimizers_of
 
 _CLIPPING = ("_get_total_norm", "clip_grad_value_")
 _REMEDIES = {
@@ -26,13 +27,17 @@ _REMEDIES = {
     "scheduler.step()": "remove it: a scheduler that join was given is stepped once per update; if it is yours, do not "
     "pass it to join but as state={'scheduler': scheduler}",
     "zero_grad()": "remove it: gradients are cleared automatically",
-    "gradient clipping": "remove it, and give join(clip_norm=...): .grad holds one lane's gradient, not the batch's",
+    "a GradScaler": "remove it, and give join(precision='fp16'), which scales the loss, or precision='bf16', which "
+    "needs no scaling",
+    "gradient clipping": "remove it, and give join(clip_norm=...) or clip_value: .grad holds the gradient of "
+    "one lane, not of the batch",
 }
 
 
 def refused(what: str) -> TaskError:
     """Error for a call that must not be made in the loop."""
-    return TaskError(f"{what} was called in the loop: {_REMEDIES[what]}")
+    verb = "used" if what.startswith("a ") else "called"
+    return TaskError(f"{what} was {verb} in the loop: {_REMEDIES[what]}")
 
 
 class LoopGuard:
@@ -47,9 +52,10 @@ class LoopGuard:
 
     def __enter__(self) -> None:
         """The loop begins."""
-        hook = self._optimizer.register_step_pre_hook(self._before_step)
-        self._undo.callback(hook.remove)
-        for thing in (self._optimizer, self._model):
+        optimizers = optimizers_of(self._optimizer).values()
+        for optimizer in optimizers:
+            self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+        for thing in (*optimizers, self._model):
             self._replace(vars(thing), "zero_grad", _refusing_call("zero_grad()"))
         backward: Callable[..., Any] = torch.Tensor.backward
 
@@ -60,6 +66,9 @@ class LoopGuard:
 
         torch.Tensor.backward = guarded  # type: ignore[method-assign,assignment]
         self._undo.callback(setattr, torch.Tensor, "backward", backward)
+        scaling: Callable[..., Any] = torch.amp.GradScaler.scale
+        torch.amp.GradScaler.scale = _refusing_if_enabled(scaling)  # type: ignore[method-assign]
+        self._undo.callback(setattr, torch.amp.GradScaler, "scale", scaling)
         for name in _CLIPPING:
             if name in vars(clip_grad):
                 self._replace(vars(clip_grad), name, _refusing_call("gradient clipping"))
@@ -85,3 +94,12 @@ def _refusing_call(what: str) -> Callable[..., Any]:
         raise refused(what)
 
     return refuse
+
+
+def _refusing_if_enabled(scaling: Callable[..., Any]) -> Callable[..., Any]:
+    def scale(scaler: Any, outputs: Any) -> Any:
+        if scaler.is_enabled() and getattr(outputs, "requires_grad", True):
+            raise refused("a GradScaler")
+        return scaling(scaler, outputs)
+
+    return scale

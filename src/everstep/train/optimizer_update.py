@@ -16,7 +16,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from everstep.base.errors import ConfigError
 from everstep.exact.dealt import Dealt
 from everstep.exact.pieces import PieceUpdate, Ranges, calls_of
-from everstep.exact.seeding import seed_all
+from everstep.exact.seeding import derive, seed_all
+from everstep.exact.several import OptimizerSet
 from everstep.exact.state_memory import StateMemory
 from everstep.train.divided_state import DividedState
 from everstep.train.loop_guard import LoopGuard
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 PART_ELEMENTS = 1 << 22
 """Elements of the parameters that are updated at once, where the state lies elsewhere: 16 MiB, and as much for each
 tensor of the state."""
+_MEMBER = 1 << 35
 _FIRST_LOOKS = 2
 """Updates at the beginning of which it is looked at what the optimizer is like."""
 _SLOW_S, _SLOW_SHARE, _SLOW_TIMES = 1.0, 0.5, 3
@@ -70,7 +72,7 @@ class OptimizerUpdate:
         """
         began, optimizer, memory = time.monotonic(), self._optimizer, self._memory
         self.dealt = dealt
-        probe = None if self.proven else UpdateProbe(optimizer, seed)
+        probe = None if self.proven or isinstance(optimizer, OptimizerSet) else UpdateProbe(optimizer, seed)
         if self.dealt is not None or isinstance(memory, FarMemory):
             self._find_kind(step, seed)
         ranges = pieces if self.dealt is None else self._divided(self.dealt)
@@ -82,6 +84,8 @@ class OptimizerUpdate:
                 raise self._changed(step, f"what it keeps for a parameter of shape {strange} cannot be divided")
         elif isinstance(memory, FarMemory):
             self._part_by_part(memory, step)
+        elif isinstance(optimizer, OptimizerSet):
+            self._each(optimizer, step, seed)
         else:
             optimizer.step()
         self.under_way = False
@@ -93,6 +97,16 @@ class OptimizerUpdate:
         memory.let_go()
         if isinstance(memory, FarMemory):
             self._judge(began, time.monotonic())
+
+    def _each(self, optimizers: OptimizerSet, step: int, seed: int) -> None:
+        """Step all of several optimizers, each with random numbers of its own."""
+        for number, optimizer in enumerate(optimizers.members.values()):
+            own = derive(seed, number, _MEMBER)
+            probe = None if self.proven else UpdateProbe(optimizer, own)
+            seed_all(own)
+            optimizer.step()
+            if probe is not None:
+                probe.compare(step)
 
     def _find_kind(self, step: int, seed: int) -> None:
         """Find out what the optimizer is like; one without gradients in this step says nothing of that."""

@@ -131,10 +131,11 @@ class Publisher:
             self._repeat_reports()
 
     def _repeat_reports(self) -> None:
-        """As a new leader, tell reports that the leader before has not told; it may have told some."""
+        """As a new leader, tell reports that the leader before has not told; it may have told some. Logged numbers grow
+        within a step, and may be told again."""
         told = told_lately(self._events_path) if self._reports else set()
         for (kind, step), fields in self._reports.items():
-            if (kind, step) not in told:
+            if (kind, step) not in told or kind == "logged":
                 self.emit(kind, step=step, **fields)
 
     def emit(self, kind: str, **fields: Any) -> bool:
@@ -173,6 +174,7 @@ class Publisher:
             "loss": outcome.loss,
             "samples": outcome.samples,
             **_tokens(outcome),
+            **({"metrics": found} if (found := outcome.logged()) else {}),
             **extra,
         }
 

@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from everstep.exact.digest import digest_bytes, tensor_digest
+from everstep.exact.several import OptimizerSet, SchedulerSet
 
 _MOST_PLACES = 50_000
 _MOST_ITEMS = 1_000
@@ -95,10 +96,15 @@ class Carried:
 
 
 def _with_schedulers(thing: Any) -> Iterator[Any]:
-    """The object, and the schedulers that it consists of: its `state_dict` has theirs (`SequentialLR`)."""
+    """The object, and the schedulers and optimizers that it consists of: its state has theirs (`SequentialLR`)."""
     yield thing
-    for inner in getattr(thing, "_schedulers", ()) if isinstance(thing, LRScheduler) else ():
-        yield from _with_schedulers(inner)
+    inner = getattr(thing, "_schedulers", ()) if isinstance(thing, LRScheduler) else ()
+    if isinstance(thing, SchedulerSet):
+        inner = thing.members
+    elif isinstance(thing, OptimizerSet):
+        inner = thing.members.values()
+    for one in inner:
+        yield from _with_schedulers(one)
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep.base.config import Config
-from everstep.base.errors import check
+from everstep.base.errors import ConfigError, TaskError, check
 from everstep.base.ports import Reduced
 from everstep.exact.dealt import Dealt, digested_planes
 from everstep.exact.digest import bytes_of, digest_bytes, named_digest
 from everstep.exact.gradient import GradientHandOver, clip_factor, gradient_norm
-from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, align_parameters, untie
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, align_parameters, memory_of, untie
 from everstep.exact.pieces import Ranges
 from everstep.exact.reduce import TiePlace, block_norms, stage_terms
 from everstep.exact.seeding import derive
 from everstep.exact.settings import Settings
+from everstep.exact.several import OptimizerSet, optimizers_of
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.comparing import PART
 from everstep.protocol.driver.records import SETTING_BYTES, StageSection, StepOutcome, segment_name
@@ -85,6 +86,7 @@ class StageReplica:
         self._loop: LoopLane | None = None
         if not spec.is_split:
             self._loop = LoopLane(self.lanes, parts.model, scaler, lambda: autocast(config.precision, device))
+        self._trained = _leaves_by_optimizer(parts)
         self._handover = GradientHandOver(self.layout, parts.model, spec.ties)
         self._cell: UpdateTogether | None = None
         self._lr_policy = LrPolicy(config.lr_rule, config.workers, config.lr_warmup_steps)
@@ -93,6 +95,11 @@ class StageReplica:
             extras["everstep.lr_policy"] = self._lr_policy
         settings = Settings(parts.model, parts.optimizer)
         memory = memory_for(config.zero.offload, device)
+        if isinstance(parts.optimizer, OptimizerSet) and (config.zero.stage or config.zero.offload is not None):
+            raise ConfigError(
+                "zero: the state of one optimizer alone can be divided or kept elsewhere, and join was given several: "
+                "set zero.stage=0 and zero.offload=none, or give one optimizer with several groups"
+            )
         kind = refuse_undivided(parts.optimizer, config.seed, config.zero.stage) if config.zero.stage else None
         self.update = OptimizerUpdate(parts.optimizer, memory, config.verify_every, kind)
         everything = (parts.model, parts.optimizer, parts.scheduler, extras, parts.units, spec.share, settings, memory)
@@ -110,6 +117,19 @@ class StageReplica:
         """The lane in the user's loop, of a model that is not split."""
         check(self._loop is not None, "lanes of a model that is split go through its parts")
         return self._loop  # type: ignore[return-value]
+
+    def trained_by(self, wanted: Any) -> list[torch.Tensor]:
+        """Leaves of the parameters of one of the optimizers, given itself or by name. Raises: TaskError for another, or
+        one without any."""
+        found = self._trained.get(wanted if isinstance(wanted, str) else id(wanted))
+        if found is None:
+            names = ", ".join(name for name in optimizers_of(self.parts.optimizer) if name) or "the one of join"
+            got = wanted if isinstance(wanted, str) else type(wanted).__name__
+            raise TaskError(f"step.backward(optimizer=...): expected one that join was given ({names}), got {got}")
+        leaves = [p for p in found if p.requires_grad]
+        if not leaves:
+            raise TaskError("step.backward(optimizer=...): none of its parameters requires a gradient")
+        return leaves
 
     def section(
         self,
@@ -206,7 +226,7 @@ class StageReplica:
             pieces = None if parts is None else parts.updates()
             if self._cell is not None:
                 pieces = self._cell.begin_update(outcome.step, factor, reduced)
-            self._handover.hand_over(reduced, factor, received, pieces)
+            self._handover.hand_over(reduced, factor, received, pieces, self._config.clip_value)
             told["lr"] = self._step_optimizer(outcome.step, workers, parts, pieces)
             self._handover.clear()
             if self._cell is not None:
@@ -281,6 +301,16 @@ class StageReplica:
         """Digest of everything that is trained."""
         self.lanes.settle_buffers()
         return self.state.state_digest(step)
+
+
+def _leaves_by_optimizer(parts: Parts) -> dict[Any, list[torch.Tensor]]:
+    """Leaves of the model that each optimizer updates, those of tied parameters included, by its id and its name."""
+    found: dict[Any, list[torch.Tensor]] = {}
+    for name, optimizer in optimizers_of(parts.optimizer).items():
+        own = {memory_of(p) for group in optimizer.param_groups for p in group["params"]}
+        leaves = [p for _, p in parts.model.named_parameters(remove_duplicate=False) if memory_of(p) in own]
+        found[name] = found[id(optimizer)] = list({id(p): p for p in leaves}.values())
+    return found
 
 
 def _range(reduced: Reduced, first: int, last: int) -> torch.Tensor:

@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from everstep.base.cause import Cause
-from everstep.base.errors import EverstepError, JobFailed, NonFinite, TaskError, Uncarried
+from everstep.base.errors import DeterminismError, EverstepError, JobFailed, NonFinite, TaskError, Uncarried
 from everstep.base.plan import Plan
 from everstep.data.batch import to_device
+from everstep.data.given_loader import read_data
 from everstep.exact.seeding import derive, preserve_rng, seed_all
 from everstep.exact.settings import evaluating
 from everstep.observe.logs import RAISED_IN
@@ -40,7 +41,9 @@ from everstep.protocol.driver.operations import (
 from everstep.train.elastic import ElasticOrder
 from everstep.train.evaluation import Waves, evaluate
 from everstep.train.executor import StateJumped
-from everstep.train.flow_sources import prepares
+from everstep.train.flow_sources import calls_in_file, prepares
+from everstep.train.lane_witness import LaneWitness
+from everstep.train.logged_values import numbers, sums
 from everstep.train.loop_guard import LoopGuard
 from everstep.train.loop_survey import LoopSurvey
 from everstep.train.reachable import loop_frames
@@ -51,7 +54,7 @@ from everstep.train.watched_life import IN_REHEARSAL, TRIED
 log = logging.getLogger(__name__)
 
 _LOOP_SEED = 1 << 34
-_OF_RUN = frozenset({"_session", "model", "_stopped", "_survey", "_guard", "loop"})
+_OF_RUN = frozenset({"_session", "model", "_stopped", "_logged", "_survey", "_guard", "loop"})
 _UNDONE = (
     "the loop left step {number} before its batches were used up: iterate `for batch in step:` to its end in every step"
 )
@@ -152,14 +155,18 @@ class Step:
         loop.enter(self.number, lane, apart=is_told or due or link.watches)
         lanes.hand_out((self.number, lane, samples))
         twice, waited = loop.probes(due), lanes.emulated()
+        witness = LaneWitness(view.stages.only.parts.model, loop_frames(sys._getframe())) if twice else None
         link.computes("first")
         yield batch
         waited()
-        if twice:
+        if witness is not None:
             loop.again()
             link.computes("again")
             yield batch
-            loop.compare()
+            try:
+                loop.compare()
+            except DeterminismError as error:
+                raise witness.explained(error) from None
         link.computes("")
         if is_told or (due and twice):
             self._session.lanes.note(self.number, lane, 0, loop.said(batch))
@@ -213,20 +220,41 @@ class Step:
             with contextlib.suppress(JobFailed):  # the end that was told
                 session.executor.ask(HoldAsked(words, session.view.hold_until_ns()))
 
-    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
-        """Backward of this batch. `loss` is its mean; or its sum, with `weight` (number of tokens, say).
+    def backward(
+        self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, *, optimizer: Any = None
+    ) -> None:
+        """Backward of this batch. `loss` is its mean; or its sum, with `weight` (number of tokens, say). Several calls
+        for one batch add their losses and gradients up. `optimizer`: one of those that join was given, or its name;
+        then its parameters alone get a gradient.
 
-        Raises: TaskError if it is no scalar with a gradient, or if called twice for one batch.
+        Raises: TaskError if it is no scalar with a gradient, or the weights of several calls differ.
         """
         view = self._session.view
         view.phase("backward", self.number, view.plan)
-        view.stages.only.loop.backward(loss, weight, self._share)
+        replica = view.stages.only
+        replica.loop.backward(loss, weight, self._share, None if optimizer is None else replica.trained_by(optimizer))
+
+    def log(self, **values: tuple[Any, Any]) -> None:
+        """Log values of this batch, each as (sum, count): `step.log(accuracy=(hits, len(y)))`.
+
+        The step's value is the sum over the global batch, divided by the count, the same for any number of workers. It
+        is told with the step, in `metrics` here, and wherever the loss is shown. A repeated name is added up.
+
+        Raises: TaskError outside the step's batches, or for something that is no sum and count.
+        """
+        self._session.view.stages.only.loop.log(sums(values))
 
     @property
     def loss(self) -> float:
         """Mean loss over the global batch; nan before the step is done."""
         outcome = self._session.updates.outcome
         return outcome.loss if outcome is not None and outcome.step == self.number else math.nan
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Logged values over the global batch, by name; empty before the step is done."""
+        outcome = self._session.updates.outcome
+        return outcome.logged() if outcome is not None and outcome.step == self.number else {}
 
 
 def _leave_if_tried() -> None:
@@ -255,6 +283,7 @@ class Run:
         self._session = session
         self.model = model
         self._stopped = False
+        self._logged: tuple[int, dict[str, float]] = (0, {})
         self._survey = survey
         self._guard: AbstractContextManager[None] = contextlib.nullcontext()
         if not session.view.stages.split:
@@ -282,6 +311,8 @@ class Run:
                 if not session.view.stages.split:
                     frames = loop_frames(sys._getframe())
                     session.loop.begin(not frames or prepares(frames[0]))
+                    if frames and calls_in_file(frames[0], "backward") > 1:
+                        session.view.stages.only.loop.expect_several()
                 ends = self._join()
                 if session.view.link.finished(session.view.step):
                     return
@@ -379,6 +410,15 @@ class Run:
         fields.setdefault("generation", view.driver.machine.generation)
         view.publisher.report(kind, step, self.is_main, fields)
 
+    def log(self, **values: Any) -> None:
+        """Log numbers of this step: `run.log(test_accuracy=0.93)`. Those of the leader are told, wherever the loss is
+        shown; another worker's are told only if it becomes the leader before they are. Raises: TaskError for something
+        that is no number."""
+        step = self._session.view.step
+        before = self._logged[1] if self._logged[0] == step else {}
+        self._logged = step, {**before, **numbers(values)}
+        self.report("logged", metrics=dict(self._logged[1]))
+
     def stop(self) -> None:
         """End after this step. Every worker must come to the same conclusion (from a loss or a metric, say)."""
         self._stopped = True
@@ -394,9 +434,11 @@ class Run:
         """Run `fn(batch) -> {name: tensor([sum, count])}` over the dataset, shared among the workers.
 
         The model is in eval mode and no gradients are kept. The result, sum / count by name, is the same everywhere
-        and for any number of workers. After the last step each worker evaluates by itself.
+        and for any number of workers. After the last step each worker evaluates by itself. `dataset` may be a
+        DataLoader, whose batch_size and collate_fn count then.
         """
-        session = self._session
+        session, data = self._session, read_data(dataset, collate)
+        dataset, collate, batch_size = data.dataset, data.collate, data.batch_size or batch_size
         chunks = self._begin_evaluation(dataset, batch_size)
         guard = session.view.stages.only.lanes.passes[0].guard
         # Who evaluates what must not be seen by what the loop draws next, nor in buffers.
@@ -404,7 +446,7 @@ class Run:
             found = evaluate(
                 fn,
                 chunks,
-                lambda i: self._chunk(dataset, i, batch_size, collate),
+                lambda i: _chunk(session, dataset, i, batch_size, collate),
                 gather=session.membership.gather,
                 members=session.membership.members,
                 seed=session.view.config.seed,
@@ -424,9 +466,9 @@ class Run:
 
         Raises: StateJumped if the state is another one meanwhile.
         """
-        session = self._session
+        session, collate = self._session, collate or torch.utils.data.default_collate
         chunks = self._begin_evaluation(dataset, batch_size)
-        waves = Waves(session.view, metrics, chunks, lambda i: self._chunk(dataset, i, batch_size, collate))
+        waves = Waves(session.view, metrics, chunks, lambda i: _chunk(session, dataset, i, batch_size, collate))
         session.executor.install({Evaluate: waves.pass_on})
         with preserve_rng():
             found = waves.run(session.membership.gather, lambda: session.executor.ask(EvaluateAsked()))
@@ -450,8 +492,10 @@ class Run:
             raise TaskError("evaluate was given an empty dataset")
         return chunks
 
-    def _chunk(self, dataset: Any, index: int, batch_size: int, collate: Any) -> Any:
-        self._session.view.tick()
-        first = index * batch_size
-        samples = [dataset[i] for i in range(first, min(first + batch_size, len(dataset)))]
-        return to_device((collate or torch.utils.data.default_collate)(samples), self._session.lanes.device)
+
+def _chunk(session: Session, dataset: Any, index: int, batch_size: int, collate: Any) -> Any:
+    """One batch of an evaluation, on the device."""
+    session.view.tick()
+    first = index * batch_size
+    samples = [dataset[i] for i in range(first, min(first + batch_size, len(dataset)))]
+    return to_device(collate(samples), session.lanes.device)

@@ -5,7 +5,7 @@ Apart from the replica because nothing here changes the state: the same lanes al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle
 from everstep.protocol.driver.records import LaneReport
 from everstep.protocol.step_types import LaneSaid
+from everstep.train.logged_values import LaneTotals
 from everstep.train.model_call import Loss, ModelCall
 from everstep.train.part_pass import Lane, PartPass, computed_otherwise, measured
 from everstep.train.precision import LossScaler, autocast
@@ -253,9 +254,8 @@ class LoopLane:
         self._autocast_of = autocast
         self._autocast: Any = None
         self._step = self._lane = 0
-        self._measured = 0.0, 0.0
-        self._called_backward = False
-        self._probed = self._apart = self._on_trial = False
+        self._totals: LaneTotals | None = None
+        self._probed = self._apart = self._on_trial = self._several = False
         self._first = ""
 
     # ---- in a worker of several processes
@@ -279,45 +279,85 @@ class LoopLane:
 
     # ---- a lane
 
+    def expect_several(self) -> None:
+        """The loop may call `backward` several times for one batch: its buffers are final when it is through with it,
+        and gradients are added up after that."""
+        self._several = True
+
     def enter(self, step: int, lane: int, *, apart: bool = False) -> None:
         """Seed everything, put the step's buffers in place, and begin autocast: the forward pass may run. apart: its
         gradient is to lie in `.grad` by itself, for `said`."""
         self._pass.guard.begin_lane()
+        apart = apart or self._several
         if not apart or self._sums.watches:
             self._sums.enter(lane)
         self._apart = apart
         self._step, self._lane = step, lane
         self._lanes.seeder.begin_lane(step, lane)
-        self._measured = 0.0, 0.0
-        self._called_backward = False
-        self._autocast = self._autocast_of()
-        self._autocast.__enter__()
+        self._totals = LaneTotals()
+        self._begin_autocast()
 
-    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None, share: float) -> None:
-        """Backward of one lane. weight None: `loss` is a mean, of a micro-batch that is `share` of a full one.
+    def backward(
+        self,
+        loss: torch.Tensor,
+        weight: float | torch.Tensor | None,
+        share: float,
+        inputs: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Backward of one lane. weight None: `loss` is a mean, of a micro-batch that is `share` of a full one. inputs:
+        parameters that get a gradient; None: all.
 
-        Raises: TaskError if the loss is not a scalar tensor with a graph, or if the lane called it twice.
+        Raises: TaskError if the loss is not a scalar tensor with a graph, for several weights, outside a lane, or for a
+        second call that no lane had before.
         """
+        if self._totals is None:
+            raise TaskError("step.backward(loss) was called outside `for batch in step:`: call it for each batch there")
         self._end_autocast()
-        if self._called_backward:
-            raise TaskError("step.backward(loss) was called twice for one batch; add the losses up and call it once")
-        scaled, *found = measured(loss, weight, share)
-        self._measured = found[0], found[1]
+        scaled, value, weighed = measured(loss, weight, share)
+        self._totals.add(value, weighed)
+        if self._totals.calls == 2 and not self._several:
+            self._find_several()
         if not self._on_trial:
             self._sums.capture(self._lane)
-        self._pass.guard.end_lane()
-        torch.autograd.backward(scaled * self._scaler.scale if self._scaler.enabled else scaled)
-        self._called_backward = True
+        if not self._several:
+            self._pass.guard.end_lane()
+        scaled = scaled * self._scaler.scale if self._scaler.enabled else scaled
+        torch.autograd.backward(scaled, inputs=inputs)
+        self._begin_autocast()
+
+    def _find_several(self) -> None:
+        """The lane has called `backward` a second time, which was not expected."""
+        if self._on_trial:
+            return
+        if not self._sums.watches:  # the gradient of the first call may be in the sum of several lanes
+            raise TaskError(
+                f"step.backward(loss) was called a second time for one batch in step {self._step}, and never before: "
+                "call it as often for the first batch (with a loss times 0, say), or add the losses up and call it once"
+            )
+        self._several = True
+        self._pass.guard.forget_lanes()
 
     def leave(self, lane: int, count: int, use: int) -> None:
         """Take the lane's gradient and buffers. Raises: TaskError if the lane never called backward."""
         self._end_autocast()
         self._lanes.seeder.end_lane()
-        if not self._called_backward:
-            raise TaskError("a batch was taken without step.backward(loss); call it once for every batch")
+        totals, self._totals = self._called(), None
+        if self._several:
+            self._pass.guard.end_lane()
         self._pass.watch.look()
         self._sums.add(lane)
-        self._lanes.note(LaneReport(lane, *self._measured, count, use))
+        self._lanes.note(LaneReport(lane, totals.loss, totals.weight or 0.0, count, use, totals.logged))
+
+    def log(self, found: Mapping[str, tuple[float, float]]) -> None:
+        """Add sums and counts to those of the lane. Raises: TaskError if no lane is being computed, or for too many."""
+        if self._totals is None:
+            raise TaskError("step.log was called outside `for batch in step:`: use run.log for numbers of a whole step")
+        self._totals.log(found)
+
+    def _called(self) -> LaneTotals:
+        if self._totals is None or not self._totals.calls:
+            raise TaskError("a batch was taken without step.backward(loss); call it for every batch")
+        return self._totals
 
     # ---- a lane that is computed twice
 
@@ -356,12 +396,11 @@ class LoopLane:
             self.enter(step, lane, apart=True)
             try:
                 yield
-                if not self._called_backward:
-                    raise TaskError("a batch was taken without step.backward(loss); call it once for every batch")
+                self._called()
             finally:
                 self._end_autocast()
                 self._lanes.seeder.end_lane()
-                self._on_trial = False
+                self._on_trial, self._totals = False, None
                 for parameter in self._model.parameters():
                     parameter.grad = None
 
@@ -371,7 +410,12 @@ class LoopLane:
         self._lanes.seeder.end_lane()
         named = [(f"grad {n}", p.grad) for n, p in self._model.named_parameters() if p.grad is not None]
         buffers = [(f"buffer {n}", b) for n, b in self._model.named_buffers()]
-        return f"{named_digest([*named, *buffers, *self._pass.guard.extras()])} {self._measured[0].hex()}"
+        loss = self._totals.loss if self._totals is not None else 0.0
+        return f"{named_digest([*named, *buffers, *self._pass.guard.extras()])} {loss.hex()}"
+
+    def _begin_autocast(self) -> None:
+        self._autocast = self._autocast_of()
+        self._autocast.__enter__()
 
     def _end_autocast(self) -> None:
         if self._autocast is not None:

@@ -18,25 +18,29 @@ from torch.optim.swa_utils import AveragedModel
 from everstep.base.errors import ConfigError
 from everstep.exact.extra_state import refuse_uncarried
 from everstep.exact.layout import memory_of
+from everstep.exact.several import optimizers_of, schedulers_of
 
 
 def refuse_unsupported(model: Any, optimizer: Any, scheduler: Any) -> None:
     """Check the arguments of a job. Raises: ConfigError for unsupported ones."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"expected a torch.nn.Module as the model, got {_named(model)}")
+        several = isinstance(model, list | tuple | dict)
+        remedy = "put them into one (torch.nn.ModuleDict or ModuleList)" if several else "give one"
+        raise ConfigError(f"expected a torch.nn.Module as the model, got {_named(model)}: {remedy}")
     if not isinstance(optimizer, Optimizer):
         several = isinstance(optimizer, list | tuple | dict)
         remedy = "give one optimizer with several parameter groups" if several else "give a torch.optim.Optimizer"
         raise ConfigError(f"expected one optimizer, got {_named(optimizer)}: {remedy}")
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ConfigError(
-            "ReduceLROnPlateau needs a metric at each step, which the update does not have: pass it as "
-            "state={'scheduler': scheduler} and call scheduler.step(metric) after run.evaluate, or use one that counts "
-            "steps"
-        )
-    if scheduler is not None and not all(hasattr(scheduler, name) for name in ("step", "state_dict")):
-        raise ConfigError(f"expected a scheduler with step() and state_dict(), got {_named(scheduler)}")
-    _refuse_optimizer(optimizer)
+    for one in schedulers_of(scheduler):
+        if isinstance(one, ReduceLROnPlateau):
+            raise ConfigError(
+                "ReduceLROnPlateau needs a metric at each step, which the update does not have: write a loop of your "
+                "own, give it to join, and call scheduler.step(metric) there, or use one that counts steps"
+            )
+        if not all(hasattr(one, name) for name in ("step", "state_dict")):
+            raise ConfigError(f"expected a scheduler with step() and state_dict(), got {_named(one)}")
+    for member in optimizers_of(optimizer).values():
+        _refuse_optimizer(member)
     _refuse_wrapper(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):

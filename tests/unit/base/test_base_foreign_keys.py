@@ -22,7 +22,7 @@ KEYS = {row[0] for row in describe()}
 NAMES = [name for foreign in FOREIGN_KEYS for name in foreign.names.split()]
 OWNERS = {"Task": Task, "run": Run, "step": Step}
 """What stands before the dot of an attribute that an answer names."""
-CLIP, LOADER, LANES = "here it is clip_norm", "here it is loader.workers", "set lanes: "
+CLIP, LOADER, LANES = "here it is clip_norm", "here it is loader.workers", "here it is accumulate: "
 BATCH, OPTIMIZER, PRECISION = (
     "the global batch is lanes x micro_batch",
     "give it to your optimizer",
@@ -40,13 +40,12 @@ BATCH, OPTIMIZER, PRECISION = (
         ("num_workers", LOADER),
         ("dataloader_num_workers", LOADER),
         ("pin_memory", "here it is loader.pin_memory"),
-        ("shuffle", "samples come in an order that follows from seed"),
+        ("sampler", "samples come in an order that follows from seed"),
         ("drop_last", "no sample is dropped"),
         ("batch_size", BATCH),
         ("per_device_train_batch_size", BATCH),
         ("train_micro_batch_size_per_gpu", BATCH),
         ("per_device_eval_batch_size", "it belongs to the evaluation"),
-        ("accumulate", LANES),
         ("gradient_accumulation_steps", LANES),
         ("accumulate_grad_batches", LANES),
         ("learning_rate", OPTIMIZER),

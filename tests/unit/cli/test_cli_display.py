@@ -113,6 +113,7 @@ def test_the_summary_at_the_end() -> None:
         "digest": digest,
         "loss": 1.0,
         "metrics": {"accuracy": 0.5},
+        "logged": None,
         "wall_s": 5.0,
         "run_dir": "runs/x",
     }

@@ -66,6 +66,19 @@ def test_an_empty_lane_weighs_nothing() -> None:
     assert (outcome.loss, outcome.samples) == (1.5, 8)
 
 
+def test_logged_values_are_folded_over_the_lanes_that_have_them() -> None:
+    """In the order of the lanes' tree, whoever computed them."""
+    hits = [0.1, 0.7, 1e-9, 3.3]
+    given = [
+        LaneReport(i, 1.0, 1.0, 2, 0, {"hits": (x, 2.0)} | ({"rare": (1.0, 0.0)} if i == 2 else {}))
+        for i, x in enumerate(hits)
+    ]
+    one = conclude(5, 4, {0: record(given)})
+    two = conclude(5, 4, {0: record([given[3], given[0]]), 7: record(given[1:3])})
+    assert one.logged()["hits"] == two.logged()["hits"] == ((0.1 + 0.7) + (1e-9 + 3.3)) / 8.0
+    assert list(two.logged()) == ["hits", "rare"] and math.isnan(two.logged()["rare"])
+
+
 def test_a_lane_twice_or_never_is_a_bug() -> None:
     with pytest.raises(InvariantViolation, match="twice"):
         conclude(1, 2, {0: record([lane(0, 1.0)]), 1: record([lane(0, 1.0)])})

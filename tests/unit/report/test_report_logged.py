@@ -7,7 +7,8 @@ from pathlib import Path
 from everstep.report.facts import facts_of
 from everstep.report.figures import figures
 from everstep.report.history import History
-from told_events import commit, trained, write_events
+from everstep.report.words import sentence
+from told_events import commit, event, trained, write_events
 
 
 def test_values_of_steps_become_curves_and_what_is_no_number_does_not(tmp_path: Path) -> None:
@@ -32,3 +33,10 @@ def test_names_are_bounded() -> None:
     many = {**commit(11, 6.0), "metrics": {f"{'n' * 99}{i}": i for i in range(3)} | {str(i): i for i in range(99)}}
     series = facts_of([*trained(), many]).logged.series
     assert len(series) == 32 and max(map(len, series)) == 60
+
+
+def test_numbers_of_the_leader_are_told_beside_the_steps() -> None:
+    told = [commit(11, 6.0), event("logged", 6.1, step=11, metrics={"score": 0.5}), commit(12, 6.3)]
+    logged = facts_of([*trained(), *told]).logged
+    assert logged.newest == {"score": 0.5} and logged.series["score"].x == [11]
+    assert sentence(told[1]) == "logged after step 11: score 0.5000"

@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import everstep
 from everstep.base.errors import ConfigError, TaskError
+from everstep.train.unsupported import refuse_unsupported
 
 DATA = [(torch.full((4,), float(i % 5)), torch.tensor(i % 2)) for i in range(64)]
 Act = Callable[[nn.Module, torch.optim.Optimizer, Any], object]
@@ -90,9 +91,9 @@ MODEL = nn.Linear(4, 2)
 SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 WRONG: list[tuple[Any, Any, Any, str]] = [
     (3, SGD, None, "expected a torch.nn.Module as the model, got int"),
-    (MODEL, [SGD, SGD], None, "expected one optimizer, got list: give one optimizer with several parameter groups"),
+    (MODEL, [SGD, torch.optim.SGD(MODEL.parameters(), lr=1.0)], None, "the optimizers 0 and 1 hold the same parameter"),
     (MODEL, None, None, "expected one optimizer, got nothing"),
-    (MODEL, SGD, torch.optim.lr_scheduler.ReduceLROnPlateau(SGD), "ReduceLROnPlateau needs a metric"),
+    ([MODEL], SGD, None, "expected a torch.nn.Module as the model, got list: put them into one .torch.nn.ModuleDict"),
     (MODEL, SGD, 3, "expected a scheduler with step"),
     (nn.Embedding(4, 2, sparse=True), SGD, None, "the model .Embedding. has sparse gradients.*sparse=False"),
     (
@@ -102,6 +103,13 @@ WRONG: list[tuple[Any, Any, Any, str]] = [
         "0 .EmbeddingBag. has max_norm=1: .*leave",
     ),
 ]
+
+
+def test_a_task_has_one_optimizer_and_a_scheduler_that_counts_steps() -> None:
+    with pytest.raises(ConfigError, match="expected one optimizer, got list: give one optimizer with several"):
+        refuse_unsupported(MODEL, [SGD, SGD], None)
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau needs a metric"):
+        refuse_unsupported(MODEL, SGD, torch.optim.lr_scheduler.ReduceLROnPlateau(SGD))
 
 
 @pytest.mark.parametrize(("model", "optimizer", "scheduler", "text"), WRONG)

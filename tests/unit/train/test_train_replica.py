@@ -84,16 +84,19 @@ def test_a_lane_on_trial_leaves_nothing_behind() -> None:
     assert torch.equal(expected.sums[Node(0, 2)], memory.sums[Node(0, 2)])
 
 
-def test_the_loop_calls_backward_once_per_lane() -> None:
+def test_the_loop_calls_backward_for_each_lane_and_as_often_as_in_the_first() -> None:
     worker = replica()
-    worker.lanes.begin(1, (0,), Memory(worker.layout.numel))
+    worker.lanes.begin(1, (0, 1), Memory(worker.layout.numel))
     worker.loop.enter(1, 0)
     with pytest.raises(TaskError, match="taken without"):
         worker.loop.leave(0, 4, 0)
     worker.loop.enter(1, 0)
     worker.loop.backward(worker.parts.model(DATA[0]).square().mean(), None, 1.0)
-    with pytest.raises(TaskError, match="called twice"):
-        worker.loop.backward(worker.parts.model(DATA[0]).square().mean(), None, 1.0)
+    worker.loop.leave(0, 4, 0)
+    worker.loop.enter(1, 1)
+    worker.loop.backward(worker.parts.model(DATA[1]).square().mean(), None, 1.0)
+    with pytest.raises(TaskError, match="called a second time for one batch in step 1, and never before"):
+        worker.loop.backward(worker.parts.model(DATA[1]).square().mean(), None, 1.0)
 
 
 def test_lanes_of_a_split_model_are_not_for_the_loop() -> None:

@@ -37,13 +37,15 @@ SETTING_BYTES = 4
 
 
 class LaneReport(msgspec.Struct, frozen=True, array_like=True):
-    """One computed lane. loss: sum over its samples in units of `weight`; use: digest of its samples."""
+    """One computed lane. loss: sum over its samples in units of `weight`; use: digest of its samples. logged: sums and
+    counts that the user's loop has given, by name."""
 
     lane: int
     loss: float
     weight: float
     count: int
     use: int
+    logged: dict[str, tuple[float, float]] = {}
 
 
 class StageSection(msgspec.Struct, frozen=True, array_like=True):
@@ -146,6 +148,16 @@ class StepOutcome:
     def samples(self) -> int:
         """Number of samples used."""
         return sum(report.count for report in self.lanes)
+
+    def logged(self) -> dict[str, float]:
+        """Means of the values that the user's loop has given, over all lanes that have them, folded in the order of the
+        lanes; by name. NaN where nothing was counted."""
+        found: dict[str, float] = {}
+        for name in sorted({name for report in self.lanes for name in report.logged}):
+            given = {report.lane: report.logged[name] for report in self.lanes if name in report.logged}
+            total, count = fold(len(self.lanes), given, lambda a, b: (a[0] + b[0], a[1] + b[1]))
+            found[name] = total / count if count else math.nan
+        return found
 
     @property
     def compares(self) -> bool:

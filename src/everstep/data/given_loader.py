@@ -1,0 +1,145 @@
+"""What a job needs of a `torch.utils.data.DataLoader`: its dataset, order, collate, batch size and worker processes.
+
+Apart from the loader of lanes because nothing is loaded through the user's own: it is read once, and put aside.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    default_collate,
+)
+
+from everstep.base.errors import ConfigError
+from everstep.exact.seeding import preserve_rng
+
+Collate = Callable[[list[Any]], Any]
+_TIMES_LONGER = 64
+_SEEMS_INFINITE = 1 << 20
+_JOBS_OWN = "use shuffle=True for the job's own order, which follows from its seed"
+
+
+@dataclass(frozen=True)
+class GivenData:
+    """The training data of a job. batch_size: of a global batch, None where the user's loader does not say. settings:
+    config keys, dotted, that the loader implies. extras: to be carried with the state."""
+
+    dataset: Any
+    collate: Collate
+    batch_size: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
+
+
+class FixedOrder:
+    """The order of a user's sampler, as a word that a checkpoint and a healed worker can be compared by."""
+
+    def __init__(self, name: str, indices: Sequence[int]) -> None:
+        """name: of the sampler's class."""
+        self._name = name
+        self._digest = blake2b(array("q", indices).tobytes(), digest_size=16).hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Digest of all indices, in order."""
+        return {"digest": self._digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises: ConfigError if the state was trained in another order."""
+        if state.get("digest") != self._digest:
+            raise ConfigError(
+                f"the sampler {self._name} gives another order than the one that was trained in so far: let it depend "
+                f"on a fixed seed, or {_JOBS_OWN}"
+            )
+
+
+def read_data(data: Any, collate: Collate | None) -> GivenData:
+    """The data that `join` was given: a dataset, or a DataLoader of one. collate: as given beside it.
+
+    Raises: ConfigError, in one line, for a loader that cannot be followed.
+    """
+    if not isinstance(data, DataLoader):
+        return GivenData(data, collate or default_collate)
+    name = type(data).__name__
+    if collate is not None and collate is not data.collate_fn:
+        raise ConfigError(f"collate: expected none beside a {name}, which has its own collate_fn: give one of the two")
+    if type(data).__iter__ is not DataLoader.__iter__:
+        raise ConfigError(f"{name} has an __iter__ of its own, which would not be called: give its dataset instead")
+    if data.worker_init_fn is not None and data.num_workers:
+        raise ConfigError(
+            f"{name}: expected no worker_init_fn, since samples are seeded one by one, in whichever process: remove "
+            "it, and open files when the dataset reads its first sample"
+        )
+    settings = {"loader.workers": data.num_workers, "loader.pin_memory": bool(data.pin_memory)}
+    if isinstance(data.dataset, IterableDataset):
+        return GivenData(data.dataset, data.collate_fn, data.batch_size, settings)
+    if data.batch_size is None:
+        what = "batch_size=None" if data.batch_sampler is None else "a batch_sampler of your own"
+        raise ConfigError(
+            f"{name} has {what}, but a global batch has a fixed number of samples, which its lanes share: give "
+            "batch_size=..., with shuffle or sampler"
+        )
+    shuffle = _shuffles(data.dataset, data.sampler)
+    settings["shuffle"] = bool(shuffle)
+    if shuffle is not None:
+        return GivenData(data.dataset, data.collate_fn, data.batch_size, settings)
+    order = _fixed_order(data.sampler, data.dataset)
+    kept = {"everstep.sampler": FixedOrder(type(data.sampler).__name__, order)}
+    return GivenData(Subset(data.dataset, order), data.collate_fn, data.batch_size, settings, kept)
+
+
+def _shuffles(dataset: Any, sampler: Any) -> bool | None:
+    """Whether the sampler shuffles the whole dataset; None if its order is one of its own. Raises: ConfigError."""
+    if isinstance(sampler, DistributedSampler):
+        raise ConfigError(f"DistributedSampler deals the samples out, which Everstep itself does: {_JOBS_OWN}")
+    whole = sampler.data_source is dataset if isinstance(sampler, RandomSampler | SequentialSampler) else False
+    if type(sampler) is SequentialSampler and whole:
+        return False
+    if type(sampler) is RandomSampler and whole and not sampler.replacement and sampler.num_samples == len(dataset):
+        return True
+    return None
+
+
+def _fixed_order(sampler: Any, dataset: Any) -> Sequence[int]:
+    """Indices that the sampler gives, in each epoch alike. Raises: ConfigError if it does not, or never ends."""
+    name = type(sampler).__name__
+    if hasattr(sampler, "set_epoch"):
+        raise ConfigError(
+            f"the sampler {name} follows set_epoch, so its order cannot be told from the step alone: {_JOBS_OWN}"
+        )
+    size = len(dataset)
+    most = len(sampler) if isinstance(sampler, Sized) else max(_TIMES_LONGER * size, _SEEMS_INFINITE)
+    with preserve_rng():
+        passes = [array("q", islice(_indices(sampler, name, size), most + 1)) for _ in range(2)]
+    if len(passes[0]) > most:
+        more = f"more indices than its length, {most}" if isinstance(sampler, Sized) else f"{most} indices, and more"
+        raise ConfigError(f"the sampler {name} gives {more}: expected one that ends, give it another or {_JOBS_OWN}")
+    if passes[0] != passes[1]:
+        raise ConfigError(
+            f"the sampler {name} gives another order in each pass, so a worker that is resumed or healed would train "
+            f"on other samples: {_JOBS_OWN} (of a part: torch.utils.data.Subset), or seed its generator in __iter__"
+        )
+    return passes[0]
+
+
+def _indices(sampler: Any, name: str, size: int) -> Iterator[int]:
+    for index in sampler:
+        try:
+            number = int(index)
+        except (TypeError, ValueError):
+            got = type(index).__name__
+            raise ConfigError(f"the sampler {name}: expected indices into the dataset, got {got}: give ints") from None
+        if not -size <= number < size:
+            raise ConfigError(f"the sampler {name}: expected indices below {size}, the dataset's length, got {number}")
+        yield number

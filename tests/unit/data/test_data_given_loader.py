@@ -1,0 +1,141 @@
+"""Reading a user's DataLoader: what is taken from it, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from everstep.base.errors import ConfigError
+from everstep.data.given_loader import read_data
+
+DATA: Any = [torch.tensor(float(i)) for i in range(12)]
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class Ordered:
+    """Gives these indices, `passes` of them in turn."""
+
+    def __init__(self, *passes: Any) -> None:
+        self.passes = list(passes)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes = [*self.passes[1:], self.passes[0]]
+        return iter(self.passes[-1])
+
+
+class Endless:
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield 1
+
+
+class Epochs(Ordered):
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+class Own(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def test_a_dataset_is_taken_as_it_is() -> None:
+    found = read_data(DATA, None)
+    assert (found.dataset, found.collate, found.batch_size, found.settings) == (DATA, default_collate, None, {})
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_what_is_read_from_a_loader(shuffle: bool) -> None:
+    found = read_data(DataLoader(DATA, 4, shuffle=shuffle, collate_fn=list, num_workers=3, pin_memory=True), None)
+    assert found.dataset is DATA and found.collate is list and found.batch_size == 4
+    assert found.settings == {"loader.workers": 3, "loader.pin_memory": True, "shuffle": shuffle}
+
+
+def test_a_sampler_with_an_order_of_its_own() -> None:
+    before = torch.random.get_rng_state()
+    found = read_data(DataLoader(DATA, 2, sampler=[7, 1, -1]), None)
+    assert [int(found.dataset[k]) for k in range(len(found.dataset))] == [7, 1, 11]
+    assert found.settings["shuffle"] is False and torch.equal(before, torch.random.get_rng_state())
+    state = found.extras["everstep.sampler"].state_dict()
+    read_data(DataLoader(DATA, 2, sampler=[7, 1, -1]), None).extras["everstep.sampler"].load_state_dict(state)
+    with pytest.raises(ConfigError, match="the sampler list gives another order than the one that was trained in"):
+        read_data(DataLoader(DATA, 2, sampler=[1, 7, -1]), None).extras["everstep.sampler"].load_state_dict(state)
+
+
+def test_an_iterable_dataset_is_handed_on() -> None:
+    data = Numbers()
+    found = read_data(DataLoader(data, 4), None)
+    assert found.dataset is data and found.batch_size == 4 and "shuffle" not in found.settings
+
+
+def seeding(worker: int) -> None:
+    del worker
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "batch sampler": (
+        lambda: DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, False)),
+        "DataLoader has a batch_sampler of your own",
+    ),
+    "no batches": (lambda: DataLoader(DATA, batch_size=None), "DataLoader has batch_size=None"),
+    "weights": (
+        lambda: DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0] * 12, 12)),
+        "the sampler WeightedRandomSampler gives another order in each pass",
+    ),
+    "a part": (
+        lambda: DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(8))),
+        "the sampler SubsetRandomSampler gives another order in each pass",
+    ),
+    "with replacement": (
+        lambda: DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True)),
+        "the sampler RandomSampler gives another order in each pass",
+    ),
+    "others' ranks": (
+        lambda: DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 1, 0)),  # type: ignore[arg-type]
+        "DistributedSampler deals the samples out",
+    ),
+    "two passes": (
+        lambda: DataLoader(DATA, 4, sampler=Ordered([1, 2], [2, 1])),  # type: ignore[arg-type]
+        "the sampler Ordered gives another order in each pass",
+    ),
+    "endless": (lambda: DataLoader(DATA, 4, sampler=Endless()), "the sampler Endless gives 1048576 indices, and more"),  # type: ignore[arg-type]
+    "epochs": (lambda: DataLoader(DATA, 4, sampler=Epochs([1])), "the sampler Epochs follows set_epoch"),  # type: ignore[arg-type]
+    "no index": (lambda: DataLoader(DATA, 4, sampler=["a"]), "the sampler list: expected indices into the dataset"),
+    "beyond": (lambda: DataLoader(DATA, 4, sampler=[12]), "the sampler list: expected indices below 12"),
+    "own loop": (lambda: Own(DATA, 4), "Own has an __iter__ of its own"),
+    "seeding": (
+        lambda: DataLoader(DATA, 4, num_workers=1, worker_init_fn=seeding),
+        "DataLoader: expected no worker_init_fn",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_followed_is_refused_in_one_line(case: str) -> None:
+    loader, said = REFUSED[case]
+    with pytest.raises(ConfigError) as refused:
+        read_data(loader(), None)
+    assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
+
+
+def test_collate_is_given_once() -> None:
+    with pytest.raises(ConfigError, match="collate: expected none beside a DataLoader"):
+        read_data(DataLoader(DATA, 4), list)

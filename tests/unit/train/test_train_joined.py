@@ -1,0 +1,330 @@
+"""Loops around `join` in this process: what they may give it, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import everstep
+from everstep.base.errors import ConfigError, TaskError
+from everstep.observe.events import read_events
+from everstep.train.run import Run, Step
+
+GENERATOR = torch.Generator().manual_seed(3)
+DATA = TensorDataset(torch.randn(48, 4, generator=GENERATOR), torch.randint(0, 2, (48,), generator=GENERATOR))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+def joined(model: nn.Module, optimizer: Any = None, data: Any = DATA, **config: Any) -> Run:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    return everstep.join(model, optimizer, data, **{"lanes": 4, "micro_batch": 2, "steps": 3, **config})
+
+
+def trained(run: Run, batch: Callable[[Step, Any, Any], Any] | None = None) -> list[float]:
+    """Losses of the steps."""
+    found = []
+    for step in run:
+        for x, y in step:
+            if batch is None:
+                step.backward(cross_entropy(run.model(x), y))
+            else:
+                batch(step, x, y)
+        found.append(step.loss)
+    return found
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(map(torch.equal, weights(one), weights(other)))
+
+
+# ---- data
+
+
+def test_a_loader_trains_as_its_dataset_does() -> None:
+    one, other = network(), network()
+    trained(joined(one))
+    trained(joined(other, data=DataLoader(DATA, batch_size=8, shuffle=True), micro_batch=None))
+    assert equal(one, other)
+
+
+def test_without_shuffling_the_order_is_that_of_the_dataset() -> None:
+    seen: list[torch.Tensor] = []
+
+    def batch(step: Step, x: Any, y: Any) -> None:
+        seen.append(x)
+        step.backward(cross_entropy(model(x), y))
+
+    model = network()
+    trained(joined(model, data=DataLoader(DATA, batch_size=8), micro_batch=None, verify_every=0), batch)
+    assert torch.equal(torch.cat(seen[1:]), DATA.tensors[0][:24])  # the first lane is computed twice
+
+
+def test_accumulation_is_as_many_lanes_more() -> None:
+    one, other = network(), network()
+    trained(joined(one, lanes=8))
+    trained(joined(other, data=DataLoader(DATA, batch_size=8, shuffle=True), micro_batch=None, accumulate=2))
+    assert equal(one, other)
+
+
+def test_a_loader_is_evaluated_as_its_dataset_is() -> None:
+    model = network()
+    run = joined(model)
+    found = []
+
+    def hits(batch: Any) -> dict[str, torch.Tensor]:
+        return {"hits": torch.tensor([float((model(batch[0]).argmax(1) == batch[1]).sum()), float(len(batch[1]))])}
+
+    for step in run:
+        for x, y in step:
+            step.backward(cross_entropy(model(x), y))
+        found += [run.evaluate(hits, DATA, batch_size=9), run.evaluate(hits, DataLoader(DATA, 9, shuffle=True))]
+    assert found[0] == found[1] and found[-1] == found[-2]
+
+
+# ---- several losses
+
+
+def plainly(model: nn.Module, batch: Callable[[Any, Any], Any], steps: int = 3) -> None:
+    """As a loop without Everstep trains, on the samples of a job of one lane of 8."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    order = [i for n in range(steps) for i in samples(joined(network(), lanes=1, micro_batch=8), n + 1)]
+    for n in range(steps):
+        items = [DATA[i] for i in order[8 * n : 8 * n + 8]]
+        optimizer.zero_grad()
+        batch(torch.stack([x for x, _ in items]), torch.stack([y for _, y in items]))
+        optimizer.step()
+
+
+def test_several_losses_of_a_batch_are_added_up() -> None:
+    one, other = network(), network()
+
+    def batch(step: Step, x: Any, y: Any) -> None:
+        step.backward(cross_entropy(one(x), y))
+        step.backward(one(x).square().mean())
+
+    def plain(x: Any, y: Any) -> None:
+        cross_entropy(other(x), y).backward()
+        other(x).square().mean().backward()
+
+    losses = trained(joined(one, lanes=1, micro_batch=8), batch)
+    plainly(other, plain)
+    assert equal(one, other)
+    again = network()
+    first = trained(joined(again, lanes=1, micro_batch=8), lambda s, x, y: s.backward(cross_entropy(again(x), y)))
+    assert losses[0] > first[0]
+
+
+def test_the_lanes_of_several_losses_fold_as_those_of_one() -> None:
+    """Statistics are those after the last forward pass, whichever lane is the last of its node."""
+    models = [nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def twice(step: Step, x: Any, y: Any) -> None:
+        step.backward(cross_entropy(models[0](x), y))
+        step.backward(models[0](x).sum() * 0.0)
+
+    def once(step: Step, x: Any, y: Any) -> None:
+        loss = cross_entropy(models[1](x), y)
+        models[1](x)
+        step.backward(loss + 0.0)
+
+    trained(joined(models[0], steps=1), twice)
+    trained(joined(models[1], steps=1), once)
+    assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
+
+
+def test_losses_of_one_batch_share_a_weight() -> None:
+    def batch(step: Step, x: Any, y: Any) -> None:
+        step.backward(model(x).sum(), weight=2)
+        step.backward(model(x).sum(), weight=3)
+
+    model = network()
+    with pytest.raises(TaskError, match="called for one batch with the weights 2 and 3"):
+        trained(joined(model), batch)
+
+
+# ---- several optimizers, and what goes with them
+
+
+class Pair(nn.Module):
+    """A generator and a discriminator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.g = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.d = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def losses(self, x: Any) -> tuple[Any, Any]:
+        made = self.g(x)
+        return (self.d(x) - self.d(made.detach())).mean(), self.d(made).square().mean()
+
+
+def optimizers(pair: Pair) -> dict[str, torch.optim.Optimizer]:
+    return {"d": torch.optim.Adam(pair.d.parameters(), lr=0.02), "g": torch.optim.SGD(pair.g.parameters(), lr=0.1)}
+
+
+def schedulers(given: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:
+    return {name: torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for name, one in given.items()}
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_each_optimizer_gets_its_gradients_and_all_are_stepped_at_the_end(by_name: bool) -> None:
+    one, other = Pair(), Pair()
+    given, own = optimizers(one), optimizers(other)
+    slower, own_slower = schedulers(given), schedulers(own)
+
+    def batch(step: Step, x: Any, y: Any) -> None:
+        d_loss, g_loss = one.losses(x)
+        step.backward(d_loss, optimizer="d" if by_name else given["d"])
+        step.backward(g_loss, optimizer="g" if by_name else given["g"])
+
+    run = joined(one, given, lanes=1, micro_batch=8, steps=4, scheduler=slower)
+    chosen = [samples(run, n + 1) for n in range(4)]
+    trained(run, batch)
+    for indices in chosen:
+        d_loss, g_loss = other.losses(torch.stack([DATA[i][0] for i in indices]))
+        d_loss.backward(inputs=list(other.d.parameters()))
+        g_loss.backward(inputs=list(other.g.parameters()))
+        for name in own:
+            own[name].step()
+            own[name].zero_grad()
+            own_slower[name].step()
+    assert equal(one, other)
+    assert given["d"].param_groups[0]["lr"] == own["d"].param_groups[0]["lr"] == 0.005
+
+
+def test_optimizers_that_cannot_be_several_are_refused() -> None:
+    pair, other = Pair(), network()
+    every = torch.optim.SGD(pair.parameters(), lr=0.1)
+    given: Any
+    for given, words in (
+        ([every, torch.optim.SGD(pair.g.parameters(), lr=0.1)], "the optimizers 0 and 1 hold the same parameter"),
+        ({"g": every, "d": pair.d}, "optimizer d: expected a torch.optim.Optimizer, got Sequential"),
+        ([], "expected at least one optimizer, got an empty collection"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            everstep.join(pair, given, DATA, lanes=4, micro_batch=2, steps=1)
+    foreign = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(other.parameters(), lr=0.1), 1)
+    with pytest.raises(ConfigError, match="StepLR drives an optimizer that join was not given"):
+        joined(pair, optimizers(pair), scheduler=foreign)
+    with pytest.raises(ConfigError, match="zero: the state of one optimizer alone"):
+        joined(pair, optimizers(pair), zero={"stage": 1})
+    with pytest.raises(TaskError, match=r"expected one that join was given \(d, g\), got SGD"):
+        trained(joined(pair, optimizers(pair)), lambda s, x, y: s.backward(pair.losses(x)[0], optimizer=every))
+
+
+def test_schedulers_of_one_optimizer_are_stepped_in_turn() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.8)
+    kinds = torch.optim.lr_scheduler
+    plateau = kinds.ReduceLROnPlateau(optimizer, patience=0, factor=0.1)
+    given = [kinds.StepLR(optimizer, 2, 0.5), kinds.ExponentialLR(optimizer, 0.9), plateau]
+    run = joined(model, optimizer, steps=4, scheduler=given)
+    rates = []
+    for step in run:
+        for x, y in step:
+            step.backward(cross_entropy(model(x), y))
+        plateau.step(1.0)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.72, 0.0324, 0.002916, 0.00013122])
+
+
+def test_elements_of_the_gradient_are_clipped() -> None:
+    one, other = network(), network()
+    trained(joined(one, lanes=1, micro_batch=8, clip_value=0.01))
+
+    def plain(x: Any, y: Any) -> None:
+        cross_entropy(other(x), y).backward()
+        torch.nn.utils.clip_grad_value_(other.parameters(), 0.01)
+
+    plainly(other, plain)
+    assert equal(one, other)
+
+
+def test_a_scaler_is_refused_by_name() -> None:
+    model, scaler = network(), torch.amp.GradScaler("cpu")
+    with pytest.raises(TaskError, match=r"a GradScaler was used in the loop: .* give join\(precision='fp16'"):
+        trained(joined(model), lambda step, x, y: step.backward(scaler.scale(cross_entropy(model(x), y))))
+    assert scaler.scale(torch.ones(())) == 65536.0
+
+
+# ---- values that are logged
+
+
+def test_logged_values_are_means_over_the_global_batch(tmp_path: Path) -> None:
+    model, hits, run_dir = network(), [0.0], tmp_path / "run"
+    metrics = []
+
+    def batch(step: Step, x: Any, y: Any) -> None:
+        out = model(x)
+        step.backward(cross_entropy(out, y))
+        step.log(accuracy=((out.argmax(1) == y).sum(), len(y)), ones=(1, 1))
+        step.log(ones=(2.0, 1))
+
+    run = joined(model, run_dir=run_dir, rehearse=False)
+    for step in run:
+        with torch.no_grad():
+            hits[0] = sum(float((model(DATA[i][0]).argmax() == DATA[i][1]).sum()) for i in samples(run, step.number))
+        for x, y in step:
+            batch(step, x, y)
+        assert step.metrics == {"accuracy": hits[0] / 8, "ones": 1.5}
+        metrics.append(step.metrics)
+        run.log(share=step.number / 4)
+        run.log(number=step.number)
+    run.log(last=7)
+    events = read_events(run_dir / "events.jsonl")
+    assert [e["metrics"] for e in events if e["kind"] == "step_committed"] == metrics
+    told = {e["step"]: e["metrics"] for e in events if e["kind"] == "logged"}
+    assert told == {
+        1: {"share": 0.25, "number": 1},
+        2: {"share": 0.5, "number": 2},
+        3: {"share": 0.75, "number": 3, "last": 7},
+    }
+
+
+def samples(run: Run, number: int) -> list[int]:
+    return [
+        i for lane in range(run._session.view.order.lanes) for _, i in run._session.view.order.samples(number, lane)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (1.0, r"step.log\(value=...\): expected \(sum, count\) over the batch, got 1.0: give e.g."),
+        (torch.ones(3), r"got Tensor of shape \(3,\)"),
+        (("a", 1), r"got \('a', 1\)"),
+    ],
+)
+def test_what_is_no_sum_and_count_is_refused(value: Any, said: str) -> None:
+    with pytest.raises(TaskError, match=said):
+        trained(joined(network()), lambda step, x, y: step.log(value=value))
+
+
+def test_each_log_has_its_place() -> None:
+    run = joined(network())
+    with pytest.raises(TaskError, match=r"step.log was called outside"):
+        for step in run:
+            step.log(x=(1, 2))
+    with pytest.raises(TaskError, match=r"run.log\(x=...\): expected a number, got \(1, 2\)"):
+        joined(network()).log(x=(1, 2))
+    with pytest.raises(TaskError, match="expected at most 32 names"):
+        joined(network()).log(**{f"n{i}": i for i in range(40)})
+    with pytest.raises(TaskError, match="expected a name of 1 to 60 printable characters"):
+        joined(network()).log(**{"a\n": 1})

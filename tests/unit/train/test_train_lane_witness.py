@@ -1,0 +1,129 @@
+"""A lane that is computed twice with different results: what did it is named, with its line; how a script says that."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import everstep
+from everstep.base.errors import DeterminismError
+
+DATA: Any = [torch.full((4,), float(i)) for i in range(32)]
+OWN = random.Random()
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+        self.calls = 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        return self.inner(x) * self.calls
+
+
+def steps(model: nn.Module) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return everstep.join(model, optimizer, DATA, lanes=4, micro_batch=2, steps=2)
+
+
+def said(refused: Any) -> str:
+    text = str(refused.value)
+    assert text.startswith("lane 0 of step 1 was computed twice and gave different gradients: ")
+    return text.partition("gradients: ")[2]
+
+
+def test_a_module_that_counts_its_calls() -> None:
+    model = nn.Sequential(Counting())
+    with pytest.raises(DeterminismError) as refused:
+        for step in steps(model):
+            for x in step:
+                step.backward(model(x).sum())
+    assert said(refused).startswith("0.calls (test_train_lane_witness.py:29) changes with each forward pass, and ")
+
+
+def test_a_state_that_one_batch_leaves_to_the_next() -> None:
+    model = nn.Linear(4, 4)
+    hidden: Any = None
+    with pytest.raises(DeterminismError) as refused:
+        for step in steps(model):
+            for x in step:
+                out = model(x if hidden is None else x + hidden)
+                hidden = out.detach()
+                step.backward(out.sum())
+    assert said(refused).startswith("hidden (test_train_lane_witness.py:60) is carried from one batch to the next, ")
+
+
+def test_a_container_that_grows() -> None:
+    model, seen = nn.Linear(4, 4), [1.0]
+    with pytest.raises(DeterminismError) as refused:
+        for step in steps(model):
+            for x in step:
+                seen.append(2.0)
+                step.backward(model(x).sum() * sum(seen))
+    assert said(refused).startswith("seen (test_train_lane_witness.py:71) is carried from one batch to the next, and ")
+
+
+def test_a_random_source_is_still_called_one() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(DeterminismError) as refused:
+        for step in steps(model):
+            for x in step:
+                step.backward(model(x).sum() * OWN.random())
+    assert "a random source that is not deterministic" in said(refused)
+
+
+SCRIPT = """
+import sys
+import torch
+import everstep
+model = torch.nn.Linear(4, 4)
+data = [torch.ones(4)] * 32
+class Broken:
+    def __len__(self): return 32
+    def __getitem__(self, i): raise KeyError("nothing")
+what = sys.argv[1]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+more = {"lanes": 0} if what == "config" else {}
+run = everstep.join(model, optimizer, Broken() if what == "data" else data, steps=1, micro_batch=2, **more)
+for step in run:
+    for x in step:
+        if what == "own": raise ValueError("of the user")
+        step.backward(model(x))
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "expected"),
+    [
+        ("config", 2, "everstep: error: lanes: expected whole number, at least 1, got 0 (from join)"),
+        (
+            "data",
+            1,
+            "everstep: error: sample 22 of the dataset cannot be read (epoch 0): KeyError: 'nothing' (train.py:",
+        ),
+        ("loss", 1, "everstep: error: the loss must be a tensor with one element, got shape (2, 4)"),
+    ],
+)
+def test_a_script_says_our_errors_in_one_line(tmp_path: Path, what: str, code: int, expected: str) -> None:
+    found = run_script(tmp_path, what)
+    assert found.returncode == code and found.stderr.startswith(expected) and found.stderr.count("\n") == 1
+
+
+def test_exceptions_of_the_user_are_left_alone(tmp_path: Path) -> None:
+    found = run_script(tmp_path, "own")
+    assert found.returncode == 1 and found.stderr.startswith("Traceback") and "ValueError: of the user" in found.stderr
+
+
+def run_script(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, str(folder / "train.py"), *argv]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
