@@ -79,7 +79,8 @@ def sample_order(run_dir: Path, job: JobFile) -> SampleOrder:
         )
     config = job.config
     epochs = config.epochs if config.steps is not None or config.epochs is not None else 1  # as `join` does
-    return SampleOrder(config.seed, job.dataset_size, config.lanes, config.micro_batch, config.steps, epochs)
+    length = config.steps, epochs, not job.streamed
+    return SampleOrder(config.seed, job.dataset_size, config.lanes, config.micro_batch, *length)
 
 
 def read_rows(run_dir: Path) -> list[LedgerRow]:

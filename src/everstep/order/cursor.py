@@ -7,6 +7,7 @@ dropped, and the number of workers plays no part.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from everstep.base.errors import ConfigError, check
@@ -50,7 +51,8 @@ class SampleOrder:
     """The sample order of a job.
 
     dataset_size: in samples. lanes, micro_batch: their product is the global batch. steps, epochs: where the job ends;
-    if both are given, whichever comes first. With `steps` alone every step is full.
+    if both are given, whichever comes first. With `steps` alone every step is full. shuffle: each epoch has an order
+    that follows from the seed; otherwise the dataset's own.
 
     Raises: ConfigError if neither steps nor epochs is given, or the dataset is smaller than a global batch.
     """
@@ -63,6 +65,7 @@ class SampleOrder:
         micro_batch: int,
         steps: int | None = None,
         epochs: int | None = None,
+        shuffle: bool = True,
     ) -> None:
         for name, value in (("lanes", lanes), ("micro_batch", micro_batch), ("steps", steps), ("epochs", epochs)):
             if value is not None and value < 1:
@@ -71,6 +74,7 @@ class SampleOrder:
         self.dataset_size = dataset_size
         self.lanes = lanes
         self.micro_batch = micro_batch
+        self.shuffle = shuffle
         self.global_batch = lanes * micro_batch
         if dataset_size < self.global_batch:
             raise ConfigError(
@@ -106,8 +110,11 @@ class SampleOrder:
         while at < stop:
             epoch, position = divmod(at, self.dataset_size)
             last = min(self.dataset_size, position + stop - at)
-            order = permutation(self.seed, epoch, self.dataset_size)
-            found += [(epoch, index) for index in order.run(position, last)]
+            run: Iterable[int] = range(position, last)
+            if self.shuffle:
+                order = permutation(self.seed, epoch, self.dataset_size)
+                run = order.run(position, last)
+            found += [(epoch, index) for index in run]
             at += last - position
         return tuple(found)
 

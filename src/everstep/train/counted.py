@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from everstep.base.errors import ConfigError
+from everstep.data.reading import first_samples
 from everstep.train.optimizer_kind import OptimizerKind, kind_of
 from everstep.train.task import Task
 
@@ -108,8 +107,7 @@ def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _activation_bytes(task: Task, model: nn.Module, micro_batch: int) -> int:
-    dataset: Any = task.build_dataset("train")
-    samples = [dataset[i] for i in islice(range(len(dataset)), micro_batch)]
+    samples = first_samples(task.build_dataset("train"), micro_batch)
     batch = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, task.collate(samples))
     own = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
     kept: dict[int, Tensor] = {}

@@ -15,7 +15,8 @@ from everstep.data.loader import Recipe, fetch
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.placement.cuts import units_of
 from everstep.train.composition import check_units
-from everstep.train.elastic import AnyOrder, ElasticOrder, sample_order
+from everstep.train.elastic import ElasticOrder
+from everstep.train.job_data import JobData, job_data
 from everstep.train.loop_survey import watching
 from everstep.train.precision import prepare_torch
 from everstep.train.replica import StageReplica
@@ -49,12 +50,12 @@ def assemble(
             "stages: a script that calls everstep.join runs its model's forward pass itself, so it cannot be split "
             f"into {link.config.stages} stages: write an everstep.Task, or set stages=1"
         )
-    order = sample_order(link.config, dataset)
-    if isinstance(order, ElasticOrder):
-        parts = replace(parts, extras={**parts.extras, "everstep.order": order})
+    data = job_data(link, dataset)
+    if isinstance(data.order, ElasticOrder):
+        parts = replace(parts, extras={**parts.extras, "everstep.order": data.order})
     replica = StageReplica(parts, link.config, device)
     whole = Whole.of(parts.model)
-    session = Session(link, Stages.unsplit(replica), device, dataset, collate, order, whole, rewindable)
+    session = Session(link, Stages.unsplit(replica), device, data, collate, whole, rewindable)
     if ignored is None or not session.saver.on:
         return Run(session, parts.model)
     survey = watching(session.view, dataset, collate, ignored)
@@ -74,10 +75,10 @@ def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
     parts = built.make(() if config.meta_init and config.stages > 1 else None)
     if config.stages == 1:
         return assemble(link, parts, built.dataset, task.collate, device, rewindable=True), early_stop
-    order = sample_order(config, built.dataset)
+    data = job_data(link, built.dataset)
     whole = Whole.of(parts.model)
-    stages = built.stages(parts, order, checked=bool(link.job.get("split_checked")))
-    session = Session(link, stages, device, built.dataset, task.collate, order, whole, rewindable=True)
+    stages = built.stages(parts, data, checked=bool(link.job.get("split_checked")))
+    session = Session(link, stages, device, data, task.collate, whole, rewindable=True)
     return Run(session, parts.model), early_stop
 
 
@@ -104,7 +105,7 @@ class _Built:
         refuse_group()
         return Parts(model, optimizer, scheduler, units, dict(self._extras))
 
-    def stages(self, first: Parts, order: AnyOrder, *, checked: bool) -> Stages:
+    def stages(self, first: Parts, data: JobData, *, checked: bool) -> Stages:
         """The stages of a split job.
 
         first: the whole model, already built; the first wanted stage is cut out of it, after a check that the units
@@ -120,7 +121,7 @@ class _Built:
 
         def build(stage: int) -> StageReplica:
             if whole and not checked:
-                recipe = Recipe(self.dataset, order, task.collate, config.seed)
+                recipe = Recipe(data.dataset, data.order, task.collate, config.seed)
                 check_units(whole[0], loss, to_device(fetch(recipe, 1, 0)[0], device), config, device, cut)
             parts = whole.pop() if whole else self.make(units_of(cut, stage, config.stages))
             own, spec = cut_out(parts, cut, config.stages, stage)

@@ -20,6 +20,7 @@ from everstep.base.below import write_atomically
 from everstep.base.cause import Cause
 from everstep.base.config import Config, check_keys, load_config, to_dict, with_batch_size
 from everstep.base.errors import ConfigError
+from everstep.data.reading import reading_of
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.protocol import messages as wire
 from everstep.runtime.files.private import close_run_dir, refuse_foreign, write_privately
@@ -152,6 +153,8 @@ def join(
     refuse_elsewhere(model, device)
     parts = Parts(model, optimizer, scheduler, list(units) if units else [model], extras)
     _tell_ledger(link, dataset)
+    if hasattr(dataset, "__next__"):
+        ignore = (*ignore, dataset)  # an iterator moves on when it is read; its place is carried
     watched = link.config.rehearse and not isinstance(link, LifeLink)
     _run = assemble(link, parts, dataset, collate, device, ignored=tuple(ignore) if watched else None)
     if isinstance(link, LifeLink):
@@ -196,7 +199,7 @@ def _await_rehearsal(link: WorkerLink) -> str:
 
 def _tell_ledger(link: WorkerLink, dataset: Any) -> None:
     """Write down facts that only the script knew: the ledger cannot be checked without them."""
-    if link.run_dir is None or not hasattr(dataset, "__len__"):
+    if link.run_dir is None or not hasattr(dataset, "__len__") or reading_of(dataset).streamed:
         return
     config = link.config
     facts = {

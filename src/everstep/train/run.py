@@ -21,6 +21,7 @@ from everstep.base.cause import Cause
 from everstep.base.errors import EverstepError, JobFailed, NonFinite, TaskError, Uncarried
 from everstep.base.plan import Plan
 from everstep.data.batch import to_device
+from everstep.data.reading import by_index
 from everstep.exact.seeding import derive, preserve_rng, seed_all
 from everstep.exact.settings import evaluating
 from everstep.observe.logs import RAISED_IN
@@ -359,6 +360,7 @@ class Run:
         and for any number of workers. After the last step each worker evaluates by itself.
         """
         session = self._session
+        dataset = by_index(dataset, batch_size, session.view.config.seed)
         chunks = self._begin_evaluation(dataset, batch_size)
         guard = session.view.stages.only.lanes.passes[0].guard
         # Who evaluates what must not be seen by what the loop draws next, nor in buffers.
@@ -387,6 +389,7 @@ class Run:
         Raises: StateJumped if the state is another one meanwhile.
         """
         session = self._session
+        dataset = by_index(dataset, batch_size, session.view.config.seed)
         chunks = self._begin_evaluation(dataset, batch_size)
         waves = Waves(session.view, metrics, chunks, lambda i: self._chunk(dataset, i, batch_size, collate))
         session.executor.install({Evaluate: waves.pass_on})
