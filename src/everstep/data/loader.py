@@ -18,7 +18,7 @@ from everstep.base.errors import TaskError
 from everstep.base.readable import readable
 from everstep.data.batch import aligned, pinned
 from everstep.data.loader_process import Failure, LoaderDied, LoaderProcess
-from everstep.data.stream import Mark, StreamReader
+from everstep.data.stream import StreamMark, StreamReader
 from everstep.exact.seeding import derive, preserve_rng, sample_seed, seed_all
 from everstep.order.cursor import Order, SampleId
 
@@ -102,7 +102,7 @@ class _Loaded(NamedTuple):
     """A batch, and a place in the stream before it, if it is from one."""
 
     batch: Any
-    mark: Mark | None
+    mark: StreamMark | None
 
 
 class LaneLoader:

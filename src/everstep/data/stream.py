@@ -1,13 +1,14 @@
 """Streams: data that can only be read from the front, brought into the order that a job needs.
 
-The samples of a pass are numbered as they come, and lanes take them by number, so whoever reads a stream skips what
-is other workers'. A stream is started over and read up to a number; one with `state_dict` and `load_state_dict` goes on
-from a `Mark`. Nothing is believed: a mark has the digest of the samples that followed it, and where other samples come
-there now, the stream is read from its front, and then refused.
+The samples of a pass are numbered as they come, and lanes take them by number, so each reader of a stream skips the
+samples of other workers. A stream is started over and read up to a number; one with `state_dict` and `load_state_dict`
+goes on from a `StreamMark`. A mark has the digest of the samples that followed it: where other samples come later, the
+stream is read from its front, and refused if they come there, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
@@ -35,7 +36,7 @@ _NO_MORE = object()
 _PLAIN = bool | int | float | complex | str | bytes | None
 
 
-class Mark(msgspec.Struct, frozen=True):
+class StreamMark(msgspec.Struct, frozen=True):
     """A place in a stream. epoch, index: of the next sample. state: of the stream there, as JSON; "" if it has none.
     count, digest: of the samples that followed."""
 
@@ -96,7 +97,7 @@ class Stream:
         """Name of its class."""
         return type(self.given).__name__
 
-    def open(self, epoch: int, state: str = "") -> Opened:
+    def open(self, epoch: int, state: str = "") -> StreamPass:
         """Begin a pass, at its front or at a state. Raises: ConfigError if that cannot be done."""
         try:
             return self._open(epoch, state or self.front)
@@ -109,7 +110,7 @@ class Stream:
                 "dataset"
             ) from error
 
-    def _open(self, epoch: int, state: str) -> Opened:
+    def _open(self, epoch: int, state: str) -> StreamPass:
         source = self.given if self.front else _own(self.given)
         if callable(begin := getattr(source, "set_epoch", None)):
             begin(epoch)
@@ -119,11 +120,11 @@ class Stream:
         holder = next((each for each in (source, iterator) if has_position(each)), None)
         if state and holder is not source:
             iterator.load_state_dict(json.loads(state))
-        return Opened(iterator, holder, self.name)
+        return StreamPass(iterator, holder, self.name)
 
 
 @dataclass
-class Opened:
+class StreamPass:
     """A pass that is being read. holder: has its position, None if nobody has."""
 
     iterator: Iterator[Any]
@@ -165,11 +166,11 @@ def _not_twice(source: Any) -> str:
 
 
 def _own(source: Any) -> Any:
-    """A copy of the stream's own attributes, which may count how often it was begun."""
-    try:
-        return copy.copy(source)
-    except Exception:  # it holds a file, a lock or the like
-        return source
+    """A copy of the stream as it was given: what reading changes in it must not show in the next pass."""
+    for copied in (copy.deepcopy, copy.copy):
+        with contextlib.suppress(Exception):  # it holds a file, a lock or the like
+            return copied(source)
+    return source
 
 
 # ---- reading by number
@@ -185,8 +186,8 @@ class _Proof:
     wanted: int
     digests: list[str] = field(default_factory=list)
 
-    def mark(self) -> Mark:
-        return Mark(self.epoch, self.index, self.state, len(self.digests), joint(self.digests))
+    def mark(self) -> StreamMark:
+        return StreamMark(self.epoch, self.index, self.state, len(self.digests), joint(self.digests))
 
 
 def joint(digests: Sequence[str]) -> str:
@@ -205,15 +206,15 @@ class StreamReader:
         self.stream = stream
         self._group = group
         self._kept: deque[tuple[int, Any]] = deque(maxlen=group * groups_kept)
-        self._marks: deque[Mark] = deque(maxlen=groups_kept + _MARKS)
+        self._marks: deque[StreamMark] = deque(maxlen=groups_kept + _MARKS)
         self._proof: _Proof | None = None
-        self._opened: Opened | None = None
+        self._opened: StreamPass | None = None
         self._epoch = self._next = 0
 
     def __getstate__(self) -> None:
         raise TypeError("a reader of a stream stays in its process")
 
-    def add(self, mark: Mark) -> None:
+    def add(self, mark: StreamMark) -> None:
         """Know of a place that another reader has been at."""
         if mark not in self._marks:
             self._marks.append(mark)
@@ -238,7 +239,7 @@ class StreamReader:
     def _has(self, at: int) -> bool:
         return bool(self._kept) and self._kept[0][0] <= at <= self._kept[-1][0]
 
-    def mark(self, epoch: int, index: int) -> Mark | None:
+    def mark(self, epoch: int, index: int) -> StreamMark | None:
         """The newest known place not beyond this one."""
         at = self._row(epoch, index)
         found = [mark for mark in self._marks if self._row(mark.epoch, mark.index) <= at]
@@ -273,7 +274,7 @@ class StreamReader:
         self._proof = None
         self._opened, self._epoch, self._next = self.stream.open(epoch, state), epoch, index
 
-    def _agrees(self, mark: Mark, state: str) -> bool:
+    def _agrees(self, mark: StreamMark, state: str) -> bool:
         """Go to the mark, by its state or by count, and see whether the samples that follow are those of before."""
         self._begin(mark.epoch, mark.index if state else 0, state)
         try:
@@ -309,7 +310,9 @@ class StreamReader:
         if opened is None:
             raise InvariantViolation("a pass is read before it was begun")
         if at % self._group == 0:
-            self._proof = _Proof(self._epoch, self._next, opened.state(), min(PROVEN, self._group))
+            self._proof = _Proof(
+                self._epoch, self._next, opened.state() if self._next else "", min(PROVEN, self._group)
+            )
         seed_all(sample_seed(self.stream.seed, self._epoch, self._next))
         try:
             sample = next(opened.iterator)

@@ -10,10 +10,10 @@ import contextlib
 import glob
 import io
 import json
+import mmap
 import os
 import stat
 import tarfile
-import tempfile
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from everstep.base.below import write_atomically
 from everstep.base.errors import ConfigError, TaskError
 from everstep.data.token_stream import cache_folder
 from everstep.exact.digest import digest_bytes
@@ -205,11 +206,7 @@ def places(paths: Sequence[str], stats: Sequence[os.stat_result]) -> tuple[list[
     every = np.concatenate([np.asarray(counts, dtype="<i8"), *scanned])
     with contextlib.suppress(OSError):  # without room for it, they are looked for again next time
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(handle, "wb") as out:
-            out.write(bytes.fromhex(digest_bytes(every.data.cast("B"))))
-            out.write(every.data)
-        os.replace(temporary, file)
+        write_atomically(file, bytes.fromhex(digest_bytes(every.data.cast("B"))) + every.tobytes(), None)
     return counts, every[len(paths) :]
 
 
@@ -217,10 +214,11 @@ def _stored(file: Path, shards: int) -> tuple[list[int], Any] | None:
     try:
         if file.stat().st_size < _DIGEST_BYTES + 16 * shards:
             return None
-        every = np.memmap(file, dtype="<i8", mode="r", offset=_DIGEST_BYTES)
-        with open(file, "rb") as told:
-            if told.read(_DIGEST_BYTES).hex() != digest_bytes(every.data.cast("B")):
-                return None
+        with open(file, "rb") as kept:
+            memory = mmap.mmap(kept.fileno(), 0, access=mmap.ACCESS_READ)
+        every = np.frombuffer(memory, dtype="<i8", offset=_DIGEST_BYTES)
+        if memory[:_DIGEST_BYTES].hex() != digest_bytes(every.data.cast("B")):
+            return None
     except (OSError, ValueError):
         return None
     counts = every[:shards].tolist()
@@ -234,9 +232,7 @@ def decoded(ending: str, data: bytes) -> Any:
     """The content of a file by its ending; bytes if that says nothing. Raises: TaskError for what is pickled."""
     kind = ending.rpartition(".")[2]
     if kind in PICKLED:
-        raise TaskError(
-            "it is pickled, and nothing is unpickled: write .npy, .json or bytes, or use decode=False"
-        )
+        raise TaskError("it is pickled, and nothing is unpickled: write .npy, .json or bytes, or use decode=False")
     if kind in PICTURES:
         return _picture(data)
     if kind in ("cls", "cls2", "class", "id", "inx", "index", "count"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import stat
 import struct
@@ -60,7 +61,9 @@ class TokenFile(Dataset[torch.Tensor]):
         self._memory = self._map()
 
     def _map(self) -> Any:
-        return np.memmap(self._path, dtype=np.dtype(self._kind).newbyteorder("<"), mode="r", shape=(self.tokens,))
+        with open(self._path, "rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return np.frombuffer(memory, dtype=np.dtype(self._kind).newbyteorder("<"), count=self.tokens)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_memory": None}

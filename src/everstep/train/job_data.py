@@ -24,7 +24,7 @@ from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_json
 from everstep.data.reading import reading_of
-from everstep.data.stream import Front, Mark, Stream, StreamReader, check_starts_over, count
+from everstep.data.stream import Front, Stream, StreamMark, StreamReader, check_starts_over, count
 from everstep.runtime.link.address import DATASET_FILE
 from everstep.train.elastic import AnyOrder, sample_order
 from everstep.train.worker_link import WorkerLink
@@ -40,7 +40,7 @@ class _Stated(msgspec.Struct):
 
     files: list[str]
     front: str
-    mark: Mark | None
+    mark: StreamMark | None
 
 
 @dataclass
@@ -100,7 +100,7 @@ class DataPosition:
         mark, name = self.reader.mark(epoch, index), self.reader.stream.name
         there = mark is not None and mark.epoch == epoch
         first = mark.index if there and mark is not None and self.front.resumes else 0
-        if index - first <= self.order.global_batch:
+        if index - first <= 2 * self.order.global_batch:  # a mark is up to two steps old
             return ""
         remedy = "" if self.front.resumes else ": with state_dict and load_state_dict it would be resumed instead"
         what = f"{index - first} samples of the stream {name} are read again, and skipped"

@@ -83,9 +83,8 @@ class Session:
         )
         publisher = Publisher(link.run_dir, link.me)
         kernels = kernels_of(config.precision, device, config.threads)
-        view = WorkerView(
-            *(link, stages, data.order, data.position, driver, Cutter(transport.abort), publisher, transport, kernels)
-        )
+        at_hand = link, stages, data.order, data.position, driver, Cutter(transport.abort)
+        view = WorkerView(*at_hand, publisher, transport, kernels)
         executor = Executor(driver, view.cutter, view.tick, lambda: link.row.end_asked, link.waits)
         loop = LoopState(stages)
         saver = PartSaver(view, whole, loop, executor.note)
