@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from everstep.base.errors import ConfigError
-from everstep.data.stream import Stream, StreamReader, count
+from everstep.data.stream import NO_MORE, Stream, StreamReader, count
 from everstep.exact.seeding import preserve_rng
 
 
@@ -80,5 +79,4 @@ def first_samples(dataset: Any, most: int) -> list[Any]:
     reading = reading_of(dataset)
     if reading.size is not None and not reading.streamed:
         return [dataset[index] for index in range(min(most, reading.size))]
-    stream: Iterable[Any] = Stream.of(dataset, reading.size, 0).open(0).iterator
-    return list(islice(stream, most))
+    return list(islice(iter(Stream.of(dataset, reading.size, 0).open(0).next, NO_MORE), most))

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import json
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,9 @@ PROVEN = 16
 """Samples after a mark whose digest is part of it."""
 MOST_STATE_BYTES = 1 << 20
 _MARKS = 4
-_NO_MORE = object()
+NO_MORE = object()
+"""What a pass gives after its last sample."""
+_ONLY_READER = {"RANK": "0", "WORLD_SIZE": "1"}
 _PLAIN = bool | int | float | complex | str | bytes | None
 
 
@@ -100,7 +103,8 @@ class Stream:
     def open(self, epoch: int, state: str = "") -> StreamPass:
         """Begin a pass, at its front or at a state. Raises: ConfigError if that cannot be done."""
         try:
-            return self._open(epoch, state or self.front)
+            with _only_reader():
+                return self._open(epoch, state or self.front)
         except ConfigError:
             raise
         except Exception as error:
@@ -130,6 +134,11 @@ class StreamPass:
     iterator: Iterator[Any]
     holder: Any
     name: str
+
+    def next(self) -> Any:
+        """The next sample; `NO_MORE` at the end. Raises: whatever the stream does."""
+        with _only_reader():
+            return next(self.iterator, NO_MORE)
 
     def state(self) -> str:
         """The position as JSON; "" if there is none. Raises: ConfigError if it is no plain data, or too large."""
@@ -163,6 +172,17 @@ def _not_twice(source: Any) -> str:
         "healed: give an object whose __iter__ begins again (torch.utils.data.IterableDataset), add state_dict and "
         "load_state_dict, or use a map-style dataset"
     )
+
+
+@contextlib.contextmanager
+def _only_reader() -> Iterator[None]:
+    """While inside, a stream that deals itself out by rank gives all of its samples: lanes are dealt out instead."""
+    there = {name: os.environ[name] for name in _ONLY_READER if name in os.environ}
+    os.environ.update({name: _ONLY_READER[name] for name in there})
+    try:
+        yield
+    finally:
+        os.environ.update(there)
 
 
 def _own(source: Any) -> Any:
@@ -298,7 +318,7 @@ class StreamReader:
         """Raises: ConfigError if the pass goes on beyond its size."""
         if self._opened is None:
             return
-        if next(self._opened.iterator, _NO_MORE) is not _NO_MORE:
+        if self._opened.next() is not NO_MORE:
             raise ConfigError(
                 f"the stream {self.stream.name} goes on after {self._next} samples, which is its length: correct "
                 "its __len__, or remove it"
@@ -315,11 +335,11 @@ class StreamReader:
             )
         seed_all(sample_seed(self.stream.seed, self._epoch, self._next))
         try:
-            sample = next(opened.iterator)
-        except StopIteration:
-            raise _Ended(self._early()) from None
+            sample = opened.next()
         except Exception as error:
             raise _failed(self, error) from error
+        if sample is NO_MORE:
+            raise _Ended(self._early())
         self._next += 1
         self._kept.append((at, sample))
         if self._proof is not None:
@@ -402,7 +422,7 @@ def count(stream: Stream, tick: Callable[[], None] = lambda: None) -> int:
     with preserve_rng():
         while True:
             seed_all(sample_seed(stream.seed, 0, n))
-            if next(opened.iterator, _NO_MORE) is _NO_MORE:
+            if opened.next() is NO_MORE:
                 return n
             n += 1
             tick()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -142,6 +143,17 @@ def test_other_samples_than_before_are_refused() -> None:
     later.add(StreamMark(mark.epoch, mark.index, mark.state, mark.count, "0" * 32))
     with pytest.raises(ConfigError, match="Sized gives other samples than before from number 16 of pass 1"):
         later.read(0, 29)
+
+
+def test_a_stream_that_splits_itself_by_rank_gives_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dealt(Plain):
+        def __iter__(self) -> Iterator[Any]:
+            yield from list(range(self.n))[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
+
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert [reader(Dealt()).read(0, i) for i in range(N)] == list(range(N))
+    assert os.environ["RANK"] == "2"
 
 
 def test_a_pass_ends_where_it_should() -> None:
