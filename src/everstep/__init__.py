@@ -9,7 +9,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["Task", "__version__", "join", "state"]
+__all__ = ["TarShards", "Task", "TokenFile", "__version__", "join", "state"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,4 +25,12 @@ def __getattr__(name: str) -> Any:
         from everstep.train.loop_values import state
 
         return state
+    if name == "TarShards":
+        from everstep.data.tar_shards import TarShards
+
+        return TarShards
+    if name == "TokenFile":
+        from everstep.data.token_file import TokenFile
+
+        return TokenFile
     raise AttributeError(f"module 'everstep' has no attribute {name!r}")

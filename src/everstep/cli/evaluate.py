@@ -95,6 +95,7 @@ def evaluate_task(text: str, source: Path, read: Callable[[], Mapping[str, Any]]
     import torch
 
     from everstep.data.batch import to_device
+    from everstep.data.reading import by_index
     from everstep.exact.extra_state import from_file, is_extra
     from everstep.train.evaluation import evaluate
     from everstep.train.precision import prepare_torch
@@ -111,7 +112,7 @@ def evaluate_task(text: str, source: Path, read: Callable[[], Mapping[str, Any]]
         model.load_state_dict({name: from_file(t) if is_extra(name) else t for name, t in read().items()})
     except RuntimeError as error:
         raise ConfigError(f"{source} does not fit the task's model: {' '.join(str(error).split())[:400]}") from None
-    dataset = calling(task, "build_dataset", "test")
+    dataset = by_index(calling(task, "build_dataset", "test"), _BATCH, task.config.seed)
     size = len(dataset)
     if not size:
         raise ConfigError(f"task {text!r}: its test split is empty")

@@ -63,14 +63,15 @@ class Request:
 class JobFile:
     """Content of job.json. `task` is canonical: the same for the same task, from wherever it is started.
 
-    dataset_size: in samples, None if only the script knows. begins_after: step of the other job's checkpoint that this
-    job began with, 0 if none; resumes_at: step of the checkpoint from which this run goes on. unit_ms: measured times
-    of the units by which `cut` was chosen, empty if nothing was measured. batch_size: samples of a global batch, None
-    if the user did not set it. split_checked: the task was proven to be splittable before the start. numerics: kernels
-    that compute it; code: modules that its workers have imported; code_before: those of an earlier run from whose
-    checkpoint this one goes on; all None until a worker reports them. divides: by stage, how the optimizer's state is
-    divided, as far as a worker has found that out. lane_digest: as `Probe` has it. unknown: by dotted key,
-    values written by another version and unknown here; they have no effect.
+    dataset_size: in samples, None if only the script knows. streamed: they come in the dataset's own order.
+    begins_after: step of the other job's checkpoint that this job began with, 0 if none; resumes_at: step of the
+    checkpoint from which this run goes on. unit_ms: measured times of the units by which `cut` was chosen, empty if
+    nothing was measured. batch_size: samples of a global batch, None if the user did not set it. split_checked: the
+    task was proven to be splittable before the start. numerics: kernels that compute it; code: modules that its workers
+    have imported; code_before: those of an earlier run from whose checkpoint this one goes on; all None until a worker
+    reports them. divides: by stage, how the optimizer's state is divided, as far as a worker has found that out.
+    lane_digest: as `Probe` has it. unknown: by dotted key, values written by another version and unknown here; they
+    have no effect.
     """
 
     task: str
@@ -91,6 +92,7 @@ class JobFile:
     code_before: Code | None = None
     divides: Mapping[int, Divides] = field(default_factory=dict)
     lane_digest: str = ""
+    streamed: bool = False
 
     @property
     def name(self) -> str | None:
@@ -279,7 +281,7 @@ def read_job(run_dir: Path, *, joined: bool = True) -> JobFile:
     try:
         data = read_json(path)
         more = _joined(run_dir) if joined else {}
-        size = more.pop("size", None)
+        size, streamed = more.pop("size", None), more.pop("streamed", False) is True
         known, unknown = known_of(JOB_FILE, data["config"])
         known_more, unknown_more = known_of(DATASET_FILE, more)
         return JobFile(
@@ -287,6 +289,7 @@ def read_job(run_dir: Path, *, joined: bool = True) -> JobFile:
             argv=tuple(str(a) for a in data["argv"]),
             config=load_config([(JOB_FILE, known), (DATASET_FILE, known_more)]),
             dataset_size=_whole("dataset_size", data.get("dataset_size") or size or 0) or None,
+            streamed=streamed or data.get("streamed") is True,
             explicit=tuple(str(key) for key in data.get("explicit", ())),
             versions={str(name): str(found) for name, found in dict(data.get("versions", {})).items()},
             created_unix_ns=_whole("created_unix_ns", data.get("created_unix_ns", 0)),

@@ -21,9 +21,9 @@ def lane_digest(task: Task, dataset: Any) -> str:
     from everstep.data.batch import map_tensors
     from everstep.data.loader import Recipe, fetch
     from everstep.exact.digest import named_digest
-    from everstep.train.elastic import sample_order
+    from everstep.train.job_data import read_by_order
 
-    recipe = Recipe(dataset, sample_order(task.config, dataset), task.collate, task.config.seed)
+    recipe = Recipe(*read_by_order(task.config, dataset), task.collate, task.config.seed)
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:

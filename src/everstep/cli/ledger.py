@@ -79,7 +79,7 @@ def sample_order(run_dir: Path, job: JobFile) -> SampleOrder:
         )
     config = job.config
     epochs = config.epochs if config.steps is not None or config.epochs is not None else 1  # as `join` does
-    length = config.steps, epochs, config.shuffle
+    length = config.steps, epochs, config.shuffle and not job.streamed
     return SampleOrder(config.seed, job.dataset_size, config.lanes, config.micro_batch, *length)
 
 

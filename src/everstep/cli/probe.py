@@ -89,13 +89,15 @@ def look(task_text: str, request: Request, units: bool) -> Probe:
         task.config = effective_config(defaults, request)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"task {task_text!r}: its defaults: {error}") from None
+    from everstep.data.reading import reading_of
+
     _check_devices(task.config)
     size: int | None = None
     dataset: Any = None
     notes: list[str] = []
     with _left_to_workers():
         dataset = task.build_dataset("train")
-        size = len(dataset)
+        size = reading_of(dataset).size
         check_metric(task)
         _check_parts(task)
         notes = task.notes()
@@ -192,13 +194,15 @@ def check_metric(task: Task) -> None:
     """Compute the metrics of one test sample. Raises: ConfigError if the metric of early stop is not among them."""
     import torch
 
+    from everstep.data.reading import first_samples
+
     wanted = task.config.early_stop.metric
     if wanted is None:
         return
     model = task.build_model().eval()
     test = task.build_dataset("test")
     with torch.no_grad():
-        found = task.metrics(model, task.collate([test[0]]))
+        found = task.metrics(model, task.collate(first_samples(test, 1)))
     if wanted not in found:
         known = ", ".join(found) or "it has none"
         raise ConfigError(f"early_stop.metric: expected one of the task's metrics ({known}), got {wanted!r}")

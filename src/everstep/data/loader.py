@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from everstep.base.errors import TaskError
 from everstep.base.readable import readable
 from everstep.data.batch import aligned, pinned
 from everstep.data.loader_process import Failure, LoaderDied, LoaderProcess
+from everstep.data.stream import StreamMark, StreamReader
 from everstep.exact.seeding import derive, preserve_rng, sample_seed, seed_all
 from everstep.order.cursor import Order, SampleId
 
@@ -35,7 +36,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that a lane's batch is made from. dataset: map-style. collate: list of samples -> batch."""
+    """Everything that a lane's batch is made from. dataset: map-style, or the reader of a stream. collate: list
+    of samples -> batch."""
 
     dataset: Any
     order: Order
@@ -67,6 +69,8 @@ def fetch(recipe: Recipe, step: int, lane: int, *, preserve: bool = True) -> tup
 
 
 def _sample(recipe: Recipe, epoch: int, index: int) -> Any:
+    if isinstance(recipe.dataset, StreamReader):
+        return recipe.dataset.read(epoch, index)
     seed_all(sample_seed(recipe.seed, epoch, index))
     try:
         return recipe.dataset[index]
@@ -92,6 +96,13 @@ class _Slot:
 
     process: LoaderProcess
     asked: dict[int, LaneKey] = field(default_factory=dict)
+
+
+class _Loaded(NamedTuple):
+    """A batch, and a place in the stream before it, if it is from one."""
+
+    batch: Any
+    mark: StreamMark | None
 
 
 class LaneLoader:
@@ -151,7 +162,9 @@ class LaneLoader:
         self._ask()
         if isinstance(batch, Failure):
             raise batch.error()
-        return (pinned(batch) if self._config.pin_memory else batch), samples
+        if batch.mark is not None:
+            self._recipe.dataset.add(batch.mark)
+        return (pinned(batch.batch) if self._config.pin_memory else batch.batch), samples
 
     def close(self) -> None:
         """End the loader processes. Calling it again does nothing."""
@@ -200,8 +213,10 @@ class LaneLoader:
             slot.asked[ticket] = key
             self._guarded(slot, LoaderProcess.ask, ticket, *key)
 
-    def _load(self, step: int, lane: int) -> Any:
-        return fetch(self._recipe, step, lane, preserve=False)[0]
+    def _load(self, step: int, lane: int) -> _Loaded:
+        batch, samples = fetch(self._recipe, step, lane, preserve=False)
+        data = self._recipe.dataset
+        return _Loaded(batch, data.mark(*samples[-1]) if isinstance(data, StreamReader) and samples else None)
 
     def _guarded(self, slot: _Slot, action: Callable[..., _T], *arguments: int) -> _T | None:
         """Run the action on the slot's process. If it is dead, start another, repeat the requests, and return None."""

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.base.errors import TaskError
+from everstep.base.errors import ConfigError, EverstepError, TaskError
 from everstep.base.readable import readable
 from everstep.data.batch import pack, unpack
 from everstep.exact.seeding import seed_all
@@ -44,13 +44,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Failure(NamedTuple):
-    """A batch that could not be made: one line for the user, and the traceback in the loader process."""
+    """A batch that could not be made: one line for the user, and the traceback in the loader process. refused: the
+    dataset is not one that a job can be trained on."""
 
     message: str
     trace: str
+    refused: bool = False
 
-    def error(self) -> TaskError:
-        error = TaskError(self.message)
+    def error(self) -> EverstepError:
+        error = ConfigError(self.message) if self.refused else TaskError(self.message)
         error.add_note(f"In a loader process:\n{self.trace}")
         return error
 
@@ -207,8 +209,9 @@ def _answer(channel: socket.socket, ticket: int, load: Callable[[int, int], Any]
     try:
         result = load(step, lane)
     except Exception as error:
-        message = str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}"
-        _reply(channel, ticket, (message, traceback.format_exc()), failed=True)
+        known = isinstance(error, TaskError | ConfigError)
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        _reply(channel, ticket, (message, traceback.format_exc(), isinstance(error, ConfigError)), failed=True)
         return
     finally:
         sys.stdout.flush()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from everstep.data.reading import reading_of
 from everstep.exact.attributes import plain
 from everstep.exact.several import optimizers_of, schedulers_of
 from everstep.train.flow_calls import BesideLoop, Calls
@@ -303,7 +304,10 @@ def _beside_loop(trained: Trained, names: Mapping[int, str]) -> BesideLoop:
     samples: list[Any] = []
     data: list[Any] = []
     dataset = trained.dataset
-    for thing in _within([dataset, trained.collate]):
+    streamed = callable(getattr(dataset, "__iter__", None)) and reading_of(dataset).streamed
+    if streamed:  # what reading it changes is put back with its place, or is its reader's own
+        data.append((names.get(id(dataset), "dataset"), dataset))
+    for thing in _within([trained.collate] if streamed else [dataset, trained.collate]):
         title = names.get(id(thing), "dataset")
         if isinstance(thing, types.FunctionType) and of_user(thing.__code__.co_filename):
             samples.append((thing, ()))
@@ -313,7 +317,7 @@ def _beside_loop(trained: Trained, names: Mapping[int, str]) -> BesideLoop:
             data.append((title, thing))
         if len(data) + len(samples) > 4 * _WIDE:
             break
-    if users_class(type(dataset)):
+    if users_class(type(dataset)) and not streamed:
         data = []  # its own code says what it reads
     return BesideLoop(samples, _hooks(trained.model, trained.optimizer, names), _updates(trained, names), data)
 

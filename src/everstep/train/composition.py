@@ -27,7 +27,7 @@ from everstep.exact.extra_state import is_extra, keepers, packed
 from everstep.exact.seeding import UnitSeeder, build_seed, preserve_rng, seed_all
 from everstep.exact.trees import bundle
 from everstep.placement.cuts import ModelCut
-from everstep.train.elastic import sample_order
+from everstep.train.job_data import read_by_order
 from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
 from everstep.train.precision import autocast, prepare_torch
 from everstep.train.stage import Parts, chosen_cut, refuse_hidden_ties
@@ -56,8 +56,7 @@ def look_at_split(task: Task) -> SplitFacts | None:
         seed_all(build_seed(config.seed))
         model = task.build_model().to(device)
         units = task.units(model)
-        dataset = task.build_dataset("train")
-        recipe = Recipe(dataset, sample_order(config, dataset), task.collate, config.seed)
+        recipe = Recipe(*read_by_order(config, task.build_dataset("train")), task.collate, config.seed)
         batch = to_device(fetch(recipe, 1, 0)[0], device)
     except Exception:
         return None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +11,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from everstep.base.errors import ConfigError
+from everstep.data.reading import first_samples
 from everstep.train.optimizer_kind import OptimizerKind, kind_of
 from everstep.train.task import Task
 
@@ -122,8 +121,7 @@ def _units(task: Task, model: nn.Module) -> int:
 
 def _of_forward(task: Task, model: nn.Module, micro_batch: int) -> tuple[int, int]:
     """Bytes that the forward pass of one lane keeps, and its operations."""
-    dataset: Any = task.build_dataset("train")
-    samples = [dataset[i] for i in islice(range(len(dataset)), micro_batch)]
+    samples = first_samples(task.build_dataset("train"), micro_batch)
     batch = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, task.collate(samples))
     own = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
     kept: dict[int, Tensor] = {}

@@ -13,8 +13,9 @@ from typing import Any
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
+from everstep.data.stream import StreamReader
 from everstep.order.cursor import LaneSamples, SampleId, SampleOrder
-from everstep.order.permutation import index_at
+from everstep.order.permutation import MAX_SIZE, index_at
 
 
 @dataclass(eq=False)
@@ -83,9 +84,11 @@ AnyOrder = SampleOrder | ElasticOrder
 
 
 def sample_order(config: Config, dataset: Any) -> AnyOrder:
-    """Which samples make up a lane, as the config's `batch` says.
+    """Which samples make up a lane, as the config's `batch` says; those of a stream in the order in which they come.
 
     Raises: ConfigError if the dataset has no length, or is smaller than a global batch."""
+    if isinstance(dataset, StreamReader):
+        return _stream_order(config, dataset)
     try:
         size = len(dataset)
     except TypeError:
@@ -101,6 +104,18 @@ def sample_order(config: Config, dataset: Any) -> AnyOrder:
             )
         return ElasticOrder(config.seed, size, config.lanes, config.micro_batch, config.workers, *length)
     return order
+
+
+def _stream_order(config: Config, reader: StreamReader) -> SampleOrder:
+    if config.batch == "per_worker":
+        raise ConfigError(
+            f"batch: per_worker needs a map-style dataset, got the stream {reader.stream.name}: use batch=constant"
+        )
+    # Nobody knows the length only if steps end the job, or in a rehearsal, which ends by itself.
+    size = MAX_SIZE if reader.stream.size is None else reader.stream.size
+    steps = MAX_SIZE if config.steps is None and reader.stream.size is None else config.steps
+    epochs = None if reader.stream.size is None else config.epochs
+    return SampleOrder(config.seed, size, config.lanes, config.micro_batch, steps, epochs, False)
 
 
 @dataclass(eq=False)

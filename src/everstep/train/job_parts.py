@@ -12,11 +12,13 @@ from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.data.batch import to_device
 from everstep.data.loader import Recipe, fetch
+from everstep.data.reading import reading_of
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.placement.cuts import units_of
 from everstep.train.cell_head import CellHead
 from everstep.train.composition import check_units
 from everstep.train.elastic import AnyOrder, ElasticOrder, sample_order
+from everstep.train.job_data import JobData, job_data
 from everstep.train.loop_survey import watching
 from everstep.train.precision import prepare_torch
 from everstep.train.replica import StageReplica
@@ -60,13 +62,13 @@ def assemble(
             "stages: a script that calls everstep.join runs its model's forward pass itself, so it cannot be split "
             f"into {link.config.stages} stages: write an everstep.Task, or set stages=1"
         )
-    order = sample_order(link.config, dataset)
-    if isinstance(order, ElasticOrder):
-        parts = replace(parts, extras={**parts.extras, "everstep.order": order})
+    data = job_data(link, dataset)
+    if isinstance(data.order, ElasticOrder):
+        parts = replace(parts, extras={**parts.extras, "everstep.order": data.order})
     replica = StageReplica(parts, link.config, device)
     cell = None if link.cell_head is None else CellHead(link.cell_head, replica, link.config, link.row.tick)
     whole = Whole.of(parts.model)
-    session = Session(link, Stages.unsplit(replica), device, dataset, collate, order, whole, rewindable, cell)
+    session = Session(link, Stages.unsplit(replica), device, data, collate, whole, rewindable, cell)
     if ignored is None or not session.saver.on:
         return Run(session, parts.model)
     survey = watching(session.view, dataset, collate, ignored)
@@ -83,12 +85,14 @@ def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
     built = BuiltTask(task, config, link.me.worker_id)
     device, early_stop = built.device, built.early_stop
     parts = built.make(() if config.meta_init and config.stages > 1 else None)
+    if config.cell.fsdp > 1:
+        built.order()  # which not all datasets have
     if config.stages == 1:
         return assemble(link, parts, built.dataset, task.collate, device, rewindable=True), early_stop
-    order = built.order()
+    data = job_data(link, built.dataset)
     whole = Whole.of(parts.model)
-    stages = built.stages(parts, order, checked=bool(link.job.get("split_checked")))
-    session = Session(link, stages, device, built.dataset, task.collate, order, whole, rewindable=True)
+    stages = built.stages(parts, data, checked=bool(link.job.get("split_checked")))
+    session = Session(link, stages, device, data, task.collate, whole, rewindable=True)
     return Run(session, parts.model), early_stop
 
 
@@ -103,7 +107,12 @@ class BuiltTask:
         self._task, self._config = task, config
 
     def order(self) -> AnyOrder:
-        """The samples of each lane; call `make` before."""
+        """The samples of each lane; call `make` before. Raises: ConfigError if they are read as a stream."""
+        if reading_of(self.dataset).streamed:
+            raise ConfigError(
+                "cell.fsdp: expected 1 for a stream, whose length the processes of a worker would each have to find "
+                "out: give the dataset __len__ and __getitem__"
+            )
         return sample_order(self._config, self.dataset)
 
     def make(self, wanted: Iterable[int] | None = None) -> Parts:
@@ -119,7 +128,7 @@ class BuiltTask:
         refuse_group()
         return Parts(model, optimizer, scheduler, units, {"everstep.early_stop": self.early_stop})
 
-    def stages(self, first: Parts, order: AnyOrder, *, checked: bool) -> Stages:
+    def stages(self, first: Parts, data: JobData, *, checked: bool) -> Stages:
         """The stages of a split job.
 
         first: the whole model, already built; the first wanted stage is cut out of it, after a check that the units
@@ -135,7 +144,7 @@ class BuiltTask:
 
         def build(stage: int) -> StageReplica:
             if whole and not checked:
-                recipe = Recipe(self.dataset, order, task.collate, config.seed)
+                recipe = Recipe(data.dataset, data.order, task.collate, config.seed)
                 check_units(whole[0], loss, to_device(fetch(recipe, 1, 0)[0], device), config, device, cut)
             parts = whole.pop() if whole else self.make(units_of(cut, stage, config.stages))
             own, spec = cut_out(parts, cut, config.stages, stage)

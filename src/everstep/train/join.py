@@ -19,6 +19,7 @@ from everstep.base.cause import Cause
 from everstep.base.config import Config, check_keys, dotted, load_config, read_layers, to_dict
 from everstep.base.errors import ConfigError
 from everstep.data.given_loader import Collate, read_data
+from everstep.data.reading import reading_of
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.exact.several import optimizers_of, schedulers_of
 from everstep.protocol import messages as wire
@@ -160,6 +161,8 @@ def join(
     refuse_elsewhere(model, device)
     parts = Parts(model, optimizer, scheduler, list(units) if units else [model], {**extras, **data.extras})
     _tell_ledger(link, data.dataset)
+    if hasattr(data.dataset, "__next__"):
+        ignore = (*ignore, data.dataset)  # an iterator moves on when it is read; its place is carried
     watched = link.config.rehearse and not isinstance(link, LifeLink)
     _run = assemble(link, parts, data.dataset, data.collate, device, ignored=tuple(ignore) if watched else None)
     if isinstance(link, LifeLink):
@@ -221,7 +224,7 @@ def _rehearsed(link: WorkerLink) -> str:
 
 def _tell_ledger(link: WorkerLink, dataset: Any) -> None:
     """Write down facts that only the script knew: the ledger cannot be checked without them."""
-    if link.run_dir is None or not hasattr(dataset, "__len__"):
+    if link.run_dir is None or not hasattr(dataset, "__len__") or reading_of(dataset).streamed:
         return
     said = to_dict(link.config)
     facts = {key: said[key] for key in ("lanes", "micro_batch", "steps", "epochs", "shuffle", "seed")}

@@ -24,6 +24,7 @@ from everstep.base.errors import DeterminismError, EverstepError, JobFailed, Non
 from everstep.base.plan import Plan
 from everstep.data.batch import to_device
 from everstep.data.given_loader import read_data
+from everstep.data.reading import by_index
 from everstep.exact.seeding import derive, preserve_rng, seed_all
 from everstep.exact.settings import evaluating
 from everstep.observe.logs import RAISED_IN
@@ -438,7 +439,8 @@ class Run:
         DataLoader, whose batch_size and collate_fn count then.
         """
         session, data = self._session, read_data(dataset, collate)
-        dataset, collate, batch_size = data.dataset, data.collate, data.batch_size or batch_size
+        collate, batch_size = data.collate, data.batch_size or batch_size
+        dataset = by_index(data.dataset, batch_size, session.view.config.seed)
         chunks = self._begin_evaluation(dataset, batch_size)
         guard = session.view.stages.only.lanes.passes[0].guard
         # Who evaluates what must not be seen by what the loop draws next, nor in buffers.
@@ -467,6 +469,7 @@ class Run:
         Raises: StateJumped if the state is another one meanwhile.
         """
         session, collate = self._session, collate or torch.utils.data.default_collate
+        dataset = by_index(dataset, batch_size, session.view.config.seed)
         chunks = self._begin_evaluation(dataset, batch_size)
         waves = Waves(session.view, metrics, chunks, lambda i: _chunk(session, dataset, i, batch_size, collate))
         session.executor.install({Evaluate: waves.pass_on})

@@ -28,6 +28,7 @@ from everstep.checkpoint.manifest_writer import Extent, WriteOutcome
 from everstep.checkpoint.names import BEST, manifest_name, step_name
 from everstep.checkpoint.part import decode_report
 from everstep.checkpoint.pointers import read_pointer_value
+from everstep.checkpoint.reader import manifests_of
 from everstep.exact.extra_state import is_extra
 from everstep.exact.state import ModelState
 from everstep.protocol.driver import operations as do
@@ -39,6 +40,7 @@ from everstep.runtime.files.host_directory import checkpoints_in
 from everstep.runtime.link.peer import PeerConnection
 from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Unusable
+from everstep.train.job_data import POSITION
 from everstep.train.loop_state import LoopState
 from everstep.train.loop_survey import LoopSurvey
 from everstep.train.view import WorkerView
@@ -166,7 +168,8 @@ class PartSaver:
             self._note(SaveEnded(number, False, text))
             return
         self._begun = number
-        parts = {**self._loop_part(effect), NAMES: self._whole.names}
+        said = view.position.encoded(number)
+        parts = {**self._loop_part(effect), NAMES: self._whole.names, **({POSITION: said} if said else {})}
         if effect.boundary:
             for replica in view.stages.values():
                 replica.lanes.settle_buffers()
@@ -393,6 +396,16 @@ class Restorer:
                     view.publisher.emit("waiting", cause=away.cause, reason=reason, generation=generation)
             view.tick()
             time.sleep(_LOOK_S)
+
+    def data_position(self, limit: int) -> tuple[int, bytes] | None:
+        """The newest step, up to the limit, whose checkpoint says which data it was trained on, and its words."""
+        if self._checkpointer is None:
+            return None
+        with suppress(StoreError):
+            for manifest in manifests_of(self._checkpointer.store):
+                if manifest.step <= limit and POSITION in manifest.application:
+                    return manifest.step, manifest.application[POSITION]
+        return None
 
     def restore(self, number: int, stages: Sequence[int]) -> Manifest:
         """Give these stages what the checkpoint of a step says. If it cannot be read, nothing has changed.

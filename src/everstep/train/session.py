@@ -24,11 +24,11 @@ from everstep.protocol.step_machine import StepMachine
 from everstep.runtime.process import machine
 from everstep.train.cell_head import CellHead
 from everstep.train.dealing import Dealing
-from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Cutter, Executor
 from everstep.train.final import Finisher
 from everstep.train.generation_ties import GenerationTies, Rendezvous
 from everstep.train.heal import Donor
+from everstep.train.job_data import JobData
 from everstep.train.keeping import SnapshotKeeper
 from everstep.train.kernels import kernels_of
 from everstep.train.loop_state import LoopState
@@ -50,17 +50,16 @@ class Session:
         link: WorkerLink,
         stages: Stages,
         device: torch.device,
-        dataset: Any,
+        data: JobData,
         collate: Callable[[list[Any]], Any],
-        order: AnyOrder,
         whole: Whole,
         rewindable: bool = False,
         cell: CellHead | None = None,
     ) -> None:
-        """stages: those trained here. order: the samples of each lane. rewindable: the loop can go on from an earlier
-        step; else this worker restarts then. cell: of several processes."""
+        """stages: those trained here. data, collate: the samples of each lane, and how to get them. rewindable: the
+        loop can go on from an earlier step; else this worker restarts then. cell: of several processes."""
         config, begins_after = link.config, int(link.job.get("begins_after", 0))
-        saving = saving_of(link, stages.split, order)
+        saving = saving_of(link, stages.split, data.order)
         probed = not inexact(config) and not config.emulate_compute_ms
         rules = DriverConfig(
             *(config.lanes, rewindable, config.verify_every, begins_after, saving, config.batch != "per_worker"),
@@ -84,8 +83,10 @@ class Session:
             machine=hashlib.sha256(machine().encode()).hexdigest()[:16],
             device=device,
         )
-        publisher, kernels = Publisher(link.run_dir, link.me), kernels_of(config.precision, device, config.threads)
-        view = WorkerView(link, stages, order, driver, Cutter(transport.abort), publisher, transport, kernels)
+        publisher = Publisher(link.run_dir, link.me)
+        kernels = kernels_of(config.precision, device, config.threads)
+        at_hand = link, stages, data.order, data.position, driver, Cutter(transport.abort)
+        view = WorkerView(*at_hand, publisher, transport, kernels)
         executor = Executor(driver, view.cutter, view.tick, lambda: link.row.end_asked, link.waits)
         loop = LoopState(stages)
         saver = PartSaver(view, whole, loop, executor.note)
@@ -97,7 +98,7 @@ class Session:
         updates = Updates(view, donor, keeper, saver, loop, dealing)
         transfers = Transfers(view, updates, donor, keeper, restorer, loop)
         finisher = Finisher(view, transfers.copier)
-        lanes = Lanes(view, restorer, dataset, collate, device, executor.lane_done, updates.given, dealing.divide)
+        lanes = Lanes(view, restorer, data.dataset, collate, device, executor.lane_done, updates.given, dealing.divide)
         membership = GenerationTies(view, executor, rendezvous, donor.handle, lambda wanted: profiling.ask(wanted))
         profiling = WorkerProfiling(link, device, membership.tell)
 

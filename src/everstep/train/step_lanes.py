@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from everstep.base.cause import Cause
 from everstep.base.errors import CollectiveAborted
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop
@@ -59,6 +60,7 @@ class Lanes:
         self.at_work: tuple[int, int, Sequence[Any]] | None = None
         """Step, lane and samples of the batch that the user's loop has, None if it has none."""
         self._shapes = Shapes()
+        self._entered = False
         self._loader = LaneLoader(Recipe(dataset, view.order, collate, view.config.seed), view.config.loader)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
@@ -124,11 +126,24 @@ class Lanes:
         return tuple(lane for lane in lanes.lacking(mine) if lane in missing)
 
     def schedule(self, number: int, lanes: Sequence[int]) -> None:
-        """Have these lanes loaded, soon."""
+        """Have these lanes loaded, soon. Raises: ConfigError if the data are not those of the step before."""
+        self._enter(number - 1)
         self._loader.schedule(number, lanes)
+
+    def _enter(self, after: int) -> None:
+        """Before this worker reads its first sample: go by what checkpoints say of the data."""
+        if self._entered:
+            return
+        self._entered, view = True, self._view
+        said = self._restorer.data_position(after) if after else None
+        if said is not None:
+            view.position.accept(said[1], said[0])
+        if cost := view.position.cost(after):
+            view.publisher.emit("warning", step=after, cause=Cause.SLOW, reason=cost)
 
     def batch(self, number: int, lane: int) -> tuple[Any, Any]:
         """A lane's batch on the device, and its samples (none: the lane is empty)."""
+        self._enter(number - 1)
         batch, samples = self._loader.batch(number, lane)
         if compiling() and self._shapes.new(batch):
             self._view.link.row.chill()

@@ -17,6 +17,7 @@ from everstep.protocol.driver.driver import Driver
 from everstep.protocol.identity import Kernels
 from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Cutter
+from everstep.train.job_data import DataPosition
 from everstep.train.published import Publisher
 from everstep.train.replica import StageReplica
 from everstep.train.worker_link import WorkerLink
@@ -111,6 +112,7 @@ class WorkerView:
     link: WorkerLink
     stages: Stages
     order: AnyOrder
+    position: DataPosition
     driver: Driver
     cutter: Cutter
     publisher: Publisher

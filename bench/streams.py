@@ -1,0 +1,77 @@
+"""Samples per second of a stream and of tar shards through our loader, beside torch's DataLoader doing the same work.
+
+    python bench/streams.py [--samples 2000] [--work 20000] [--workers 1]
+
+work: numbers that are summed for each sample. Prints one JSON object; rates are samples per second, the ratio is ours
+to torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from everstep.base.config_keys import LoaderConfig
+from everstep.data.loader import LaneLoader, Recipe
+from everstep.data.stream import Stream, StreamReader
+from everstep.order.cursor import SampleOrder
+
+LANES, MICRO = 8, 8
+
+
+class Worked(IterableDataset[Any]):
+    """samples: of a pass. work: numbers summed for each."""
+
+    def __init__(self, samples: int, work: int) -> None:
+        self.samples, self.work = samples, work
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(self.samples):
+            yield torch.arange(self.work, dtype=torch.float32).sum() + index
+
+
+def ours(data: Worked, workers: int) -> float:
+    order = SampleOrder(0, len(data), LANES, MICRO, epochs=1, shuffle=False)
+    reader = StreamReader(Stream.of(data, len(data), 0), order.global_batch, 4)
+    recipe = Recipe(reader, order, torch.utils.data.default_collate, 0)
+    loads = LaneLoader(recipe, LoaderConfig(workers=workers))
+    began_s = time.perf_counter()
+    for step in range(1, order.total_steps + 1):
+        loads.schedule(step, range(LANES))
+        for lane in range(LANES):
+            loads.batch(step, lane)
+    rate = len(data) / (time.perf_counter() - began_s)
+    loads.close()
+    return rate
+
+
+def theirs(data: Worked, workers: int) -> float:
+    torch.set_num_threads(1)
+    began_s = time.perf_counter()
+    for _ in DataLoader(data, batch_size=MICRO, num_workers=workers):
+        pass
+    return len(data) / (time.perf_counter() - began_s)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--samples", type=int, default=2000)
+    options.add_argument("--work", type=int, default=20_000)
+    options.add_argument("--workers", type=int, default=1, help="loader processes; torch's reads a stream with 0 or 1")
+    given = options.parse_args()
+    data = Worked(given.samples, given.work)
+    rates = {"everstep": ours(data, given.workers), "torch": theirs(data, given.workers)}
+    print(json.dumps({**rates, "ratio": rates["everstep"] / rates["torch"]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The training data of a job in one worker: how they are read, in which order, and what a checkpoint says of them.
+
+A checkpoint's part of it is beside the state, for it changes no bit: it saves reading a stream from its front, and
+tells data that are not those of before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from everstep.base.below import write_atomically
+from everstep.base.config import Config
+from everstep.base.errors import ConfigError
+from everstep.base.given import read_json
+from everstep.data.reading import reading_of
+from everstep.data.stream import Front, Stream, StreamMark, StreamReader, check_starts_over, count
+from everstep.runtime.link.address import DATASET_FILE
+from everstep.train.elastic import AnyOrder, sample_order
+from everstep.train.worker_link import WorkerLink
+
+POSITION = "data"
+"""The part of a checkpoint that `DataPosition.encoded` makes."""
+_MOST_FILES = 1 << 16
+
+
+class _Stated(msgspec.Struct):
+    """What a checkpoint says. files: a digest of each file's name and size, in order. front: of the stream's first
+    samples, "" if it is none. mark: a place in the stream at or before the checkpoint's step."""
+
+    files: list[str]
+    front: str
+    mark: StreamMark | None
+
+
+@dataclass
+class DataPosition:
+    """Where a job is in its data, besides its step, and which data they are.
+
+    files: names and sizes of the dataset's files, as it tells them. front: None of a map-style dataset.
+    """
+
+    order: AnyOrder
+    files: Sequence[tuple[str, int]] = ()
+    front: Front | None = None
+    reader: StreamReader | None = None
+    _digests: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if len(self.files) > _MOST_FILES:
+            raise ConfigError(f"expected at most {_MOST_FILES} files of a dataset, got {len(self.files)}: join some")
+        self._digests = [blake2b(f"{n}\0{size}".encode(), digest_size=4).hexdigest() for n, size in self.files]
+
+    def encoded(self, step: int) -> bytes:
+        """For the checkpoint of a step; empty if there is nothing to say."""
+        if not self.files and self.front is None:
+            return b""
+        mark = self.reader.mark(*self._next(step)) if self.reader is not None else None
+        return msgspec.json.encode(_Stated(self._digests, self.front.digest if self.front else "", mark))
+
+    def accept(self, data: bytes, step: int) -> None:
+        """Take in what a checkpoint of an earlier life says. Raises: ConfigError if its data were others."""
+        try:
+            stated = msgspec.json.decode(data, type=_Stated)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"the checkpoint of step {step} says of its data what cannot be read: {error}") from None
+        undo = "put it back, or begin anew with --fresh"
+        if stated.files and stated.files != self._digests:
+            number = next(i for i, (a, b) in enumerate(zip_longest(stated.files, self._digests)) if a != b)
+            here = "{} ({} bytes)".format(*self.files[number]) if number < len(self.files) else "not there"
+            raise ConfigError(
+                f"the files of the dataset are not those that the checkpoint of step {step} was trained on: number "
+                f"{number} of {len(stated.files)} is {here} now, of {len(self.files)}: {undo}"
+            )
+        if self.front is None or self.reader is None:
+            return
+        if stated.front and stated.front != self.front.digest:
+            raise ConfigError(
+                f"the stream {self.reader.stream.name} begins with other samples than before the checkpoint of step "
+                f"{step}: {undo}"
+            )
+        if stated.mark is not None:
+            self.reader.add(stated.mark)
+
+    def cost(self, step: int) -> str:
+        """What it costs to go on after this step, in words; "" if next to nothing."""
+        if self.reader is None or self.front is None or not step:
+            return ""
+        epoch, index = self._next(step)
+        mark, name = self.reader.mark(epoch, index), self.reader.stream.name
+        there = mark is not None and mark.epoch == epoch
+        first = mark.index if there and mark is not None and self.front.resumes else 0
+        if index - first <= 2 * self.order.global_batch:  # a mark is up to two steps old
+            return ""
+        remedy = "" if self.front.resumes else ": with state_dict and load_state_dict it would be resumed instead"
+        what = f"{index - first} samples of the stream {name} are read again, and skipped"
+        return f"{what}, to go on at step {step}{remedy}"
+
+    def _next(self, step: int) -> tuple[int, int]:
+        """Epoch and index of the first sample after a step."""
+        row = step * self.order.global_batch
+        return divmod(row, self.order.dataset_size)
+
+
+@dataclass(frozen=True)
+class JobData:
+    """dataset: map-style, or the reader of a stream."""
+
+    dataset: Any
+    order: AnyOrder
+    position: DataPosition
+
+
+def job_data(link: WorkerLink, dataset: Any) -> JobData:
+    """The data that a job is trained on. Of a stream, the first samples are read twice.
+
+    Raises: ConfigError if they cannot be read as a job needs it.
+    """
+    config, reading = link.config, reading_of(dataset)
+    files = _files(dataset)
+    if not reading.streamed:
+        order = sample_order(config, dataset)
+        return JobData(dataset, order, DataPosition(order, files))
+    stream = Stream.of(dataset, reading.size, config.seed)
+    front = check_starts_over(stream)
+    size = reading.size
+    with _alone_in(link.run_dir if link.regular_saves else None) as folder:
+        if size is None and config.epochs is not None and link.regular_saves:
+            size = _known_size(folder, config) or count(stream, link.row.tick)
+        reader = reader_for(config, Stream(dataset, size, config.seed, stream.front))
+        order = sample_order(config, reader)
+        if folder is not None:
+            _tell(folder, config, order.dataset_size)
+    return JobData(reader, order, DataPosition(order, files, front, reader))
+
+
+def reader_for(config: Config, stream: Stream) -> StreamReader:
+    """A reader of this stream that keeps as many samples as loader processes are ahead of the step under way."""
+    ahead = config.loader.prefetch if config.loader.workers else 0
+    return StreamReader(stream, config.lanes * config.micro_batch, ahead + 2)
+
+
+def read_by_order(config: Config, dataset: Any) -> tuple[Any, AnyOrder]:
+    """Dataset and order to look at a job's first batches with, without a job. Raises: ConfigError."""
+    reading = reading_of(dataset)
+    data = reader_for(config, Stream.of(dataset, reading.size, config.seed)) if reading.streamed else dataset
+    return data, sample_order(config, data)
+
+
+def _files(dataset: Any) -> Sequence[tuple[str, int]]:
+    told: Callable[[], Sequence[tuple[str, int]]] | None = getattr(dataset, "files_read", None)
+    return told() if callable(told) else ()
+
+
+@contextlib.contextmanager
+def _alone_in(run_dir: Path | None) -> Iterator[Path | None]:
+    """While inside, no other worker of this directory is: one counts a stream, and the others read what it found."""
+    if run_dir is None:
+        yield None
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield run_dir
+    finally:
+        os.close(folder)
+
+
+def _known_size(run_dir: Path | None, config: Config) -> int | None:
+    """Samples in a pass as a worker of this job has counted them."""
+    if run_dir is None:
+        return None
+    try:
+        facts = read_json(run_dir / DATASET_FILE)
+        size, usable = facts["size"], facts["streamed"] is True and facts["seed"] == config.seed
+        return size if usable and type(size) is int and 0 < size < 1 << 61 else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _tell(run_dir: Path, config: Config, size: int) -> None:
+    """Write down what the ledger is checked by."""
+    said = {key: getattr(config, key) for key in ("lanes", "micro_batch", "steps", "epochs", "seed")}
+    with contextlib.suppress(OSError):  # a full disk does not stop training; `everstep ledger` will say what it lacks
+        write_atomically(run_dir / DATASET_FILE, json.dumps({**said, "size": size, "streamed": True}) + "\n")

@@ -1,0 +1,59 @@
+"""What a checkpoint says of the data, and what a job that goes on from it makes of that."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.base.config import Config
+from everstep.base.errors import ConfigError
+from everstep.data.stream import Front, Stream, StreamReader
+from everstep.order.cursor import SampleOrder
+from everstep.train.elastic import sample_order
+from everstep.train.job_data import DataPosition, read_by_order
+
+FILES = [(f"shard-{i:05d}.tar", 1 << 30) for i in range(1000)]
+ORDER = SampleOrder(0, 100, 4, 2, epochs=2, shuffle=False)
+
+
+def position(reader: StreamReader | None = None, front: str = "f", resumes: bool = True) -> DataPosition:
+    return DataPosition(ORDER, (), Front(front, resumes), reader or StreamReader(Stream([], 100, 0), 8, 2))
+
+
+def test_the_place_in_a_terabyte_of_shards_is_small_and_names_a_change() -> None:
+    data = DataPosition(ORDER, FILES).encoded(5)
+    assert len(data) < 1 << 20
+    DataPosition(ORDER, FILES).accept(data, 5)
+    other = [*FILES[:7], ("shard-x.tar", 5), *FILES[8:]]
+    with pytest.raises(ConfigError, match=r"step 5 was trained on: number 7 of 1000 is shard-x.tar \(5 bytes\) now"):
+        DataPosition(ORDER, other).accept(data, 5)
+    with pytest.raises(ConfigError, match="number 999 of 1000 is not there now, of 999"):
+        DataPosition(ORDER, FILES[:-1]).accept(data, 5)
+    assert DataPosition(ORDER).encoded(5) == b""
+    with pytest.raises(ConfigError, match="cannot be read"):
+        DataPosition(ORDER).accept(b"{", 5)
+
+
+def test_a_stream_that_begins_otherwise_is_refused() -> None:
+    with pytest.raises(ConfigError, match="begins with other samples than before the checkpoint of step 3"):
+        position(front="g").accept(position().encoded(3), 3)
+
+
+def test_the_cost_is_said() -> None:
+    before = StreamReader(Stream(list(range(100)), 100, 0), 8, 2)
+    before.read(0, 60)
+    data = position(before).encoded(7)
+    placed, counted = position(), position(resumes=False)
+    for one in (placed, counted):
+        one.accept(data, 7)
+    assert placed.cost(7) == ""
+    assert "56 samples of the stream list are read again, and skipped, to go on at step 7: with st" in counted.cost(7)
+    assert position().cost(0) == ""
+
+
+def test_a_stream_has_its_own_order() -> None:
+    config = Config(lanes=4, micro_batch=2, epochs=1)
+    data, order = read_by_order(config, iter(range(20)))
+    assert isinstance(data, StreamReader) and order.samples(2, 1) == ((0, 10), (0, 11))
+    assert read_by_order(config, list(range(20)))[0] == list(range(20))
+    with pytest.raises(ConfigError, match="per_worker needs a map-style dataset"):
+        sample_order(Config(batch="per_worker", epochs=1), data)
