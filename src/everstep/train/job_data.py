@@ -157,6 +157,11 @@ def read_by_order(config: Config, dataset: Any) -> tuple[Any, AnyOrder]:
     return data, sample_order(config, data)
 
 
+def moving_by_itself(dataset: Any) -> tuple[Any, ...]:
+    """The dataset if it is an iterator, which moves on when it is read: its place is carried."""
+    return (dataset,) if hasattr(dataset, "__next__") else ()
+
+
 def _files(dataset: Any) -> Sequence[tuple[str, int]]:
     told: Callable[[], Sequence[tuple[str, int]]] | None = getattr(dataset, "files_read", None)
     return told() if callable(told) else ()

@@ -28,6 +28,7 @@ from everstep.runtime.link.address import DATASET_FILE
 from everstep.train.adopted import become_job
 from everstep.train.given_optimizers import one_optimizer, schedulers_apart
 from everstep.train.global_batch import sized
+from everstep.train.job_data import moving_by_itself
 from everstep.train.job_parts import assemble
 from everstep.train.loop_values import LoopValues
 from everstep.train.precision import prepare_torch
@@ -161,8 +162,7 @@ def join(
     refuse_elsewhere(model, device)
     parts = Parts(model, optimizer, scheduler, list(units) if units else [model], {**extras, **data.extras})
     _tell_ledger(link, data.dataset)
-    if hasattr(data.dataset, "__next__"):
-        ignore = (*ignore, data.dataset)  # an iterator moves on when it is read; its place is carried
+    ignore = (*ignore, *moving_by_itself(data.dataset))
     watched = link.config.rehearse and not isinstance(link, LifeLink)
     _run = assemble(link, parts, data.dataset, data.collate, device, ignored=tuple(ignore) if watched else None)
     if isinstance(link, LifeLink):

@@ -41,6 +41,8 @@ from everstep.train.updates import Updates
 from everstep.train.view import Stages, WorkerView
 from everstep.train.worker_link import WorkerLink
 
+NO_PROBES = ProbeRule()
+
 
 class Session:
     """Everything between the user's loop and the rest of the job."""
@@ -63,9 +65,7 @@ class Session:
         probed = not inexact(config) and not config.emulate_compute_ms
         rules = DriverConfig(
             *(config.lanes, rewindable, config.verify_every, begins_after, saving, config.batch != "per_worker"),
-            probes=ProbeRule(config.seed, config.verify_every, config.spot_check, joins=True)
-            if probed
-            else ProbeRule(),
+            probes=ProbeRule(config.seed, config.verify_every, config.spot_check, joins=True) if probed else NO_PROBES,
             nonfinite=NonfiniteRule.of(config),
             votes=not config.zero.stage,
             names=lambda stage: stages[stage].state.part_names if stage in stages else (),

@@ -28,7 +28,7 @@ def test_help_does_not_import_torch() -> None:
         assert f"  {name} " in done.stdout
 
 
-COMPUTING = ("checkpoint_import", "checkpoints_exchange", "evaluate")
+COMPUTING = ("check_life", "checkpoint_import", "checkpoints_exchange", "evaluate")
 
 
 def test_commands_that_compute_nothing_do_not_import_torch() -> None:
