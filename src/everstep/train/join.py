@@ -139,8 +139,7 @@ def join(
     them become one job (`everstep run` of the script), whose workers run the script from its beginning. So the code
     before `join` is run again, and the code after it by workers alone.
 
-    Raises: ConfigError, in one line, for arguments that cannot work; SystemExit (2) after such a line in a process that
-    cannot be part of one job.
+    Raises: ConfigError for arguments that cannot work; SystemExit (2) in a process that cannot be part of one job.
     """
     global _called, _run
     if _launched is None:
@@ -149,6 +148,7 @@ def join(
         raise ConfigError("everstep.join was called twice in one script; a worker belongs to one job")
     _called = True
     data = read_data(dataset, collate)
+    ignore = (*ignore, *moving_by_itself(data.dataset))
     given = {"lanes": lanes, "micro_batch": micro_batch, "clip_norm": clip_norm, **data.settings, **dotted(config)}
     link = _link(given, Path(run_dir) if run_dir is not None else None, data.batch_size)
     extras = {"state": state} if isinstance(state, LoopValues) else dict(state or {})
@@ -162,7 +162,6 @@ def join(
     refuse_elsewhere(model, device)
     parts = Parts(model, optimizer, scheduler, list(units) if units else [model], {**extras, **data.extras})
     _tell_ledger(link, data.dataset)
-    ignore = (*ignore, *moving_by_itself(data.dataset))
     watched = link.config.rehearse and not isinstance(link, LifeLink)
     _run = assemble(link, parts, data.dataset, data.collate, device, ignored=tuple(ignore) if watched else None)
     if isinstance(link, LifeLink):
