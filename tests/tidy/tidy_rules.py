@@ -32,6 +32,7 @@ LAYERS = {
     "sim": 6,
     "chaos": 6,
     "zoo": 6,
+    "integrations": 6,
     "report": 7,
     "dashboard": 8,
     "sinks": 8,
