@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from everstep.base.errors import ConfigError, TaskError
+from everstep.data.batch import to_device
+from everstep.exact.seeding import preserve_rng
+from everstep.integrations.lane_loss import LaneLoss
 from everstep.integrations.training_arguments import job_settings, lanes_of, refuse_arguments
 from everstep.integrations.training_order import PresentSamples, TrainingOrder
-from everstep.integrations.training_state import CarriedTraining
+from everstep.integrations.training_state import CarriedTraining, without_times
 from everstep.train import join as joining
 from everstep.train.foreign_trainers import one_process
 from everstep.train.precision import autocast
@@ -31,13 +34,14 @@ from everstep.train.watched_life import IN_REHEARSAL
 
 one_process()
 try:
-    import accelerate  # noqa: F401
-    import transformers
-    from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+    _hf: Any = import_module("transformers")
+    _files: Any = import_module("transformers.trainer_utils")
+    _causal: Any = import_module("transformers.models.auto.modeling_auto")
+    import_module("accelerate")
 except ImportError as missing:
     say_in_one_line()
     raise ConfigError(
-        f"everstep.integrations.huggingface needs transformers and accelerate ({' '.join(str(missing).split())[:100]}): "
+        f"everstep.integrations.huggingface: {missing.name or 'a package'} cannot be imported: "
         "pip install 'everstep[huggingface]'"
     ) from None
 
@@ -46,9 +50,9 @@ _LOADED_BY_PARENT = ("training_step", "get_train_dataloader", "get_batch_samples
 _EVENTS_WITHIN = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
 
 
-class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` with its arguments and methods. `train()` is a job: under `everstep run` on its workers, by
-    itself on one, with the same bits.
+class Trainer(_hf.Trainer):  # type: ignore[misc]
+    """`transformers.Trainer`, with its arguments and methods. `train()` is a job: under `everstep run` on its workers,
+    by itself on one, with the same bits.
 
     The global batch is per_device_train_batch_size x gradient_accumulation_steps, as on one device, whatever the
     number of workers; its lanes share it. The job goes on in its run directory; a script that is run by itself goes on
@@ -56,6 +60,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     Raises: ConfigError for what cannot be honoured, with the argument's name.
     """
+
+    state: Any
+    control: Any
+    lr_scheduler: Any
+    _created_lr_scheduler: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         say_in_one_line()
@@ -69,14 +78,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _refuse_overridden(self) -> None:
         for name in _LOADED_BY_PARENT:
-            if getattr(type(self), name) is not getattr(transformers.Trainer, name):
+            if getattr(type(self), name) is not getattr(_hf.Trainer, name):
                 raise ConfigError(
                     f"{type(self).__name__}.{name} would not be called, because a job deals its batches out itself: "
                     "put the loss into compute_loss, and the order into the dataset"
                 )
         for callback in self.callback_handler.callbacks:
             for name in _EVENTS_WITHIN:
-                if getattr(type(callback), name) is not getattr(transformers.TrainerCallback, name):
+                if getattr(type(callback), name) is not getattr(_hf.TrainerCallback, name):
                     raise ConfigError(
                         f"{type(callback).__name__}.{name} would not be called, because an update is made in one go on "
                         "all workers: use on_step_end"
@@ -104,13 +113,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train, as `transformers.Trainer.train`. resume_from_checkpoint: whether a script that is run by itself goes on
-        from its newest checkpoint (or that one's path); a job of `everstep run` goes on in its run directory anyway.
+        """Train, as `transformers.Trainer.train`. resume_from_checkpoint: whether a script that is run by itself
+        goes on from its newest checkpoint (or that one's path); a job of `everstep run` goes on in its run directory.
 
         Raises: ConfigError.
         """
         if trial is not None:
-            raise ConfigError("train(trial=...) cannot be honoured: start one job per trial, with its values as arguments")
+            raise ConfigError(
+                "train(trial=...) cannot be honoured: start one job per trial, with its values as arguments"
+            )
         self._refuse_overridden()
         self._goes_on = bool(resume_from_checkpoint)
         if isinstance(resume_from_checkpoint, str | os.PathLike):
@@ -118,11 +129,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return super().train(None, None, ignore_keys_for_eval)
 
     def _refuse_older(self, asked: Path) -> None:
-        newest = get_last_checkpoint(self.args.output_dir) if os.path.isdir(self.args.output_dir) else None
+        newest = _files.get_last_checkpoint(self.args.output_dir) if os.path.isdir(self.args.output_dir) else None
         if newest is None or asked.resolve() != Path(newest).resolve():
             raise ConfigError(
-                f"resume_from_checkpoint: expected True, or the newest checkpoint of output_dir ({newest}), got {asked}: "
-                "a checkpoint of another job is given to everstep run as --resume-from, and weights alone to "
+                f"resume_from_checkpoint: expected True, or the newest checkpoint of output_dir ({newest}), got "
+                f"{asked}: a checkpoint of another job is given to everstep run as --resume-from, and weights alone to "
                 "from_pretrained"
             )
 
@@ -138,9 +149,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         loader = self.get_train_dataloader()
         order = self._order(loader.dataset)
         self._begin_state(order)
-        carried = CarriedTraining(self)
-        self._run = run = self._join(loader, order, carried)
-        self._check_batch(run, order)
+        carried = CarriedTraining(self, order.seed)
+        loss = LaneLoss(self, self._first_batch(loader, order), self.args.gradient_accumulation_steps, self._shifts())
+        self._run = run = self._join(loader, order, carried, loss.whole)
+        self._check_batch(run, order, loss.whole)
         start = time.time()
         self.callback_handler.train_dataloader = loader
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
@@ -150,7 +162,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._update_roles()
             self._before(step, order, ignore_keys_for_eval)
             for inputs in step:
-                self._lane(step, inputs)
+                loss.backward(step, inputs, order.passes_of(step.number))
             self._after(step, order, carried, start, ignore_keys_for_eval)
         return self._finalize_training(None, order.global_batch * order.steps, start)
 
@@ -159,13 +171,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         args = self.args
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ConfigError(
-                "train_dataset is read as a stream, whose order a Trainer does not fix: give a dataset with __len__ and "
-                "__getitem__, or write the loop with everstep.join, which takes streams"
+                "train_dataset is read as a stream, whose order a Trainer does not fix: give a dataset with __len__ "
+                "and __getitem__, or write the loop with everstep.join, which takes streams"
             )
         if not len(dataset):
             raise ConfigError("train_dataset has no samples: give one with at least one")
         shuffles = args.train_sampling_strategy == "random"
-        seed = args.seed if args.data_seed is None else args.data_seed
+        seed = torch.initial_seed() if args.data_seed is None else args.data_seed  # as in accelerate
         order = TrainingOrder(
             dataset,
             args.per_device_train_batch_size,
@@ -175,8 +187,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         )
         if not order.passes:
             raise ConfigError(
-                f"train_dataset: expected at least per_device_train_batch_size={args.per_device_train_batch_size} samples "
-                f"with dataloader_drop_last, got {len(dataset)}: lower the batch size"
+                f"train_dataset: expected at least {args.per_device_train_batch_size} samples (the batch size), with "
+                f"dataloader_drop_last, got {len(dataset)}: lower per_device_train_batch_size"
             )
         epochs = math.ceil(args.num_train_epochs * order.per_epoch)
         order.end_after(args.max_steps if args.max_steps > 0 else epochs)
@@ -186,7 +198,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """A training that has not begun."""
         args = self.args
         stateful = [c for c in [*self.callback_handler.callbacks, self.control] if hasattr(c, "state")]
-        self.state = transformers.TrainerState(stateful_callbacks=stateful)
+        self.state = _hf.TrainerState(stateful_callbacks=stateful)
         self.state.train_batch_size = args.per_device_train_batch_size
         self.state.compute_steps(args, order.steps)
         self.state.init_training_references(self, order.steps, -(-order.steps // order.per_epoch), None)
@@ -195,7 +207,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._globalstep_last_logged = self._initial_global_step = 0
         self._evaluate_first = False
 
-    def _join(self, loader: Any, order: TrainingOrder, carried: CarriedTraining) -> Run:
+    def _first_batch(self, loader: Any, order: TrainingOrder) -> Any:
+        """The samples of the first forward pass, on the device."""
+        with preserve_rng():
+            size = min(self.args.per_device_train_batch_size, len(order))
+            samples = [order[k] for k in range(size)]
+            return to_device(PresentSamples(loader.collate_fn)(samples), self.args.device)
+
+    def _join(self, loader: Any, order: TrainingOrder, carried: CarriedTraining, whole: bool) -> Run:
         """The job's steps."""
         args = self.args
         if self._created_lr_scheduler:
@@ -203,10 +222,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.create_optimizer()
         self.create_scheduler(order.steps, self.optimizer)
         for name in ("model", "optimizer", "lr_scheduler"):
-            vars(self.callback_handler)[name] = getattr(self, name)
+            setattr(self.callback_handler, name, getattr(self, name))
         self.model.train()
         carried.begin()
-        whole = self._takes_whole_passes()
         lanes = args.gradient_accumulation_steps if whole else lanes_of(order.global_batch)
         data = DataLoader(
             order,
@@ -226,15 +244,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             **job_settings(args, order.steps, order.per_epoch),
         )
 
-    def _takes_whole_passes(self) -> bool:
-        """Whether the loss of a forward pass is no sum over samples, so that a lane has all samples of one pass."""
-        parameters = self.model.forward.__code__.co_varnames if hasattr(self.model.forward, "__code__") else ()
-        return "return_loss" in parameters or (not self._counts_items() and self.args.gradient_accumulation_steps > 1)
-
-    def _counts_items(self) -> bool:
-        """Whether the loss is a sum over items, divided by their number in the global batch."""
-        scaled = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        return scaled if self.loss_is_scaled_for_ga is None else bool(self.loss_is_scaled_for_ga)
+    def _shifts(self) -> bool:
+        """Whether the model predicts the next token, so that the first label of a row has no prediction."""
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        return type(model).__name__ in _causal.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def _own_directory(self) -> Path | None:
         """Run directory of a script that is run by itself: the newest one below output_dir if it goes on, else another
@@ -247,23 +260,25 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             raise ConfigError(f"resume_from_checkpoint: there is no job to go on with in {output}: leave it out")
         return output / f"{_LIFE}{max(known) if self._goes_on else max(known, default=0) + 1}"
 
-    def _check_batch(self, run: Run, order: TrainingOrder) -> None:
+    def _check_batch(self, run: Run, order: TrainingOrder, whole: bool) -> None:
         """Raises: ConfigError if the user of the command has set what the arguments say."""
         config = run.loop.config
         each = order.global_batch // self.args.gradient_accumulation_steps
         if config.lanes * config.micro_batch != order.global_batch:
             raise ConfigError(
                 f"the global batch: expected {order.global_batch} samples (per_device_train_batch_size x "
-                f"gradient_accumulation_steps), got {config.lanes * config.micro_batch}: leave --batch-size out, and set "
-                "TrainingArguments"
+                f"gradient_accumulation_steps), got {config.lanes * config.micro_batch}: leave --batch-size out, and "
+                "set TrainingArguments"
             )
-        if self._takes_whole_passes() and config.micro_batch != each:
+        if whole and config.micro_batch != each:
             raise ConfigError(
                 f"lanes: expected {self.args.gradient_accumulation_steps} (gradient_accumulation_steps), because this "
                 f"model's loss is a mean over each forward pass, got {config.lanes}: leave --set lanes out"
             )
         if config.batch != "constant":
-            raise ConfigError(f"batch: expected constant, because the order is a Trainer's, got {config.batch}: leave it out")
+            raise ConfigError(
+                f"batch: expected constant, because the order is a Trainer's, got {config.batch}: leave it out"
+            )
         if run.total_steps > order.steps:
             raise ConfigError(
                 f"steps: expected at most {order.steps}, where the schedule of the learning rate ends, got "
@@ -284,24 +299,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
         self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
 
-    def _lane(self, step: Step, inputs: Mapping[str, Any]) -> None:
-        """The loss of one lane: its mean, with the number of items as its weight."""
-        if not inputs:  # no sample is present
-            parameter = next(p for p in self.model.parameters() if p.requires_grad)
-            step.backward(parameter.flatten()[0] * 0.0, weight=0.0)
-            return
-        size = len(next(iter(inputs.values())))
-        counted = self._get_num_items_in_batch([inputs], self.args.device) if self._counts_items() else None
-        items = size if counted is None else int(counted)
-        with self.compute_loss_context_manager():
-            loss = self.compute_loss(self.model, dict(inputs), num_items_in_batch=None if counted is None else max(items, 1))
-        if self._takes_whole_passes():
-            step.backward(loss, weight=1.0)
-            return
-        if counted is None and inputs.get("labels") is not None:
-            items = int(inputs["labels"].ne(-100).sum())
-        step.backward(loss * items if items else torch.nan_to_num(loss) * 0.0, weight=float(items))
-
     def _after(
         self, step: Step, order: TrainingOrder, carried: CarriedTraining, start: float, ignore_keys: list[str] | None
     ) -> None:
@@ -312,13 +309,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         vars(self.state).update(global_step=step.number, epoch=epoch + done / order.passes)
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
         norm = self._run.loop.grad_norm if self._run is not None else math.nan
-        about: tuple[Any, ...] = (None if math.isnan(norm) else norm, self.model, None, epoch, ignore_keys, start)
-        self._maybe_log_save_evaluate(self._tr_loss, *about, learning_rate=rate)
+        about = (None if math.isnan(norm) else norm, self.model, None, epoch, ignore_keys, start, rate)
+        self._maybe_log_save_evaluate(self._tr_loss, *about)
         if update + 1 == order.per_epoch or self.control.should_training_stop or step.number == order.steps:
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-            self._maybe_log_save_evaluate(self._tr_loss, *about, learning_rate=rate)
+            self._maybe_log_save_evaluate(self._tr_loss, *about)
         if self.control.should_epoch_stop:
-            raise TaskError("should_epoch_stop cannot be honoured: an epoch has all of its samples; use should_training_stop")
+            raise TaskError(
+                "should_epoch_stop cannot be honoured: an epoch has all of its samples; use should_training_stop"
+            )
         if self.control.should_training_stop and self._run is not None:
             self._run.stop()
 
@@ -346,7 +345,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         run = self._run
         if run is None or joining.over():
             return
-        numbers = {k: float(v) for k, v in logs.items() if isinstance(v, int | float) and math.isfinite(v)}
+        numbers = {
+            k: float(v) for k, v in without_times(logs).items() if isinstance(v, int | float) and math.isfinite(v)
+        }
         if any(name.startswith("eval_") for name in numbers):
             run.report("evaluated", metrics=numbers)
         else:
@@ -373,7 +374,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             if folder.exists():
                 shutil.rmtree(folder)
             draft.rename(folder)
-            rotate_checkpoints(
+            _files.rotate_checkpoints(
                 output_dir=self.args.output_dir,
                 save_total_limit=self.args.save_total_limit,
                 best_model_checkpoint=self.state.best_model_checkpoint,

@@ -66,6 +66,9 @@ def refuse_arguments(args: Any) -> None:
             raise _refusal(item.name, value, REFUSED[item.name])
         if item.name == "ddp_find_unused_parameters" and value is not None:
             raise _refusal(item.name, value, _NO_WRAPPER)
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"TrainingArguments: {name}: expected at least 1, got {getattr(args, name)}: raise it")
     checks = (
         ("optim", OPTIMIZERS, "give the optimizer itself: Trainer(optimizers=(optimizer, None))"),
         ("train_sampling_strategy", _STRATEGIES, "sort or group the dataset itself, with 'sequential'"),

@@ -24,11 +24,11 @@ class TrainingOrder(Dataset[Any]):
     def __init__(
         self, dataset: Any, batch: int, accumulation: int, seed: int | None, *, drop_last: bool = False
     ) -> None:
-        self._dataset, self._seed = dataset, seed
+        self._dataset, self.seed = dataset, seed
         size = len(dataset)
         passes = size // batch if drop_last else -(-size // batch)
         self._used = min(size, passes * batch)
-        self.global_batch = batch * accumulation
+        self.global_batch, self._accumulation = batch * accumulation, accumulation
         self.passes = passes
         """Forward passes of an epoch."""
         self.per_epoch = max(1, -(-passes // accumulation))
@@ -40,6 +40,11 @@ class TrainingOrder(Dataset[Any]):
         """Set the number of updates."""
         self.steps = steps
 
+    def passes_of(self, step: int) -> int:
+        """Number of forward passes in an update; updates count from 1."""
+        before = (step - 1) % self.per_epoch * self._accumulation
+        return min(self._accumulation, self.passes - before)
+
     def __len__(self) -> int:
         return self.steps * self.global_batch
 
@@ -50,11 +55,11 @@ class TrainingOrder(Dataset[Any]):
 
     def _index(self, epoch: int, at: int) -> int:
         """Source: accelerate.data_loader.SeedableRandomSampler, by which a Trainer shuffles: seed + epoch."""
-        if self._seed is None:
+        if self.seed is None:
             return at
         found = self._order  # threads may read at once
         if epoch != found[0]:
-            generator = torch.Generator().manual_seed(self._seed + epoch)
+            generator = torch.Generator().manual_seed(self.seed + epoch)
             self._order = found = epoch, torch.randperm(len(self._dataset), generator=generator)
         return int(found[1][at])
 

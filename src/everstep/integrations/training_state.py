@@ -8,8 +8,10 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+from everstep.base.errors import ConfigError
 from everstep.train.reachable import of_user
 
 _KEPT = ("epoch", "global_step", "best_metric", "best_global_step")
@@ -18,10 +20,10 @@ _PLAIN = (bool, int, float, str, type(None), list, tuple, dict)
 
 
 class CarriedTraining:
-    """State of a trainer's loop. trainer: a `transformers.Trainer`."""
+    """State of a trainer's loop. trainer: a `transformers.Trainer`; seed: of the order of its samples, if any."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, seed: int | None) -> None:
+        self._trainer, self._seed = trainer, seed
         self._rate = 0.0
 
     def begin(self) -> None:
@@ -40,7 +42,7 @@ class CarriedTraining:
         """Numbers, logs, the control's flags, and the state of callbacks."""
         trainer = self._trainer
         state = {name: getattr(trainer.state, name) for name in _KEPT}
-        logs = [{k: v for k, v in row.items() if not k.endswith(_TIMES)} for row in trainer.state.log_history]
+        logs = [without_times(row) for row in trainer.state.log_history]
         best = trainer.state.best_model_checkpoint
         return {
             "state": {**state, "log_history": logs},
@@ -50,11 +52,17 @@ class CarriedTraining:
             "total": trainer._total_loss_scalar,
             "logged": trainer._globalstep_last_logged,
             "rate": self._rate,
+            "seed": self._seed,
             "callbacks": [_state_of(callback) for callback in trainer.callback_handler.callbacks],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from there. Raises: ConfigError if the samples came in another order so far."""
+        if state["seed"] != self._seed:
+            raise ConfigError(
+                f"the order of the samples: expected the seed {state['seed']}, with which the job began, got {self._seed}: "
+                "give TrainingArguments data_seed, or seed alike in each life of the script"
+            )
         trainer, folder = self._trainer, self._trainer.args.output_dir
         vars(trainer.state).update(copy.deepcopy(state["state"]))
         best = os.path.join(folder, state["best"]) if state["best"] else None
@@ -67,8 +75,13 @@ class CarriedTraining:
             _load(callback, saved)
 
 
+def without_times(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the log without how long things took."""
+    return {name: value for name, value in logs.items() if not name.endswith(_TIMES)}
+
+
 def _state_of(callback: Any) -> dict[str, Any]:
-    """State of a callback: what it exports, its state_dict, or, of a user's, its plain attributes without underscore."""
+    """What it exports, its state_dict, or, of a user's, its plain attributes whose names begin with no underscore."""
     if callable(getattr(callback, "load_state_dict", None)):
         return {"own": callback.state_dict()}
     if callable(getattr(callback, "state", None)):

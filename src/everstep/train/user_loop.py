@@ -98,8 +98,7 @@ class UserLoop:
         """Norm of the newest step's gradient, before it was clipped; nan if it is not known (without clip_norm, or with
         a scaled loss)."""
         outcome, config = self._session.updates.outcome, self.config
-        known = outcome is not None and outcome.weight > 0 and config.clip_norm is not None
-        if not known or config.precision == "fp16":
+        if outcome is None or not outcome.weight or config.clip_norm is None or config.precision == "fp16":
             return math.nan
         return gradient_norm(outcome.sumsq, 1.0 / outcome.weight)
 
