@@ -60,8 +60,8 @@ class CarriedTraining:
         """Go on from there. Raises: ConfigError if the samples came in another order so far."""
         if state["seed"] != self._seed:
             raise ConfigError(
-                f"the order of the samples: expected the seed {state['seed']}, with which the job began, got {self._seed}: "
-                "give TrainingArguments data_seed, or seed alike in each life of the script"
+                f"the order of the samples: expected the seed {state['seed']}, with which the job began, got "
+                f"{self._seed}: give TrainingArguments data_seed, or seed alike in each life of the script"
             )
         trainer, folder = self._trainer, self._trainer.args.output_dir
         vars(trainer.state).update(copy.deepcopy(state["state"]))

@@ -104,7 +104,7 @@ class _Waiting(MetaPathFinder):
         others = (one for one in sys.meta_path if one is not self)
         found = next(filter(None, (one.find_spec(fullname, path, target) for one in others)), None)
         if found is not None and found.loader is not None:
-            found.loader = _Acting(found.loader, act)
+            vars(found).update(loader=_Acting(found.loader, act))
         return found
 
 
