@@ -41,7 +41,7 @@ def test_defaults_are_never_refused(tmp_path: Path) -> None:
         ({"report_to": ["tensorboard"]}, "sinks"),
         ({"train_sampling_strategy": "group_by_length"}, "sequential"),
         ({"optim": "lion_32bit"}, "optimizers=(optimizer, None)"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "counts steps"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "counts steps"),
         ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"include_num_input_tokens_seen": True}, "samples"),
