@@ -24,6 +24,7 @@ from everstep.cli.plan_inputs import (
     say,
     table,
 )
+from everstep.cli.plan_splits import whole_batch
 from everstep.cli.plan_time import SOURCE as TIME_SOURCE
 from everstep.cli.plan_time import job_figures
 from everstep.cost import failures, split_memory
@@ -62,9 +63,7 @@ def command(task: str | None, mtbf: str | None, write: Path | None, as_json: boo
     if write is not None and write.exists():
         raise ConfigError(f"--write: {write} exists: name another file, or remove it")
     fleet, stack = question.fleet, question.stack
-    batch = question.batch
-    if not question.batch_given:
-        batch = max(1, round(batch / fleet.count)) * fleet.count
+    batch = whole_batch(question)
     rounded = [f"the batch rounded to {batch}, a multiple of the devices"] if batch != question.batch else []
     device_mtbf_h = fleet.device.mtbf_h if mtbf is None else mtbf_hours(mtbf) * fleet.per_node
     found = ranked_splits(question.shape, fleet, batch, question.dtype, stack)
@@ -178,6 +177,7 @@ def _write(question: Question, batch: int, path: Path, result: dict[str, Any]) -
 def _words(split: ParallelSplit | dict[str, Any]) -> str:
     one = asdict(split) if isinstance(split, ParallelSplit) else split
     words = [f"{one['tp']} tensor x {one['pp']} pipeline x {one['dp']} data"]
+    words[0] += f" x {one['cp']} context" * (one["cp"] > 1) + f", experts by {one['ep']}" * (one["ep"] > 1)
     words += [f"ZeRO {one['zero']}"] * bool(one["zero"]) + [f"micro-batch {one['micro_batch']}"]
     words += [f"{one['schedule']}, {one['chunks']} chunks"] * (one["chunks"] > 1)
     words += [f"recompute {one['recompute']}"] * (one["recompute"] != "none")
