@@ -244,7 +244,7 @@ def tracked_gib(recompute: str) -> float:
 
 def tracker_lines() -> Iterator[str]:
     """Torch's tracker of FSDP's memory on a fake mesh."""
-    yield "**FSDP's memory as torch tracks it**, GiB: FSDPMemTracker, a 13B on 32 ranks of a fake mesh, measured here with"
+    yield "**FSDP's memory as torch tracks it**, GiB: FSDPMemTracker, a 13B on 32 ranks of a fake mesh, measured with"
     yield "torch 2.13: 1 x 2048 tokens, bf16, AdamW, foreach=False."
     yield ""
     rows = []
