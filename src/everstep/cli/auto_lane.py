@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 KEY, SOURCE = "micro_batch", "micro_batch=auto"
 ROOM = 0.8
 """Share of the free memory that a worker may be counted to need."""
-Layers = Sequence[tuple[str, dict[str, Any]]]
 
 
-class Chosen(NamedTuple):
+class AutoLane(NamedTuple):
     """Samples of a lane, lanes, and what to tell the user."""
 
     micro_batch: int
@@ -41,7 +40,7 @@ class Chosen(NamedTuple):
     words: str
 
 
-def take_auto(layers: Layers) -> tuple[list[tuple[str, dict[str, Any]]], bool]:
+def take_auto(layers: Sequence[tuple[str, dict[str, Any]]]) -> tuple[list[tuple[str, dict[str, Any]]], bool]:
     """The layers without `micro_batch: auto`, and whether that is what they say last."""
     said = [layer[KEY] for _, layer in layers if KEY in layer]
     if not said or not _is_auto(said[-1]):
@@ -53,7 +52,7 @@ def _is_auto(value: Any) -> bool:
     return isinstance(value, str) and value.strip().lower() == "auto"
 
 
-def choose_lane(task: str, request: Request, server: EarlyForkServer, before: Path | None) -> Chosen:
+def choose_lane(task: str, request: Request, server: EarlyForkServer, before: Path | None) -> AutoLane:
     """The lane with which a job starts. before: run directory that it may go on in, None if it starts over.
 
     Raises: ConfigError, one line: what is set does not go with it, or no lane fits.
@@ -70,7 +69,7 @@ def choose_lane(task: str, request: Request, server: EarlyForkServer, before: Pa
         kept = read_job(before).config
         if kept.lanes * kept.micro_batch == batch:
             words = f"{SOURCE}: {kept.micro_batch} samples per lane, as the job in {before} has them"
-            return Chosen(kept.micro_batch, kept.lanes, words)
+            return AutoLane(kept.micro_batch, kept.lanes, words)
     sizes = lane_sizes(batch, config.workers)
     question = {"task": task, "request": asdict(request), "batch": batch, "sizes": sizes}
     try:
@@ -97,10 +96,10 @@ def choose_lane(task: str, request: Request, server: EarlyForkServer, before: Pa
         f"{SOURCE}: {size} samples per lane, {batch // size} lanes: {needs / GB:.3g} of {counted['room'] / GB:.3g} GB "
         f"per worker, of {', '.join(map(str, sizes))}"
     )
-    return Chosen(size, batch // size, words)
+    return AutoLane(size, batch // size, words)
 
 
-def with_lane(request: Request, chosen: Chosen) -> Request:
+def with_lane(request: Request, chosen: AutoLane) -> Request:
     """The request with the lane that was chosen."""
     return replace(request, layers=(*request.layers, (SOURCE, {"lanes": chosen.lanes, KEY: chosen.micro_batch})))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from everstep.cost.memory import MemoryUse, Model, Split, of_ours
@@ -98,24 +98,48 @@ def memory_of_ours(shape: ModelShape, split: ParallelSplit, batch: int) -> Memor
     return of_ours(model, Split(split.dp, split.dp * count, count.bit_count(), hosts=split.dp), split.zero)
 
 
-def ranked_splits(
+def planned_splits(
     shape: ModelShape, fleet: Fleet, batch: int, dtype: str, stack: SoftwareStack, *, ours: bool = False
 ) -> list[RankedSplit]:
-    """The best of each (tensor, pipeline, data parallel): those that fit by time, then the others by memory."""
-    room = fleet.device.memory_gb * 1e9
-    best: dict[tuple[int, int], tuple[tuple[float, ...], RankedSplit]] = {}
+    """Every split that is possible, with its memory and time."""
+    room, planned = fleet.device.memory_gb * 1e9, []
     for split in possible_splits(shape, fleet, batch, ours):
         usage = (
             memory_of_ours(shape, split, batch)
             if ours
             else split_memory(shape, split, micro_batches_of(batch, split), dtype, fused=stack.fused_attention)
         )
-        found = RankedSplit(split, usage, step_time(shape, fleet, split, batch, dtype, stack), usage.total <= room)
-        rank = (0.0, found.time.step_s, usage.total) if found.fits else (1.0, usage.total, found.time.step_s)
-        key = (split.tp, split.pp)
+        time = step_time(shape, fleet, split, batch, dtype, stack)
+        planned.append(RankedSplit(split, usage, time, usage.total <= room))
+    return planned
+
+
+def best_of_each(planned: Iterable[RankedSplit]) -> list[RankedSplit]:
+    """The best of each (tensor, pipeline, data parallel): those that fit by time, then the others by memory."""
+    best: dict[tuple[int, int], tuple[tuple[float, ...], RankedSplit]] = {}
+    for found in planned:
+        total, step_s = found.memory.total, found.time.step_s
+        rank = (0.0, step_s, total) if found.fits else (1.0, total, step_s)
+        key = (found.split.tp, found.split.pp)
         if key not in best or rank < best[key][0]:
             best[key] = rank, found
     return [found for _, found in sorted(best.values(), key=lambda one: one[0])]
+
+
+def ranked_splits(
+    shape: ModelShape, fleet: Fleet, batch: int, dtype: str, stack: SoftwareStack, *, ours: bool = False
+) -> list[RankedSplit]:
+    """`best_of_each` of all splits."""
+    return best_of_each(planned_splits(shape, fleet, batch, dtype, stack, ours=ours))
+
+
+def pareto_front(planned: Iterable[RankedSplit]) -> list[RankedSplit]:
+    """Splits that fit and than which none is both shorter and smaller, the shortest first."""
+    front: list[RankedSplit] = []
+    for one in sorted((one for one in planned if one.fits), key=lambda one: (one.time.step_s, one.memory.total)):
+        if not front or one.memory.total < front[-1].memory.total:
+            front.append(one)
+    return front
 
 
 def why_better(one: RankedSplit, other: RankedSplit) -> str:

@@ -148,6 +148,16 @@ def test_without_a_command_it_recommends(capsys: pytest.CaptureFixture[str]) -> 
     assert answered(capsys, *asked) == answered(capsys, "recommend", *asked)
 
 
+def test_the_front_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked, file = ["plan", "--params", "13B", "--gpus", "32"], tmp_path / "front.png"
+    assert run_command([*asked, "--picture", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "* cannot be bettered in both" in text and file.read_bytes().startswith(b"\x89PNG")
+    for name, said in (("front.png", "exists"), ("front.svg", "ends in .png"), ("no/front.png", "there is no folder")):
+        assert run_command([*asked, "--picture", str(tmp_path / name)]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_without_a_split_the_fastest_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--params", "13B", "--gpus", "32"]
     said, best = answered(capsys, "time", *asked), answered(capsys, "recommend", *asked)["best"][0]

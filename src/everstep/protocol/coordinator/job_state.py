@@ -16,7 +16,6 @@ from everstep.protocol.coordinator.profiles import Profiling
 from everstep.protocol.coordinator.rendezvous_store import RendezvousStore
 from everstep.protocol.coordinator.requested_faults import StruckBefore
 from everstep.protocol.coordinator.slots import Slots
-from everstep.protocol.coordinator.spare_advice import SpareAdvice
 from everstep.protocol.coordinator.speeds import Speeds
 from everstep.protocol.coordinator.types import CoordinatorConfig
 
@@ -35,7 +34,6 @@ class JobState:
         self.quorum = Quorum(env)
         self.healing = Healing(env)
         self.speeds = Speeds(env, membership, self.agents)
-        self.spares = SpareAdvice(env)
         self.links = Links(env, membership, agreement, self.recovery)
         self.saving = Saving(env, membership, agreement, progress, self.quorum)
         self.profiling = Profiling(env, membership, agreement, progress)
