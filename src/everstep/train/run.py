@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from everstep.protocol.driver.operations import (
     JoinAsked,
     StepAsked,
 )
-from everstep.train.elastic import ElasticOrder
+from everstep.train.elastic import AnyOrder, ElasticOrder
 from everstep.train.evaluation import Waves, evaluate
 from everstep.train.executor import StateJumped
 from everstep.train.flow_sources import calls_in_file, prepares
@@ -393,6 +394,16 @@ class Run:
     def total_steps(self) -> int:
         """Number of the last step."""
         return self._session.view.order.total_steps
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The job's directory; None if it has none."""
+        return self._session.view.link.run_dir
+
+    @property
+    def order(self) -> AnyOrder:
+        """Which samples a step takes."""
+        return self._session.view.order
 
     @property
     def is_main(self) -> bool:
