@@ -1,17 +1,14 @@
 """`everstep.integrations.lightning`: a LightningModule as a job. A script changes one import.
 
 `from everstep.integrations.lightning import Trainer`, or `import everstep.integrations.lightning as L`: all other names
-are Lightning's own. The loop here is one over `everstep.join`, so `everstep run script.py --workers N` gives the bits of
-`python script.py`.
+are Lightning's own. The loop here is one over `everstep.join`, so `everstep run script.py --workers N` gives the bits
+of `python script.py`.
 """
 
 from __future__ import annotations
 
 import importlib
-import logging
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -20,10 +17,10 @@ import torch
 
 from everstep.base.errors import ConfigError
 from everstep.checkpoint.interchange_formats import save_torch
+from everstep.integrations.lightning_checkpoint import lightning_checkpoint
+from everstep.integrations.lightning_loop import Epochs, EpochValues, shown_alone, step_schedulers, stopping
 from everstep.integrations.lightning_module import (
-    EPOCH,
-    STEP,
-    Logged,
+    ModuleLog,
     evaluated,
     optimizer_and_schedulers,
     refuse_hooks,
@@ -31,9 +28,8 @@ from everstep.integrations.lightning_module import (
 )
 from everstep.integrations.lightning_options import TrainerOptions, trainer_options
 from everstep.train.join import join
-from everstep.train.loop_values import LoopValues
 from everstep.train.loop_values import state as loop_state
-from everstep.train.run import Run, Step
+from everstep.train.run import Run, Step, view_of
 from everstep.train.script_errors import say_in_one_line
 
 _LANES = 8
@@ -53,41 +49,6 @@ def _lightning() -> Any:
         raise ConfigError(
             "everstep.integrations.lightning needs lightning: pip install 'everstep[lightning]'"
         ) from None
-
-
-@dataclass(frozen=True)
-class Epochs:
-    """Epochs of a job, which are counted in steps: one ends with the step that takes its last sample. size: samples of
-    an epoch; batch: of a step; accumulate: batches in a step."""
-
-    size: int
-    batch: int
-    accumulate: int
-
-    def steps_before(self, epoch: int) -> int:
-        """Steps up to the end of the epoch before; epochs count from 0."""
-        return -(-epoch * self.size // self.batch)
-
-    def of(self, step: int) -> int:
-        """The epoch of a step; steps count from 1."""
-        return (step - 1) * self.batch // self.size
-
-    def begins(self, step: int) -> bool:
-        """Whether the step is the first of an epoch."""
-        return step - 1 == self.steps_before(self.of(step))
-
-    def ends(self, step: int) -> bool:
-        """Whether the step is the last of an epoch."""
-        return step == self.steps_before(self.of(step) + 1)
-
-    def batches(self, step: int) -> int:
-        """Batches of the step's epoch up to its end."""
-        return (step - self.steps_before(self.of(step))) * self.accumulate
-
-    @property
-    def length(self) -> int:
-        """Batches of an epoch, as Lightning counts them."""
-        return -(-self.size * self.accumulate // self.batch)
 
 
 class Trainer:
@@ -115,10 +76,11 @@ class Trainer:
         say_in_one_line()
         _lightning()
         self._options: TrainerOptions = trainer_options(arguments)
-        self._stopping = [_stopping(callback) for callback in self._options.callbacks if not _shown_alone(callback)]
+        self._stopping = [stopping(one) for one in self._options.callbacks if not shown_alone(one)]
         self._lanes, self._run_dir, self._config = lanes, run_dir, dict(config or {})
-        self._logged = Logged()
-        self._kept: LoopValues = loop_state(metrics={}, sums={})
+        self._logged = ModuleLog()
+        self._kept = loop_state(metrics={}, sums={})
+        self._values = EpochValues(self._kept)
         self._run: Run | None = None
         self._module: Any = None
         self._optimizer: Any = None
@@ -129,7 +91,7 @@ class Trainer:
         self._estimate: int | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Raises: AttributeError for names that Lightning's Trainer has, and this one has not."""
+        """Raises: AttributeError for names that only Lightning's own has."""
         raise AttributeError(f"trainer.{name} is not carried by everstep.integrations.lightning: leave it out")
 
     # ---- what modules ask
@@ -167,7 +129,7 @@ class Trainer:
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """Newest values of training_step and validation_step, by name; the same in every worker."""
-        return {name: torch.tensor(value) for name, value in self._kept.metrics.items()}
+        return {name: torch.tensor(value) for name, value in self._values.metrics.items()}
 
     @property
     def is_global_zero(self) -> bool:
@@ -215,7 +177,9 @@ class Trainer:
             self._follow(run, check)
         finally:
             vars(model).pop("log", None)
-        self._finish(run)
+        run_dir = view_of(run).link.run_dir
+        if run_dir is not None:
+            self.save_checkpoint(run_dir / "lightning.ckpt")
 
     def _loaders(self, train: Any, check: Any, datamodule: Any) -> tuple[Any, Any]:
         lightning = _lightning()
@@ -259,10 +223,11 @@ class Trainer:
         )
         if self._estimate not in (None, run.total_steps):
             raise ConfigError(
-                f"trainer.estimated_stepping_batches said {self._estimate}, and the job has {run.total_steps} steps: give its "
-                "length and batch size in the script, not by options of 'everstep run'"
+                f"trainer.estimated_stepping_batches said {self._estimate}, the job has {run.total_steps} steps: give "
+                "its length and batch size in the script, not by options of 'everstep run'"
             )
-        self._epochs = Epochs(run.order.dataset_size, run.order.global_batch, self._options.accumulate)
+        order = view_of(run).order
+        self._epochs = Epochs(order.dataset_size, order.global_batch, self._options.accumulate)
         return run
 
     def _follow(self, run: Run, check: Any) -> None:
@@ -294,76 +259,27 @@ class Trainer:
         number, ends = step.number, self._epochs.ends(step.number) or step.number == run.total_steps
         self._at = self._at[0], number
         self._logged.numbers.clear()
-        self._gather(run, step)
-        self._schedule(number, False, ends)
-        told = self._close_epoch() if ends else {}
-        validated = check is not None and self._due(number, ends)
+        order = view_of(run).order
+        self._values.gather(step.metrics, sum(len(order.samples(number, lane)) for lane in range(order.lanes)))
+        step_schedulers(self._schedulers, self._epochs, number, ends, None)
+        told = self._values.close() if ends else {}
+        options = self._options
+        validated = self._epochs.due(number, options.check_every, options.every_epochs, ends)
         if check is not None and validated:
             self._module.on_validation_start()
             self._module.on_validation_epoch_start()
             told |= (found := self._evaluate(run, check, "val"))
-            self._kept.metrics.update(found)
-        if any([one.asked(self._metric) for one in self._stopping if one.due(validated, ends, check is not None)]):
+            self._values.metrics.update(found)
+        asked = [one for one in self._stopping if one.due(validated, ends, check is not None)]
+        if True in [one.asked(self._values.newest) for one in asked]:  # all are asked: each keeps count
             run.stop()
         if ends:
             self._module.on_train_epoch_end()
-        self._schedule(number, True, ends)
+        step_schedulers(self._schedulers, self._epochs, number, ends, self._values)
         if told | self._logged.numbers:
             run.log(**{**told, **self._logged.numbers})
         if ends:
             self._at = self._epochs.of(number) + 1, number
-
-    def _gather(self, run: Run, step: Step) -> None:
-        """Take the step's values, and add those that are for the epoch, too, up."""
-        samples = sum(len(run.order.samples(step.number, lane)) for lane in range(run.order.lanes))
-        for name, value in step.metrics.items():
-            self._kept.metrics[name] = value
-            if name.endswith(STEP):
-                total, count = self._kept.sums.get(name, (0.0, 0))
-                self._kept.sums[name] = total + value * samples, count + samples
-
-    def _close_epoch(self) -> dict[str, float]:
-        """Means over the epoch, by name."""
-        means = {name.removesuffix(STEP): total / count for name, (total, count) in self._kept.sums.items()}
-        self._kept.sums.clear()
-        told = {f"{name}{EPOCH}": value for name, value in means.items()}
-        self._kept.metrics.update({**means, **told})
-        return told
-
-    def _due(self, step: int, ends: bool) -> bool:
-        """Whether a validation follows this step."""
-        every, done, length = self._options.check_every, self._epochs.batches(step), self._epochs.length
-        if self._options.every_epochs is None:
-            done = step * self._epochs.accumulate
-        elif (self._epochs.of(step) + 1) % self._options.every_epochs:
-            return False
-        if every == 1.0 and isinstance(every, float):
-            return ends
-        count = max(1, int(every * length)) if isinstance(every, float) else every
-        return any(n % count == 0 for n in range(done - self._epochs.accumulate + 1, done + 1))
-
-    def _schedule(self, step: int, by_metric: bool, ends: bool) -> None:
-        """Step the schedulers that are due; those that go by a metric after the validation."""
-        for one in self._schedulers:
-            done = self._epochs.batches(step) if one.interval == "step" else self._epochs.of(step) + 1
-            if one.reduce_on_plateau != by_metric or done % one.frequency or (one.interval == "epoch" and not ends):
-                continue
-            if not by_metric:
-                one.scheduler.step()
-            elif (value := self._metric(one.monitor, one.strict)) is not None:
-                one.scheduler.step(value)
-
-    def _metric(self, name: str, strict: bool = True) -> float | None:
-        """The newest value. Raises: ConfigError for a name that no step has logged, if strict."""
-        if name in self._kept.metrics:
-            return float(self._kept.metrics[name])
-        if not strict:
-            return None
-        have = ", ".join(sorted(self._kept.metrics)) or "nothing"
-        raise ConfigError(
-            f"monitor={name!r}: expected a name that training_step or validation_step has logged, which have logged "
-            f"{have}: log it there"
-        )
 
     # ---- evaluation and the result
 
@@ -423,77 +339,9 @@ class Trainer:
         if self._run is None or storage_options is not None:
             raise ConfigError("Trainer.save_checkpoint: expected a call after fit, with a path: leave out the rest")
         if self._run.is_main:
-            save_torch(self._checkpoint(weights_only), Path(filepath))
-
-    def _finish(self, run: Run) -> None:
-        """Leave a checkpoint for Lightning beside what the job itself writes."""
-        if run.run_dir is not None and run.is_main:
-            save_torch(self._checkpoint(False), run.run_dir / "lightning.ckpt")
-
-    def _checkpoint(self, weights_only: bool) -> dict[str, Any]:
-        lightning, module = _lightning(), self._module
-        content = {
-            "epoch": self.current_epoch,
-            "global_step": self.global_step,
-            "pytorch-lightning_version": lightning.__version__,
-            "state_dict": module.state_dict(),
-            "loops": _loops(lightning, self.current_epoch, self.global_step),
-        }
-        if not weights_only:
-            content |= {
-                "callbacks": {},
-                "optimizer_states": [self._optimizer.state_dict()],
-                "lr_schedulers": [one.scheduler.state_dict() for one in self._schedulers],
-            }
-        for one in filter(None, (module, self.datamodule)):
-            if one.hparams:
-                content[one.CHECKPOINT_HYPER_PARAMS_NAME] = one._hparams_name
-                content[one.CHECKPOINT_HYPER_PARAMS_KEY] = dict(one.hparams)
-        module.on_save_checkpoint(content)
-        return content
-
-
-class _Stopping:
-    """An EarlyStopping callback of Lightning's, as state of the loop."""
-
-    def __init__(self, callback: Any) -> None:
-        self._callback = callback
-
-    def due(self, validated: bool, ends: bool, validates: bool) -> bool:
-        """Whether it is asked after this step: after a validation, or at the end of an epoch."""
-        return ends if self._callback._check_on_train_epoch_end or not validates else validated
-
-    def asked(self, metric: Callable[[str, bool], float | None]) -> bool:
-        """Whether to stop. metric: gives the newest value of a name."""
-        value = metric(self._callback.monitor, self._callback.strict)
-        return value is not None and bool(self._callback._evaluate_stopping_criteria(torch.tensor(value))[0])
-
-    def state_dict(self) -> dict[str, Any]:
-        """The callback's own."""
-        return dict(self._callback.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with it."""
-        self._callback.load_state_dict(state)
-
-
-def _shown_alone(callback: Any) -> bool:
-    callbacks = importlib.import_module("lightning.pytorch.callbacks")
-    return isinstance(callback, callbacks.ProgressBar | callbacks.ModelSummary)
-
-
-def _stopping(callback: Any) -> _Stopping:
-    callbacks = importlib.import_module("lightning.pytorch.callbacks")
-    name = type(callback).__name__
-    if type(callback) is callbacks.EarlyStopping:
-        return _Stopping(callback)
-    remedies = {
-        "ModelCheckpoint": "the job takes checkpoints by itself (checkpoint.best_metric, checkpoint.disk.keep_best); "
-        "trainer.save_checkpoint(path) after fit writes one for Lightning",
-        "LearningRateMonitor": "self.log the rate in on_train_epoch_end",
-    }
-    remedy = remedies.get(name, "write what it does into the module (on_train_epoch_start, on_train_epoch_end)")
-    raise ConfigError(f"the callback {name} is not carried: {remedy}")
+            optimizer, at = None if weights_only else self._optimizer, {"epoch": self._at[0], "step": self._at[1]}
+            content = lightning_checkpoint(self._module, self.datamodule, optimizer, self._schedulers, **at)
+            save_torch(content, Path(filepath))
 
 
 def _overrides(instance: Any, method: str) -> bool:
@@ -515,24 +363,3 @@ def _loss(module: Any, found: Any) -> torch.Tensor:
             f"{type(found).__name__}: return one for each batch"
         )
     return loss
-
-
-def _loops(lightning: Any, epoch: int, step: int) -> dict[str, Any]:
-    """Progress as Lightning keeps it, so that its fit(ckpt_path=...) goes on at this epoch and step."""
-    told = logging.getLogger("lightning.pytorch")
-    before = told.level
-    told.setLevel(logging.ERROR)  # it advertises
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = lightning.Trainer(
-            accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
-        )
-    told.setLevel(before)
-    loops: dict[str, Any] = trainer._checkpoint_connector._get_loops_state_dict()
-    fit = loops["fit_loop"]
-    for progress in (fit["epoch_progress"]["total"], fit["epoch_progress"]["current"]):
-        progress.update(dict.fromkeys(("ready", "started", "processed", "completed"), epoch))
-    steps = fit["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]
-    steps.update(ready=step, completed=step)
-    fit["epoch_loop.state_dict"]["_batches_that_stepped"] = step
-    return loops

@@ -44,12 +44,16 @@ def refuse_hooks(module: Any) -> None:
     import lightning
 
     if not isinstance(module, lightning.LightningModule):
-        raise ConfigError(f"Trainer.fit: expected a LightningModule, got {type(module).__name__}: give one")
+        older = any(base.__module__.startswith("pytorch_lightning") for base in type(module).__mro__)
+        remedy = "derive it from lightning.LightningModule (import lightning, not pytorch_lightning)"
+        raise ConfigError(
+            f"Trainer.fit: expected a LightningModule, got {type(module).__name__}: {remedy if older else 'give one'}"
+        )
     kind = type(module)
     if not module.automatic_optimization:
         raise ConfigError(
-            f"{kind.__name__}.automatic_optimization=False is not carried: write a loop with everstep.join, which takes "
-            "several optimizers (step.backward(loss, optimizer=opt))"
+            f"{kind.__name__}.automatic_optimization=False is not carried: write a loop with everstep.join, which "
+            "takes several optimizers (step.backward(loss, optimizer=opt))"
         )
     for remedy, names in _REFUSED.items():
         for name in names.split():
@@ -158,7 +162,7 @@ def evaluated(loader: Any, limit: int | float | None, kind: str) -> tuple[Any, A
 
 
 @dataclass
-class Logged:
+class ModuleLog:
     """Stands for `LightningModule.log` while a job runs. Values of training batches are told to the step, those of an
     evaluation gathered in `found`, as (sum, count), and those of hooks in `numbers`."""
 
@@ -204,8 +208,8 @@ class Logged:
             raise TaskError(f"self.log({name!r}): expected reduce_fx='mean', got {reduce_fx!r:.60}: log a mean")
         if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
             raise TaskError(
-                f"self.log({name!r}): expected a number or a tensor of one element, got {type(value).__name__}: log the "
-                "value of the batch, as torchmetrics.functional computes it"
+                f"self.log({name!r}): expected a number or a tensor of one element, got {type(value).__name__}: log "
+                "the value of the batch, as torchmetrics.functional computes it"
             )
         number = float(value.detach() if isinstance(value, Tensor) else value)
         if self.found is not None:

@@ -70,7 +70,9 @@ def trainer_options(given: Mapping[str, Any]) -> TrainerOptions:
     for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            raise _refusal(name, value, f"did you mean {near[0]}?" if near else "lightning.Trainer has no such argument")
+            raise _refusal(
+                name, value, f"did you mean {near[0]}?" if near else "lightning.Trainer has no such argument"
+            )
         accepted, remedy = _REFUSED.get(name, ((value,), ""))
         if not any(value is one or (type(value) is type(one) and value == one) for one in accepted):
             raise _refusal(name, value, remedy)
@@ -112,7 +114,7 @@ def _share(value: Any) -> bool:
 
 def _limit(given: Mapping[str, Any], name: str) -> int | float | None:
     value = given.get(name)
-    if value is None or value == 1.0 and type(value) is float:
+    if value is None or (value == 1.0 and type(value) is float):
         return None
     if _share(value) or (type(value) is int and value >= (1 if "train" in name else 0)):
         return value  # type: ignore[no-any-return]

@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from everstep.protocol.driver.operations import (
     JoinAsked,
     StepAsked,
 )
-from everstep.train.elastic import AnyOrder, ElasticOrder
+from everstep.train.elastic import ElasticOrder
 from everstep.train.evaluation import Waves, evaluate
 from everstep.train.executor import StateJumped
 from everstep.train.flow_sources import calls_in_file, prepares
@@ -51,6 +50,7 @@ from everstep.train.loop_survey import LoopSurvey
 from everstep.train.reachable import loop_frames
 from everstep.train.session import Session
 from everstep.train.user_loop import UserLoop
+from everstep.train.view import WorkerView
 from everstep.train.watched_life import IN_REHEARSAL, TRIED
 
 log = logging.getLogger(__name__)
@@ -396,16 +396,6 @@ class Run:
         return self._session.view.order.total_steps
 
     @property
-    def run_dir(self) -> Path | None:
-        """The job's directory; None if it has none."""
-        return self._session.view.link.run_dir
-
-    @property
-    def order(self) -> AnyOrder:
-        """Which samples a step takes."""
-        return self._session.view.order
-
-    @property
     def is_main(self) -> bool:
         """Whether this worker is the leader at the moment."""
         return self._session.view.is_main
@@ -505,6 +495,11 @@ class Run:
         if chunks == 0:
             raise TaskError("evaluate was given an empty dataset")
         return chunks
+
+
+def view_of(run: Run) -> WorkerView:
+    """What this run's worker knows of the job: its directory, its order of samples."""
+    return run._session.view
 
 
 def _chunk(session: Session, dataset: Any, index: int, batch_size: int, collate: Any) -> Any:
