@@ -256,14 +256,13 @@ class Trainer:
 
     def _after(self, run: Run, step: Step, check: Any) -> None:
         """What follows an update, in Lightning's order: schedulers, validation, end of the epoch."""
-        number, ends = step.number, self._epochs.ends(step.number) or step.number == run.total_steps
+        number, ends, options = step.number, self._epochs.ends(step.number), self._options
         self._at = self._at[0], number
         self._logged.numbers.clear()
         order = view_of(run).order
         self._values.gather(step.metrics, sum(len(order.samples(number, lane)) for lane in range(order.lanes)))
         step_schedulers(self._schedulers, self._epochs, number, ends, None)
         told = self._values.close() if ends else {}
-        options = self._options
         validated = self._epochs.due(number, options.check_every, options.every_epochs, ends)
         if check is not None and validated:
             self._module.on_validation_start()
@@ -271,14 +270,17 @@ class Trainer:
             told |= (found := self._evaluate(run, check, "val"))
             self._values.metrics.update(found)
         asked = [one for one in self._stopping if one.due(validated, ends, check is not None)]
-        if True in [one.asked(self._values.newest) for one in asked]:  # all are asked: each keeps count
+        stops = True in [one.asked(self._values.newest) for one in asked]  # all are asked: each keeps count
+        if stops:
             run.stop()
-        if ends:
+        closes = ends or stops or number == run.total_steps  # the last epoch may end early
+        if closes:
+            told |= self._values.close()
             self._module.on_train_epoch_end()
-        step_schedulers(self._schedulers, self._epochs, number, ends, self._values)
+        step_schedulers(self._schedulers, self._epochs, number, closes, self._values)
         if told | self._logged.numbers:
             run.log(**{**told, **self._logged.numbers})
-        if ends:
+        if closes:
             self._at = self._epochs.of(number) + 1, number
 
     # ---- evaluation and the result
