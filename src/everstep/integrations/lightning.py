@@ -277,7 +277,7 @@ class Trainer:
         if closes:
             told |= self._values.close()
             self._module.on_train_epoch_end()
-        step_schedulers(self._schedulers, self._epochs, number, closes, self._values)
+        step_schedulers(self._schedulers, self._epochs, number, ends, self._values)
         if told | self._logged.numbers:
             run.log(**{**told, **self._logged.numbers})
         if closes:
