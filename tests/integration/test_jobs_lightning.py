@@ -77,18 +77,18 @@ class Data(L.LightningDataModule):
         return DataLoader(self.val, batch_size=24)
 
 
-rule = sys.argv[1]
-torch.manual_seed(1)
-net = Net(rule)
-stopping = [L.pytorch.callbacks.EarlyStopping("val_loss", min_delta=1.0, patience=2)] if rule == "plateau" else []
-quiet = {{"enable_progress_bar": False, "enable_model_summary": False, "logger": False}}
-trainer = L.Trainer(
-    accelerator="cpu", max_epochs=4, gradient_clip_val=0.5, accumulate_grad_batches=2, callbacks=stopping,
-    enable_checkpointing=False, val_check_interval=4, **quiet
-)
-trainer.fit(net, datamodule=Data())
-trainer.save_checkpoint(sys.argv[2])
-trainer.validate(net, datamodule=Data(), verbose=False)
+for rule in sys.argv[1].split(","):
+    torch.manual_seed(1)
+    net = Net(rule)
+    stopping = [L.pytorch.callbacks.EarlyStopping("val_loss", min_delta=1.0, patience=2)] if rule == "plateau" else []
+    quiet = {{"enable_progress_bar": False, "enable_model_summary": False, "logger": False}}
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=4, gradient_clip_val=0.5, accumulate_grad_batches=2, callbacks=stopping,
+        enable_checkpointing=False, val_check_interval=4, **quiet
+    )
+    trainer.fit(net, datamodule=Data())
+    trainer.save_checkpoint(f"{{sys.argv[2]}}-{{rule}}.ckpt")
+    trainer.validate(net, datamodule=Data(), verbose=False)
 """
 OURS, THEIRS = "import everstep.integrations.lightning as L", "import lightning as L"
 
@@ -107,15 +107,14 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(scripts: Path, name: str, rule: str) -> dict[str, Any]:
-    """The checkpoint that `python NAME.py RULE` writes."""
-    to = scripts / f"{name}-{rule}.ckpt"
-    done = subprocess.run(
-        [sys.executable, str(scripts / f"{name}.py"), rule, str(to)], cwd=scripts, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = torch.load(to, weights_only=False)
-    return found
+@pytest.fixture(scope="module")
+def trained(scripts: Path) -> Path:
+    """The folder with the checkpoints that `python ours.py` and `python theirs.py` write."""
+    for name in ("ours", "theirs"):
+        argv = [sys.executable, str(scripts / f"{name}.py"), "epoch,step,plateau", name]
+        done = subprocess.run(argv, cwd=scripts, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    return scripts
 
 
 def close(ours: Any, theirs: Any) -> bool:
@@ -130,8 +129,8 @@ def close(ours: Any, theirs: Any) -> bool:
 
 
 @pytest.mark.parametrize("rule", ["epoch", "step", "plateau"])
-def test_a_module_ends_as_with_lightnings_own_trainer(scripts: Path, rule: str) -> None:
-    ours, theirs = trained(scripts, "ours", rule), trained(scripts, "theirs", rule)
+def test_a_module_ends_as_with_lightnings_own_trainer(trained: Path, rule: str) -> None:
+    ours, theirs = (torch.load(trained / f"{name}-{rule}.ckpt", weights_only=False) for name in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     for key in ("epoch", "global_step", "state_dict", "optimizer_states", "lr_schedulers", "hyper_parameters"):
         assert close(ours[key], theirs[key]), (key, ours[key], theirs[key])
@@ -139,8 +138,7 @@ def test_a_module_ends_as_with_lightnings_own_trainer(scripts: Path, rule: str) 
 
 GO_ON = """
 import sys
-sys.argv = ["", "epoch", "unused.ckpt"]
-source = open({script!r}).read().partition("rule = sys.argv")[0]
+source = open({script!r}).read().partition("for rule in")[0]
 exec(source)
 Net.load_from_checkpoint({checkpoint!r}, weights_only=True)
 net = Net("epoch")
@@ -153,19 +151,18 @@ print(trainer.current_epoch, trainer.global_step, net.tau)
 """
 
 
-def test_lightning_goes_on_from_a_checkpoint(scripts: Path) -> None:
-    trained(scripts, "ours", "epoch")
-    text = GO_ON.format(script=str(scripts / "theirs.py"), checkpoint=str(scripts / "ours-epoch.ckpt"))
-    done = subprocess.run([sys.executable, "-c", text], cwd=scripts, capture_output=True, text=True)
+def test_lightning_goes_on_from_a_checkpoint(trained: Path) -> None:
+    text = GO_ON.format(script=str(trained / "theirs.py"), checkpoint=str(trained / "ours-epoch.ckpt"))
+    done = subprocess.run([sys.executable, "-c", text], cwd=trained, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-3:] == ["5", "20", "0.2"]
 
 
 def test_a_module_survives_a_kill_and_a_stop(jobs: Jobs, scripts: Path) -> None:
     script = str(scripts / "ours.py")
-    plain = jobs.start(script, "--", "epoch", str(scripts / "plain.ckpt"), workers=1)
+    plain = jobs.start(script, "--", "epoch", str(scripts / "plain"), workers=1)
     kill = "kill:target=worker:1,at=5"
-    told = ("--", "epoch", str(scripts / "killed.ckpt"))
+    told = ("--", "epoch", str(scripts / "killed"))
     killed = jobs.start(script, *told, workers=3, chaos=kill, pace=[healed(1)])
     assert plain.end() == 0, plain.account()
     assert killed.end() == 0, killed.account()
@@ -187,7 +184,7 @@ def test_a_module_survives_a_kill_and_a_stop(jobs: Jobs, scripts: Path) -> None:
 def test_lightnings_own_trainer_and_accelerate_are_refused(jobs: Jobs, scripts: Path, tmp_path: Path) -> None:
     other = tmp_path / "accelerated.py"
     other.write_text("from accelerate import Accelerator\nAccelerator(gradient_accumulation_steps=4)\n")
-    theirs = jobs.start(str(scripts / "theirs.py"), "--", "epoch", "unused.ckpt", workers=1)
+    theirs = jobs.start(str(scripts / "theirs.py"), "--", "epoch", "unused", workers=1)
     accelerated = jobs.start(str(other), workers=1)
     for job, words in ((theirs, "from everstep.integrations.lightning import Trainer"), (accelerated, "accumulate=4")):
         assert job.end() == 2, job.account()
@@ -249,7 +246,7 @@ def original_loop(head: str) -> tuple[list[float], list[tuple[float, float]], fl
             X, Y = next(batches)
             _, loss = model(X, Y)
             (loss / micro_steps).backward()
-            total += float(loss) / micro_steps
+            total += float(loss.detach()) / micro_steps
         torch.nn.utils.clip_grad_norm_(model.parameters(), names["grad_clip"])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -168,7 +168,7 @@ def test_values_of_an_epoch_and_what_goes_by_them() -> None:
     values.gather({"loss_step": 4.0}, 2)
     assert values.close() == {"loss_epoch": 2.0}
     assert values.metrics == {"loss_step": 4.0, "rate": 3.0, "loss": 2.0, "loss_epoch": 2.0}
-    with pytest.raises(ConfigError, match="monitor='other'.*loss_epoch"):
+    with pytest.raises(ConfigError, match=r"monitor='other'.*loss_epoch"):
         values.newest("other")
     assert values.newest("other", strict=False) is None
     seen: list[Any] = []
