@@ -28,13 +28,13 @@ _INSTEAD = (
 def one_process() -> None:
     """From here on, Accelerate (which `transformers.TrainingArguments` starts) takes this process for the only one,
     whatever a launcher, or the job, says in the environment."""
-    _after_import("accelerate.state", _apart)
+    after_import("accelerate.state", _apart)
 
 
 def watch_trainers() -> None:
     """In a worker: `one_process`, and a trainer that would train by itself is refused when its `train` is called."""
     one_process()
-    _after_import("transformers.trainer", _guarded)
+    after_import("transformers.trainer", _guarded)
 
 
 def _apart(module: ModuleType) -> None:
@@ -76,7 +76,8 @@ def _no_launcher() -> Iterator[None]:
         os.environ.update({name: text for name, text in before.items() if name not in kept})
 
 
-def _after_import(name: str, act: Callable[[ModuleType], None]) -> None:
+def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
+    """Do this with a module once it has been imported, or now, if it has been."""
     module = sys.modules.get(name)
     if module is not None:
         act(module)

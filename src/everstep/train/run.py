@@ -49,6 +49,7 @@ from everstep.train.loop_survey import LoopSurvey
 from everstep.train.reachable import loop_frames
 from everstep.train.session import Session
 from everstep.train.user_loop import UserLoop
+from everstep.train.view import WorkerView
 from everstep.train.watched_life import IN_REHEARSAL, TRIED
 
 log = logging.getLogger(__name__)
@@ -491,6 +492,11 @@ class Run:
         if chunks == 0:
             raise TaskError("evaluate was given an empty dataset")
         return chunks
+
+
+def view_of(run: Run) -> WorkerView:
+    """What this run's worker knows of the job: its directory, its order of samples."""
+    return run._session.view
 
 
 def _chunk(session: Session, dataset: Any, index: int, batch_size: int, collate: Any) -> Any:
