@@ -70,14 +70,23 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """state_dict as contiguous CPU tensors that share no storage, in a fixed order of names; extra state too.
+    """state_dict as contiguous CPU tensors that share no storage with each other, in a fixed order of names; extra state
+    too. Those that the model has like this are its own: they change with it.
 
     A tied parameter appears under each of its names, as in the model's own state_dict.
     """
-    return {
-        name: to_file(name, t) if is_extra(name) else t.detach().cpu().clone().contiguous()
-        for name, t in sorted(model.state_dict().items())
-    }
+    found: dict[str, Tensor] = {}
+    there: set[int] = set()
+    for name, tensor in sorted(model.state_dict().items()):
+        if is_extra(name):
+            found[name] = to_file(name, tensor)
+            continue
+        held = tensor.detach().cpu()
+        storage = held.untyped_storage()
+        alone = storage.nbytes() == held.nbytes and storage.data_ptr() not in there
+        found[name] = held if alone and held.is_contiguous() else held.clone().contiguous()
+        there.add(storage.data_ptr())
+    return found
 
 
 class Finisher:
