@@ -70,8 +70,8 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """state_dict as contiguous CPU tensors that share no storage with each other, in a fixed order of names; extra state
-    too. Those that the model has like this are its own: they change with it.
+    """state_dict as contiguous CPU tensors that share no storage with each other, in a fixed order of names; extra
+    state, too. Those that the model has like this are its own: they change with it.
 
     A tied parameter appears under each of its names, as in the model's own state_dict.
     """
