@@ -21,9 +21,11 @@ _MANY = ("--workers", "2", "--min-workers", "2", "--chaos", _KILL, *_STEPS)
     ("name", "more"),
     [
         ("ddpm_digits.py", ()),
+        ("gan_digits.py", ()),
         ("graph_network.py", ()),
         ("llama_bpe.py:Llama", ()),
         ("llama_bpe.py:Llama", ("--stages", "2")),
+        ("lora_gpt2.py", ()),
     ],
 )
 def test_an_example_survives_a_kill(name: str, more: tuple[str, ...], tmp_path: Path) -> None:

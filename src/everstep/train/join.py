@@ -30,6 +30,7 @@ from everstep.train.given_optimizers import one_optimizer, schedulers_apart
 from everstep.train.global_batch import sized
 from everstep.train.job_data import moving_by_itself
 from everstep.train.job_parts import assemble
+from everstep.train.join_again import second_call
 from everstep.train.loop_values import LoopValues
 from everstep.train.precision import prepare_torch
 from everstep.train.published import Publisher
@@ -40,9 +41,19 @@ from everstep.train.run import Run
 from everstep.train.script_errors import say_in_one_line
 from everstep.train.stage import Parts
 from everstep.train.unpassed import unpassed_scheduler
-from everstep.train.unsupported import refuse_elsewhere, refuse_group, refuse_unmade, refuse_unsupported
+from everstep.train.unsupported import (
+    refuse_elsewhere,
+    refuse_group,
+    refuse_scaler,
+    refuse_unmade,
+    refuse_unsupported,
+)
 from everstep.train.worker_link import LaunchedLink, LoneLink, WorkerLink
 
+_TWICE = (
+    "{what}, but a worker belongs to one job: put both parts into one loop, by step.number, or into two scripts, of "
+    "which the second loads what the first has left (final/model.safetensors in its run directory)"
+)
 _launched: LaunchedLink | LifeLink | None = None
 _called = False
 _run: Run | None = None
@@ -145,7 +156,9 @@ def join(
     if _launched is None:
         say_in_one_line()
     if _called and _launched is not None:
-        raise ConfigError("everstep.join was called twice in one script; a worker belongs to one job")
+        raise ConfigError(_TWICE.format(what="everstep.join was called twice in one script"))
+    if _launched is not None and (line := second_call(sys._getframe(1), join)):
+        raise ConfigError(_TWICE.format(what=f"everstep.join is called again, in line {line} of this script"))
     _called = True
     data = read_data(dataset, collate)
     ignore = (*ignore, *moving_by_itself(data.dataset))
@@ -155,6 +168,7 @@ def join(
     optimizer = one_optimizer(optimizer)
     scheduler, extras = schedulers_apart(scheduler, optimizer, extras)
     refuse_unsupported(model, optimizer, scheduler)
+    refuse_scaler(extras)
     refuse_unmade(model)
     refuse_group()
     lost = _lost_scheduler(link, optimizer, (*schedulers_of(scheduler), *extras.values()), ignore)
