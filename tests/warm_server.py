@@ -1,15 +1,14 @@
 """Runs many small jobs quickly: a process that has imported torch once and forks an `everstep run` per request.
 
-A job is the real command with real processes (several per worker, if EVERSTEP_TEST_RANKS says so); only what would
-import torch anew (the fork server, and the look at the task before the start) is forked from here instead. Requests
-come as JSON lines on stdin; the end of stdin ends it all.
+A job is the real command with real processes; only what would import torch anew (the fork server, and the look at
+the task before the start) is forked from here instead. Requests come as JSON lines on stdin; the end of stdin ends it
+all.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import fcntl
-import functools
 import json
 import os
 import runpy
@@ -20,7 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import cell_worker
 from everstep.runtime.host import fork_server, fork_server_client
 from everstep.runtime.process import adopt_orphans, children, close_descriptors, die_with_parent
 
@@ -116,7 +114,7 @@ def probe_in_fork(task: str, request: Any, server: Any, *, units: bool = False) 
 def run_job(request: dict[str, Any]) -> None:
     """In a fork: `everstep ARGV` or `python ARGV`, output and exit code into files. Never returns."""
     from everstep import __main__ as everstep
-    from everstep.cli import run, starting
+    from everstep.cli import run
 
     code = 1
     try:
@@ -134,10 +132,6 @@ def run_job(request: dict[str, Any]) -> None:
             sys.exit(0)
         lay(Egg())
         run.probe_task = probe_in_fork
-        ranks = int(os.environ.get("EVERSTEP_TEST_RANKS", "1"))
-        if ranks > 1:
-            starting.ENTRY = cell_worker.ENTRY
-            starting.Start = functools.partial(starting.Start, ranks=ranks)  # type: ignore
         sys.argv = ["everstep", *request["argv"]]
         everstep.main()
     except SystemExit as end:

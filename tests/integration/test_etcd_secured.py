@@ -173,7 +173,7 @@ def test_a_job_has_it_and_keeps_its_secrets(members: Secured, jobs: Jobs, tmp_pa
 @pytest.mark.parametrize(
     ("command", "foreign", "password", "code", "expected"),
     [
-        (["agent"], True, PASSWORD, 3, "its certificate is not trusted here"),
+        (["agent"], True, PASSWORD, 4, "its certificate is not trusted here"),
         (["agent"], False, "wrong", 2, "is $EVERSTEP_ETCD_PASSWORD right?"),
         (["agent", "--standby"], False, "wrong", 2, "is $EVERSTEP_ETCD_PASSWORD right?"),
         (["doctor"], True, PASSWORD, 1, "its certificate is not trusted here"),

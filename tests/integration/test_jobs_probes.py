@@ -132,6 +132,33 @@ def test_of_three_that_begin_the_odd_one_goes(jobs: Jobs, tmp_path: Path) -> Non
     assert evicted["worker_id"] == 2 and "computed a different gradient" in evicted["reason"], job.account()
 
 
+STARVED = """
+from everstep.parallel.shared_memory import SharedMemoryTransport
+awaits = SharedMemoryTransport._await
+def late(transport, ready, what):
+    if me == 0 and transport.generation == 2 and "decide" in what:
+        while transport.generation == 2:
+            time.sleep(0.01)
+            transport.look()
+    return awaits(transport, ready, what)
+SharedMemoryTransport._await = late
+for step in run:"""
+
+
+def test_who_has_added_up_wrong_lanes_and_not_heard_that_they_are_wrong_adds_up_again(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """The new plan reaches it before the records that show a difference."""
+    script = write(tmp_path, "loss = loss * (1.5 if me == 2 else 1.0)")
+    script.write_text(script.read_text().replace("for step in run:", STARVED))
+    job = jobs.start(str(script), workers=3)
+    assert job.end() == 0, job.account()
+    undisturbed = jobs.start(str(write(tmp_path, "loss = loss * (1.5 if me == 2 else 1.0)")), workers=1)
+    assert undisturbed.end() == 0, undisturbed.account()
+    same(undisturbed.run_dir, job)
+    assert [e["worker_id"] for e in job.of_kind("worker_evicted")] == [2], job.account()
+
+
 @pytest.mark.parametrize(
     ("lane", "step", "settings"),
     [

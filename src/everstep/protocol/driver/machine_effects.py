@@ -55,7 +55,7 @@ class MachineEffects:
         parts = self._parts
         parts.joiner.stop()
         parts.saver.regroup(plan)
-        if parts.probing.void(plan):
+        if parts.probing.void(plan, parts.machine.step + 1):
             parts.out.put(parts.machine.void())
         parts.settler.open(plan)
 

@@ -74,11 +74,15 @@ class Probing:
         self._unproven = frozenset(i for i, holding in holdings.items() if not holding.proven)
         self.doubt = max((holdings[i].doubt for i in sorted(holdings)), key=lambda d: (d.step, d.lane, d.part))
 
-    def void(self, plan: Plan) -> bool:
-        """Whether all results for the present step are void in this plan: in a split model, others computed them
-        from inputs of a member that left before anybody compared them."""
+    def void(self, plan: Plan, step: int) -> bool:
+        """Whether all results for this step, the next one, are void in this plan: some may contain lanes of a member
+        that computes otherwise. That is so if a difference in this step is open, since this worker may not have heard
+        of the verdict; and if a member left before anybody compared it. In a split model others have computed from its
+        outputs; in any model, blocks that were finished contain its lanes, and are not finished again."""
+        if self.doubt.step == step:
+            return True
         before = self._plan
-        if before is None or not self._split:
+        if before is None or not (self._split or self._rule.joins):
             return False
         return any(m.worker_id in self._unproven and not plan.has(m.key) for m in before.members)
 
