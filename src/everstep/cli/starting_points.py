@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from importlib.resources import files
+from importlib import resources
 from pathlib import Path
 
 import click
 from click.shell_completion import BashComplete, FishComplete, ZshComplete
 
+from everstep.base.below import write_atomically
 from everstep.base.errors import ConfigError
 
 _FROM = {"plain": "train.py", "lightning": "train.py:MyTask", "hf": "train.py"}
@@ -31,13 +32,11 @@ def init(folder: str, origin: str) -> int:
     Then replace its model, data and loss with yours, and run `everstep check` on it.
     """
     path = Path(folder) / "train.py"
-    text = files("everstep.cli").joinpath("starters", f"{origin}.txt").read_text()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o666)) as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise ConfigError(f"expected no file {error.filename or path}: it is there, and stays as it is") from None
+    text = resources.files(__package__).joinpath("starters", f"{origin}.txt").read_text()
+    if os.path.lexists(path):
+        raise ConfigError(f"expected no file {path}: it is there, and stays as it is")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text)
     target = f"{Path(folder) / _FROM[origin]}"
     print(f"wrote {path}\ntry it out:  everstep check {target}\ntrain:       everstep run {target} --workers 4")
     return 0

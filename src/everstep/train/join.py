@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -155,10 +156,8 @@ def join(
     global _called, _run
     if _launched is None:
         say_in_one_line()
-    if _called and _launched is not None:
-        raise ConfigError(_TWICE.format(what="everstep.join was called twice in one script"))
-    if _launched is not None and (line := second_call(sys._getframe(1), join)):
-        raise ConfigError(_TWICE.format(what=f"everstep.join is called again, in line {line} of this script"))
+    else:
+        _refuse_second(sys._getframe(1))
     _called = True
     data = read_data(dataset, collate)
     ignore = (*ignore, *moving_by_itself(data.dataset))
@@ -183,6 +182,14 @@ def join(
     else:
         _await_rehearsal(link)
     return _run
+
+
+def _refuse_second(frame: FrameType) -> None:
+    """Raises: ConfigError if this call of `join`, from this frame, is the second one, or a second one follows."""
+    if _called:
+        raise ConfigError(_TWICE.format(what="everstep.join was called twice in one script"))
+    if line := second_call(frame, join):
+        raise ConfigError(_TWICE.format(what=f"everstep.join is called again, in line {line} of this script"))
 
 
 def _lost_scheduler(
