@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib import resources
 from pathlib import Path
 
 import click
@@ -11,6 +10,7 @@ from click.shell_completion import BashComplete, FishComplete, ZshComplete
 
 from everstep.base.below import write_atomically
 from everstep.base.errors import ConfigError
+from everstep.base.given import read_given
 
 _FROM = {"plain": "train.py", "lightning": "train.py:MyTask", "hf": "train.py"}
 _SHELLS = {"bash": BashComplete, "fish": FishComplete, "zsh": ZshComplete}
@@ -32,7 +32,7 @@ def init(folder: str, origin: str) -> int:
     Then replace its model, data and loss with yours, and run `everstep check` on it.
     """
     path = Path(folder) / "train.py"
-    text = resources.files(__package__).joinpath("starters", f"{origin}.txt").read_text()
+    text = read_given(Path(__file__).with_name("starters") / f"{origin}.txt")
     if os.path.lexists(path):
         raise ConfigError(f"expected no file {path}: it is there, and stays as it is")
     path.parent.mkdir(parents=True, exist_ok=True)

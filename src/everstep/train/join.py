@@ -154,11 +154,7 @@ def join(
     Raises: ConfigError for arguments that cannot work; SystemExit (2) in a process that cannot be part of one job.
     """
     global _called, _run
-    if _launched is None:
-        say_in_one_line()
-    else:
-        _refuse_second(sys._getframe(1))
-    _called = True
+    _called = _is_first(sys._getframe(1))
     data = read_data(dataset, collate)
     ignore = (*ignore, *moving_by_itself(data.dataset))
     given = {"lanes": lanes, "micro_batch": micro_batch, "clip_norm": clip_norm, **data.settings, **dotted(config)}
@@ -184,12 +180,16 @@ def join(
     return _run
 
 
-def _refuse_second(frame: FrameType) -> None:
-    """Raises: ConfigError if this call of `join`, from this frame, is the second one, or a second one follows."""
+def _is_first(frame: FrameType) -> bool:
+    """True. Raises: ConfigError in a job if this call of `join`, from this frame, is the second, or one follows."""
+    if _launched is None:
+        say_in_one_line()
+        return True
     if _called:
         raise ConfigError(_TWICE.format(what="everstep.join was called twice in one script"))
     if line := second_call(frame, join):
         raise ConfigError(_TWICE.format(what=f"everstep.join is called again, in line {line} of this script"))
+    return True
 
 
 def _lost_scheduler(
