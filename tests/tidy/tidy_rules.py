@@ -32,6 +32,7 @@ LAYERS = {
     "sim": 6,
     "chaos": 6,
     "zoo": 6,
+    "integrations": 6,
     "report": 7,
     "dashboard": 8,
     "sinks": 8,
@@ -90,6 +91,9 @@ CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, uv
     }
     | {"list_commands", "get_command", "resolve_command", "format_commands"}
     | {"generate_trace_id", "generate_span_id", "on_end"}
+    | {"create_module"}  # by importlib; the rest by transformers.Trainer
+    | {"_build_accelerator_args", "is_local_process_zero", "_inner_training_loop", "prediction_step"}
+    | {"evaluation_loop", "_save_checkpoint"}
 )
 READ_AS_THEY_ARE = frozenset(  # the kernel's files, our own, and the user's data
     {"everstep.runtime.process", "everstep.runtime.host.collector", "everstep.report.style", "everstep.dashboard.app"}
@@ -387,15 +391,15 @@ def rooms_without_name(modules: Iterable[str]) -> Iterator[str]:
 
 
 def files_without_name(modules: Iterable[str]) -> Iterator[str]:
-    """Files called by a picture instead of their content, and files of one name in two rooms (of `cli` none: there
-    files are called like their commands)."""
+    """Files called by a picture instead of their content, and files of one name in two rooms (of `cli` none, nor of
+    `integrations`: there files are called like their commands and packages)."""
     places: dict[str, list[str]] = {}
     known = set(modules)
     for module in sorted(known - {module.rpartition(".")[0] for module in known}):
         name = module.rpartition(".")[2]
         if set(name.split("_")) & FILES_WITHOUT_NAME:
             yield f"{module}: say what lies there"
-        if not module.startswith(f"{PACKAGE}.cli.") and module.count(".") > 1:
+        if not module.startswith((f"{PACKAGE}.cli.", f"{PACKAGE}.integrations.")) and module.count(".") > 1:
             places.setdefault(name, []).append(module)
     for name, found in sorted(places.items()):
         if len(found) > 1:

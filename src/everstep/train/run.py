@@ -26,7 +26,6 @@ from everstep.data.batch import to_device
 from everstep.data.given_loader import read_data
 from everstep.data.reading import by_index
 from everstep.exact.seeding import derive, preserve_rng, seed_all
-from everstep.exact.settings import evaluating
 from everstep.observe.logs import RAISED_IN
 from everstep.order.cursor import SampleOrder
 from everstep.order.ledger import use_digest
@@ -449,9 +448,7 @@ class Run:
         collate, batch_size = data.collate, data.batch_size or batch_size
         dataset = by_index(data.dataset, batch_size, session.view.config.seed)
         chunks = self._begin_evaluation(dataset, batch_size)
-        guard = session.view.stages.only.lanes.passes[0].guard
-        # Who evaluates what must not be seen by what the loop draws next, nor in buffers.
-        with session.loop.paused(), evaluating(self.model), torch.no_grad(), preserve_rng(), guard.shielded():
+        with self.loop.looking(self.model):
             found = evaluate(
                 fn,
                 chunks,
