@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from e2e_cli import together
+from e2e_cli import everstep, together
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 _KILL = "kill:target=worker:1,at=2,phase=backward"
@@ -21,9 +21,11 @@ _MANY = ("--workers", "2", "--min-workers", "2", "--chaos", _KILL, *_STEPS)
     ("name", "more"),
     [
         ("ddpm_digits.py", ()),
+        ("gan_digits.py", ()),
         ("graph_network.py", ()),
         ("llama_bpe.py:Llama", ()),
         ("llama_bpe.py:Llama", ("--stages", "2")),
+        ("lora_gpt2.py", ()),
     ],
 )
 def test_an_example_survives_a_kill(name: str, more: tuple[str, ...], tmp_path: Path) -> None:
@@ -37,6 +39,21 @@ def test_an_example_survives_a_kill(name: str, more: tuple[str, ...], tmp_path: 
     digests = [json.loads((tmp_path / d / "final" / "digest.json").read_text()) for d in ("one", "many")]
     assert digests[0] == digests[1]
     assert '"worker_evicted"' in (tmp_path / "many" / "events.jsonl").read_text()
+
+
+@pytest.mark.parametrize("origin", ["plain", "lightning", "hf"])
+def test_a_starting_point_survives_a_kill(origin: str, tmp_path: Path) -> None:
+    made = everstep("init", tmp_path, "--from", origin)
+    assert made.returncode == 0, made.stderr
+    target = made.stdout.splitlines()[-1].split()[3]
+    one, many = together(
+        ["run", target, "--workers", "1", *_STEPS, "--run-dir", "one"],
+        ["run", target, *_MANY, "--run-dir", "many"],
+        cwd=tmp_path,
+    )
+    assert one.returncode == many.returncode == 0, (one.stdout, one.stderr, many.stdout, many.stderr)
+    digests = [json.loads((tmp_path / d / "final" / "digest.json").read_text()) for d in ("one", "many")]
+    assert digests[0] == digests[1]
 
 
 def journal(name: str, *argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:

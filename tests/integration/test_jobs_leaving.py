@@ -109,3 +109,14 @@ def test_a_second_loop_and_what_else_fails_after_the_loop_is_told(jobs: Jobs, tm
     told = {event["worker_id"]: event["reason"] for event in job.of_kind("warning")}
     assert completed["step"] == 5 and told.keys() == {0, 1}, job.account()
     assert all("begun again, after step 5" in reason for reason in told.values()), told
+
+
+def test_a_script_that_joins_twice_is_refused_before_it_trains(jobs: Jobs, tmp_path: Path) -> None:
+    path = tmp_path / "twice.py"
+    path.write_text(SCRIPT + "\nfor step in everstep.join(model, optimizer, data, lanes=4, steps=12):\n    pass\n")
+    job = jobs.start(str(path), "--", "all", workers=2)
+    assert job.end() == 2, job.account()
+    (failed,) = job.of_kind("job_failed")
+    line = 2 + SCRIPT.count("\n")
+    assert f"everstep.join is called again, in line {line} of this script" in failed["reason"]
+    assert not job.of_kind("step_committed"), job.account()

@@ -103,6 +103,18 @@ def test_a_stream_is_read_once_by_workers_that_die_and_heal(jobs: Jobs, script: 
     same(plain, job)
 
 
+def test_a_loader_of_a_stream_gives_the_same_samples(jobs: Jobs, tmp_path: Path, plain: Path) -> None:
+    """The processes of the loader are the job's own, so that a stream which shares itself out among them by
+    get_worker_info is read whole."""
+    loader = "torch.utils.data.DataLoader(Placed(0), batch_size=8, num_workers=2, pin_memory=True)"
+    text = SCRIPT.replace("data = {kind}(0)", f"data = {loader}").replace("lanes=4, micro_batch=2", "lanes=4")
+    script = tmp_path / "train.py"
+    script.write_text(text.format(tests=str(Path(__file__).parents[1])))
+    job = jobs.start(str(script), workers=3, chaos="kill:target=worker:1,at=9", pace=[healed(1)])
+    assert job.end() == 0, job.account()
+    same(plain, job)
+
+
 def test_a_stream_without_a_place_is_skipped_by_count(jobs: Jobs, tmp_path: Path, plain: Path) -> None:
     """It gives the same samples, so it ends with the same bits; the cost is said."""
     script = written(tmp_path, "Numbers")

@@ -49,9 +49,13 @@ FOREIGN_KEYS = (
     ),
     ForeignKey(
         "here it is eval_every, in steps, for a Task; a loop of your own calls run.evaluate",
-        "eval_steps eval_interval eval_freq eval_frequency evaluation_strategy eval_strategy val_check_interval "
-        "check_val_every_n_epoch do_eval",
+        "eval_steps eval_interval eval_freq eval_frequency val_check_interval do_eval",
         ("eval_every",),
+    ),
+    ForeignKey(
+        "here it is eval_every in steps, or eval_every_epochs, for a Task; a loop of your own calls run.evaluate",
+        "evaluation_strategy eval_strategy check_val_every_n_epoch eval_epochs",
+        ("eval_every", "eval_every_epochs"),
     ),
     ForeignKey(
         "here it is log_every",
@@ -302,9 +306,9 @@ FOREIGN_KEYS = (
         ("checkpoint.disk.every_minutes",),
     ),
     ForeignKey(
-        "checkpoints are taken at the end and, where the cost allows, at epoch ends; see checkpoint.disk.every_steps",
+        "here it is checkpoint.disk.every_epochs, or checkpoint.disk.every_steps; one is taken at the end in any case",
         "save_strategy every_n_epochs save_every_n_epochs save_epochs save_on_train_epoch_end save_last",
-        ("checkpoint.disk.every_steps",),
+        ("checkpoint.disk.every_epochs", "checkpoint.disk.every_steps"),
     ),
     ForeignKey(
         "here it is checkpoint.disk.keep_last",

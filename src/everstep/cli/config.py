@@ -21,8 +21,14 @@ CAUSES = "causes"
 _FIELDS = ("key", "type", "default", "meaning")
 
 
+def complete_key(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Keys that begin so, for the shell; as `KEY=` where a value has to follow."""
+    ends = "=" if isinstance(param, click.Option) else ""
+    return [f"{row[0]}{ends}" for row in describe() if row[0].startswith(incomplete)]
+
+
 @click.command()
-@click.argument("key", metavar="[KEY]", required=False)
+@click.argument("key", metavar="[KEY]", required=False, shell_complete=complete_key)
 @click.option(
     "--search",
     metavar="WORD",

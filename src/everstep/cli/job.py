@@ -133,7 +133,7 @@ def effective_config(defaults: Mapping[str, Any], request: Request, *, script: b
         )
     if config.steps is None and config.epochs is None and not script:
         raise ConfigError("the job has no end: give --steps or --epochs")
-    if config.early_stop.metric is not None and not config.eval_every and not script:
+    if config.early_stop.metric is not None and not (config.eval_every or config.eval_every_epochs) and not script:
         raise ConfigError(
             f"early_stop.metric is {config.early_stop.metric!r}, but nothing is evaluated: give --set eval_every=STEPS"
         )

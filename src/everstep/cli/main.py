@@ -37,6 +37,7 @@ COMMANDS = {
         "everstep.cli.standby:takeover",
         "Continue a job on this host after the host that led it was lost.",
     ),
+    "init": ("everstep.cli.starting_points:init", "Write a script to start from."),
     "check": ("everstep.cli.check", "Find state that is lost on resume, before training."),
     "demo": ("everstep.cli.demo", "Kill workers while they train, and compare with an undisturbed run."),
     "eval": ("everstep.cli.evaluate", "Evaluate trained weights on the task's test split."),
@@ -66,6 +67,7 @@ COMMANDS = {
     "sim": ("everstep.cli.simulate", "Train under simulated faults, seed by seed, and check the promises."),
     "plan": ("everstep.cli.plan", "Plan a job before it is started: splits, memory, time, failures, goodput."),
     "schedule": ("everstep.cli.schedule", "Show a pipeline schedule as a table of stages by time steps."),
+    "completion": ("everstep.cli.starting_points:completion", "Print what completes commands in bash, zsh and fish."),
 }
 
 

@@ -27,6 +27,7 @@ from everstep.cli.auto_lane import choose_lane, take_auto, with_lane
 from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, check_metrics
 from everstep.cli.coming_back import become_standby
 from everstep.cli.conclusion import lacking_rows
+from everstep.cli.config import complete_key
 from everstep.cli.config_file import said_layers
 from everstep.cli.display import summary
 from everstep.cli.doors import check_own_ports, head_doors, slots_here
@@ -175,7 +176,14 @@ class _Run(click.Command):
     help="Directory of the job (runs/<task>-<time>).",
 )
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file of config keys.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a config key; may be repeated.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    shell_complete=complete_key,
+    help="Set a config key; may be repeated.",
+)
 @click.option("--chaos", help='Scripted faults, e.g. "kill:target=worker:2,at=30; stop:target=random,at=50,for=5".')
 @click.option("--simulate-failure", is_flag=True, help="Kill one random worker in the middle of the run.")
 @click.option("--fresh", is_flag=True, help="Start over; the old contents of the directory move to previous-N/.")

@@ -83,6 +83,11 @@ def read_data(data: Any, collate: Collate | None) -> GivenData:
         )
     settings = {"loader.workers": data.num_workers, "loader.pin_memory": bool(data.pin_memory)}
     if isinstance(data.dataset, IterableDataset):
+        if data.batch_size is None:
+            raise ConfigError(
+                f"{name} has batch_size=None, so each item of the stream is a batch, but lanes share a global batch of "
+                "samples: let the stream yield samples, and give batch_size=..."
+            )
         return GivenData(data.dataset, data.collate_fn, data.batch_size, settings)
     if data.batch_size is None:
         what = "batch_size=None" if data.batch_sampler is None else "a batch_sampler of your own"

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -31,6 +32,7 @@ from everstep.train.given_optimizers import one_optimizer, schedulers_apart
 from everstep.train.global_batch import sized
 from everstep.train.job_data import moving_by_itself
 from everstep.train.job_parts import assemble
+from everstep.train.join_again import second_call
 from everstep.train.loop_values import LoopValues
 from everstep.train.precision import prepare_torch
 from everstep.train.published import Publisher
@@ -41,9 +43,19 @@ from everstep.train.run import Run
 from everstep.train.script_errors import say_in_one_line
 from everstep.train.stage import Parts
 from everstep.train.unpassed import unpassed_scheduler
-from everstep.train.unsupported import refuse_elsewhere, refuse_group, refuse_unmade, refuse_unsupported
+from everstep.train.unsupported import (
+    refuse_elsewhere,
+    refuse_group,
+    refuse_scaler,
+    refuse_unmade,
+    refuse_unsupported,
+)
 from everstep.train.worker_link import LaunchedLink, LoneLink, WorkerLink
 
+_TWICE = (
+    "{what}, but a worker belongs to one job: put both parts into one loop, by step.number, or into two scripts, of "
+    "which the second loads what the first has left (final/model.safetensors in its run directory)"
+)
 _launched: LaunchedLink | LifeLink | None = None
 _called = False
 _run: Run | None = None
@@ -149,11 +161,7 @@ def join(
     Raises: ConfigError for arguments that cannot work; SystemExit (2) in a process that cannot be part of one job.
     """
     global _called, _run
-    if _launched is None:
-        say_in_one_line()
-    if _called and _launched is not None:
-        raise ConfigError("everstep.join was called twice in one script; a worker belongs to one job")
-    _called = True
+    _called = _is_first(sys._getframe(1))
     data = read_data(dataset, collate)
     ignore = (*ignore, *moving_by_itself(data.dataset))
     given = {"lanes": lanes, "micro_batch": micro_batch, "clip_norm": clip_norm, **data.settings, **dotted(config)}
@@ -162,6 +170,7 @@ def join(
     optimizer = one_optimizer(optimizer)
     scheduler, extras = schedulers_apart(scheduler, optimizer, extras)
     refuse_unsupported(model, optimizer, scheduler)
+    refuse_scaler(extras)
     refuse_unmade(model)
     refuse_group()
     lost = _lost_scheduler(link, optimizer, (*schedulers_of(scheduler), *extras.values()), ignore)
@@ -176,6 +185,18 @@ def join(
     else:
         _await_rehearsal(link)
     return _run
+
+
+def _is_first(frame: FrameType) -> bool:
+    """True. Raises: ConfigError in a job if this call of `join`, from this frame, is the second, or one follows."""
+    if _launched is None:
+        say_in_one_line()
+        return True
+    if _called:
+        raise ConfigError(_TWICE.format(what="everstep.join was called twice in one script"))
+    if line := second_call(frame, join):
+        raise ConfigError(_TWICE.format(what=f"everstep.join is called again, in line {line} of this script"))
+    return True
 
 
 def _lost_scheduler(

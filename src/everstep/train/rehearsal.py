@@ -280,9 +280,9 @@ class LifeLink(LoneLink):
 def _life_config(config: Config) -> Config:
     """Config of a life: a worker by itself, which saves on request and reports to nobody."""
     checkpoint = config.checkpoint
-    disk = replace(checkpoint.disk, every_steps=_NEVER, every_minutes=None, path=None)
-    memory = replace(checkpoint.memory, every_steps=None, every_minutes=None)
-    nowhere = replace(checkpoint.object, every_steps=None, every_minutes=None, url=None)
+    disk = replace(checkpoint.disk, every_steps=_NEVER, every_epochs=None, every_minutes=None, path=None)
+    memory = replace(checkpoint.memory, every_steps=None, every_epochs=None, every_minutes=None)
+    nowhere = replace(checkpoint.object, every_steps=None, every_epochs=None, every_minutes=None, url=None)
     checkpoint = replace(checkpoint, enabled=True, disk=disk, memory=memory, object=nowhere, best_metric=None)
     device = device_of(config, 0)
     one = replace(config, workers=1, spares=0, min_workers=1, map=None, device=device, sinks=(), checkpoint=checkpoint)

@@ -27,6 +27,7 @@ from everstep.data.given_loader import read_data
 from everstep.data.reading import by_index
 from everstep.exact.seeding import derive, preserve_rng, seed_all
 from everstep.observe.logs import RAISED_IN
+from everstep.order.cursor import SampleOrder
 from everstep.order.ledger import use_digest
 from everstep.placement.probes import owed
 from everstep.protocol import messages as wire
@@ -74,6 +75,12 @@ class Step:
         self.number = number
         self.done = done
         self._seed_loop(past=0)
+
+    @property
+    def epochs_over(self) -> int:
+        """Epochs that are over after this step, if it is the last one of an epoch and not of the job; else 0."""
+        order = self._session.view.order
+        return order.epochs_over(self.number) if isinstance(order, SampleOrder) else 0
 
     def __iter__(self) -> Iterator[Any]:
         """This worker's batches: one per lane; more of them after a failure."""

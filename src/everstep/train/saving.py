@@ -33,6 +33,7 @@ from everstep.exact.extra_state import is_extra
 from everstep.exact.state import ModelState
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
+from everstep.protocol.driver.policy import TIERS
 from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.step_types import Record
@@ -81,18 +82,18 @@ def saving_of(link: WorkerLink, split: bool, order: AnyOrder) -> SavingRules:
     """Rules for this worker's driver. Without a run directory, or with `checkpoint.enabled` false, nothing is taken
     but snapshots in memory."""
     config = link.config
-    epoch_of: Callable[[int], int] | None = getattr(order, "epoch_of", None)
+    epochs_over: Callable[[int], int] | None = getattr(order, "epochs_over", None)
+    tiers = {f"checkpoint.{name}.every_epochs": getattr(config.checkpoint, name).every_epochs for name in TIERS}
+    for name, every in {**tiers, "eval_every_epochs": config.eval_every_epochs}.items():
+        if every and epochs_over is None:
+            raise ConfigError(f"{name}: expected none, since the order of this job's samples has no epochs: use steps")
 
-    def epoch_ends(number: int) -> bool:
-        return (
-            link.regular_saves
-            and epoch_of is not None
-            and number < order.total_steps
-            and epoch_of(number + 1) != epoch_of(number)
-        )
+    def epoch_ends(number: int) -> int:
+        return epochs_over(number) if link.regular_saves and epochs_over is not None else 0
 
     on = link.run_dir is not None and bool(link.task) and config.checkpoint.enabled
-    return SavingRules(config.checkpoint, on, _AUTOMATIC_EVERY if split else 0, config.eval_every, epoch_ends)
+    every = _AUTOMATIC_EVERY if split else 0
+    return SavingRules(config.checkpoint, on, every, config.eval_every, epoch_ends, config.eval_every_epochs)
 
 
 class PartSaver:
@@ -270,7 +271,7 @@ class PartSaver:
         name = self._saving.rule.best_metric
         if self.checkpointer is None or not self._saving.judges or name is None:
             return None
-        if name not in metrics and not self._saving.eval_every:
+        if name not in metrics and not self._saving.evaluates:
             return None  # a script may evaluate several things
         if name not in metrics:
             raise ConfigError(

@@ -60,11 +60,11 @@ class EarlyStop:
 def train(task: Task, run: Run, early_stop: EarlyStop) -> None:
     """Train the task to its end."""
     config: Config = task.config
-    test = calling(task, "build_dataset", "test") if config.eval_every else None
+    test = calling(task, "build_dataset", "test") if config.eval_every or config.eval_every_epochs else None
     for step in run:
         try:
             _one_step(task, run, step)
-            if test is None or (step.number % config.eval_every and step.number != run.total_steps):
+            if test is None or not _evaluates(config, run, step):
                 continue
             metrics = _evaluate(task, run, test)
         except StateJumped:
@@ -74,6 +74,14 @@ def train(task: Task, run: Run, early_stop: EarlyStop) -> None:
         if reason is not None:
             run.report("warning", step=step.number, cause=Cause.EARLY_STOP, reason=f"stopped early: {reason}")
             run.stop()
+
+
+def _evaluates(config: Config, run: Run, step: Step) -> bool:
+    """Whether an evaluation follows this step."""
+    if step.number == run.total_steps or (config.eval_every and step.number % config.eval_every == 0):
+        return True
+    epochs = step.epochs_over if config.eval_every_epochs else 0
+    return bool(epochs) and epochs % config.eval_every_epochs == 0
 
 
 def _one_step(task: Task, run: Run, step: Step) -> None:

@@ -4,7 +4,7 @@ remedy."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,16 @@ def refuse_unsupported(model: Any, optimizer: Any, scheduler: Any) -> None:
     if not any(tensor.is_meta for _, tensor in tensors):  # else it was built to be looked at
         _refuse_shared_memory(tensors)
         refuse_uncarried(model)
+
+
+def refuse_scaler(extras: Mapping[str, Any]) -> None:
+    """Check `state` of join. Raises: ConfigError for a GradScaler that is in use."""
+    for name, extra in extras.items():
+        if isinstance(extra, torch.amp.GradScaler) and extra.is_enabled():
+            raise ConfigError(
+                f"state[{name!r}] is a GradScaler: remove it, and give join(precision='fp16'), which scales the loss "
+                "and carries the scale, or precision='bf16', which needs no scaling"
+            )
 
 
 def refuse_group() -> None:

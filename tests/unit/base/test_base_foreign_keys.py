@@ -57,6 +57,8 @@ BATCH, OPTIMIZER, PRECISION = (
         ("eval_steps", "here it is eval_every"),
         ("logging_steps", "here it is log_every"),
         ("save_steps", "here it is checkpoint.disk.every_steps"),
+        ("save_strategy", "here it is checkpoint.disk.every_epochs"),
+        ("eval_strategy", "here it is eval_every in steps, or eval_every_epochs"),
         ("save_total_limit", "here it is checkpoint.disk.keep_last"),
         ("save_top_k", "here it is checkpoint.disk.keep_best"),
         ("resume_from_checkpoint", "a stopped job goes on when it is run again in its run directory"),

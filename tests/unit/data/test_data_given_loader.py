@@ -86,6 +86,11 @@ def test_an_iterable_dataset_is_handed_on() -> None:
     assert found.dataset is data and found.batch_size == 4 and "shuffle" not in found.settings
 
 
+def test_a_stream_of_batches_is_refused() -> None:
+    with pytest.raises(ConfigError, match="batch_size=None, so each item of the stream is a batch"):
+        read_data(DataLoader(Numbers(), batch_size=None), None)
+
+
 def seeding(worker: int) -> None:
     del worker
 

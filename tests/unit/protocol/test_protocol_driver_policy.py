@@ -69,6 +69,22 @@ def test_epoch_ends_and_requests() -> None:
     assert not schedule.due(5, 0.0)
 
 
+def test_every_so_many_epochs_whatever_it_costs() -> None:
+    rule = CheckpointConfig(disk=DiskTierConfig(every_epochs=2), memory=MemoryTierConfig(every_epochs=3))
+    schedule = SaveSchedule(rule)
+    schedule.cost(1e9)
+    found = {n: schedule.due(n, 0.0, epoch_end=True, epochs=n // 5 * (n % 5 == 0)).tiers for n in range(1, 36)}
+    assert {n: tiers for n, tiers in found.items() if tiers} == {
+        10: ("disk",),
+        15: ("memory",),
+        20: ("disk",),
+        30: ("memory", "disk"),
+    }
+    assert schedule.due(40, 0.0, epochs=8) == Due(("disk",), "every 2 epochs")
+    both = SaveSchedule(CheckpointConfig(disk=DiskTierConfig(every_epochs=2, every_steps=3)))
+    assert [n for n in range(1, 11) if both.due(n, 0.0, epochs=n // 5 * (n % 5 == 0))] == [3, 6, 9, 10]
+
+
 def test_what_is_kept() -> None:
     rule = TierConfig(keep_last=2, keep_every=10, keep_best=1)
     scores = {3: 0.5, 5: math.nan, 12: 0.4}

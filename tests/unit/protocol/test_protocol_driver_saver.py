@@ -187,6 +187,14 @@ def test_a_checkpoint_waits_for_an_evaluation_that_judges_it() -> None:
     assert Alone(SavingRules(SELDOM, on=True, eval_every=4)).saver.due(1000).tiers == ("disk",)
 
 
+def test_it_waits_for_an_evaluation_at_the_end_of_an_epoch() -> None:
+    rule = CheckpointConfig(disk=DiskTierConfig(every_epochs=1, keep_best=1), best_metric="accuracy")
+    ends = lambda number: number // 5 if number % 5 == 0 else 0  # noqa: E731
+    one = Alone(SavingRules(rule, on=True, epoch_ends=ends, eval_every_epochs=2))
+    found = {number: one.saver.due(number).tiers for number in (4, 5, 10, 15)}
+    assert found == {4: (), 5: ("disk",), 10: (), 15: ("disk",)}
+
+
 # ---- taking one
 
 

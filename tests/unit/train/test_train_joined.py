@@ -262,6 +262,9 @@ def test_a_scaler_is_refused_by_name() -> None:
     with pytest.raises(TaskError, match=r"a GradScaler was used in the loop: .* give join\(precision='fp16'"):
         trained(joined(model), lambda step, x, y: step.backward(scaler.scale(cross_entropy(model(x), y))))
     assert scaler.scale(torch.ones(())) == 65536.0
+    with pytest.raises(ConfigError, match=r"state\['scaler'\] is a GradScaler: .* give join\(precision='fp16'"):
+        joined(model, state={"scaler": scaler})
+    joined(model, state={"scaler": torch.amp.GradScaler("cpu", enabled=False)}).close()
 
 
 # ---- values that are logged

@@ -101,8 +101,9 @@ class SaveSchedule:
         last_s = self._last_s.get("disk")
         return self.cost_s is None or last_s is None or now_s - last_s >= self.cost_s / MOST_COST
 
-    def due(self, step: int, now_s: float, *, epoch_end: bool = False) -> Due:
-        """Checkpoints that are due after this step. now_s: monotonic."""
+    def due(self, step: int, now_s: float, *, epoch_end: bool = False, epochs: int = 0) -> Due:
+        """Checkpoints that are due after this step. now_s: monotonic. epoch_end: a checkpoint at an epoch's end can be
+        afforded now. epochs: that are over, if this step is the last one of an epoch; else 0."""
         if self._began_s is None:
             self._began_s = now_s
         interval = self.interval(now_s)
@@ -115,20 +116,22 @@ class SaveSchedule:
             rule: TierConfig = getattr(self.config, tier)
             self._last_s.setdefault(tier, now_s)
             waited = now_s - self._last_s[tier]
-            if epoch_end and tier != "memory":
+            if rule.every_epochs is not None and epochs and epochs % rule.every_epochs == 0:
+                reasons[tier] = f"every {rule.every_epochs} epochs"
+            elif epoch_end and tier != "memory" and rule.every_epochs is None:
                 reasons[tier] = "the end of an epoch"
             elif rule.every_steps is not None and step % rule.every_steps == 0:
                 reasons[tier] = f"every {rule.every_steps} steps"
             elif rule.every_minutes is not None and waited >= rule.every_minutes * 60:
                 reasons[tier] = f"every {rule.every_minutes:g} minutes"
-            elif rule.every_steps is not None or rule.every_minutes is not None:
+            elif _ruled(rule):
                 continue
             elif tier == "disk" and waited >= interval.seconds:
                 reasons[tier] = interval.reason
             elif tier == "memory" and self.memory_every and step % self.memory_every == 0:
                 reasons[tier] = f"every {self.memory_every} steps"
         rule = self.config.object
-        if "disk" in reasons and rule.url and rule.every_steps is None and rule.every_minutes is None:
+        if "disk" in reasons and rule.url and not _ruled(rule):
             reasons.setdefault("object", reasons["disk"])
         if "object" in reasons and "disk" not in reasons:
             reasons["disk"] = reasons["object"]
@@ -145,6 +148,11 @@ class SaveSchedule:
         for tier in tiers:
             self._last_s[tier] = now_s
         return Due(tiers, reason, cause)
+
+
+def _ruled(rule: TierConfig) -> bool:
+    """Whether the config says when a tier takes a checkpoint; else it is taken automatically."""
+    return any(every is not None for every in (rule.every_steps, rule.every_epochs, rule.every_minutes))
 
 
 def _said(reasons: Mapping[Tier, str]) -> str:

@@ -36,21 +36,34 @@ class SavingRules:
     """Settings of a saver.
 
     on: there is a place for checkpoints. memory_every: steps between snapshots in memory if the config has no rule
-    for them; 0: none. eval_every: steps between evaluations; 0: none. epoch_ends: whether a step is the last one of
-    an epoch, but not of the job.
+    for them; 0: none. eval_every, eval_every_epochs: steps, and epochs, between evaluations; 0: none. epoch_ends:
+    epochs that are over after a step, if it is the last one of an epoch but not of the job; else 0.
     """
 
     rule: CheckpointConfig = field(default_factory=CheckpointConfig)
     on: bool = False
     memory_every: int = 0
     eval_every: int = 0
-    epoch_ends: Callable[[int], bool] = lambda number: False
+    epoch_ends: Callable[[int], int] = lambda number: 0
+    eval_every_epochs: int = 0
 
     @property
     def judges(self) -> bool:
         """Whether evaluations rank checkpoints."""
         rule = self.rule
         return rule.best_metric is not None and bool(rule.disk.keep_best or rule.object.keep_best)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are evaluations before the last step."""
+        return bool(self.eval_every or self.eval_every_epochs)
+
+    def evaluated(self, number: int) -> bool:
+        """Whether an evaluation follows this step, if it is not the last one."""
+        if self.eval_every and number % self.eval_every == 0:
+            return True
+        epochs = self.epoch_ends(number) if self.eval_every_epochs else 0
+        return bool(epochs) and epochs % self.eval_every_epochs == 0
 
 
 class Saver:
@@ -108,14 +121,15 @@ class Saver:
     def _decide(self, number: int) -> Due:
         schedule, now_s = self._schedule, self._out.times.now_ns / 1e9
         asked = list(schedule.wanted)
-        due = schedule.due(number, now_s, epoch_end=self._config.epoch_ends(number) and schedule.affordable(now_s))
+        epochs = self._config.epoch_ends(number)
+        affordable = bool(epochs) and schedule.affordable(now_s)
+        due = schedule.due(number, now_s, epoch_end=affordable, epochs=epochs)
         if "disk" in due.tiers and self._incomplete is not None and not self._give_up_slow(number):
             schedule.ask_again(asked)  # who asked for one gets it afterwards
             due = _memory_of(due)
         if asked and not schedule.wanted:
             self._answering = number
-        every = self._config.eval_every
-        if due and self._config.judges and every and number % every == 0:  # it waits for the evaluation
+        if due and self._config.judges and self._config.evaluated(number):  # it waits for the evaluation
             self._deferred = Why(due.cause, due.reason)
             due = _memory_of(due)
         return due

@@ -1,0 +1,57 @@
+"""`everstep init` writes a script to start from; `everstep completion` prints what makes shells complete commands."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+from click.shell_completion import BashComplete, FishComplete, ZshComplete
+
+from everstep.base.below import write_atomically
+from everstep.base.errors import ConfigError
+from everstep.base.given import read_given
+
+_FROM = {"plain": "train.py", "lightning": "train.py:MyTask", "hf": "train.py"}
+_SHELLS = {"bash": BashComplete, "fish": FishComplete, "zsh": ZshComplete}
+
+
+@click.command()
+@click.argument("folder", default=".")
+@click.option(
+    "--from",
+    "origin",
+    type=click.Choice(tuple(_FROM)),
+    default="plain",
+    show_default=True,
+    help="What you come from: a loop of your own, a LightningModule, or a model of transformers.",
+)
+def init(folder: str, origin: str) -> int:
+    """Write FOLDER/train.py, a script to start from that runs as it is. No file is overwritten.
+
+    Then replace its model, data and loss with yours, and run `everstep check` on it.
+    """
+    path = Path(folder) / "train.py"
+    text = read_given(Path(__file__).with_name("starters") / f"{origin}.txt")
+    if os.path.lexists(path):
+        raise ConfigError(f"expected no file {path}: it is there, and stays as it is")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text)
+    target = f"{Path(folder) / _FROM[origin]}"
+    print(f"wrote {path}\ntry it out:  everstep check {target}\ntrain:       everstep run {target} --workers 4")
+    return 0
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(tuple(_SHELLS)), required=False)
+def completion(shell: str | None) -> int:
+    """Print the completion of commands and options for SHELL (by default that of $SHELL).
+
+    bash: `everstep completion bash > ~/.local/share/bash-completion/completions/everstep`; zsh: into a file `_everstep`
+    in a folder of $fpath; fish: `> ~/.config/fish/completions/everstep.fish`.
+    """
+    name = shell or Path(os.environ.get("SHELL", "")).name
+    if name not in _SHELLS:
+        raise ConfigError(f"expected one of {', '.join(_SHELLS)}, got {name or 'no $SHELL'}: name the shell")
+    print(_SHELLS[name](click.Group("everstep"), {}, "everstep", "_EVERSTEP_COMPLETE").source())
+    return 0

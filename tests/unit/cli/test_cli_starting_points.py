@@ -1,0 +1,62 @@
+"""`everstep init` and `everstep completion`: files that run, nothing overwritten, keys completed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from everstep.cli.main import run_command
+from everstep.cli.starting_points import init
+
+
+@pytest.mark.parametrize(
+    ("origin", "target"), [("plain", "train.py"), ("lightning", "train.py:MyTask"), ("hf", "train.py")]
+)
+def test_a_script_is_written_once(origin: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "a" / "b"
+    assert run_command(["init", str(folder), "--from", origin]) == 0
+    assert f"everstep run {folder / target} --workers 4" in capsys.readouterr().out
+    text = (folder / "train.py").read_text()
+    compile(text, "train.py", "exec")
+    assert f"everstep run {target} --workers 4" in text
+    (folder / "train.py").write_text("mine")
+    assert run_command(["init", str(folder), "--from", origin]) == 2
+    assert "it is there, and stays as it is" in capsys.readouterr().err
+    assert (folder / "train.py").read_text() == "mine"
+
+
+def test_every_origin_has_a_file() -> None:
+    (option,) = (p for p in init.params if p.name == "origin")
+    starters = Path(sys.modules[init.callback.__module__].__file__ or "").with_name("starters")
+    assert sorted(path.stem for path in starters.iterdir()) == sorted(option.type.choices)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish", "zsh"])
+def test_completion_of_a_shell(shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_command(["completion", shell]) == 0
+    named = capsys.readouterr().out
+    assert f"_EVERSTEP_COMPLETE={shell}_complete" in named
+    monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
+    assert run_command(["completion"]) == 0 and capsys.readouterr().out == named
+    monkeypatch.setenv("SHELL", "/bin/tcsh")
+    assert run_command(["completion"]) == 2
+    assert "expected one of bash, fish, zsh, got tcsh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("everstep init", {"init"}),
+        ("everstep config loader.pre", {"loader.prefetch"}),
+        ("everstep run x --set loader.w", {"loader.workers="}),
+    ],
+)
+def test_what_a_shell_gets(words: str, expected: set[str]) -> None:
+    variables = {"_EVERSTEP_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    command = [sys.executable, "-m", "everstep"]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
+    assert {line.partition(",")[2] for line in done.stdout.splitlines()} == expected, done.stderr
