@@ -9,7 +9,7 @@ import xxhash
 from everstep.base.errors import check
 from everstep.exact.image import BlockSource, StateEntry, block_count, pieces_of
 
-EntryRow = tuple[str, str, tuple[int, ...], str]
+PassedEntry = tuple[str, str, tuple[int, ...], str]
 """Name, dtype, shape and digest of an entry, as `Image.rows` gives them."""
 
 
@@ -40,7 +40,7 @@ class PassingState:
         self._fill_up_to(block_count(self.entries))
         return [one.hexdigest() for one in self._hashes]
 
-    def rows(self) -> list[EntryRow]:
+    def rows(self) -> list[PassedEntry]:
         """As `Image.rows`, of all planes."""
         return sorted((e.name, e.dtype, e.shape, told) for e, told in zip(self.entries, self.digests(), strict=True))
 
