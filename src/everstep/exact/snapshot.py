@@ -140,7 +140,7 @@ class Snapshot:
         return arena[entry.offset : entry.stop]
 
 
-class LiveState:
+class StandingState:
     """The state itself, for others to read until it changes. Thread-safe: `wait` comes before that, and what is read
     afterwards is not there."""
 

@@ -19,7 +19,7 @@ from everstep.base.plan import Plan
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.vault import StageState
 from everstep.exact.image import sizes_of
-from everstep.exact.snapshot import LiveState, Snapshot
+from everstep.exact.snapshot import StandingState, Snapshot
 from everstep.placement.shards import share
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Key
@@ -102,7 +102,10 @@ class Transfers:
         self._donor.offer(lambda: self._live(effect, effect.stages, self._snapshot))
 
     def _live(
-        self, effect: do.Shelve | do.OfferFeeds, stages: Iterable[int], readable: Callable[[int], Snapshot | LiveState]
+        self,
+        effect: do.Shelve | do.OfferFeeds,
+        stages: Iterable[int],
+        readable: Callable[[int], Snapshot | StandingState],
     ) -> Offer:
         """Offer of the state as it is, but for the loop's: its taker enters the loop's body right after the update."""
         position, view, loop = effect.position, self._view, self._loop
@@ -126,7 +129,7 @@ class Transfers:
         snapshot.start()
         return snapshot
 
-    def _standing(self, stage: int) -> LiveState:
+    def _standing(self, stage: int) -> StandingState:
         replica = self._view.stages[stage]
         replica.lanes.settle_buffers()
         return replica.state.standing()
