@@ -112,6 +112,17 @@ def test_both_holders_of_a_part_are_killed_at_once(jobs: Jobs, script: str, refe
     ended_alike(job, reference)
 
 
+@pytest.mark.parametrize("worker_id", [0, 1])
+def test_a_worker_dies_while_the_result_is_brought_together(
+    jobs: Jobs, script: str, reference: Path, worker_id: int
+) -> None:
+    settings = {**ZERO, "zero.copies": 1, "checkpoint.disk.every_steps": 3}
+    job = jobs.start(script, workers=3, settings=settings, environment=PACED)
+    job.wait_for("step_committed", step=24)
+    os.kill(job.pid_of(worker_id), signal.SIGKILL)
+    ended_alike(job, reference)
+
+
 def test_a_worker_that_has_just_copied_its_part_is_given_another_before_its_first_update(
     jobs: Jobs, script: str, reference: Path
 ) -> None:

@@ -19,7 +19,7 @@ from everstep import Task
 from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, TaskError
 from everstep.exact.extra_state import from_file, pack, unpack
 from everstep.exact.topology import select
-from everstep.train.final import _tensors, model_tensors, names_of, write_final
+from everstep.train.final import _Passed, model_tensors, names_of, write_final
 from everstep.train.replica import StageReplica
 from everstep.train.unsupported import refuse_elsewhere
 
@@ -227,7 +227,9 @@ def test_extra_state_is_in_the_final_model_and_comes_back(make: Make, tmp_path: 
     write_final(tmp_path, model_tensors(model), "", "", STEPS)
     found = load_file(tmp_path / "final" / "model.safetensors")
     manifest = replica.state.manifest()
-    _, collected = _tensors(manifest, names_of(model, replica.state), replica.state.read_block)
+    passed = _Passed(manifest, names_of(model, replica.state), None)
+    passed.seen.take([replica.state.read_block(n) for n in range(replica.state.n_blocks)])
+    collected = passed.tensors()
     assert all(torch.equal(found[name], collected[name]) for name in found) and found.keys() == collected.keys()
     fresh = Odd(make).build_model()
     fresh.load_state_dict({n: from_file(t) if n.endswith("_extra_state") else t for n, t in found.items()})

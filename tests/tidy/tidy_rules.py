@@ -32,6 +32,7 @@ LAYERS = {
     "sim": 6,
     "chaos": 6,
     "zoo": 6,
+    "integrations": 6,
     "report": 7,
     "dashboard": 8,
     "sinks": 8,
@@ -90,13 +91,19 @@ CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, uv
     }
     | {"list_commands", "get_command", "resolve_command", "format_commands"}
     | {"generate_trace_id", "generate_span_id", "on_end"}
+    | {"create_module"}  # by importlib; the rest by transformers.Trainer
+    | {"_build_accelerator_args", "is_local_process_zero", "_inner_training_loop", "prediction_step"}
+    | {"evaluation_loop", "_save_checkpoint"}
 )
 READ_AS_THEY_ARE = frozenset(  # the kernel's files, our own, and the user's data
     {"everstep.runtime.process", "everstep.runtime.host.collector", "everstep.report.style", "everstep.dashboard.app"}
     | {"everstep.data.token_stream", "everstep.cli.plan_inputs"}
 )
 PUBLIC = frozenset(  # what users name, and nothing here does
-    {"barrier"} | {f"ResNet{depth}{kind}" for depth in (34, 50, 101, 152) for kind in ("Digits", "Folder")}
+    {"barrier"}
+    | {"sanity_checking", "loggers", "progress_bar_callback", "lightning_module", "callback_metrics"}
+    | {"current_epoch", "is_global_zero", "estimated_stepping_batches", "validate"}
+    | {f"ResNet{depth}{kind}" for depth in (34, 50, 101, 152) for kind in ("Digits", "Folder")}
 )
 SEAMS = frozenset({"blocks_of"})  # what sharding will stand on: tests alone use it so far
 DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.protocol.coordinator.", "everstep.sim.")
@@ -387,15 +394,15 @@ def rooms_without_name(modules: Iterable[str]) -> Iterator[str]:
 
 
 def files_without_name(modules: Iterable[str]) -> Iterator[str]:
-    """Files called by a picture instead of their content, and files of one name in two rooms (of `cli` none: there
-    files are called like their commands)."""
+    """Files called by a picture instead of their content, and files of one name in two rooms (of `cli` none, nor of
+    `integrations`: there files are called like their commands and packages)."""
     places: dict[str, list[str]] = {}
     known = set(modules)
     for module in sorted(known - {module.rpartition(".")[0] for module in known}):
         name = module.rpartition(".")[2]
         if set(name.split("_")) & FILES_WITHOUT_NAME:
             yield f"{module}: say what lies there"
-        if not module.startswith(f"{PACKAGE}.cli.") and module.count(".") > 1:
+        if not module.startswith((f"{PACKAGE}.cli.", f"{PACKAGE}.integrations.")) and module.count(".") > 1:
             places.setdefault(name, []).append(module)
     for name, found in sorted(places.items()):
         if len(found) > 1:
@@ -412,7 +419,7 @@ def unfinished(source: Source) -> Iterator[str]:
 
 def dead_modules(sources: Mapping[str, Source], entries: Iterable[str]) -> Iterator[str]:
     """Modules that nothing imports, names as a string ("module", "module:attribute", f"package.{...}") or lists."""
-    alive = set(entries)
+    alive = {*entries, "everstep.integrations.lightning"}  # what scripts import
     for source in sources.values():
         names = {name for _, name in imports(source)}
         words = {node.value for node in source.nodes if _is_text(node)}
@@ -487,6 +494,8 @@ def shared_names(sources: Iterable[Source]) -> Iterator[str]:
     """Public types and aliases of one name in several files: one name has one meaning."""
     places: dict[str, list[str]] = {}
     for source in sources:
+        if source.room == "integrations":  # its names are those of other libraries
+            continue
         for node in source.tree.body:
             for name in _defined(node):
                 if name[0].isupper() and not name.isupper():

@@ -376,7 +376,13 @@ class Config:
     """A job's effective config. Attributes are the keys; those of a group follow a dot (`loader.workers`)."""
 
     lanes: int = key(8, "parts of the global batch; each is computed whole by one worker", low=1, numerics=True)
-    micro_batch: int = key(8, "samples per lane: --batch-size / lanes", low=1, numerics=True)
+    micro_batch: int = key(
+        8,
+        "samples per lane: --batch-size / lanes; auto, in everstep run TASK: the largest that fits, with fewer lanes, "
+        "so that the global batch stays the same",
+        low=1,
+        numerics=True,
+    )
     accumulate: int = key(
         1, "times as many lanes, and as large a global batch; --batch-size stays its size", low=1, numerics=True
     )

@@ -67,6 +67,12 @@ def write_weights(
     return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
 
 
+def save_torch(content: Mapping[str, Any], path: Path) -> None:
+    """Write what torch.load reads, in place of an older file. Raises: StoreError."""
+    with _appearing(path) as partial:
+        torch.save(dict(content), partial)
+
+
 @contextmanager
 def _appearing(path: Path) -> Iterator[Path]:
     """A path beside this one, which takes its name at the end, or is removed."""

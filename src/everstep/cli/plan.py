@@ -13,7 +13,7 @@ import click
 
 from everstep.base.config import Config
 from everstep.base.config_keys import OFFLOAD
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, nearest
 from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time, plan_usual
 from everstep.cli.plan_config_dir import is_config_dir, shape_of_config
 from everstep.cli.plan_inputs import json_option
@@ -45,7 +45,18 @@ _DIVIDES = {
 }
 
 
-@click.group(invoke_without_command=True)
+class _Plan(click.Group):
+    """`plan` recommends: options of `plan recommend`, or its TASK, may follow at once."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = {one.partition("=")[0] for one in args} & {"--from", "--help", "-h"}
+        known = args[:1] and (args[0] in self.commands or nearest(args[0], self.commands) is not None)
+        if args and not own and not known and args != ["--json"]:
+            args = ["recommend", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_Plan, invoke_without_command=True)
 @click.option(
     "--from",
     "run_dir",
@@ -56,7 +67,10 @@ _DIVIDES = {
 @json_option
 @click.pass_context
 def command(context: click.Context, run_dir: Path | None, as_json: bool) -> int:
-    """Plan a job before it is started; with --from, compare a job that runs or ran with its plan."""
+    """Plan a job before it is started; with --from, compare a job that runs or ran with its plan.
+
+    Without a command it recommends: everstep plan --params 13B --gpus 32.
+    """
     if context.invoked_subcommand is not None:
         if run_dir is not None or as_json:
             raise ConfigError(f"expected --from, or {context.invoked_subcommand} with its own options, and not both")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from everstep.base.errors import ConfigError
 from everstep.base.given import read_json
 from everstep.cost.models import ModelShape
 
-GATED = ("llama", "mistral", "phi3", "qwen2")
+GATED = ("llama", "mistral", "mixtral", "phi3", "qwen2")
 PLAIN = ("gpt2", "gpt_neox", "opt")
 _SEQUENCE = 8192
 """Most tokens of a sequence that are taken from a config, whose limit is often far above what training uses."""
@@ -48,8 +49,8 @@ def shape_of_config(text: str) -> tuple[ModelShape, list[str]]:
         raise ConfigError(f"--model: cannot read {path}: {said}") from None
     if not isinstance(found, dict) or not isinstance(kind := found.get("model_type"), str):
         raise ConfigError(f"--model: {path}: expected a model's config with model_type, found none")
-    if any(isinstance(found.get(name), int) and found[name] > 1 for name in _EXPERTS):
-        raise ConfigError(f"--model: {path}: a mixture of experts is not planned: give --layers, --hidden and --heads")
+    if kind != "mixtral" and any(isinstance(found.get(name), int) and found[name] > 1 for name in _EXPERTS):
+        raise ConfigError(f"--model: {path}: of mixtures of experts mixtral is planned: give --layers and --experts")
     if kind not in (*GATED, *PLAIN) or found.get("is_encoder_decoder"):
         raise ConfigError(
             f"--model: {path}: expected a model_type of {', '.join((*GATED, *PLAIN))}, got {kind[:40]!r}: "
@@ -77,6 +78,9 @@ def shape_of_config(text: str) -> tuple[ModelShape, list[str]]:
         gated,
         found.get("tie_word_embeddings", not gated) is not False,
     )
+    if kind == "mixtral":
+        experts = _optional(found, _EXPERTS[:1], path) or 0
+        shape = replace(shape, experts=experts, experts_per_token=_optional(found, ("num_experts_per_tok",), path) or 1)
     return shape, [f"sequences of {sequence} ({path} allows {sizes['positions']})"]
 
 

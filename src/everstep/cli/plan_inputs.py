@@ -27,6 +27,11 @@ MOST_NODES, MOST_HOURS = 10**7, 10**6
 LEAST, MOST = 50_000_000, 5 * 10**12
 """Numbers of parameters that have the shape of a published model."""
 
+MOST_GPUS, MOST_PER_NODE = 10**6, 1024
+SIZES = ("layers", "hidden", "heads", "vocab", "sequence", "experts", "experts_per_token")
+CLUSTER = ("gpus", "gpu", "per_node", "network", "slowest")
+"""Keys of a cluster's file, as the options without their dashes."""
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
@@ -40,13 +45,16 @@ _MODEL = (
     click.option("--heads", type=int, help="Number of attention heads."),
     click.option("--vocab", type=int, help="Size of the vocabulary."),
     click.option("--sequence", type=int, help="Tokens of a sequence."),
+    click.option("--experts", type=int, help="Feed-forward parts of each layer, of a mixture of experts."),
+    click.option("--experts-per-token", type=int, help="How many of them a token goes through."),
 )
 _FLEET = (
-    click.option("--gpus", type=click.IntRange(1, 10**6), required=True, help="Number of devices."),
-    click.option("--gpu", "gpu_name", default="a100-80", show_default=True, help="Device, of the catalogue."),
-    click.option("--per-node", type=click.IntRange(1, 1024), default=8, show_default=True, help="Devices of a node."),
+    click.option("--cluster", type=click.Path(path_type=Path), help=f"YAML file of the next: {', '.join(CLUSTER)}."),
+    click.option("--gpus", type=click.IntRange(1, MOST_GPUS), help="Number of devices."),
+    click.option("--gpu", "gpu_name", help="Device, of the catalogue (a100-80)."),
+    click.option("--per-node", type=click.IntRange(1, MOST_PER_NODE), help="Devices of a node (8)."),
     click.option("--network", metavar="RATE", help="Speed of each device's link to other nodes: 200Gb."),
-    click.option("--slowest", type=float, default=1.0, show_default=True, help="Speed of the slowest device: 0.8."),
+    click.option("--slowest", type=float, help="Speed of the slowest device: 0.8 (1)."),
     click.option("--catalogue", type=click.Path(path_type=Path), help="YAML file of more devices."),
 )
 _JOB = (
@@ -128,6 +136,8 @@ def read_question(asked: Mapping[str, Any]) -> Question:
         if tokens is not None:
             raise ConfigError("expected --tokens or --samples, got both")
         tokens = quantities.parse_count(asked["samples"], "--samples") * shape.sequence
+    if tokens is not None and tokens < batch * shape.sequence:
+        raise ConfigError(f"expected --tokens or --samples for at least one step ({batch} x {shape.sequence} tokens)")
     return Question(shape, fleet, batch, asked["batch"] is not None, dtype, stack, tokens, tuple(assumed))
 
 
@@ -143,7 +153,7 @@ def choose_stack(name: str | None, device: DeviceKind, assumed: list[str]) -> So
 
 def read_shape(asked: Mapping[str, Any], assumed: list[str]) -> tuple[ModelShape, PublishedModel]:
     """The model's shape, and the published model from which other figures come. Raises: ConfigError, one line."""
-    sizes = {key: asked[key] for key in ("layers", "hidden", "heads", "vocab", "sequence") if asked[key] is not None}
+    sizes = {key: asked[key] for key in SIZES if asked[key] is not None}
     own = all(key in sizes for key in ("layers", "hidden", "heads"))
     if (asked["params"] is not None) + (asked["model_name"] is not None) + own != 1:
         raise ConfigError("expected one of --params 13B, --model NAME, or --layers, --hidden and --heads")
@@ -181,21 +191,50 @@ def read_shape(asked: Mapping[str, Any], assumed: list[str]) -> tuple[ModelShape
 
 
 def read_fleet(asked: Mapping[str, Any], assumed: list[str]) -> Fleet:
-    """The devices that options name. Raises: ConfigError, one line."""
+    """The devices that options name, or the file of --cluster. Raises: ConfigError, one line."""
+    given = _cluster(asked)
+    if given["gpus"] is None:
+        raise ConfigError("expected --gpus, or --cluster FILE with it: --gpus 32 --gpu a100-80")
     known = dict(CATALOGUE)
     if asked["catalogue"] is not None:
         known |= _more_devices(asked["catalogue"])
-    device, count, per_node = device_named(asked["gpu_name"], known), asked["gpus"], asked["per_node"]
-    slowest = asked["slowest"]
+    if given["gpu"] is None:
+        assumed.append("devices a100-80")
+    if given["per_node"] is None:
+        assumed.append("8 devices per node")
+    device, count, per_node = device_named(given["gpu"] or "a100-80", known), given["gpus"], given["per_node"] or 8
+    slowest = 1.0 if given["slowest"] is None else given["slowest"]
     if not 0.01 <= slowest <= 1:
         raise ConfigError(f"--slowest: expected a share of the others' speed, from 0.01 to 1, got {slowest:g}")
     if count > per_node and count % per_node:
         raise ConfigError(f"--gpus: expected whole nodes of {per_node} (--per-node), got {count}")
-    if asked["network"] is not None:
-        return Fleet(device, count, min(per_node, count), quantities.parse_rate(asked["network"], "--network"), slowest)
+    network = given["network"]
+    if network is not None:
+        return Fleet(device, count, min(per_node, count), quantities.parse_rate(network, "--network"), slowest)
     if count > per_node:
         assumed.append(f"{device.network * 8 / 1e9:g} Gb/s between nodes for each device ({device.sources['network']})")
     return Fleet(device, count, min(per_node, count), device.network, slowest)
+
+
+def _cluster(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of `CLUSTER`, None where not given; those of options before those of the file. Raises: ConfigError."""
+    options = {key: asked["gpu_name" if key == "gpu" else key] for key in CLUSTER}
+    path = asked["cluster"]
+    if path is None:
+        return options
+    file = read_config_file(path)
+    for key, value in file.items():
+        if key not in CLUSTER:
+            near = did_you_mean(key, CLUSTER, "{}")
+            raise ConfigError(f"{path}: expected some of {', '.join(CLUSTER)}, got {key[:40]!r}{near}")
+        most = {"gpus": MOST_GPUS, "per_node": MOST_PER_NODE}.get(key)
+        if most is not None and (type(value) is not int or not 1 <= value <= most):
+            raise ConfigError(f"{path}: {key}: expected a whole number from 1 to {most}, got {str(value)[:40]!r}")
+        if key in ("gpu", "network") and not isinstance(value, str):
+            raise ConfigError(f"{path}: {key}: expected text such as a100-80 or 200Gb, got {str(value)[:40]!r}")
+        if key == "slowest" and type(value) not in (int, float):
+            raise ConfigError(f"{path}: {key}: expected a number from 0.01 to 1, got {str(value)[:40]!r}")
+    return {**file, **{key: value for key, value in options.items() if value is not None or key not in file}}
 
 
 def _more_devices(path: Path) -> dict[str, DeviceKind]:

@@ -24,12 +24,22 @@ from everstep.cli.plan_inputs import (
     say,
     table,
 )
+from everstep.cli.plan_picture import check_picture, picture_lines, write_picture
+from everstep.cli.plan_splits import whole_batch
 from everstep.cli.plan_time import SOURCE as TIME_SOURCE
 from everstep.cli.plan_time import job_figures
 from everstep.cost import failures, split_memory
 from everstep.cost.goodput import HARMS, Cluster, closed_form, recovery_policies
 from everstep.cost.quantities import count_words, time_words
-from everstep.cost.split_search import RankedSplit, devices_needed, ranked_splits, why_better
+from everstep.cost.split_search import (
+    RankedSplit,
+    best_of_each,
+    devices_needed,
+    pareto_front,
+    planned_splits,
+    ranked_splits,
+    why_better,
+)
 from everstep.cost.step_time import ParallelSplit, micro_batches_of
 
 SHOWN = 10
@@ -43,8 +53,11 @@ _OURS = "float32, data parallel and stages, by the layout of this product's memo
 @question_options
 @click.option("--mtbf", help="Mean time between failures of a node: 100000h (the catalogue's).")
 @click.option("--write", type=click.Path(path_type=Path), help="Write a config of the best split that jobs can run.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw memory against time as a PNG.")
 @json_option
-def command(task: str | None, mtbf: str | None, write: Path | None, as_json: bool, **asked: Any) -> int:
+def command(
+    task: str | None, mtbf: str | None, write: Path | None, picture: Path | None, as_json: bool, **asked: Any
+) -> int:
     """Show the ten best ways to divide a model over devices, with memory, time, cost and failures, and why.
 
     A TASK is counted on torch's meta device; it is divided data parallel and into stages, as jobs can run it.
@@ -55,19 +68,22 @@ def command(task: str | None, mtbf: str | None, write: Path | None, as_json: boo
     if task is not None:
         if mtbf is not None:
             raise ConfigError("--mtbf: failures are not planned for a TASK: everstep plan failures shows them")
+        if picture is not None:
+            raise ConfigError("--picture: a TASK's few splits are not drawn: leave it out")
         from everstep.cli.plan_task import recommend_for_task
 
         return recommend_for_task(task, write, as_json, asked)
     question = read_question(asked)
     if write is not None and write.exists():
         raise ConfigError(f"--write: {write} exists: name another file, or remove it")
+    if picture is not None:
+        check_picture(picture)
     fleet, stack = question.fleet, question.stack
-    batch = question.batch
-    if not question.batch_given:
-        batch = max(1, round(batch / fleet.count)) * fleet.count
+    batch = whole_batch(question)
     rounded = [f"the batch rounded to {batch}, a multiple of the devices"] if batch != question.batch else []
     device_mtbf_h = fleet.device.mtbf_h if mtbf is None else mtbf_hours(mtbf) * fleet.per_node
-    found = ranked_splits(question.shape, fleet, batch, question.dtype, stack)
+    planned = planned_splits(question.shape, fleet, batch, question.dtype, stack)
+    found = best_of_each(planned)
     if not found:
         raise ConfigError(
             f"--batch: expected a multiple of the data parallel devices of some split, such as {fleet.count}, "
@@ -76,13 +92,6 @@ def command(task: str | None, mtbf: str | None, write: Path | None, as_json: boo
     best = [_described(question, batch, one, device_mtbf_h) for one in found[:SHOWN]]
     for described, one, other in zip(best, found, found[1:], strict=False):
         described["why"] = why_better(one, other)
-    needed = None
-    if not found[0].fits:
-        needed = {
-            "least_bytes": round(found[0].memory.total),
-            "split": asdict(found[0].split),
-            "devices": devices_needed(question.shape, fleet, batch, question.dtype, stack),
-        }
     result: dict[str, Any] = {
         "kind": "recommend",
         **question.described(),
@@ -92,7 +101,11 @@ def command(task: str | None, mtbf: str | None, write: Path | None, as_json: boo
         "fits": found[0].fits,
         "memory_bytes": round(fleet.device.memory_gb * 1e9),
         "best": best,
-        "needed": needed,
+        "pareto": [
+            {"split": asdict(one.split), "total_bytes": round(one.memory.total), "step_s": one.time.step_s}
+            for one in pareto_front(planned)
+        ],
+        "needed": None if found[0].fits else _least(question, batch, found[0]),
         "written": None,
         "source": f"{TIME_SOURCE}; {split_memory.SOURCE}",
         "sources": {
@@ -103,9 +116,17 @@ def command(task: str | None, mtbf: str | None, write: Path | None, as_json: boo
             "dollars": fleet.device.sources["price"],
         },
     }
+    if picture is not None:
+        write_picture(picture, result["pareto"], best)
     said = [] if write is None else _write(question, batch, write, result)
     say(result, as_json, [*_lines(result), *said])
     return 0 if found[0].fits and (write is None or result["written"]) else 1
+
+
+def _least(question: Question, batch: int, one: RankedSplit) -> dict[str, Any]:
+    """What would be needed, where nothing fits: the split that needs the least memory, and devices that would do."""
+    more = devices_needed(question.shape, question.fleet, batch, question.dtype, question.stack)
+    return {"least_bytes": round(one.memory.total), "split": asdict(one.split), "devices": more}
 
 
 def _described(question: Question, batch: int, one: RankedSplit, device_mtbf_h: float) -> dict[str, Any]:
@@ -178,6 +199,7 @@ def _write(question: Question, batch: int, path: Path, result: dict[str, Any]) -
 def _words(split: ParallelSplit | dict[str, Any]) -> str:
     one = asdict(split) if isinstance(split, ParallelSplit) else split
     words = [f"{one['tp']} tensor x {one['pp']} pipeline x {one['dp']} data"]
+    words[0] += f" x {one['cp']} context" * (one["cp"] > 1) + f", experts by {one['ep']}" * (one["ep"] > 1)
     words += [f"ZeRO {one['zero']}"] * bool(one["zero"]) + [f"micro-batch {one['micro_batch']}"]
     words += [f"{one['schedule']}, {one['chunks']} chunks"] * (one["chunks"] > 1)
     words += [f"recompute {one['recompute']}"] * (one["recompute"] != "none")
@@ -204,6 +226,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
         f"{count_words(result['parameters'])} parameters on {result['devices']} x {result['device']} "
         f"({result['memory_bytes'] / 1e9:g} GB), batch {result['batch']}, {result['dtype']}",
         *table(rows),
+        *picture_lines(result["pareto"], [one for one in result["best"] if one["fits"]]),
         *(() if needed is None else _needed(needed)),
         *(f"assumed: {one}" for one in result["assumed"]),
         *(f"source of {figure}: {source}" for figure, source in result["sources"].items()),

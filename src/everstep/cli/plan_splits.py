@@ -10,13 +10,16 @@ import click
 
 from everstep.base.errors import ConfigError
 from everstep.base.pipeline.schedule_table import KINDS, check_possible
-from everstep.cli.plan_inputs import Question, read_shape, table
+from everstep.cli.plan_inputs import SIZES, Question, read_shape, table
 from everstep.cost.memory import GB
 from everstep.cost.models import RECOMPUTE, ModelShape, nearest_model, shape_of
 from everstep.cost.quantities import parse_count
 from everstep.cost.split_memory import SOURCE, split_memory, split_runs, usual_splits
+from everstep.cost.split_search import ranked_splits
 from everstep.cost.step_time import ParallelSplit, micro_batches_of
 
+SPLIT_NAMES = ("tp", "pp", "micro_batch", "schedule", "chunks", "recompute", "sequence_parallel", "ep", "cp", "zero")
+"""Parameters of the options that say how to split."""
 zero_option = click.option("--zero", type=click.IntRange(0, 3), default=0, show_default=True, help="Stage of ZeRO.")
 
 
@@ -31,6 +34,8 @@ def split_options(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--schedule", type=click.Choice(tuple(KINDS)), default="1f1b", show_default=True),
             click.option("--chunks", type=count, default=1, show_default=True, help="Chunks of the model per stage."),
             click.option("--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True),
+            click.option("--ep", type=count, default=1, show_default=True, help="Devices that divide the experts."),
+            click.option("--cp", type=count, default=1, show_default=True, help="Devices that divide each sequence."),
             click.option("--sp", "sequence_parallel", is_flag=True, help="Sequence parallelism beside --tp."),
         )
     ):
@@ -42,8 +47,8 @@ def read_split(question: Question, asked: Mapping[str, Any]) -> tuple[ParallelSp
     """The split that options ask for, all other devices data parallel, and the batch: one that was not given is made
     to fit. Raises: ConfigError, one line."""
     tp, pp = asked["tp"], asked["pp"]
-    dp = max(1, question.fleet.count // (tp * pp))
-    keys = ("micro_batch", "zero", "schedule", "chunks", "recompute", "sequence_parallel")
+    dp = max(1, question.fleet.count // (tp * pp * asked["cp"]))
+    keys = ("micro_batch", "zero", "schedule", "chunks", "recompute", "sequence_parallel", "ep", "cp")
     split = ParallelSplit(tp, pp, dp, **{key: asked[key] for key in keys})
     _check_split(question.shape, question.fleet.count, split)
     each, batch = dp * split.micro_batch, question.batch
@@ -53,6 +58,23 @@ def read_split(question: Question, asked: Mapping[str, Any]) -> tuple[ParallelSp
         raise ConfigError(f"--batch: expected a multiple of {each} (data parallel x --micro-batch), got {batch}")
     check_possible(split.schedule, pp, micro_batches_of(batch, split), split.chunks, called="micro-batches")
     return split, batch
+
+
+def fastest_split(question: Question) -> tuple[ParallelSplit, int, tuple[str, ...]] | None:
+    """The split that `plan recommend` shows first, its batch, and what is assumed with it; None if there is none."""
+    batch = whole_batch(question)
+    found = ranked_splits(question.shape, question.fleet, batch, question.dtype, question.stack)
+    if not found:
+        return None
+    what = "the fastest split that fits" if found[0].fits else "the split that needs the least memory"
+    return found[0].split, batch, (*question.assumed, f"{what}, as plan recommend finds it")
+
+
+def whole_batch(question: Question) -> int:
+    """The batch; one that was not given is a multiple of the devices."""
+    if question.batch_given:
+        return question.batch
+    return max(1, round(question.batch / question.fleet.count)) * question.fleet.count
 
 
 def _check_split(shape: ModelShape, devices: int, split: ParallelSplit) -> None:
@@ -65,7 +87,15 @@ def _check_split(shape: ModelShape, devices: int, split: ParallelSplit) -> None:
             f"{split.chunks} chunk{'s' * (split.chunks > 1)}"
         )
     if split.devices != devices:
-        raise ConfigError(f"expected a multiple of --tp x --pp ({split.tp * split.pp}) devices, got {devices}")
+        names, each = "--tp x --pp" + " x --cp" * (split.cp > 1), split.tp * split.pp * split.cp
+        raise ConfigError(f"expected a multiple of {names} ({each}) devices, got {devices}")
+    if shape.sequence % split.cp:
+        raise ConfigError(f"--cp: expected a divisor of the sequence's {shape.sequence} tokens, got {split.cp}")
+    if split.ep > 1 and (not shape.experts or shape.experts % split.ep):
+        has = f"a divisor of the {shape.experts} experts" if shape.experts else "1 for a model without --experts"
+        raise ConfigError(f"--ep: expected {has}, got {split.ep}")
+    if split.replicas % split.ep:
+        raise ConfigError(f"--ep: expected a divisor of the {split.replicas} data parallel devices, got {split.ep}")
 
 
 def splits_of(
@@ -78,11 +108,11 @@ def splits_of(
     if wanted is not None and shape_of(wanted, nearest_model(wanted)) is None:
         return None
     assumed: list[str] = []
-    given = dict.fromkeys(("params", "model_name", "layers", "hidden", "heads", "vocab", "sequence"))
+    given = dict.fromkeys(("params", "model_name", *SIZES))
     shape, near = read_shape({**given, **named}, assumed)
-    keys = ("micro_batch", "schedule", "chunks", "recompute", "sequence_parallel")
-    tp, pp = asked["tp"], asked["pp"]
-    base = ParallelSplit(tp, pp, max(1, workers // (tp * pp)), **{key: asked[key] for key in keys})
+    keys = ("micro_batch", "schedule", "chunks", "recompute", "sequence_parallel", "ep", "cp")
+    tp, pp, cp = asked["tp"], asked["pp"], asked["cp"]
+    base = ParallelSplit(tp, pp, max(1, workers // (tp * pp * cp)), **{key: asked[key] for key in keys})
     _check_split(shape, workers, base)
     check_possible(base.schedule, pp, pp, base.chunks, called="micro-batches")
     assumed.append("one snapshot of the state in the host's memory")

@@ -26,7 +26,7 @@ SOURCE = "operations and activations of one lane, counted on torch's meta device
 _MEMORY = "the layout of this product's memory; a device's context and worker's memory are assumed"
 _LAUNCHES = "nothing for launches of kernels: lanes of less than a millisecond take longer"
 _DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
-_MODEL_OPTIONS = ("params", "model_name", "layers", "hidden", "heads", "vocab", "sequence", "tokens")
+_MODEL_OPTIONS = ("params", "model_name", "layers", "hidden", "heads", "vocab", "sequence", "experts", "tokens")
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ def read_task_question(task: str, asked: Mapping[str, Any]) -> TaskQuestion:
 def show_task_time(task: str, as_json: bool, asked: Mapping[str, Any]) -> int:
     """Print how long a step of a task takes, by part."""
     question = read_task_question(task, asked)
-    refused = [f"--{name}" for name, plain in (("tp", 1), ("zero", 0)) if asked[name] != plain]
+    refused = [f"--{name}" for name, plain in (("tp", 1), ("ep", 1), ("cp", 1), ("zero", 0)) if asked[name] != plain]
     if refused:
         raise ConfigError(f"{refused[0]}: a task is planned data parallel and in stages (--pp): leave it out")
     split = _split(question, asked["pp"], asked["chunks"])
     check_possible(asked["schedule"], split.stages, -(-split.lanes // split.pool), split.chunks, called="micro-batches")
     result: dict[str, Any] = {"kind": "time", **_described(question), **_row(question, split)}
     say(result, as_json, [*_head(result), *_parts(result), *_tail(result)])
-    return 0
+    return 0 if result["fits"] else 1
 
 
 def recommend_for_task(task: str, write: Path | None, as_json: bool, asked: Mapping[str, Any]) -> int:

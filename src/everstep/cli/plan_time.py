@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from everstep.cli.plan_inputs import (
     Question,
@@ -16,7 +17,7 @@ from everstep.cli.plan_inputs import (
     say,
     table,
 )
-from everstep.cli.plan_splits import read_split, split_options, zero_option
+from everstep.cli.plan_splits import SPLIT_NAMES, fastest_split, read_split, split_options, zero_option
 from everstep.cost.quantities import count_words, time_words
 from everstep.cost.split_memory import SOURCE as MEMORY_SOURCE
 from everstep.cost.split_memory import split_memory
@@ -37,7 +38,8 @@ MOST_PLAYED = 100_000
 def command(task: str | None, as_json: bool, **asked: Any) -> int:
     """Show how long a step takes, by part, and a job of so many tokens; and whether it fits when it is split so.
 
-    A TASK is counted on torch's meta device; else the model is given by numbers.
+    A TASK is counted on torch's meta device; else the model is given by numbers. If no split is given, the fastest that
+    fits is taken. Exit code: 1 if the model does not fit.
     """
     task = model_or_task(task, asked)
     if task is not None:
@@ -45,7 +47,8 @@ def command(task: str | None, as_json: bool, **asked: Any) -> int:
 
         return show_task_time(task, as_json, asked)
     question = read_question(asked)
-    split, batch = read_split(question, asked)
+    best = fastest_split(question) if _splits_nothing(click.get_current_context()) else None
+    split, batch, assumed = best or (*read_split(question, asked), question.assumed)
     found = step_time(question.shape, question.fleet, split, batch, question.dtype, question.stack)
     played = None
     if split.pp * found.micro_batches * split.chunks <= MOST_PLAYED:
@@ -59,6 +62,7 @@ def command(task: str | None, as_json: bool, **asked: Any) -> int:
         "kind": "time",
         **question.described(),
         "batch": batch,
+        "assumed": list(assumed),
         "split": asdict(split),
         **asdict(found),
         "tflops": found.model_flops / 1e12,
@@ -72,7 +76,12 @@ def command(task: str | None, as_json: bool, **asked: Any) -> int:
         "sources": {"memory": MEMORY_SOURCE, "dollars": question.fleet.device.sources["price"]},
     }
     say(result, as_json, _lines(result))
-    return 0
+    return 0 if result["fits"] else 1
+
+
+def _splits_nothing(context: click.Context) -> bool:
+    """Whether no option says how to split."""
+    return all(context.get_parameter_source(name) is ParameterSource.DEFAULT for name in SPLIT_NAMES)
 
 
 def job_figures(question: Question, found: StepTime) -> dict[str, float | None]:
@@ -85,7 +94,18 @@ def job_figures(question: Question, found: StepTime) -> dict[str, float | None]:
 
 def _lines(result: dict[str, Any]) -> list[str]:
     split = result["split"]
-    parts = ("matrices_s", "traffic_s", "tensor_s", "stages_s", "bubble_s", "gradients_s", "update_s", "straggler_s")
+    parts = (
+        "matrices_s",
+        "traffic_s",
+        "tensor_s",
+        "stages_s",
+        "experts_s",
+        "context_s",
+        "bubble_s",
+        "gradients_s",
+        "update_s",
+        "straggler_s",
+    )
     played = result["bubble_played"]
     whole = (
         f"{count_words(result['tokens'])} tokens: {result['days']:.3g} days, {result['dollars']:,.0f} dollars"

@@ -23,6 +23,7 @@ from everstep.chaos.spec import parse, strikes_of
 from everstep.checkpoint.keys import read_private_key, read_public_key
 from everstep.cli.adoption import adopt
 from everstep.cli.agent import place, start_of_agent, take_part_in
+from everstep.cli.auto_lane import choose_lane, take_auto, with_lane
 from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, check_metrics
 from everstep.cli.coming_back import become_standby
 from everstep.cli.conclusion import lacking_rows
@@ -127,13 +128,16 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Invocation:
-    """The parsed command. request: its config; trust: of checkpoints; begun: facts of this host."""
+    """The parsed command. request: its config; trust: of checkpoints; begun: facts of this host. auto_lane: the largest
+    lane that fits is to be found; notes: to tell the user."""
 
     asked: Asked
     request: Request
     trust: Trust
     begun: Start
     server: EarlyForkServer
+    auto_lane: bool = False
+    notes: tuple[str, ...] = ()
 
 
 _ARGS = "everstep.args"
@@ -247,6 +251,12 @@ def command(
                 f"--listen: expected none, because this process was {foreign.words()} and its hosts find each other"
             )
         return adopt(foreign, spec.short, click.get_current_context().meta[_ARGS], load_config(layers))
+    layers, auto_lane = take_auto(layers)
+    if auto_lane and (asked.is_script or asked.no_local_workers or rank is not None):
+        what = "a script" if asked.is_script else "--no-local-workers" if asked.no_local_workers else "--rank"
+        raise ConfigError(
+            f"micro_batch: auto does not go with {what}: it looks at one lane of a Task here; give a number"
+        )
     given = read_layers([*layers, ("options", options)])
     if rank:
         return _follow(asked, load_config(layers), asked.slots or slots_here(given, asked.world_size))
@@ -254,11 +264,12 @@ def command(
         *(asked.listen, asked.told, given), local=asked.local, slots=asked.slots, world_size=asked.world_size
     )
     request = Request((*layers, ("options", options | doors)), asked.batch_size, asked.simulate_failure)
-    return _begin(asked, request, port)
+    return _begin(asked, request, port, auto_lane)
 
 
-def _begin(asked: Asked, request: Request, port: int | None) -> int:
-    """Be the host on which the job begins. port: where agents of other hosts may join, None: they may not."""
+def _begin(asked: Asked, request: Request, port: int | None, auto_lane: bool) -> int:
+    """Be the host on which the job begins. port: where agents of other hosts may join, None: they may not. auto_lane:
+    as `Invocation` has it."""
     run_dir, given, slots = _usable(asked), read_layers(request.layers), asked.slots
     if port is not None and not is_loopback(given["network.address"]):
         slots = slots or slots_here(given, asked.world_size)
@@ -274,7 +285,8 @@ def _begin(asked: Asked, request: Request, port: int | None) -> int:
     threads = given.get("threads")
     server = EarlyForkServer(threads if isinstance(threads, int) else 1, ("torch",) if asked.dry_run else PRELOAD)
     with contextlib.closing(server):
-        return _run_or_show(Invocation(asked, request, trust, dataclasses.replace(begun, early=server), server))
+        begun = dataclasses.replace(begun, early=server)
+        return _run_or_show(Invocation(asked, request, trust, begun, server, auto_lane))
 
 
 def _or_stand_by(begun: Start, given: Mapping[str, Any]) -> Start:
@@ -326,6 +338,8 @@ def _check_sign_key(path: str | None) -> None:
 
 
 def _run_or_show(invocation: Invocation) -> int:
+    if invocation.auto_lane:
+        invocation = _with_lane(invocation)
     if invocation.asked.dry_run:
         print_placement(*_prepare(invocation, units=True), as_json=invocation.asked.as_json)
         return 0
@@ -333,6 +347,16 @@ def _run_or_show(invocation: Invocation) -> int:
     prepared = None if run_dir.exists() else _prepare(invocation)  # a job that cannot work leaves nothing behind
     with run_lock(run_dir):
         return _run(invocation, *(prepared or _prepare(invocation)))
+
+
+def _with_lane(invocation: Invocation) -> Invocation:
+    """With the largest lane that fits, or that of the job that goes on."""
+    asked = invocation.asked
+    before = None if asked.fresh else invocation.begun.folder
+    chosen = choose_lane(asked.spec.canonical, invocation.request, invocation.server, before)
+    return dataclasses.replace(
+        invocation, request=with_lane(invocation.request, chosen), notes=(*invocation.notes, chosen.words)
+    )
 
 
 def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Probe]:
@@ -402,7 +426,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
             f"zero.stage={config.zero.stage} saves no memory where a stage has no more workers ({least}) than "
             f"zero.copies ({config.zero.copies}): each of them has all of the optimizer's state"
         )
-    opening += probe.notes
+    opening += [*invocation.notes, *probe.notes]
     opening += [about_to_run(job)] if found.job is not None else []
     opening += [text for text in (owner_words(run_dir), warning, open_still) if text]
     return _launch(invocation, job, opening)

@@ -19,7 +19,8 @@ attention aside (torchtitan's selective checkpointing by operation); each layer 
 class ModelShape:
     """A decoder-only transformer. ffn: inner width of the feed-forward part, None for 4 x hidden. kv_heads: None: as
     heads. gated: the feed-forward part has three matrices (SwiGLU), no biases, norms without offset; else it is a GPT
-    with biases and learnt positions. tied: the output uses the embedding's matrix; None: if it is a GPT."""
+    with biases and learnt positions. tied: the output uses the embedding's matrix; None: if it is a GPT. experts: feed-
+    forward parts of each layer, 0 for one that is no expert; each token goes through `experts_per_token` of them."""
 
     layers: int
     hidden: int
@@ -30,6 +31,8 @@ class ModelShape:
     ffn: int | None = None
     gated: bool = False
     tied: bool | None = None
+    experts: int = 0
+    experts_per_token: int = 1
 
     @property
     def width(self) -> int:
@@ -37,10 +40,32 @@ class ModelShape:
         return 4 * self.hidden if self.ffn is None else self.ffn
 
     @property
+    def kv_width(self) -> int:
+        """Width of the keys of all heads, which is that of the values."""
+        return self.hidden * (self.kv_heads or self.heads) // self.heads
+
+    @property
+    def expert_weights(self) -> int:
+        """Parameters in the matrices of one feed-forward part."""
+        return (3 if self.gated else 2) * self.hidden * self.width
+
+    @property
     def layer_weights(self) -> int:
-        """Parameters in the matrices of one layer."""
-        shared = 2 * self.hidden * self.hidden * (self.kv_heads or self.heads) // self.heads
-        return 2 * self.hidden**2 + shared + (3 if self.gated else 2) * self.hidden * self.width
+        """Parameters in the matrices of one layer; with experts, in those of all of them and of the router."""
+        return self._weights(max(1, self.experts))
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters in the matrices of all experts of all layers."""
+        return self.layers * self.experts * self.expert_weights
+
+    def _weights(self, parts: int) -> int:
+        return (
+            2 * self.hidden**2
+            + 2 * self.hidden * self.kv_width
+            + self.hidden * self.experts
+            + (parts * self.expert_weights)
+        )
 
     @property
     def parameters(self) -> int:
@@ -58,7 +83,7 @@ class ModelShape:
         Source: arXiv 2104.04473, section 5.1 (24 B s h^2 + 4 B s^2 h for a layer, 2 B s h V for the output).
         """
         attention = 4.0 * self.sequence * self.hidden * self.layers
-        return 2.0 * self.layer_weights * self.layers, attention, 2.0 * self.hidden * self.vocab
+        return 2.0 * self._weights(self.experts_per_token) * self.layers, attention, 2.0 * self.hidden * self.vocab
 
     def flops(self, recompute: str = "none") -> float:
         """Operations of a forward and a backward pass per token. With recompute=full 96 l h^2 (1 + s / 6h + V / 16 l
@@ -77,7 +102,7 @@ class ModelShape:
         tensors of its width.
         """
         whole = 10 * self.hidden / (tp if sequence_parallel else 1)
-        inner = 8 * self.hidden + (8 if self.gated else 4) * self.width
+        inner = 8 * self.hidden + (8 if self.gated else 4) * self.width * self.experts_per_token
         scores = 0 if fused_attention else 5 * self.heads * self.sequence
         return whole + (inner + scores) / tp
 
@@ -85,8 +110,8 @@ class ModelShape:
         """Bytes that one layer keeps per token until its backward pass. alternate: its input, queries, values, the
         attention's result, one inner tensor of the feed-forward part, and the layer's result."""
         if recompute == "alternate":
-            whole, shared = 4 * self.hidden, 2 * self.hidden * (self.kv_heads or self.heads) / self.heads
-            return whole / (tp if sequence_parallel else 1) + (4 * self.hidden + shared + 2 * self.width) / tp
+            whole, inner = 4 * self.hidden, 2 * self.width * self.experts_per_token
+            return whole / (tp if sequence_parallel else 1) + (4 * self.hidden + 2 * self.kv_width + inner) / tp
         if recompute == "full":
             return 2 * self.hidden / (tp if sequence_parallel else 1)
         return self.activation_bytes(tp, sequence_parallel, fused or recompute == "selective")
@@ -126,6 +151,12 @@ PUBLISHED = (
     PublishedModel("llama3-8b", _llama(32, 4096, 32, 8, 14336), 512, _LLAMA3),
     PublishedModel("llama3-70b", _llama(80, 8192, 64, 8, 28672), 2048, _LLAMA3),
     PublishedModel("llama3-405b", _llama(126, 16384, 128, 8, 53248), 2048, _LLAMA3),
+    PublishedModel(
+        "mixtral-8x7b",
+        replace(_llama(32, 4096, 32, 8, 14336, 32000, 4096), experts=8, experts_per_token=2),
+        1024,
+        "Mixtral (arXiv 2401.04088, table 1; recalled; batch assumed)",
+    ),
     *(
         PublishedModel(
             f"megatron-{size}", ModelShape(layers, hidden, heads), batch, "arXiv 2104.04473, table 1"
@@ -143,8 +174,10 @@ PUBLISHED = (
 
 
 def nearest_model(parameters: int) -> PublishedModel:
-    """The published model whose number of parameters is nearest, by its logarithm; of equal ones the first."""
-    return min(PUBLISHED, key=lambda one: abs(math.log(one.shape.parameters / parameters)))
+    """The published model without experts whose number of parameters is nearest, by its logarithm; of equal ones the
+    first."""
+    dense = (one for one in PUBLISHED if not one.shape.experts)
+    return min(dense, key=lambda one: abs(math.log(one.shape.parameters / parameters)))
 
 
 def shape_of(parameters: int, near: PublishedModel) -> ModelShape | None:
@@ -163,6 +196,10 @@ def check_shape(shape: ModelShape) -> ModelShape:
         value = getattr(shape, name)
         if not 1 <= value <= 10**7:
             raise ConfigError(f"--{name}: expected from 1 to 1e+07, got {value}")
+    for name, most in (("experts", 4096), ("experts_per_token", max(1, shape.experts))):
+        value, least = getattr(shape, name), int(name == "experts_per_token")
+        if not least <= value <= most:
+            raise ConfigError(f"--{name.replace('_', '-')}: expected from {least} to {most}, got {value}")
     if shape.hidden % shape.heads:
         raise ConfigError(f"--heads: expected a divisor of the hidden size {shape.hidden}, got {shape.heads}")
     return shape

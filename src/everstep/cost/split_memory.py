@@ -11,7 +11,7 @@ from dataclasses import replace
 from everstep.base.errors import check
 from everstep.cost.memory import MemoryUse
 from everstep.cost.models import ModelShape
-from everstep.cost.step_time import ParallelSplit
+from everstep.cost.step_time import ParallelSplit, parameter_parts
 
 CONTEXT_BYTES = 1e9
 """Of CUDA, its libraries and NCCL on each device (assumed)."""
@@ -55,11 +55,13 @@ def split_memory(
     """
     check(micro_batches >= 1, f"expected at least one micro-batch, got {micro_batches}")
     wide = 2 if dtype == "fp32" else 1
-    held = shape.parameters / (split.tp * split.pp)
-    divided = [split.dp if split.zero >= stage else 1 for stage in (1, 2, 3)]
-    optimizer = (8 if dtype == "fp32" else 12) * held / divided[0]
-    layer = 2.0 * wide * shape.layer_weights / split.tp
-    tokens = split.micro_batch * shape.sequence
+    parts = parameter_parts(shape, split)
+    held = sum(count for count, _ in parts)
+    by_stage = [sum(count / (ranks if split.zero >= stage else 1) for count, ranks in parts) for stage in (1, 2, 3)]
+    optimizer = (8 if dtype == "fp32" else 12) * by_stage[0]
+    away = shape.experts * shape.expert_weights * (1 - 1 / split.ep)
+    layer = 2.0 * wide * (shape.layer_weights - away) / split.tp
+    tokens = split.micro_batch * shape.sequence / split.cp
     kept = wide * tokens * shape.kept_bytes(split.recompute, split.tp, split.sequence_parallel, fused)
     again = 0.0
     if split.recompute != "none":
@@ -71,12 +73,16 @@ def split_memory(
         for stage, last in ((0, split.pp == 1), (split.pp - 1, True))
     }
     activations, logits = max(ends.values(), key=sum)
-    wire = BUCKET_BYTES if split.dp > 1 else 0.0
+    wire = BUCKET_BYTES if split.replicas > 1 else 0.0
+    if split.cp > 1:  # keys and values of another part of the sequence come while those of one are used
+        wire += 2 * 2.0 * wide * tokens * 2 * shape.kv_width / split.tp
+    if split.ep > 1:  # tokens that go to experts, and those that come
+        wire += 2 * 2.0 * wide * tokens * shape.experts_per_token * shape.hidden / split.tp
     if split.zero == 3:
-        wire = 3 * layer if split.pp == 1 else (2 * wide + 4) * held
+        wire += (3 * layer if split.pp == 1 else (2 * wide + 4) * held) - BUCKET_BYTES * (split.replicas > 1)
     device = {
-        "parameters": 2 * wide * held / divided[2],
-        "gradients": 2 * wide * held / divided[1],
+        "parameters": 2 * wide * by_stage[2],
+        "gradients": 2 * wide * by_stage[1],
         "optimizer": 0.0 if offload else optimizer,
         "activations": activations,
         "output": logits,
@@ -92,9 +98,9 @@ def split_memory(
 
 
 def split_runs(split: ParallelSplit, dtype: str = "fp32") -> bool:
-    """Whether jobs can run with this split today: data parallel, stages, ZeRO's stage 1, in float32."""
-    plain = split.tp == 1 and not split.sequence_parallel
-    return plain and split.zero <= 1 and split.recompute in ("none", "full") and dtype == "fp32"
+    """Whether jobs can run with this split today: data parallel, stages, ZeRO's stages 1 and 2, in float32."""
+    plain = split.tp == split.ep == split.cp == 1 and not split.sequence_parallel
+    return plain and split.zero <= 2 and split.recompute in ("none", "full") and dtype == "fp32"
 
 
 def usual_splits(shape: ModelShape, base: ParallelSplit) -> dict[str, tuple[ParallelSplit, bool]]:
@@ -116,4 +122,18 @@ def usual_splits(shape: ModelShape, base: ParallelSplit) -> dict[str, tuple[Para
         if tp > 1 and both > 1:
             each = replace(base, tp=tp, pp=both, dp=devices // tp // both, zero=1, sequence_parallel=True)
             found[f"tp{tp}+sp x pp{both}+zero1"] = (each, False)
+    return found | _divided_sequences_and_experts(shape, base)
+
+
+def _divided_sequences_and_experts(shape: ModelShape, base: ParallelSplit) -> dict[str, tuple[ParallelSplit, bool]]:
+    """Context parallelism, and expert parallelism where there are experts, with ZeRO's stage 1."""
+    found = {}
+    if base.cp == 1:
+        cp = max(n for n in (1, 2, 4, 8) if base.dp % n == 0 and shape.sequence % n == 0)
+        if cp > 1:
+            found[f"cp{cp}+zero1"] = (replace(base, cp=cp, dp=base.dp // cp, zero=1), False)
+    if shape.experts and base.ep == 1:
+        ep = max(n for n in (1, 2, 4, 8) if base.replicas % n == 0 and shape.experts % n == 0)
+        if ep > 1:
+            found[f"ep{ep}+zero1"] = (replace(base, ep=ep, zero=1), False)
     return found

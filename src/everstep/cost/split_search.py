@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from everstep.cost.memory import MemoryUse, Model, Split, of_ours
@@ -11,12 +11,15 @@ from everstep.cost.split_memory import CONTEXT_BYTES, split_memory
 from everstep.cost.step_time import Fleet, ParallelSplit, SoftwareStack, StepTime, micro_batches_of, step_time
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
+LEAST_TOKENS = 4096
 MOST_DEVICES = 1 << 20
 _PARTS = {
     "matrices_s": "matrix products",
     "traffic_s": "traffic of activations",
     "tensor_s": "sums within layers",
     "stages_s": "messages between stages",
+    "experts_s": "ways to experts and back",
+    "context_s": "keys and values of other parts of the sequence",
     "bubble_s": "bubble",
     "gradients_s": "sums of gradients",
     "update_s": "update",
@@ -37,7 +40,7 @@ class RankedSplit:
 def possible_splits(shape: ModelShape, fleet: Fleet, batch: int, ours: bool = False) -> Iterator[ParallelSplit]:
     """Splits that can be, the pruned ones aside: tensor parallelism leaves no node and comes with sequence parallelism;
     stages have as many layers each; ZeRO's stages 2 and 3 are not combined with a pipeline, for which they would gather
-    or sum at every micro-batch.
+    or sum at every micro-batch; context parallelism leaves each device 4,096 tokens of a sequence or more.
 
     ours: only those that jobs run on such devices: no tensor parallelism, no ZeRO.
     """
@@ -48,18 +51,29 @@ def possible_splits(shape: ModelShape, fleet: Fleet, batch: int, ours: bool = Fa
             if shape.layers % pp or fleet.count // tp % pp:
                 continue
             dp = fleet.count // tp // pp
-            base = ParallelSplit(tp, pp, dp, sequence_parallel=tp > 1)
-            for one in _settings(shape, base, ours):
-                count = micro_batches_of(batch, one)
-                if count and (one.schedule != "interleaved" or count % pp == 0):
-                    yield one
+            for cp in (1,) if ours else _context(shape, dp):
+                for ep in (1,) if ours or not shape.experts else _experts(shape, dp):
+                    base = ParallelSplit(tp, pp, dp // cp, sequence_parallel=tp > 1, ep=ep, cp=cp)
+                    for one in _settings(shape, base, ours):
+                        count = micro_batches_of(batch, one)
+                        if count and (one.schedule != "interleaved" or count % pp == 0):
+                            yield one
+
+
+def _context(shape: ModelShape, dp: int) -> list[int]:
+    possible = (n for n in (1, 2, 4, 8, 16) if dp % n == 0 and shape.sequence % n == 0)
+    return [n for n in possible if n == 1 or shape.sequence // n >= LEAST_TOKENS]
+
+
+def _experts(shape: ModelShape, dp: int) -> list[int]:
+    return [n for n in (1, 2, 4, 8, 16, 32, 64) if dp % n == 0 and shape.experts % n == 0]
 
 
 def _settings(shape: ModelShape, base: ParallelSplit, ours: bool) -> Iterator[ParallelSplit]:
     each = shape.layers // base.pp
     looped = next((chunks for chunks in (2, 3) if base.pp > 1 and each % chunks == 0), None)
     schedules = (("1f1b", 1), *((("interleaved", looped),) if looped else ()))
-    stages = (0,) if ours or base.dp == 1 else (0, 1) if base.pp > 1 else (0, 1, 2, 3)
+    stages = (0,) if ours or base.replicas == 1 else (0, 1) if base.pp > 1 else (0, 1, 2, 3)
     for micro_batch in MICRO_BATCHES:
         for zero in stages:
             for recompute in ("none", "full") if ours else RECOMPUTE:
@@ -84,24 +98,48 @@ def memory_of_ours(shape: ModelShape, split: ParallelSplit, batch: int) -> Memor
     return of_ours(model, Split(split.dp, split.dp * count, count.bit_count(), hosts=split.dp), split.zero)
 
 
-def ranked_splits(
+def planned_splits(
     shape: ModelShape, fleet: Fleet, batch: int, dtype: str, stack: SoftwareStack, *, ours: bool = False
 ) -> list[RankedSplit]:
-    """The best of each (tensor, pipeline, data parallel): those that fit by time, then the others by memory."""
-    room = fleet.device.memory_gb * 1e9
-    best: dict[tuple[int, int], tuple[tuple[float, ...], RankedSplit]] = {}
+    """Every split that is possible, with its memory and time."""
+    room, planned = fleet.device.memory_gb * 1e9, []
     for split in possible_splits(shape, fleet, batch, ours):
         usage = (
             memory_of_ours(shape, split, batch)
             if ours
             else split_memory(shape, split, micro_batches_of(batch, split), dtype, fused=stack.fused_attention)
         )
-        found = RankedSplit(split, usage, step_time(shape, fleet, split, batch, dtype, stack), usage.total <= room)
-        rank = (0.0, found.time.step_s, usage.total) if found.fits else (1.0, usage.total, found.time.step_s)
-        key = (split.tp, split.pp)
+        time = step_time(shape, fleet, split, batch, dtype, stack)
+        planned.append(RankedSplit(split, usage, time, usage.total <= room))
+    return planned
+
+
+def best_of_each(planned: Iterable[RankedSplit]) -> list[RankedSplit]:
+    """The best of each (tensor, pipeline, data parallel): those that fit by time, then the others by memory."""
+    best: dict[tuple[int, int], tuple[tuple[float, ...], RankedSplit]] = {}
+    for found in planned:
+        total, step_s = found.memory.total, found.time.step_s
+        rank = (0.0, step_s, total) if found.fits else (1.0, total, step_s)
+        key = (found.split.tp, found.split.pp)
         if key not in best or rank < best[key][0]:
             best[key] = rank, found
     return [found for _, found in sorted(best.values(), key=lambda one: one[0])]
+
+
+def ranked_splits(
+    shape: ModelShape, fleet: Fleet, batch: int, dtype: str, stack: SoftwareStack, *, ours: bool = False
+) -> list[RankedSplit]:
+    """`best_of_each` of all splits."""
+    return best_of_each(planned_splits(shape, fleet, batch, dtype, stack, ours=ours))
+
+
+def pareto_front(planned: Iterable[RankedSplit]) -> list[RankedSplit]:
+    """Splits that fit and than which none is both shorter and smaller, the shortest first."""
+    front: list[RankedSplit] = []
+    for one in sorted((one for one in planned if one.fits), key=lambda one: (one.time.step_s, one.memory.total)):
+        if not front or one.memory.total < front[-1].memory.total:
+            front.append(one)
+    return front
 
 
 def why_better(one: RankedSplit, other: RankedSplit) -> str:

@@ -2,7 +2,8 @@
 
 A step is m micro-batches through a pipeline, (m + (p - 1) / c) times the time of one, then what of the gradients' sum
 is not hidden, then the update. A micro-batch takes the operations at the share of the peak that a stack reaches, the
-bytes of activations that are moved, the sums within layers (tensor parallelism) and the messages between stages.
+bytes of activations that are moved, the sums within layers (tensor parallelism), what goes to experts and back (expert
+parallelism), keys and values of other parts of the sequence (context parallelism), and the messages between stages.
 Messages: latency plus bytes over bandwidth (alpha-beta), rings for sums.
 """
 
@@ -62,7 +63,8 @@ class Fleet:
 @dataclass(frozen=True)
 class ParallelSplit:
     """How a job is divided: tensor, pipeline, data parallel; sequences of a micro-batch; stage of ZeRO; schedule with
-    its chunks per stage; what is computed again (`RECOMPUTE`)."""
+    its chunks per stage; what is computed again (`RECOMPUTE`). cp: devices among which each sequence is divided
+    (context parallelism). ep: devices, of those that are data or context parallel, among which experts are divided."""
 
     tp: int = 1
     pp: int = 1
@@ -73,11 +75,18 @@ class ParallelSplit:
     chunks: int = 1
     recompute: str = "none"
     sequence_parallel: bool = False
+    ep: int = 1
+    cp: int = 1
 
     @property
     def devices(self) -> int:
         """All of them."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """Devices with the same parameters, experts aside: their gradients are summed."""
+        return self.dp * self.cp
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,8 @@ class StepTime:
     traffic_s: float
     tensor_s: float
     stages_s: float
+    experts_s: float
+    context_s: float
     bubble_s: float
     gradients_s: float
     update_s: float
@@ -130,7 +141,7 @@ def step_time(
     """The length of a step. batch: sequences of all devices. dtype: of the matrices, a key of the device's peaks."""
     count = micro_batches_of(batch, split)
     check(count > 0, f"a batch of {batch} cannot be divided by {split}")
-    device, tokens = fleet.device, split.micro_batch * shape.sequence
+    device, tokens = fleet.device, split.micro_batch * shape.sequence / split.cp
     share = split.tp * split.pp
     matrices_s = tokens / share / stack.matmul * _at_peak_s(shape, device, split.recompute, dtype)
     layers = shape.layers / split.pp
@@ -140,12 +151,15 @@ def step_time(
     traffic_s = stack.passes * again * wide * moved / device.bandwidth
     tensor_s = _tensor_s(shape, fleet, split, tokens, layers, wide)
     stages_s = _stages_s(shape, fleet, split, tokens, wide)
+    experts_s = _experts_s(shape, fleet, split, tokens, layers, wide)
+    attention_s = 3 * shape.forward_flops()[1] * tokens / share / stack.matmul / device.peak[_narrow(dtype)]
+    context_s = _context_s(shape, fleet, split, tokens, layers, wide, attention_s)
     waits_s = (matrices_s + traffic_s) * (1 / fleet.slowest - 1)
-    each_s = matrices_s + traffic_s + tensor_s + stages_s + waits_s
-    held = shape.parameters / share
-    gradients_s = _gradients_s(fleet, split, 2 * wide * held, each_s * count * stack.overlap)
-    states = held / (split.dp if split.zero else 1)
-    update_s = 28 * states / device.bandwidth
+    each_s = matrices_s + traffic_s + tensor_s + stages_s + experts_s + context_s + waits_s
+    parts = parameter_parts(shape, split)
+    sums_s = sum(_sum_s(fleet, split, 2 * wide * held, ranks) for held, ranks in parts)
+    gradients_s = max(0.0, sums_s - each_s * count * stack.overlap)
+    update_s = 28 * sum(held / (ranks if split.zero else 1) for held, ranks in parts) / device.bandwidth
     idle_s = each_s * (split.pp - 1) / split.chunks
     step_s = each_s * count + idle_s + gradients_s + update_s
     whole = batch * shape.sequence / split.devices
@@ -156,6 +170,8 @@ def step_time(
         traffic_s * count,
         tensor_s * count,
         stages_s * count,
+        experts_s * count,
+        context_s * count,
         idle_s,
         gradients_s,
         update_s,
@@ -173,40 +189,89 @@ def _at_peak_s(shape: ModelShape, device: DeviceKind, recompute: str, dtype: str
     """Seconds for the operations of a token at the device's peak. In fp8 attention and output stay in bf16."""
     _, attention, output = shape.forward_flops()
     rest = 3 * (attention + output) + (attention if recompute in ("selective", "full") else 0)
-    return (shape.flops(recompute) - rest) / device.peak[dtype] + rest / device.peak[
-        "bf16" if dtype == "fp8" else dtype
-    ]
+    return (shape.flops(recompute) - rest) / device.peak[dtype] + rest / device.peak[_narrow(dtype)]
 
 
-def _tensor_s(shape: ModelShape, fleet: Fleet, split: ParallelSplit, tokens: int, layers: float, wide: int) -> float:
+def _narrow(dtype: str) -> str:
+    """The numbers of attention and output."""
+    return "bf16" if dtype == "fp8" else dtype
+
+
+def parameter_parts(shape: ModelShape, split: ParallelSplit) -> tuple[tuple[float, int], ...]:
+    """Parameters that a device holds, each with the number of devices that hold the same; experts are the second."""
+    share, experts = split.tp * split.pp, shape.expert_parameters
+    dense = ((shape.parameters - experts) / share, split.replicas)
+    return (dense, (experts / share / split.ep, split.replicas // split.ep)) if experts else (dense,)
+
+
+def _tensor_s(shape: ModelShape, fleet: Fleet, split: ParallelSplit, tokens: float, layers: float, wide: int) -> float:
     """Sums within layers: two in a forward pass, two in a backward pass, two more where all is computed again.
 
     Source: arXiv 1909.08053, section 3; with sequence parallelism as many bytes (arXiv 2205.05198, section 4.2.2).
     """
-    inside = split.tp <= fleet.per_node
-    bandwidth = (fleet.device.link if inside else fleet.network) * REACHED
-    latency_s = LINK_LATENCY_S if inside else NETWORK_LATENCY_S
+    bandwidth, latency_s = _link(fleet, split.tp)
     sums = 6 if split.recompute == "full" else 4
     return sums * layers * ring_s(2.0 * wide * tokens * shape.hidden, split.tp, bandwidth, latency_s)
 
 
-def _stages_s(shape: ModelShape, fleet: Fleet, split: ParallelSplit, tokens: int, wide: int) -> float:
+def _experts_s(shape: ModelShape, fleet: Fleet, split: ParallelSplit, tokens: float, layers: float, wide: int) -> float:
+    """Tokens to their experts and back, in both passes; twice more where all is computed again. Each goes to another
+    device with probability (e - 1) / e.
+
+    Source: GShard (arXiv 2006.16668, section 3.2): two all-to-alls per layer and pass; experts evenly loaded.
+    """
+    if split.ep == 1:
+        return 0.0
+    bandwidth, latency_s = _link(fleet, split.tp * split.ep)
+    size = 2.0 * wide * tokens * shape.experts_per_token * shape.hidden / split.tp
+    times = 6 if split.recompute == "full" else 4
+    return times * layers * ((split.ep - 1) * latency_s + (split.ep - 1) / split.ep * size / bandwidth)
+
+
+def _context_s(
+    shape: ModelShape,
+    fleet: Fleet,
+    split: ParallelSplit,
+    tokens: float,
+    layers: float,
+    wide: int,
+    attention_s: float,
+) -> float:
+    """Keys and values that go round the ring of a sequence's parts, their gradients in the backward pass, beyond the
+    attention that hides them.
+
+    Source: ring attention (arXiv 2310.01889, section 3).
+    """
+    if split.cp == 1:
+        return 0.0
+    bandwidth, latency_s = _link(fleet, split.tp * split.ep * split.cp)
+    size = 2.0 * wide * tokens * 2 * shape.kv_width / split.tp
+    passes = 4 if split.recompute in ("selective", "full") else 3
+    return max(0.0, passes * layers * (split.cp - 1) * (latency_s + size / bandwidth) - attention_s)
+
+
+def _link(fleet: Fleet, devices: int) -> tuple[float, float]:
+    """Bytes per second that large messages reach, and seconds of latency, between so many neighbouring devices."""
+    inside = devices <= fleet.per_node
+    bandwidth = (fleet.device.link if inside else fleet.network) * REACHED
+    return bandwidth, LINK_LATENCY_S if inside else NETWORK_LATENCY_S
+
+
+def _stages_s(shape: ModelShape, fleet: Fleet, split: ParallelSplit, tokens: float, wide: int) -> float:
     """Activations and gradients to the next stage, each tensor parallel device sends its part; between nodes wherever a
     stage fills one."""
     if split.pp == 1:
         return 0.0
-    inside = split.devices <= fleet.per_node
-    bandwidth = (fleet.device.link if inside else fleet.network) * REACHED
-    latency_s = LINK_LATENCY_S if inside else NETWORK_LATENCY_S
+    bandwidth, latency_s = _link(fleet, split.devices)
     return 2 * split.chunks * (latency_s + 2.0 * wide * tokens * shape.hidden / split.tp / bandwidth)
 
 
-def _gradients_s(fleet: Fleet, split: ParallelSplit, size_bytes: float, hidden_s: float) -> float:
-    """Seconds that the sum of gradients takes beyond the time that hides it. In stage 3 parameters are gathered in both
-    passes, too. A ring enters and leaves a node over the links of all its members there."""
-    members = max(1, min(split.dp, fleet.per_node // split.tp))
-    inside = split.dp * split.tp <= fleet.per_node
+def _sum_s(fleet: Fleet, split: ParallelSplit, size_bytes: float, ranks: int) -> float:
+    """Seconds that the sum of gradients over so many devices takes. In stage 3 parameters are gathered in both passes,
+    too. A ring enters and leaves a node over the links of all its members there."""
+    members = max(1, min(ranks, fleet.per_node // split.tp))
+    inside = ranks * split.tp <= fleet.per_node
     bandwidth = fleet.device.link if inside else min(fleet.device.link, fleet.network * members)
     sums = 3 if split.zero == 3 else 2
     latency_s = LINK_LATENCY_S if inside else NETWORK_LATENCY_S
-    return max(0.0, ring_s(size_bytes, split.dp, bandwidth * REACHED, latency_s, sums) - hidden_s)
+    return ring_s(size_bytes, ranks, bandwidth * REACHED, latency_s, sums)

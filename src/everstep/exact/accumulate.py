@@ -6,6 +6,7 @@ in the memory that the transport shares from the first lane on, and autograd add
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 from types import NoneType
@@ -127,6 +128,8 @@ class LaneAccumulator:
         the processor's cache: the same addition, with a third of the memory traffic. Until `add`, `.grad` then holds
         both, and no other code may write to it.
         """
+        if self._lets_go:
+            give_freed_memory_back()
         if self._watch is not None:
             self._watch.clear()
             if self.is_missing(lane):  # else it leaves nothing behind
@@ -533,3 +536,10 @@ def keep_freed_memory() -> bool:
     )
     accepted = [mallopt(key, value) == 1 for key, value in settings]
     return all(accepted)
+
+
+def give_freed_memory_back() -> None:
+    """Have malloc return all that is free to the system now, and keep what is freed later. Without a C library that
+    can, nothing happens."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))

@@ -138,3 +138,38 @@ class Snapshot:
     def _place(self, entry: StateEntry) -> Tensor:
         arena: Tensor = self._arena  # type: ignore[assignment]
         return arena[entry.offset : entry.stop]
+
+
+class Standing:
+    """The state itself, for others to read until it changes. Thread-safe: `wait` comes before that, and what is read
+    afterwards is not there."""
+
+    def __init__(self, image: Image) -> None:
+        self._image: Image | None = image
+        self._lock = threading.Lock()
+        self.n_blocks = image.n_blocks
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """The state may change from now on. Waits for readers, each of which takes one block, or hashes all."""
+        with self._lock:
+            self._image = None
+        return True
+
+    def manifest(self) -> dict[str, Any]:
+        """As of a snapshot. Raises: CheckpointCorrupt once the state may have changed."""
+        with self._lock:
+            return self._there().manifest
+
+    def read_block(self, index: int) -> memoryview:
+        """A copy of a block. Raises: CheckpointCorrupt once the state may have changed."""
+        with self._lock:
+            return memoryview(bytes(self._there().read_block(index)))
+
+    def release(self) -> None:
+        """It is not read any more."""
+        self.wait()
+
+    def _there(self) -> Image:
+        if self._image is None:
+            raise CheckpointCorrupt("the state has changed since it was offered")
+        return self._image

@@ -39,7 +39,7 @@ from everstep.exact.jsonable import decode, encode
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, memory_of, round_up
 from everstep.exact.recollect import Collected, Recollection, encode_further, encode_groups
 from everstep.exact.settings import Settings
-from everstep.exact.snapshot import Snapshot, SnapshotMemory
+from everstep.exact.snapshot import Snapshot, SnapshotMemory, Standing
 from everstep.exact.state_memory import StateMemory
 from everstep.placement.shards import ends_of
 
@@ -198,6 +198,11 @@ class ModelState:
         entries, tensors, values, now = self.live_tensors()
         arena, self._arena = self._arena, None
         return Snapshot(entries, tensors, values, self.outline, now, arena, self._take_back, self.memory)
+
+    def standing(self) -> Standing:
+        """The state as it lies, where nothing changes it for now."""
+        entries, tensors, values, _ = self.live_tensors()
+        return Standing(Image.of_tensors(entries, tensors, values, self.outline, self.memory.let_go))
 
     def live_tensors(
         self, settings: bool = True

@@ -97,6 +97,7 @@ class GroupTransport:
         self._groups.enter(plan)
         self.leave()
         self._flats.lose()
+        self._finisher.enter()
         self._owned, self._division = finishers(plan, self._layout.n_blocks), None
         if self._device.type == "cpu":
             division = None if plan.divided else Division.whole(self._owned, self._layout.n_blocks)

@@ -22,22 +22,24 @@ _OFFER = struct.Struct("<qqq")
 
 
 class BlockFinisher:
-    """Finishes the tree in the blocks of two result areas (by parity of the step), each block once per step, so that
-    readers of an earlier result of the step may go on. look: called between chunks of blocks."""
+    """Finishes the tree in the blocks of two result areas (by parity of the step), each block once per step and
+    generation. look: called between chunks of blocks."""
 
     def __init__(self, layout: GradientLayout, n_lanes: int, look: Callable[[], None]) -> None:
         self._layout = layout
         self._n_lanes = n_lanes
         self._look = look
-        self._newest = -1
         self._steps = [-1, -1]
         self._done = [bytearray(layout.n_blocks), bytearray(layout.n_blocks)]
 
+    def enter(self) -> None:
+        """A generation begins, and nothing is written any more for the one before. Blocks that were finished in it may
+        contain lanes of a member that has been found to compute otherwise."""
+        self._steps = [-1, -1]
+
     def begin(self, step: int) -> None:
         """The reduction of `step` begins."""
-        if step < self._newest:  # steps have been undone, so finished blocks are void
-            self._steps = [-1, -1]
-        self._newest, parity = step, step % 2
+        parity = step % 2
         if self._steps[parity] != step:
             self._steps[parity] = step
             self._done[parity] = bytearray(self._layout.n_blocks)

@@ -8,8 +8,8 @@ Why nothing is overwritten too early, without a lock:
   the nodes.
 - Writing the result of step s begins when the nodes of all members have arrived for s, so all of them have begun it,
   and promised not to use an earlier result any more: one result area is enough.
-- A step that is reduced again in another generation gives the same bits at the same place; blocks finished before are
-  not written again, so readers of the earlier result may go on.
+- A step is reduced again in another generation only if no member of it took the decision, so nobody reads the earlier
+  result. Its blocks are written again: they may contain lanes of a member that has left because it computes otherwise.
 - If others are on other hosts (`tiers`), blocks are read and finished before the reduction begins, so two result areas
   alternate: a member that computes step s in a settled generation has all records of step s - 1, so nobody uses the
   result of s - 2 any more.
@@ -110,6 +110,7 @@ class SharedMemoryTransport:
         self._peers = self._attached.meet(plan, self._fence)
         self._owned, self._division = finishers(plan, self._layout.n_blocks), None
         self._frees, self._early = False, None
+        self.finisher.enter()
         self._slots.lose()
 
     def node(self, step: int, node: Node) -> torch.Tensor:

@@ -133,15 +133,10 @@ class StagedTransport:
         """Offer the filled nodes of this step, wait for those of all members of the stage's pool, and finish the tree.
 
         Workers with several stages in common must reduce them in the same order: ascend. The result stays valid and
-        unchanged until the reduction of step + 2 of this stage begins, even if its owner dies or the worker gives the
-        stage away.
+        unchanged until this stage's step is reduced again, or step + 2 is, even if its owner dies or the worker gives
+        the stage away.
         """
         return self._pools[stage].reduce(step, presence)
-
-    def void(self) -> None:
-        """Void the reductions of the present step: the next `open` begins with new memory, because a block is finished
-        only once per step."""
-        self._layouts = {}
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         """All-gather of small records over all members of all stages, by worker id, this one's included."""

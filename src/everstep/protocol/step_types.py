@@ -356,8 +356,8 @@ class Release(StepEffect, frozen=True):
 
 
 class Discard(StepEffect, frozen=True):
-    """Drop lane results and gradients of this step and older ones: the state has passed them. undone: the step comes
-    next and is done again, so what was reduced of it is void, too."""
+    """Drop lane results and gradients of this step and older ones: the state has passed them. undone: the step was
+    reduced, and is repeated from the same state."""
 
     step: int
     undone: bool = False

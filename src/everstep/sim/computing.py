@@ -85,7 +85,6 @@ class SimLanes:
         self.life = life
         self.mesh = mesh
         self.held: dict[int, dict[int, Sums]] = {}  # by step and stage
-        self.finished: dict[tuple[int, int], dict[int, UnitValues]] = {}  # blocks, each added up once per step
         self.busy = False
         self.given = LanesGiven()
         self._repeated: dict[int, int] = {}  # in the present operation: trials, and the lanes that they repeat
@@ -124,8 +123,6 @@ class SimLanes:
 
     def _discard(self, effect: Discard) -> None:
         """Drop the results of this step and older."""
-        if effect.undone:
-            self.finished.clear()
         self.held = {s: v for s, v in self.held.items() if s > effect.step}
         self.given.drop(effect.step)
 
@@ -320,15 +317,6 @@ class Reduction:
                 part = {node: tuple(value[block] for block in blocks) for node, value in nodes.items()}
                 self.mesh.send(worker_id, "part", operation.step, stage, me, part)
 
-    def _begin(self, step: int, stage: int) -> dict[int, UnitValues]:
-        """Own blocks of this step that are finished; if steps have been undone, none is."""
-        finished = self.lanes.finished
-        if any(known > step for known, _ in finished):
-            finished.clear()
-        for key in [key for key in finished if key[0] < step - 1]:
-            del finished[key]
-        return finished.setdefault((step, stage), {})
-
     def _on_part(self, step: int, stage: int, worker_id: int, part: SimPart) -> None:
         plan, parts = self.mesh.plan, self._parts.setdefault((step, stage), {})
         parts[worker_id] = part
@@ -340,10 +328,7 @@ class Reduction:
             values[into] = tuple(map(add, values[left], values[right]))
         division, me = _division(plan, stage, step), self.life.me.worker_id
         own = [block for run in division.finishes[me] for block in range(*run)]
-        finished = self._begin(step, stage)
-        result = {
-            block: finished.setdefault(block, value) for block, value in zip(own, values[root(plan.lanes)], strict=True)
-        }
+        result = dict(zip(own, values[root(plan.lanes)], strict=True))
         for pool_mate in pool:
             taken = {block for run in division.takes[pool_mate] for block in range(*run)}
             piece = {block: value for block, value in result.items() if block in taken}

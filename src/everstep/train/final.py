@@ -24,9 +24,9 @@ from everstep.base.hub_names import ADAPTER_WEIGHTS
 from everstep.base.plan import Plan
 from everstep.checkpoint.interchange import adapter_tensors, tensor_of
 from everstep.exact import topology
-from everstep.exact.digest import digest_bytes
 from everstep.exact.extra_state import is_extra, to_file, unpack
-from everstep.exact.image import Scatter, entries_of, sealed, write_blocks
+from everstep.exact.image import Image, entries_of, rows_digest, sealed
+from everstep.exact.passing import PassingState
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.comparing import WHOLE
 from everstep.protocol.driver.operations import Finish
@@ -70,14 +70,23 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """state_dict as contiguous CPU tensors that share no storage, in a fixed order of names; extra state too.
+    """state_dict as contiguous CPU tensors that share no storage with each other, in a fixed order of names; extra
+    state, too. Those that the model has like this are its own: they change with it.
 
     A tied parameter appears under each of its names, as in the model's own state_dict.
     """
-    return {
-        name: to_file(name, t) if is_extra(name) else t.detach().cpu().clone().contiguous()
-        for name, t in sorted(model.state_dict().items())
-    }
+    found: dict[str, Tensor] = {}
+    there: set[int] = set()
+    for name, tensor in sorted(model.state_dict().items()):
+        if is_extra(name):
+            found[name] = to_file(name, tensor)
+            continue
+        held = tensor.detach().cpu()
+        storage = held.untyped_storage()
+        alone = storage.nbytes() == held.nbytes and storage.data_ptr() not in there
+        found[name] = held if alone and held.is_contiguous() else held.clone().contiguous()
+        there.add(storage.data_ptr())
+    return found
 
 
 class Finisher:
@@ -98,8 +107,7 @@ class Finisher:
         if not self._view.stages.split:
             model, state = self._view.stages.only.parts.model, self._view.stages.only.state
             _refuse_other({0: self._view.stages.only.compared(number)}, operation)
-            self._fill(operation)
-            digest = state.state_digest(number)
+            digest = self._digest(operation)
             write_final(run_dir, model_tensors(model), state.model_digest(), digest, number, left=left)
             return self._arrived(plan)
         parts = self._collect(operation)
@@ -136,28 +144,79 @@ class Finisher:
             time.sleep(0.02)
         return True
 
-    def _fill(self, operation: Finish) -> None:
-        """Collect the state that the members have divided. Raises: CollectiveAborted; Unusable."""
-        copier, at = self._copier, (operation.plan, operation.position, operation.sources, operation.pieces)
-        for offer in copier.settle(*at, whole=True):
-            for state in offer.states.values():
-                state.load_into(self._view.stages.only.state)
+    def _digest(self, operation: Finish) -> str:
+        """Digest of the unsplit state. What the members have divided passes by. Raises: as `_pass_by`."""
+        state = self._view.stages.only.state
+        passed = self._pass_by(operation)
+        if not passed:
+            return state.state_digest(operation.step)
+        return rows_digest(passed[0].seen.rows(), passed[0].values, operation.step)
 
     def _collect(self, operation: Finish) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
-        """All stages: manifests, and tensors by their names in the whole model's state_dict.
-
-        Raises: CollectiveAborted; Unusable if a stage is not to be had.
-        """
+        """All stages: manifests, and tensors by their names in the whole model's state_dict. Raises: as `_pass_by`."""
         found: dict[int, tuple[dict[str, Any], dict[str, Tensor]]] = {}
-        at = operation.plan, operation.position, operation.sources, operation.pieces
-        for offer in self._copier.settle(*at, whole=True):
-            for stage, state in offer.states.items():
-                found[stage] = _tensors(state.manifest(), offer.names[stage], state.read_block)
+        for stage, passed in self._pass_by(operation).items():
+            found[stage] = passed.told(), passed.tensors()
         for stage in (k for k, there in self._view.driver.machine.held.items() if there.whole):
             replica = self._view.stages[stage]
             replica.lanes.settle_buffers()
             found[stage] = replica.state.manifest(), model_tensors(replica.parts.model)
         return [found[stage] for stage in range(operation.plan.stages)]
+
+    def _pass_by(self, operation: Finish) -> dict[int, _Passed]:
+        """The stages that this worker lacks, or has in part, from others and from here.
+
+        Raises: CollectiveAborted; Unusable if a stage is not to be had.
+        """
+        found: dict[int, _Passed] = {}
+        at = operation.plan, operation.position, operation.sources, operation.pieces
+        for offer in self._copier.pass_by(*at):
+            for stage, state in offer.states.items():
+                if stage not in found:
+                    own = self._own(stage, operation)
+                    found[stage] = _Passed(state.manifest(), offer.names.get(stage, {}), own)
+                found[stage].seen.take(state.blocks)
+        return found
+
+    def _own(self, stage: int, operation: Finish) -> Image | None:
+        """The part of a stage that is here, if it passes by in part only."""
+        if stage not in operation.pieces or operation.pieces[stage].missing.whole:
+            return None
+        replica = self._view.stages[stage]
+        replica.lanes.settle_buffers()
+        return replica.state.image()
+
+
+class _Passed:
+    """A stage that passes by. seen: what has passed; values: beside its tensors."""
+
+    def __init__(self, manifest: Mapping[str, Any], names: Mapping[str, str], own: Image | None) -> None:
+        """manifest: of a member that has a part. names: entries by the names in the whole model's state_dict. own: the
+        part that is here.
+
+        Raises: CheckpointCorrupt if the manifest does not match its digest; Unusable if it is not of the state here.
+        """
+        entries = entries_of(manifest)
+        if own is not None and own.entries != entries:
+            raise Unusable(Why(Cause.CORRUPT, "another member's state has other tensors than that of this one"), True)
+        read = own.read_block if own is not None else None
+        self.seen = PassingState(entries, read, lambda name: bool(names) and name.startswith(_MODEL))
+        self.values = manifest["values"] if own is None else own.values
+        self._manifest, self._names = manifest, names
+
+    def told(self) -> dict[str, Any]:
+        """The manifest with the digests of its entries as they passed, for who told it may have had a part of each."""
+        body = {key: value for key, value in self._manifest.items() if key != "digest"}
+        return sealed({**body, "digests": self.seen.digests()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors of the model by their names in the whole model's state_dict."""
+        entries = {entry.name: entry for entry in self.seen.entries}
+        found = {name: tensor_of(entries[name], data) for name, data in self.seen.kept.items()}
+        return {
+            name: to_file(name, unpack(found[entry])) if is_extra(name) else found[entry].clone()
+            for name, entry in self._names.items()
+        }
 
 
 def _refuse_other(digests: Mapping[int, str], operation: Finish) -> None:
@@ -183,24 +242,3 @@ def names_of(model: nn.Module, state: ModelState) -> dict[str, str]:
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
         names[name] = _MODEL + name if _MODEL + name in by_name else by_place[place]
     return names
-
-
-def _tensors(
-    manifest: Mapping[str, Any], names: Mapping[str, str], read_block: Callable[[int], memoryview]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A manifest with the digests of its entries as they came, for who told it may not have had all of each; and its
-    tensors by their names in the model's state_dict.
-
-    Raises: CheckpointCorrupt if a block does not match its digest.
-    """
-    entries = entries_of(manifest)
-    memory = [bytearray(entry.nbytes) for entry in entries]
-    write_blocks(manifest, Scatter(entries, [memoryview(data) for data in memory]), read_block)
-    body = {key: value for key, value in manifest.items() if key != "digest"}
-    told = sealed({**body, "digests": [digest_bytes(data) for data in memory]})
-    pairs = zip(entries, memory, strict=True)
-    found = {entry.name: tensor_of(entry, data) for entry, data in pairs if entry.name.startswith(_MODEL)}
-    return told, {
-        name: to_file(name, unpack(found[entry])) if is_extra(name) else found[entry].clone()
-        for name, entry in names.items()
-    }

@@ -26,6 +26,7 @@ from everstep.protocol import messages as wire
 from everstep.runtime.files.private import close_run_dir, refuse_foreign, write_privately
 from everstep.runtime.link.address import DATASET_FILE
 from everstep.train.adopted import become_job
+from everstep.train.foreign_trainers import watch_trainers
 from everstep.train.given_optimizers import one_optimizer, schedulers_apart
 from everstep.train.global_batch import sized
 from everstep.train.job_data import moving_by_itself
@@ -64,7 +65,13 @@ def rehearsed_with(link: LifeLink) -> None:
 def _enter(link: LaunchedLink | LifeLink) -> None:
     global _launched, _called
     _launched, _called = link, False
+    watch_trainers()
     seed_all(build_seed(link.config.seed))
+
+
+def is_launched() -> bool:
+    """Whether this process is a worker of `everstep run`, or a rehearsed life."""
+    return _launched is not None
 
 
 def was_called() -> bool:

@@ -26,7 +26,6 @@ from everstep.data.batch import to_device
 from everstep.data.given_loader import read_data
 from everstep.data.reading import by_index
 from everstep.exact.seeding import derive, preserve_rng, seed_all
-from everstep.exact.settings import evaluating
 from everstep.observe.logs import RAISED_IN
 from everstep.order.ledger import use_digest
 from everstep.placement.probes import owed
@@ -50,6 +49,7 @@ from everstep.train.loop_survey import LoopSurvey
 from everstep.train.reachable import loop_frames
 from everstep.train.session import Session
 from everstep.train.user_loop import UserLoop
+from everstep.train.view import WorkerView
 from everstep.train.watched_life import IN_REHEARSAL, TRIED
 
 log = logging.getLogger(__name__)
@@ -442,9 +442,7 @@ class Run:
         collate, batch_size = data.collate, data.batch_size or batch_size
         dataset = by_index(data.dataset, batch_size, session.view.config.seed)
         chunks = self._begin_evaluation(dataset, batch_size)
-        guard = session.view.stages.only.lanes.passes[0].guard
-        # Who evaluates what must not be seen by what the loop draws next, nor in buffers.
-        with session.loop.paused(), evaluating(self.model), torch.no_grad(), preserve_rng(), guard.shielded():
+        with self.loop.looking(self.model):
             found = evaluate(
                 fn,
                 chunks,
@@ -494,6 +492,11 @@ class Run:
         if chunks == 0:
             raise TaskError("evaluate was given an empty dataset")
         return chunks
+
+
+def view_of(run: Run) -> WorkerView:
+    """What this run's worker knows of the job: its directory, its order of samples."""
+    return run._session.view
 
 
 def _chunk(session: Session, dataset: Any, index: int, batch_size: int, collate: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError
 from everstep.base.extents import NONE, WHOLE, Extents, Sizes
-from everstep.base.plan import Member, Plan, Shard, WorkerKey
+from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.checkpoint.vault import StageState
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, sizes_of
@@ -133,15 +133,15 @@ class Taking:
         request: Mapping[str, Any],
         own: Callable[[int], Sequence[Held]] = lambda stage: (),
         tick: Callable[[], None] | None = None,
-        shard: Callable[[int], Shard | None] = lambda stage: None,
+        wanted: Callable[[int, Sizes], Extents] = lambda stage, of: WHOLE,
     ) -> None:
         """own: this worker's blocks of a stage. tick: called while `offer` waits; None: the training thread waits.
-        shard: the part of a stage to get; None: all of it."""
+        wanted: the part of a stage of these sizes to get."""
         self._tick = tick or view.tick
         self.view, self.generation, self.order = view, generation, order
         self._members = {member.key: member for member in members}
         self._request = {**request, "stages": list(order.stages)}
-        self._own, self._shard = own, shard
+        self._own, self._wanted = own, wanted
         self._manifests: dict[int, dict[str, Any]] = {}
         self._blocks: dict[int, list[memoryview | None]] = {}
         self._lines: dict[WorkerKey, SourceTalk] = {}
@@ -241,9 +241,7 @@ class Taking:
         return heads[0]
 
     def _needed(self, stage: int, of: Sizes) -> Iterator[int]:
-        shard = self._shard(stage)
-        extents = WHOLE if shard is None else share_of(shard, of)
-        return (n for lo, hi in extents.spans(of) for n in range(lo, hi))
+        return (n for lo, hi in self._wanted(stage, of).spans(of) for n in range(lo, hi))
 
     @property
     def fed(self) -> PeerConnection:
@@ -278,8 +276,9 @@ def own_blocks(
     return blocks
 
 
-def _no_shard(worker_id: int, stage: int) -> None:
-    return None
+def _next_few(left: Mapping[int, Extents], stage: int, of: Sizes) -> Extents:
+    """Blocks that pass by together: 32 MiB, or a 32nd of the state. left: by stage."""
+    return left[stage].first(max(CHUNK_BLOCKS * MOST_DONORS, sum(n for _, n in of) // 32), of)
 
 
 @dataclass(frozen=True)
@@ -295,30 +294,52 @@ class Copier:
         position: Key,
         sources: Mapping[int, tuple[int, ...]],
         pieces: Piecewise,
-        *,
-        whole: bool = False,
     ) -> list[ReceivedOffer]:
-        """All wanted blocks, in memory: nothing is changed before all of them are there. whole: of each stage all, be
-        the plan's share less.
+        """All wanted blocks, in memory: nothing is changed before all of them are there.
 
         Raises: CollectiveAborted; Unusable if blocks that were stated are not to be had.
         """
-        request = {"kind": "settle", "generation": plan.generation}
-        received = []
+        me = self._view.me
+        own = partial(self._here, position.step)
+        return [
+            self._take(plan, order, own, lambda stage, of: share_of(plan.shard(me, stage), of))
+            for order in orders(plan, position, sources, pieces, self._several, me)
+        ]
+
+    def pass_by(
+        self, plan: Plan, position: Key, sources: Mapping[int, tuple[int, ...]], pieces: Piecewise
+    ) -> Iterator[ReceivedOffer]:
+        """All blocks that this worker lacks, in ascending order, a few at a time: they need not fit in memory.
+
+        Raises: as `settle`.
+        """
         for order in orders(plan, position, sources, pieces, self._several, self._view.me):
-            own = partial(self._here, position.step)
-            shard = partial(_no_shard if whole else plan.shard, self._view.me)
-            try:
-                taking = Taking(self._view, plan.generation, order, plan.members, request, own, shard=shard)
-                received.append(taking.offer())
-            except BlocksDamaged as error:
-                why = Why(error.cause, f"the state of step {position.step} cannot be copied: {error}")
-                raise Unusable(why, False) from error
-            except CollectiveAborted as error:
-                if self._view.cutter.over(plan.generation):
-                    raise CollectiveAborted("a newer plan has come") from error
-                raise CollectiveAborted(f"the state could not be copied: {error}", error.accused) from error
-        return received
+            missing = WHOLE if order.pieces is None else order.pieces.missing
+            left = dict.fromkeys(order.stages, missing)
+            wanted = partial(_next_few, left)
+            while any(left.values()):
+                offer = self._take(plan, order, lambda stage: (), wanted)
+                yield offer
+                for stage, state in offer.states.items():
+                    left[stage] -= wanted(stage, sizes_of(state.manifest())) if state.n_blocks else WHOLE
+
+    def _take(
+        self,
+        plan: Plan,
+        order: TakeOrder,
+        own: Callable[[int], Sequence[Held]],
+        wanted: Callable[[int, Sizes], Extents],
+    ) -> ReceivedOffer:
+        request = {"kind": "settle", "generation": plan.generation}
+        try:
+            return Taking(self._view, plan.generation, order, plan.members, request, own, wanted=wanted).offer()
+        except BlocksDamaged as error:
+            step = order.position.step if order.position is not None else 0
+            raise Unusable(Why(error.cause, f"the state of step {step} cannot be copied: {error}"), False) from error
+        except CollectiveAborted as error:
+            if self._view.cutter.over(plan.generation):
+                raise CollectiveAborted("a newer plan has come") from error
+            raise CollectiveAborted(f"the state could not be copied: {error}", error.accused) from error
 
     def _here(self, step: int, stage: int) -> Sequence[Held]:
         return self._own(stage, step)

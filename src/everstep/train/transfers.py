@@ -19,7 +19,7 @@ from everstep.base.plan import Plan
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.vault import StageState
 from everstep.exact.image import sizes_of
-from everstep.exact.snapshot import Snapshot
+from everstep.exact.snapshot import Snapshot, Standing
 from everstep.placement.shards import share
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Key
@@ -89,7 +89,7 @@ class Transfers:
         position = effect.position
         offer = Offer(position=position, records=effect.records, held={})
         if effect.live:
-            offer = self._live(effect, effect.live)
+            offer = self._live(effect, effect.live, self._standing if effect.ends else self._snapshot)
         held: dict[int, list[Held]] = {k: [(snapshot, effect.live[k])] for k, [(snapshot, _)] in offer.held.items()}
         for stage, kept in self._keeper.held(position.step).items():
             held.setdefault(stage, []).append(kept)
@@ -99,9 +99,11 @@ class Transfers:
 
     def offer_feeds(self, effect: do.OfferFeeds) -> None:
         """Give a snapshot of now to workers that have asked to follow."""
-        self._donor.offer(lambda: self._live(effect, effect.stages))
+        self._donor.offer(lambda: self._live(effect, effect.stages, self._snapshot))
 
-    def _live(self, effect: do.Shelve | do.OfferFeeds, stages: Iterable[int]) -> Offer:
+    def _live(
+        self, effect: do.Shelve | do.OfferFeeds, stages: Iterable[int], readable: Callable[[int], Snapshot | Standing]
+    ) -> Offer:
         """Offer of the state as it is, but for the loop's: its taker enters the loop's body right after the update."""
         position, view, loop = effect.position, self._view, self._loop
         past = loop.moves.past(position.step)
@@ -109,7 +111,7 @@ class Transfers:
             position=position,
             records=effect.records,
             gathers=dict(effect.gathers),
-            held={stage: [(self._snapshot(stage), WHOLE)] for stage in stages},
+            held={stage: [(readable(stage), WHOLE)] for stage in stages},
             application=loop.going_on(position.step + 1) if past else loop.told(position.step),
             past=past,
             untold=view.publisher.untold.packed(),
@@ -123,6 +125,11 @@ class Transfers:
         snapshot = replica.state.clone_snapshot()
         snapshot.start()
         return snapshot
+
+    def _standing(self, stage: int) -> Standing:
+        replica = self._view.stages[stage]
+        replica.lanes.settle_buffers()
+        return replica.state.standing()
 
     # ---- taking, when a generation settles
 

@@ -246,7 +246,6 @@ class Updates:
                 replica.lanes.settle_buffers()
             replica.lanes.discard()
         if effect.undone:  # it is done again, from the same state
-            self._view.transport.void()
             self.forget()
 
     def _tell_progress(self, number: int, step_ms: float, committed_unix_ns: int = 0) -> None:

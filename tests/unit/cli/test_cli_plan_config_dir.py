@@ -38,6 +38,7 @@ def write(folder: Path, config: Any) -> str:
         (LLAMA, 0),
         ({**LLAMA, "tie_word_embeddings": True}, 0),
         ({**LLAMA, "model_type": "mistral", "sliding_window": None}, 0),
+        ({**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, 0),
         (GPT2, 2 * 64),  # the last norm, which the paper's formula leaves out
     ],
 )
@@ -65,8 +66,12 @@ def test_each_question_takes_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         ("{", "cannot read"),
         ("[]", "expected a model's config with model_type"),
-        ({**LLAMA, "model_type": "mixtral", "num_local_experts": 8}, "a mixture of experts is not planned"),
-        ({**LLAMA, "model_type": "t5"}, "expected a model_type of llama, mistral, phi3, qwen2, gpt2, gpt_neox, opt"),
+        ({**LLAMA, "model_type": "qwen2", "num_experts": 8}, "of mixtures of experts mixtral is planned"),
+        ({**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "from 1 to 2, got 3"),
+        (
+            {**LLAMA, "model_type": "t5"},
+            "expected a model_type of llama, mistral, mixtral, phi3, qwen2, gpt2, gpt_neox, opt",
+        ),
         ({**LLAMA, "hidden_size": -4}, "hidden_size: expected a whole number"),
         ({**LLAMA, "hidden_size": "64"}, "hidden_size: expected a whole number"),
         ({**LLAMA, "head_dim": 64}, "expected a hidden size of heads x head_dim (256), got 64"),

@@ -100,7 +100,7 @@ def test_a_number_between_the_published_models_has_its_layers_scaled(capsys: pyt
 
 
 def test_a_batch_that_is_assumed_is_made_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    said = answered(capsys, "time", "--model", "gpt3-13b", "--gpus", "24", "--micro-batch", "4")
+    said = answered(capsys, "time", "--model", "gpt3-13b", "--gpus", "24", "--micro-batch", "4", code=1)
     assert said["batch"] == 1056 and said["batch"] % 96 == 0
 
 
@@ -143,6 +143,71 @@ def test_users_add_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         assert expected in told and len(told.splitlines()) == 1
 
 
+def test_without_a_command_it_recommends(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--params", "13B", "--gpus", "32"]
+    assert answered(capsys, *asked) == answered(capsys, "recommend", *asked)
+
+
+def test_the_front_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked, file = ["plan", "--params", "13B", "--gpus", "32"], tmp_path / "front.png"
+    assert run_command([*asked, "--picture", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "* cannot be bettered in both" in text and file.read_bytes().startswith(b"\x89PNG")
+    for name, said in (("front.png", "exists"), ("front.svg", "ends in .png"), ("no/front.png", "there is no folder")):
+        assert run_command([*asked, "--picture", str(tmp_path / name)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_without_a_split_the_fastest_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--params", "13B", "--gpus", "32"]
+    said, best = answered(capsys, "time", *asked), answered(capsys, "recommend", *asked)["best"][0]
+    assert said["split"] == best["split"] and said["step_s"] == best["step_s"] and said["fits"]
+    assert said["assumed"][-1].startswith("the fastest split that fits")
+    assert not answered(capsys, "time", *asked, "--tp", "1", code=1)["fits"]
+    nowhere = answered(capsys, "time", "--params", "1T", "--gpus", "8", code=1)
+    assert nowhere["assumed"][-1].startswith("the split that needs the least memory")
+
+
+CLUSTERS = [
+    ("gpus: x", "gpus: expected a whole number from 1 to 1000000, got 'x'"),
+    ("gpus: true", "gpus: expected a whole number"),
+    ("gpuss: 3", "got 'gpuss'; did you mean gpus?"),
+    ("gpus: 8\nper_node: 0", "per_node: expected a whole number from 1 to 1024, got '0'"),
+    ("gpus: 8\nnetwork: 200", "network: expected text such as a100-80 or 200Gb, got '200'"),
+    ("gpus: 8\nslowest: fast", "slowest: expected a number from 0.01 to 1"),
+    ("per_node: 8", "expected --gpus, or --cluster FILE"),
+    ("[1", "is not YAML"),
+]
+
+
+def test_a_cluster_may_be_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("gpus: 32\ngpu: h100-80\nper_node: 4\nnetwork: 400Gb\nslowest: 0.9\n")
+    options = ["--gpus", "32", "--gpu", "h100-80", "--per-node", "4", "--network", "400Gb", "--slowest", "0.9"]
+    said = answered(capsys, "--params", "13B", "--cluster", str(file))
+    assert said == answered(capsys, "--params", "13B", *options)
+    assert answered(capsys, "--params", "13B", "--cluster", str(file), "--gpus", "64")["devices"] == 64
+    for text, refusal in CLUSTERS:
+        file.write_text(text)
+        assert run_command(["plan", "--params", "13B", "--cluster", str(file)]) == 2
+        told = capsys.readouterr().err
+        assert refusal in told and len(told.splitlines()) == 1, text
+
+
+FUSED = ("--recompute", "full", "--stack", "torchtitan-compile")
+
+
+def test_experts_and_divided_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["time", "--model", "mixtral-8x7b", "--gpus", "64", "--ep", "8", "--zero", "2", "--recompute", "full"]
+    said = answered(capsys, *asked)
+    assert said["experts_s"] > 0 == said["context_s"] and said["split"]["ep"] == 8 and said["fits"]
+    long = ["time", "--model", "llama3-8b", "--sequence", "131072", "--batch", "8", "--gpus", "64", "--cp", "8"]
+    far = answered(capsys, *long, "--per-node", "1", "--network", "1Gb", "--zero", "3", *FUSED)
+    assert far["context_s"] > 0 and far["split"] | {"cp": 8, "dp": 8} == far["split"] and far["fits"]
+    best = answered(capsys, "--model", "mixtral-8x7b", "--gpus", "64")["best"]
+    assert any(one["split"]["ep"] > 1 for one in best) and not any(one["runs"] for one in best)
+
+
 def test_time_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["plan", "time", "--model", "llama3-8b", "--gpus", "8", "--gpu", "h100", "--batch", "16"]) == 0
     text = capsys.readouterr().out
@@ -166,8 +231,21 @@ REFUSED = [
         [*TIME, "64", "--pp", "64"],
         "--pp: expected at most one part for each of the 40 layers, got 64 stages of 1 chunk",
     ),
-    ([*TIME, "8", "--batch", "12"], "--batch: expected a multiple of 8 (data parallel x --micro-batch), got 12"),
+    (
+        [*TIME, "8", "--batch", "12", "--zero", "1"],
+        "--batch: expected a multiple of 8 (data parallel x --micro-batch), got 12",
+    ),
     ([*TIME, "8", "--pp", "2", "--chunks", "2"], "chunks: expected 1 with schedule 1f1b"),
+    ([*TIME, "8", "--cp", "3"], "expected a multiple of --tp x --pp x --cp (3) devices, got 8"),
+    ([*TIME, "3", "--cp", "3"], "--cp: expected a divisor of the sequence's 4096 tokens, got 3"),
+    ([*TIME, "8", "--ep", "2"], "--ep: expected 1 for a model without --experts, got 2"),
+    ([*TIME, "8", "--experts", "6", "--ep", "4"], "--ep: expected a divisor of the 6 experts, got 4"),
+    ([*TIME, "8", "--experts", "3", "--ep", "3"], "--ep: expected a divisor of the 8 data parallel devices, got 3"),
+    ([*TIME, "8", "--experts", "-1"], "--experts: expected from 0 to 4096, got -1"),
+    ([*TIME, "8", "--experts-per-token", "2"], "--experts-per-token: expected from 1 to 1, got 2"),
+    ([*TIME, "8", "--tokens", "26"], "for at least one step (1024 x 4096 tokens)"),
+    (["--params", "13B"], "expected --gpus, or --cluster FILE"),
+    (["memroy", "--params", "13B"], "No such command 'memroy'"),
     ([*TIME, "8", "--network", "200GB"], "bits per second with their unit, such as 200Gb"),
     ([*TIME, "8", "--tokens", "-1"], "--tokens: expected a number such as 125M"),
     ([*TIME, "8", "--heads", "7"], "--heads: expected a divisor of the hidden size 5120, got 7"),

@@ -17,9 +17,10 @@ from everstep.cost.step_time import ParallelSplit
 from everstep.placement.schedules import peak_in_flight, schedule
 
 sys.path.append(str(Path(__file__).parents[3] / "bench"))
-from plan_tables import TITAN, ZERO, TitanRow, ZeroRow, of_titan_gib, of_zero
+from plan_tables import TITAN, TRACKED, ZERO, TitanRow, ZeroRow, of_titan_gib, of_zero, tracked_gib
 
 SHAPE = ModelShape(24, 2048, 16)
+MIXTRAL = next(one.shape for one in PUBLISHED if one.name == "mixtral-8x7b")
 STATES = ("parameters", "gradients", "optimizer")
 
 
@@ -109,10 +110,12 @@ def test_the_wire_of_gathered_layers_of_buckets_and_of_nobody() -> None:
 
 
 def test_what_jobs_run() -> None:
-    assert split_runs(ParallelSplit(pp=4, dp=2, zero=1, recompute="full"))
+    assert split_runs(ParallelSplit(pp=4, dp=2, zero=1, recompute="full")) and split_runs(ParallelSplit(dp=2, zero=2))
     for other in (
         {"tp": 2},
-        {"zero": 2},
+        {"zero": 3},
+        {"ep": 2},
+        {"cp": 2},
         {"recompute": "selective"},
         {"recompute": "alternate"},
         {"sequence_parallel": True},
@@ -127,8 +130,37 @@ def test_usual_splits_use_all_devices_and_divide_what_can_be_divided() -> None:
             for split, _ in usual_splits(shape, ParallelSplit(dp=devices)).values():
                 assert split.devices == devices and shape.heads % split.tp == 0 and split.pp <= shape.layers
     assert list(usual_splits(SHAPE, ParallelSplit(2, 2, 8))) == [
-        *("ddp", "zero1", "zero2", "zero3", "fsdp+recompute", "zero1+offload")
+        *("ddp", "zero1", "zero2", "zero3", "fsdp+recompute", "zero1+offload", "cp8+zero1")
     ]
+    assert "ep8+zero1" in usual_splits(MIXTRAL, ParallelSplit(dp=8))
+
+
+def test_a_divided_sequence_keeps_a_part_of_the_activations_and_all_parameters() -> None:
+    whole, part = (split_memory(SHAPE, ParallelSplit(dp=8 // cp, cp=cp), 1).device for cp in (1, 4))
+    assert part["activations"] == whole["activations"] / 4 and part["output"] == whole["output"] / 4
+    assert part["parameters"] == whole["parameters"]
+    assert part["wire"] == whole["wire"] + 4.0 * SHAPE.sequence / 4 * 2 * SHAPE.hidden  # keys and values of one other
+    states = [
+        sum(split_memory(SHAPE, ParallelSplit(dp=8 // cp, cp=cp, zero=3), 1).device[kind] for kind in STATES)
+        for cp in (1, 4)
+    ]
+    assert states[0] == states[1] == 16 * SHAPE.parameters / 8
+
+
+def test_divided_experts() -> None:
+    """Each device holds its part of the experts and all else; the states of both are divided among those alike."""
+    split = ParallelSplit(dp=16, ep=8)
+    experts, rest = MIXTRAL.expert_parameters, MIXTRAL.parameters - MIXTRAL.expert_parameters
+    assert split_memory(MIXTRAL, split, 1).device["parameters"] == 2 * (rest + experts / 8)
+    found = split_memory(MIXTRAL, replace(split, zero=1), 1).device
+    assert found["optimizer"] == pytest.approx(12 * (rest / 16 + experts / 8 / 2))
+    moved = 4.0 * MIXTRAL.sequence * 2 * MIXTRAL.hidden
+    assert found["wire"] == 2 * 25 * 2**20 + moved
+
+
+@pytest.mark.parametrize(("recompute", "gib"), TRACKED)
+def test_memory_that_torch_tracks_for_fsdp(recompute: str, gib: float) -> None:
+    assert tracked_gib(recompute) == pytest.approx(gib, rel=0.15)
 
 
 @given(

@@ -14,8 +14,11 @@ from everstep.cost.models import PUBLISHED, ModelShape
 from everstep.cost.split_memory import CONTEXT_BYTES, split_memory, split_runs
 from everstep.cost.split_search import (
     RankedSplit,
+    best_of_each,
     devices_needed,
     memory_of_ours,
+    pareto_front,
+    planned_splits,
     possible_splits,
     ranked_splits,
     why_better,
@@ -97,6 +100,21 @@ def test_more_memory_never_fits_less(name: str, count: int, gb: int, more: int) 
 def ranked(split: ParallelSplit, fits: bool = True, stack: str = "megatron-2021") -> RankedSplit:
     usage = split_memory(SHAPE, split, micro_batches_of(64, split))
     return RankedSplit(split, usage, step_time(SHAPE, FLEET, split, 64, "bf16", STACKS[stack]), fits)
+
+
+def test_nothing_is_shorter_and_smaller_than_the_front() -> None:
+    fleet = Fleet(CATALOGUE["a100-80"], 32, 8, 25e9)
+    shape = next(one.shape for one in PUBLISHED if one.name == "gpt3-13b")
+    planned = planned_splits(shape, fleet, 1024, "bf16", STACKS["megatron-2021"])
+    front = pareto_front(planned)
+    assert front[0] == best_of_each(planned)[0] and len(front) > 2
+    assert not pareto_front(one for one in planned if not one.fits)
+    for one in front:
+        assert not any(
+            other.time.step_s <= one.time.step_s and other.memory.total < one.memory.total
+            for other in planned
+            if other.fits
+        )
 
 
 def test_why_one_is_before_the_next() -> None:

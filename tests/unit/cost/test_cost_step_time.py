@@ -67,6 +67,9 @@ def test_parameters_of_published_models() -> None:
     assert SHAPES["llama3-8b"].parameters == 8_030_261_248 and SHAPES["llama3-70b"].parameters == 70_553_706_496
     for name, shape in SHAPES.items():
         size = name.rpartition("-")[2]
+        if shape.experts:
+            assert shape.parameters == 46_702_792_704
+            continue
         billions = float(size[:-1]) / (1000 if size[-1] == "m" else 1)
         assert shape.parameters / 1e9 == pytest.approx(billions, rel=0.08), name
 
@@ -113,6 +116,45 @@ def test_the_bubble_is_that_of_the_schedule_played_through(name: str, stages: in
 def test_a_longer_pipeline_has_no_smaller_bubble(stages: int, more: int, count: int, chunks: int) -> None:
     assert bubble_share(stages + more, count, chunks) > bubble_share(stages, count, chunks)
     assert bubble_share(stages, count + more, chunks) <= bubble_share(stages, count, chunks)
+
+
+def test_a_divided_sequence_sends_keys_and_values_beyond_what_attention_hides() -> None:
+    """3 x layers x (parts - 1) messages of keys and values, two bytes each, at 80 % of the link; less attention."""
+    shape = ModelShape(4, 1024, 16, sequence=32768)
+    fleet, split = Fleet(CATALOGUE["a100-80"], 8, 8, 25e9), ParallelSplit(cp=8)
+    stack, each = STACKS["megatron-2021"], 32768 / 8
+    found = step_time(shape, fleet, split, 1, "bf16", stack)
+    sent_s = 3 * 4 * 7 * (5e-6 + 4 * each * 1024 / 240e9)
+    attention_s = 3 * 4 * 32768 * 1024 * 4 * each / stack.matmul / 312e12
+    assert attention_s > sent_s and found.context_s == 0
+    slow = replace(fleet, per_node=1, network=1e9)
+    sent_s = 3 * 4 * 7 * (15e-6 + 4 * each * 1024 / 0.8e9)
+    assert step_time(shape, slow, split, 1, "bf16", stack).context_s == pytest.approx(sent_s - attention_s)
+    whole = step_time(shape, fleet, ParallelSplit(dp=8), 8, "bf16", stack)
+    assert found.matrices_s == pytest.approx(whole.matrices_s / 8) and found.traffic_s * 8 == whole.traffic_s
+    assert found.gradients_s == whole.gradients_s
+
+
+def test_tokens_go_to_experts_and_back() -> None:
+    """4 x layers all-to-alls of 2 x tokens x experts per token x hidden bytes, (e - 1) / e of which leave."""
+    shape = SHAPES["mixtral-8x7b"]
+    fleet = Fleet(CATALOGUE["a100-80"], 16, 8, 25e9)
+    none, divided = (
+        step_time(shape, fleet, ParallelSplit(dp=16, ep=ep), 16, "bf16", STACKS["megatron-2021"]) for ep in (1, 8)
+    )
+    size = 2.0 * shape.sequence * 2 * shape.hidden
+    assert none.experts_s == 0
+    assert divided.experts_s == pytest.approx(4 * 32 * (7 * 5e-6 + 7 / 8 * size / 240e9))
+    assert divided.gradients_s < none.gradients_s and divided.matrices_s == none.matrices_s
+    again = step_time(shape, fleet, ParallelSplit(dp=16, ep=8, recompute="full"), 16, "bf16", STACKS["megatron-2021"])
+    assert again.experts_s == pytest.approx(1.5 * divided.experts_s)
+
+
+def test_a_token_goes_through_some_of_the_experts() -> None:
+    dense, mixed = SHAPES["llama2-7b"], replace(SHAPES["llama2-7b"], experts=8, experts_per_token=2)
+    assert mixed.layer_weights - dense.layer_weights == 7 * dense.expert_weights + 8 * 4096
+    more = mixed.forward_flops()[0] - dense.forward_flops()[0]
+    assert more == 2.0 * 32 * (dense.expert_weights + 8 * 4096)
 
 
 def test_rings() -> None:

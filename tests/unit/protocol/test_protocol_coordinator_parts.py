@@ -12,6 +12,7 @@ from coordinator_harness import CONFIG, MS, S, member
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan, Seat, WorkerKey
 from everstep.base.strikes import Strike
+from everstep.cost.advice import step_ms
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator.arrivals import RETRY_MOST_NS, RETRY_NS, START_PATIENCE_NS, Healing, Quorum
 from everstep.protocol.coordinator.claims import ASK_AGAIN_NS, GIVE_UP_NS, MOST_SAID, Claims
@@ -21,7 +22,8 @@ from everstep.protocol.coordinator.joins import Move, _in_other_pool
 from everstep.protocol.coordinator.membership import Agent
 from everstep.protocol.coordinator.rendezvous_store import RendezvousStore
 from everstep.protocol.coordinator.requested_faults import MOST_ASKED, StruckBefore
-from everstep.protocol.coordinator.speeds import Speeds, by_speed, step_ms
+from everstep.protocol.coordinator.spare_advice import SpareAdvice
+from everstep.protocol.coordinator.speeds import Speeds, by_speed
 from everstep.protocol.coordinator.types import HostRules, Report, Send
 from everstep.protocol.coordinator.whereabouts import Whereabouts
 from everstep.protocol.detector import PhiDetector
@@ -515,3 +517,31 @@ def test_heartbeats_are_expected_by_the_round_trips(
     for rtt in rtts_ms or [0.0]:
         one.heartbeat(env.now, rtt, fixed_ns)
     assert heard[-1] == expected_ns
+
+
+# ---- advice
+
+
+def advised(empty_s: int, every_s: int, failures: int, spares: int = 0) -> list[Any]:
+    env = environment()
+    advice = SpareAdvice(env)
+    for i in range(failures):
+        env.advance((1 + i * every_s) * S)
+        advice.lost(i % 4)
+        env.advance((1 + i * every_s + empty_s) * S)
+        advice.filled(i % 4, 4, spares)
+    return told(env)
+
+
+def test_a_spare_is_advised_once_when_places_stay_empty_for_long() -> None:
+    (report,) = advised(30, 120, 6)
+    assert report.kind == "warning" and report.fields["reason"] == (
+        "a spare would give back up to 5.9% of the workers' time, by the cost model: a failure every 120 s, after "
+        "which a place is empty for 30.0 s: use --spares 1"
+    )
+    assert not advised(1, 120, 6), "that costs less than a spare"
+    assert not advised(30, 120, 2), "two failures may be chance"
+    assert not advised(30, 120, 6, spares=1), "there is one"
+    env = environment()
+    SpareAdvice(env).filled(1, 4, 0)
+    assert not told(env), "nobody was lost"

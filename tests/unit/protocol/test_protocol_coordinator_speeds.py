@@ -4,8 +4,9 @@ from coordinator_harness import S, World, running
 
 from everstep.base.plan import Plan, Seat
 from everstep.base.pool_wish import make_wish
+from everstep.cost.advice import step_ms
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator.speeds import by_speed, step_ms
+from everstep.protocol.coordinator.speeds import by_speed
 
 
 def beat(world: World, *ms_per_lane: float) -> None:
@@ -40,7 +41,7 @@ def test_a_lasting_straggler_gets_fewer_lanes():
     assert world.prepared is not None and len(world.prepared.lanes_of(1)) == 2
     assert world.prepared.reason == (
         "lanes by speed: worker 1 takes 300 ms per lane, the median is 200; the busiest worker will compute 600 ms "
-        "per step instead of 1200 ms"
+        "per step instead of 1200 ms, by the cost model"
     )
     assert dict(world.prepared.speeds) == {0: 10.0, 1: 1000 / 300}
     generation = world.prepared.generation
@@ -103,7 +104,7 @@ def test_a_pool_that_lost_members_for_good_gets_one_of_another():
     assert [len(s.lanes) for s in prepared.seats] == [4, 4, 4, 4] and prepared.joining == (2,)
     assert prepared.reason == (
         "worker 2 goes from stage 0 to stage 1, which has lost members and makes all others wait: the busiest worker "
-        "will compute 400 ms per step instead of 800 ms"
+        "will compute 400 ms per step instead of 800 ms, by the cost model"
     )
     for i in range(4):
         world.entered(i, prepared.generation, 9)

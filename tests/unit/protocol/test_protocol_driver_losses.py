@@ -61,7 +61,7 @@ def test_the_rest_of_a_stage_is_fetched_and_the_step_goes_on() -> None:
     )
     w.done(do.Copied(records=records, gathers={}))
     assert w.driver.machine.held == {0: WHOLE}
-    assert Discard(2, undone=True) in w.out and do.CutFeeds() not in w.out, "its lanes run again, nobody's feed breaks"
+    assert Discard(2) in w.out and do.CutFeeds() not in w.out, "its lanes run again, nobody's feed breaks"
     assert isinstance(w.op, do.Compute) and w.op.step == 2
     w.lanes()
     w.reduce()

@@ -230,21 +230,19 @@ def test_what_was_computed_from_one_who_has_gone_uncompared_does_not_count() -> 
     assert not kept.void(plan(4, 2), 8) and not kept.void(plan(3, 2), 8), "3 was compared before"
     other = replace(plan(4, 2), members=(Member(0, 0, "a"), Member(1, 1, "a"), Member(2, 0, "a"), Member(3, 0, "a")))
     assert kept.void(other, 8), "another life of 1"
-    assert probing(OLD, NEW).void(plan(1), 1), "finished blocks contain its lanes"
-    unwatched = Probing(ProbeRule())
-    unwatched.entered(plan(2), {0: OLD, 1: NEW}, 0)
-    assert not unwatched.void(plan(1), 1), "nobody is ever compared"
+    assert not probing(OLD, NEW).void(plan(1), 1), "its lanes are done again"
 
 
 def test_while_a_difference_is_open_its_step_is_done_again_in_each_generation() -> None:
     """The verdict may have been reached by others alone, and the plan that follows from it comes before the records."""
-    kept = probing(OLD, OLD, OLD, at=9)
+    kept = Probing(ProbeRule(joins=True))
+    kept.entered(plan(3, 2), {0: OLD, 1: OLD, 2: OLD}, 9)
     said = outcome(10, {3: {0: "s a", 1: "s a", 2: "s b"}})
     found = kept.judge(said, 0)
     assert found is not None and not found.odd
-    assert kept.void(plan(3), 10) and kept.void(plan(2), 10) and not kept.void(plan(3), 9)
+    assert kept.void(plan(3, 2), 10) and kept.void(plan(2, 2), 10) and not kept.void(plan(3, 2), 9)
     found = kept.judge(said, 0)
-    assert found is not None and found.odd == {2} and not kept.void(plan(2), 10)
+    assert found is not None and found.odd == {2} and not kept.void(plan(2, 2), 10)
 
 
 FIRST = LaneSaid("data", "took", "made", "back", "gave")

@@ -147,7 +147,7 @@ def test_lanes_of_an_initial_state_that_was_replaced_are_none_of_the_other() -> 
     m.on(GradientReduced(1, 1, b""))
     m.on(HoldingArrived(1, 0, Holding(Key(0, 0), {}, 0, "theirs")))
     assert m.on(HoldingArrived(1, 1, m.machine.holding())) == [FetchState(1, Key(0, 0), {0: (0,)})]
-    assert m.on(StateCopied(1, Key(0, 0), {})) == [Discard(1, undone=True), Entered(1, 0)]
+    assert m.on(StateCopied(1, Key(0, 0), {})) == [Discard(1), Entered(1, 0)]
     assert m.machine._known.next.lanes == frozenset() and m.machine._known.next.gradient_step == 0
 
 

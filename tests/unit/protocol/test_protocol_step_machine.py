@@ -396,7 +396,7 @@ def test_other_initial_states_are_replaced_by_that_of_the_lowest_id():
     late.handle(HoldingArrived(1, 2, w.holding()))
     late.handle(LaneDone(1, 0, 0))
     assert late.handle(HoldingArrived(1, 3, w.holding(digest="other"))) == [FetchState(1, Key(0, 0), {0: (2,)})]
-    assert late.handle(StateCopied(1, Key(0, 0), {})) == [Discard(1, undone=True), Entered(1, 0)]
+    assert late.handle(StateCopied(1, Key(0, 0), {})) == [Discard(1), Entered(1, 0)]
     assert late._known.next.lanes == frozenset()
     again = late.handle(PlanArrived(plan(2, [2, 3])))
     assert again[-1] == SendHolding(2, Holding(Key(0, 0), {}, 0, "same", lacking=(1, 3)))
@@ -670,7 +670,7 @@ def test_the_live_state_that_was_found_to_differ_is_not_gone_back_to():
     other = Holding(Key(0, 0), {}, 0, stages={}, sound=0, lacking=(0, 1, 2, 3))
     assert peers.hold_all(2, other) == [GoBack(2, 0, {0: ()})]
     effects = peers.on(StateCopied(2, Key(0, 0), {}))
-    assert Discard(1, undone=True) in effects, "what was computed from the other state counts for nothing"
+    assert Discard(1) in effects, "what was computed from the other state counts for nothing"
     assert isinstance(effects[-1], LanesNeeded), "the application still waits for the step"
 
 

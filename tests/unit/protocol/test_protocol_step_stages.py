@@ -318,7 +318,7 @@ def test_less_than_the_share_is_lacking_and_comes_of_who_has_it():
     assert sent.stages == {0: blocks(0, 2)} and sent.gradients == {}
     assert FetchState(2, Key(1, 0), {0: (1,)}, {0: Pieces(blocks(1), {1: blocks(1)})}) in effects
     effects = w.on(StateCopied(2, Key(1, 0), RECORDS))
-    assert Discard(2, undone=True) in effects and Entered(2, 1) in effects and w.machine.held == {0: MINE}
+    assert Discard(2) in effects and Entered(2, 1) in effects and w.machine.held == {0: MINE}
 
 
 def test_the_gradient_takes_the_share_forward():
@@ -460,7 +460,7 @@ def test_what_was_computed_from_ones_own_state_counts_though_another_stage_is_co
     w.step()
     effects, _ = w.enter(2, ALONE, held(2, snapshots=dict.fromkeys(((0, 1), (1, 1)), WHOLE)))
     assert effects[-1] == GoBack(2, 1, {0: (0, 1), 1: (1,)})
-    assert Discard(2, undone=True) not in w.on(StateCopied(2, Key(1, 0), RECORDS)) and w.machine.stages == (0, 1)
+    assert Discard(2) not in w.on(StateCopied(2, Key(1, 0), RECORDS)) and w.machine.stages == (0, 1)
 
 
 def test_what_was_computed_counts_for_nothing_where_one_of_the_stages_is_repaired():
@@ -470,7 +470,7 @@ def test_what_was_computed_counts_for_nothing_where_one_of_the_stages_is_repaire
     w.on(BlocksLost(1, blocks(1)))
     effects, _ = w.enter(2, ALONE, held(2, snapshots={(1, 1): WHOLE}))
     assert isinstance(effects[-1], GoBack) and effects[-1].sources == {0: (0,), 1: (1,)}
-    assert Discard(2, undone=True) in w.on(StateCopied(2, Key(1, 0), RECORDS))
+    assert Discard(2) in w.on(StateCopied(2, Key(1, 0), RECORDS))
 
 
 @pytest.mark.parametrize("step", [0, 1])

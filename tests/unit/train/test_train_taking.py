@@ -430,6 +430,25 @@ def test_a_small_state_is_followed_as_it_comes(peers):
     asked.fed.close()
 
 
+@pytest.mark.parametrize("scattered", [False, True])
+def test_blocks_pass_by_a_few_at_a_time_and_own_ones_do_not(peers, monkeypatch, scattered):
+    monkeypatch.setattr(taking, "CHUNK_BLOCKS", 1)
+    monkeypatch.setattr(taking, "MOST_DONORS", 2)
+    state = make_state()
+    everything = range(state.n_blocks)
+    own, odd, even = part(state, 0), part(state, *everything[1::2]), part(state, *everything[::2])
+    peers[0].shelve(Shown(state), odd if scattered else WHOLE)
+    peers[1].shelve(Shown(state), even if scattered else WHOLE)
+    given = {0: odd, 1: even - own} if scattered else {}
+    plan = Plan(3, "because", tuple(p.member for p in peers[:2]), (Seat(0, 0, "active", (0,)),), 1)
+    came, most = [], 0
+    for offer in copier().pass_by(plan, AT, {0: (0, 1)}, {0: Pieces(WHOLE - own, given)}):
+        numbers = [n for n, block in enumerate(offer.states[0].blocks) if block is not None]
+        assert all(offer.states[0].blocks[n] == state.read_block(n) for n in numbers)
+        came, most = came + numbers, max(most, len(numbers))
+    assert came == list(everything[1:]) and most == 2
+
+
 def test_a_plan_frees_a_copy_from_several(peers, several):
     """Nobody gives the state: the cut ends it, with nothing held."""
     state, begun = make_state(), threading.Event()

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from everstep.base.cause import Why
 from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.environment import MILLISECOND_NS, SECOND_NS, Alarm, Environment
+from everstep.protocol.coordinator.spare_advice import SpareAdvice
 
 START_PATIENCE_NS = 10 * SECOND_NS
 RETRY_NS = 200 * MILLISECOND_NS
@@ -125,10 +126,11 @@ class Join:
 
 class Healing:
     """Workers on their way in, and the failed attempts of each life. joins: by worker id, in the order of their
-    start."""
+    start. spares: advice, by how long places were empty."""
 
     def __init__(self, env: Environment) -> None:
         self.joins: dict[int, Join] = {}
+        self.spares = SpareAdvice(env)
         self._env = env
         self._failures: dict[WorkerKey, int] = {}
         self._left_behind: dict[WorkerKey, set[int]] = {}

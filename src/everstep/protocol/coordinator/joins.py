@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.cost.advice import step_ms
 from everstep.protocol.coordinator.environment import MILLISECOND_NS, Alarm, describe, listed
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.coordinator.plans import Move, candidates, make_now, moved, prepare
-from everstep.protocol.coordinator.speeds import by_speed, reason, step_ms
+from everstep.protocol.coordinator.speeds import by_speed, reason
 from everstep.protocol.coordinator.workers import dismiss, evict
 from everstep.protocol.messages import Heal, HealFailed, WorkerHealed
 
@@ -273,7 +274,7 @@ def _moving(job: JobState, plan: Plan, found: Mapping[int, float], now_ms: float
     text = (
         f"worker {move.worker_id} goes from stage {move.source} to stage {move.target}, which has lost members "
         f"and makes all others wait: the busiest worker will compute {moved_ms:.0f} ms per step instead of "
-        f"{now_ms:.0f} ms"
+        f"{now_ms:.0f} ms, by the cost model"
     )
     return _Change(moved_ms, speeds, Why(Cause.REBALANCED, text), move)
 

@@ -146,14 +146,6 @@ class Speeds:
             self._looks_ms.pop(moving, None)
 
 
-def step_ms(seats: Sequence[Seat], ms_per_lane: Mapping[int, float]) -> float:
-    """Time that the busiest worker computes in a step, in ms, over all its stages; the others wait for it."""
-    busy: dict[int, float] = {}
-    for seat in seats:
-        busy[seat.worker_id] = busy.get(seat.worker_id, 0.0) + len(seat.lanes) * ms_per_lane[seat.worker_id]
-    return max(busy.values(), default=0.0)
-
-
 def by_speed(ms_per_lane: Mapping[int, float]) -> dict[int, float]:
     """Lanes per second by worker; empty if all are about equally fast, so that lanes are spread evenly again."""
     slowest, fastest = max(ms_per_lane.values()), min(ms_per_lane.values())
@@ -166,5 +158,6 @@ def reason(ms_per_lane: Mapping[int, float], now_ms: float, then_ms: float) -> s
     typical = median(ms_per_lane.values())
     return (
         f"lanes by speed: worker {slowest} takes {ms_per_lane[slowest]:.0f} ms per lane, the median is {typical:.0f};"
-        f" the busiest worker will compute {then_ms:.0f} ms per step instead of {now_ms:.0f} ms"
+        f" the busiest worker will compute {then_ms:.0f} ms per step instead of {now_ms:.0f} ms, by "
+        "the cost model"
     )

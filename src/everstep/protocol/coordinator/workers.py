@@ -218,6 +218,7 @@ def _report_healed(job: JobState, worker: Worker, step: int) -> None:
         why = Why(Cause.JOINED, "it holds the state of the others and takes part")
         generation = job.agreement.plan.generation
         job.env.report("worker_healed", why, **worker.named, step=step, generation=generation)
+        job.healing.spares.filled(worker.key.worker_id, job.slots.target, len(job.slots.ids()) - job.slots.target)
 
 
 def progressed(job: JobState, worker: Worker, message: m.Progress) -> None:
@@ -426,6 +427,7 @@ def evict(
     if job.agreement.in_any_plan(key):
         whose = Why(why.cause, f"{describe(key)}: {why.reason}")
         job.agreement.break_off(whose)
+        job.healing.spares.lost(key.worker_id)
         job.recovery.begin(whose, key=key, notice_ns=notice_ns, died_unix_ns=died_unix_ns)
         _shrink(job, key, why.cause)
 

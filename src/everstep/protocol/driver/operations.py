@@ -267,7 +267,8 @@ class Shelve(AtOnce, frozen=True):
 
     gathers: those that belong to it. live: blocks of the present state that are of that position, by stage; other
     blocks come from snapshots. The user-loop state is the copy taken right after the update, even if the position is
-    a later one: the receiver repeats the gathers in between.
+    a later one: the receiver repeats the gathers in between. ends: the job is at its end: this worker changes the
+    state no more, unless another generation begins.
     """
 
     generation: int
@@ -275,6 +276,7 @@ class Shelve(AtOnce, frozen=True):
     records: Mapping[int, Record]
     gathers: GatheredRecords
     live: Mapping[int, Extents]
+    ends: bool = False
 
 
 class Unshelve(AtOnce, frozen=True):

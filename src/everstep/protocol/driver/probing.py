@@ -75,16 +75,14 @@ class Probing:
         self.doubt = max((holdings[i].doubt for i in sorted(holdings)), key=lambda d: (d.step, d.lane, d.part))
 
     def void(self, plan: Plan, step: int) -> bool:
-        """Whether all results for this step, the next one, are void in this plan: some may contain lanes of a member
-        that computes otherwise. That is so if a difference in this step is open, since this worker may not have heard
-        of the verdict; and if a member left before anybody compared it. In a split model others have computed from its
-        outputs; in any model, blocks that were finished contain its lanes, and are not finished again."""
-        if self.doubt.step == step:
-            return True
+        """Whether all results for this step, the next one, are void in this plan: in a split model, others computed
+        them from outputs of a member that computes otherwise. That may be so if a difference in this step is open,
+        since this worker may not have heard the verdict, and if a member left before anybody compared it."""
         before = self._plan
-        if before is None or not (self._split or self._rule.joins):
+        if before is None or not self._split:
             return False
-        return any(m.worker_id in self._unproven and not plan.has(m.key) for m in before.members)
+        gone = (m.worker_id for m in before.members if not plan.has(m.key))
+        return self.doubt.step == step or any(worker_id in self._unproven for worker_id in gone)
 
     def proven(self, number: int) -> int:
         """The newest step, up to `number`, by which members are known to compute alike."""

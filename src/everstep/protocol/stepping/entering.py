@@ -148,7 +148,8 @@ class Entering:
             effects.append(Discard(before.step + 1 if event.position.step < before.step else event.position.step))
         elif held.sound >= 0 or any(k in held.blocks and donors[:1] != (mine,) for k, donors in wanted.items()):
             # Another state of the same step, or a repaired one: results computed from the old one are void.
-            effects.append(known.void())
+            known.next.forget()
+            effects.append(Discard(event.position.step + 1))
         if event.position.step == 0:
             held.begins_with(next((stated[ids[0]].digest for ids in wanted.values() if ids), held.digest))
         stays = event.position.step == before.step

@@ -59,6 +59,7 @@ class ForkServerClient:
             self.watch.answered()
         self._process = process
         self._buffer = heard.encode()
+        self._ending = 0  # forks that have answered and whose end was not told yet
 
     @classmethod
     def adopt(cls, handed: Handed) -> ForkServerClient:
@@ -111,11 +112,13 @@ class ForkServerClient:
         """
         self._ask(op="call", entry=entry, question=question)
         while messages := self.receive():
-            for message in messages:  # the answer comes before the end
+            for number, message in enumerate(messages):  # the answer comes before the end
                 if message["op"] == "answer":
+                    self._ending += 1 - sum(later["op"] == "called" for later in messages[number:])
                     return message["answer"]
-                if message["op"] == "called":
+                if message["op"] == "called" and not self._ending:
                     raise ForkEnded(why_ended(os.waitstatus_to_exitcode(message["status"])).reason)
+                self._ending -= message["op"] == "called"
         code = self._process.wait() if self._process is not None else 0
         raise ForkEnded(f"the fork server: {why_ended(code).reason}")
 

@@ -1,0 +1,99 @@
+"""What a `transformers.Trainer` keeps from update to update beside model, optimizer and scheduler, as state of a job.
+
+Times are left out: they differ between workers, and nothing is trained by them.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from everstep.base.errors import ConfigError
+from everstep.train.reachable import of_user
+
+_KEPT = ("epoch", "global_step", "best_metric", "best_global_step")
+_TIMES = ("_runtime", "_per_second", "_time")
+_PLAIN = (bool, int, float, str, type(None), list, tuple, dict)
+
+
+class CarriedTraining:
+    """State of a trainer's loop. trainer: a `transformers.Trainer`; seed: of the order of its samples, if any."""
+
+    def __init__(self, trainer: Any, seed: int | None) -> None:
+        self._trainer, self._seed = trainer, seed
+        self._rate = 0.0
+
+    def begin(self) -> None:
+        """The optimizer is there, and no update has been made."""
+        self._rate = self._now()
+
+    def _now(self) -> float:
+        return float(self._trainer.optimizer.param_groups[0]["lr"])
+
+    def next_rate(self) -> float:
+        """Learning rate of the update that was just made; from here on that of the next one is known."""
+        made, self._rate = self._rate, self._now()
+        return made
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, logs, the control's flags, and the state of callbacks."""
+        trainer = self._trainer
+        state = {name: getattr(trainer.state, name) for name in _KEPT}
+        logs = [without_times(row) for row in trainer.state.log_history]
+        best = trainer.state.best_model_checkpoint
+        return {
+            "state": {**state, "log_history": logs},
+            "best": "" if best is None else os.path.basename(best),
+            "control": dict(vars(trainer.control)),
+            "loss": float(trainer._tr_loss),
+            "total": trainer._total_loss_scalar,
+            "logged": trainer._globalstep_last_logged,
+            "rate": self._rate,
+            "seed": self._seed,
+            "callbacks": [_state_of(callback) for callback in trainer.callback_handler.callbacks],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there. Raises: ConfigError if the samples came in another order so far."""
+        if state["seed"] != self._seed:
+            raise ConfigError(
+                f"the order of the samples: expected the seed {state['seed']}, with which the job began, got "
+                f"{self._seed}: give TrainingArguments data_seed, or seed alike in each life of the script"
+            )
+        trainer, folder = self._trainer, self._trainer.args.output_dir
+        vars(trainer.state).update(copy.deepcopy(state["state"]))
+        best = os.path.join(folder, state["best"]) if state["best"] else None
+        vars(trainer.state).update(best_model_checkpoint=best)
+        vars(trainer.control).update(state["control"])
+        trainer._tr_loss.fill_(state["loss"])
+        vars(trainer).update(_total_loss_scalar=state["total"], _globalstep_last_logged=state["logged"])
+        self._rate = state["rate"]
+        for callback, saved in zip(trainer.callback_handler.callbacks, state["callbacks"], strict=True):
+            _load(callback, saved)
+
+
+def without_times(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the log without how long things took."""
+    return {name: value for name, value in logs.items() if not name.endswith(_TIMES)}
+
+
+def _state_of(callback: Any) -> dict[str, Any]:
+    """What it exports, its state_dict, or, of a user's, its plain attributes whose names begin with no underscore."""
+    if callable(getattr(callback, "load_state_dict", None)):
+        return {"own": callback.state_dict()}
+    if callable(getattr(callback, "state", None)):
+        return dict(callback.state()["attributes"])
+    module = sys.modules.get(type(callback).__module__)
+    if not of_user(getattr(module, "__file__", None)):
+        return {}
+    return {k: copy.deepcopy(v) for k, v in vars(callback).items() if isinstance(v, _PLAIN) and k[:1] != "_"}
+
+
+def _load(callback: Any, saved: dict[str, Any]) -> None:
+    if callable(getattr(callback, "load_state_dict", None)):
+        callback.load_state_dict(saved["own"])
+    else:
+        vars(callback).update(copy.deepcopy(saved))

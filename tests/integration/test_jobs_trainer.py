@@ -1,0 +1,117 @@
+"""`everstep.integrations.huggingface.Trainer`: the losses of the original, and the same bits whoever dies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from job_harness import Jobs, same
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+SCRIPT = """
+import json, os, sys
+import torch, transformers
+from transformers import TrainingArguments
+if os.environ.get("ORIGINAL"):
+    from transformers import Trainer
+else:
+    from everstep.integrations.huggingface import Trainer
+
+out, again = sys.argv[1], "again" in sys.argv
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, count, first):
+        made = torch.Generator().manual_seed(first)
+        self.rows = [torch.randint(0, 64, (12,), generator=made) for _ in range(count)]
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, k):
+        labels = self.rows[k].clone()
+        labels[: k % 5] = -100
+        return {"input_ids": self.rows[k], "labels": labels}
+
+class Counter(transformers.TrainerCallback):
+    count = 0
+    def __init__(self):
+        self.count = 0
+    def on_step_end(self, args, state, control, **more):
+        self.count += 1
+        control.should_training_stop = self.count == 9
+
+def metrics(found):
+    return {"hits": float((found.predictions.argmax(-1)[:, :-1] == found.label_ids[:, 1:]).mean())}
+
+drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), float(os.environ.get("DROP", "0.1")))
+sizes = dict(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+torch.manual_seed(7)
+model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drop))
+args = TrainingArguments(
+    out, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=3, learning_rate=1e-2,
+    weight_decay=0.1, warmup_steps=3, lr_scheduler_type="cosine", logging_steps=1, eval_strategy="steps", eval_steps=4,
+    save_strategy="steps", save_steps=4, save_total_limit=2, load_best_model_at_end=True, disable_tqdm=True,
+    use_cpu=True,
+)
+trainer = Trainer(model=model, args=args, train_dataset=Rows(37, 1), eval_dataset=Rows(5, 2), compute_metrics=metrics,
+                  callbacks=[Counter()])
+trainer.train(resume_from_checkpoint=again)
+trainer.save_model()
+if trainer.is_world_process_zero():
+    with open(os.path.join(out, "history.json"), "w") as file:
+        json.dump(trainer.state.log_history, file)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    rows = json.loads((folder / "history.json").read_text())
+    times = ("_runtime", "_per_second", "_time", "total_flos")
+    return [{k: v for k, v in row.items() if not k.endswith(times)} for row in rows]
+
+
+def test_losses_are_those_of_the_original(jobs: Jobs, script: str, tmp_path: Path) -> None:
+    found = []
+    for name, environment in (("original", {"ORIGINAL": "1"}), ("ours", {})):
+        where = tmp_path / name
+        job = jobs._request(where, [script, str(where)], {"DROP": "0", **environment})
+        assert job.end() == 0, job.account()
+        found.append(history(where))
+        assert (where / "checkpoint-8" / "model.safetensors").exists() and (where / "config.json").exists()
+    assert [list(row) for row in found[0]] == [[k for k in row if k in old] for old, row in zip(*found, strict=True)]
+    for old, new in zip(*found, strict=True):
+        for name, value in old.items():
+            assert new[name] == pytest.approx(value, rel=1e-6, abs=1e-6), (old, new)
+
+
+def test_a_kill_changes_no_bit(jobs: Jobs, script: str, tmp_path: Path) -> None:
+    """The leader and another worker die; the callback's counter, logs and the best checkpoint go on."""
+    kill = "kill:target=worker:1,at=3,phase=backward; kill:target=leader:0,at=6"
+    ends = []
+    for name, options in (("alone", ["--workers", "1"]), ("placed", ["--workers", "3", "--chaos", kill])):
+        where, out = tmp_path / name, tmp_path / f"{name}-out"
+        job = jobs.command(["run", script, "--run-dir", str(where), "--json", *options, "--", str(out)], where)
+        assert job.end() == 0, job.account()
+        ends.append((job, history(out), (out / "model.safetensors").read_bytes()))
+    assert len(ends[1][0].of_kind("worker_evicted")) == 2
+    same(ends[0][0].run_dir, ends[1][0])
+    assert ends[0][1:] == ends[1][1:]
+    assert ends[0][1][-1]["step"] == 9
+
+
+def test_a_plain_trainer_is_refused(jobs: Jobs, script: str, tmp_path: Path) -> None:
+    where = tmp_path / "plain"
+    argv = ["run", script, "--run-dir", str(where), "--workers", "2", "--", str(tmp_path / "out")]
+    job = jobs.command(argv, where, {"ORIGINAL": "1"})
+    assert job.end() == 2, job.account()
+    said = where.with_suffix(".err").read_text()
+    assert "from everstep.integrations.huggingface import Trainer" in said and "Traceback" not in said

@@ -1,0 +1,133 @@
+"""Arguments of a `transformers.Trainer`: honoured as config keys, or refused by name; defaults never are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from everstep.base.errors import ConfigError  # noqa: E402
+from everstep.integrations.training_arguments import (  # noqa: E402
+    REFUSED,
+    job_settings,
+    lanes_of,
+    refuse_arguments,
+)
+from everstep.integrations.training_order import Absent, PresentSamples, TrainingOrder  # noqa: E402
+
+
+def arguments(folder: Path, **given: Any) -> Any:
+    return transformers.TrainingArguments(str(folder), use_cpu=True, **given)
+
+
+def test_defaults_are_never_refused(tmp_path: Path) -> None:
+    refuse_arguments(arguments(tmp_path))
+    names = transformers.TrainingArguments.__dataclass_fields__
+    assert set(REFUSED) <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"torch_compile": True}, "model.compile"),
+        ({"ddp_find_unused_parameters": False}, "DistributedDataParallel"),
+        ({"ddp_timeout": 7}, "ddp_timeout=7"),
+        ({"push_to_hub": True}, "save_model"),
+        ({"report_to": ["tensorboard"]}, "sinks"),
+        ({"train_sampling_strategy": "group_by_length"}, "sequential"),
+        ({"optim": "lion_32bit"}, "optimizers=(optimizer, None)"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "counts steps"),
+        ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"include_num_input_tokens_seen": True}, "samples"),
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config.split_batches"),
+        ({"accelerator_config": {"use_seedable_sampler": False}}, "use_seedable_sampler"),
+        ({"ignore_data_skip": True}, "ignore_data_skip"),
+        ({"per_device_train_batch_size": 0}, "at least 1"),
+        ({"debug": "underflow_overflow"}, "on_nonfinite"),
+    ],
+)
+def test_refused_by_name(tmp_path: Path, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        refuse_arguments(arguments(tmp_path, **given))
+    said = str(refused.value)
+    assert next(iter(given)).split(".")[0] in said and words in said and "\n" not in said
+
+
+def test_config_that_follows(tmp_path: Path) -> None:
+    assert job_settings(arguments(tmp_path), 100, 10) == {
+        "steps": 100,
+        "seed": 42,
+        "clip_norm": 1.0,
+        "checkpoint.disk.every_steps": 500,
+    }
+    more = arguments(tmp_path, save_strategy="epoch", save_total_limit=3, max_grad_norm=0.0, bf16=True, seed=5)
+    assert job_settings(more, 100, 10) == {
+        "steps": 100,
+        "seed": 5,
+        "precision": "bf16",
+        "checkpoint.disk.every_steps": 10,
+        "checkpoint.disk.keep_last": 3,
+    }
+    assert job_settings(arguments(tmp_path, save_steps=0.25), 10, 10)["checkpoint.disk.every_steps"] == 3
+    assert "checkpoint.disk.every_steps" not in job_settings(arguments(tmp_path, save_strategy="no"), 9, 3)
+
+
+@pytest.mark.parametrize(("batch", "lanes"), [(8, 8), (4, 4), (12, 6), (7, 7), (11, 1), (64, 8), (1, 1)])
+def test_lanes_divide_the_batch(batch: int, lanes: int) -> None:
+    assert lanes_of(batch) == lanes
+
+
+def test_order_without_shuffling_has_short_last_batches() -> None:
+    order = TrainingOrder(list(range(10)), 2, 3, None)
+    order.end_after(4)
+    assert (order.passes, order.per_epoch, len(order)) == (5, 2, 24)
+    rows = [[order[p] for p in range(k, k + 6)] for k in range(0, 24, 6)]
+    assert rows[0] == rows[2] == [0, 1, 2, 3, 4, 5]
+    assert rows[1] == rows[3] == [6, 7, 8, 9, Absent, Absent]
+    assert [order.passes_of(step) for step in (1, 2, 3, 4)] == [3, 2, 3, 2]
+    assert PresentSamples(sum)(rows[1]) == 30
+    assert PresentSamples(sum)([Absent]) == {}
+
+
+def test_order_is_that_of_accelerate() -> None:
+    from accelerate.data_loader import SeedableRandomSampler
+
+    data = list(range(23))
+    sampler = SeedableRandomSampler(data, data_seed=9)
+    order = TrainingOrder(data, 4, 1, 9, drop_last=True)
+    order.end_after(3 * order.per_epoch)
+    assert order.per_epoch == 5
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert [order[p] for p in range(20 * epoch, 20 * epoch + 20)] == list(sampler)[:20]
+
+
+def test_other_overrides_are_refused(tmp_path: Path) -> None:
+    from everstep.integrations.huggingface import Trainer
+
+    class Mine(Trainer):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().training_step(*args, **kwargs)
+
+    class Early(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+    model, args = torch.nn.Linear(2, 2), arguments(tmp_path)
+    with pytest.raises(ConfigError, match="training_step would not be called"):
+        Mine(model=model, args=args)
+    with pytest.raises(ConfigError, match="use on_step_end"):
+        Trainer(model=model, args=args, callbacks=[Early()])
+    with pytest.raises(ConfigError, match="read as a stream"):
+        Trainer(model=model, args=arguments(tmp_path, max_steps=2), train_dataset=Streamed()).train()
+
+
+class Streamed(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
