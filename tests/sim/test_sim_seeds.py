@@ -214,6 +214,7 @@ def test_setups_are_small_and_varied():
         pytest.param(903019209, True, False, id="the result is copied over blocks of a stage that was left"),
         pytest.param(903005541, False, False, id="a member does not know that all compute a step once more"),
         pytest.param(903004074, True, False, id="one loop is left twice, after different steps"),
+        pytest.param(7026, True, False, id="a joiner has not heard that all went back behind what it has"),
     ],
 )
 def test_what_fresh_seeds_have_found_stays_mended(seed: int, split: bool, leased: bool) -> None:

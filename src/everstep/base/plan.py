@@ -146,7 +146,9 @@ class Plan:
     and `reason`: why the generation began; the cause is unknown in plans of older versions. `sound`: states after this
     step are tainted, as the coordinator heard; -1 if there is no doubt. `term`: lease term of the coordinator that made
     it (create revision); 0 without a lease. `alike`: (step, stage, digest of its state) of the newest steps at which
-    all members were found alike. `shards`: the holdings of seats that do not hold all of their stage.
+    all members were found alike. `shards`: the holdings of seats that do not hold all of their stage. `voided`: the
+    newest generation before this one that was entered with a `sound`, 0 if none: the state of a worker that has it from
+    an older one, and was not there, does not count.
     """
 
     generation: int
@@ -166,6 +168,7 @@ class Plan:
     term: int = 0
     alike: tuple[tuple[int, int, str], ...] = ()
     shards: tuple[Shard, ...] = ()
+    voided: int = 0
 
     def __post_init__(self) -> None:
         ids = [m.worker_id for m in self.members]

@@ -60,7 +60,8 @@ def name_of(plan: Plan | None) -> PlanName | None:
         return None
     speeds = tuple((worker_id, float(speed)) for worker_id, speed in plan.speeds)
     named = replace(plan, speeds=speeds)
-    # Digests of states are left out: they do not change a worker's part. Shares are left out if every seat holds all.
-    left_out = {"alike"} if plan.shards else {"alike", "shards"}
+    # Digests of states are left out: they do not change a worker's part. What says nothing is left out, too: shares if
+    # every seat holds all, and the generation in which all went back if none did.
+    left_out = {"alike", *(name for name in ("shards", "voided") if not getattr(plan, name))}
     said = _encoder.encode({f.name: getattr(named, f.name) for f in fields(Plan) if f.name not in left_out})
     return PlanName(plan.term, plan.generation, blake2b(said, digest_size=16).hexdigest())

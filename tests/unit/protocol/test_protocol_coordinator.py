@@ -325,6 +325,11 @@ def test_plans_tell_of_taint_until_a_generation_has_settled_with_it():
     world.entered(0, 2, 9)
     world.say("w1.0", m.WorkerFailed(worker_id=1, incarnation=0, step=19, **{**words, "signature": "other"}))
     assert world.plan.generation == 3 and world.plan.sound == -1
+    assert world.plan.voided == 2, "who was not there has to know, too"
+    again = world.restart()
+    again.agent(0, 1)
+    again.hello(0, plan=world.plan)
+    assert again.plan.voided == 2
 
 
 def test_a_restarted_coordinator_still_knows_of_taint():

@@ -253,6 +253,7 @@ def test_names_are_alike_wherever_a_plan_has_come_by() -> None:
     shown = decode(encode(m.PlanTold(plan=plan)))
     assert isinstance(shown, m.PlanTold) and name_of(shown.plan) == name
     assert isinstance(name, PlanName) and name_of(replace(plan, sound=3)) != name
+    assert name_of(replace(plan, voided=3)) != name
     assert len(encode(m.WorkerHello(member=plan.members[0], step=3, follows=name))) < 300
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from driver_harness import LANES, Worker, at, gather_records, joiner, member, me
 
 from everstep.base.cause import Cause
 from everstep.base.errors import InvariantViolation
+from everstep.base.extents import WHOLE
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.records import conclude
+from everstep.protocol.driver.records import conclude, encode_holding
 from everstep.protocol.driver.stepper import groups
 from everstep.protocol.following import StatesAlike
 from everstep.protocol.step_types import Key, Record, Release
@@ -290,6 +292,19 @@ def test_a_joiner_may_be_taken_in_at_once() -> None:
     assert w.out == [do.CloseFeeds(), w.op] and isinstance(w.op, do.Open)
     w.settle(w1=at(6))
     assert isinstance(w.op, do.Fetch) and w.op.position == Key(6, 0)
+
+
+@pytest.mark.parametrize(("voided", "counts"), [(0, True), (1, True), (2, False)])
+def test_a_joiner_has_nothing_if_all_went_back_without_it_since_it_began(voided: int, counts: bool) -> None:
+    w = adopted()
+    w.hear(replace(plan(3, (0, 1)), voided=voided))
+    w.abort(reason="the connection was closed")
+    w.done(do.Opened())
+    mine = w.stated()
+    assert mine.stages == ({0: WHOLE} if counts else {}) and bool(mine.records) == counts
+    w.done({0: encode_holding(mine), 1: encode_holding(at(3))})
+    gets = w.op if isinstance(w.op, do.Restore) else None
+    assert (gets and (gets.step, gets.sources)) == (None if counts else (3, {0: (1,)}))
 
 
 # ---- a joiner: what ends it

@@ -702,3 +702,27 @@ def test_who_knows_of_an_older_step_that_is_sound_keeps_to_it():
     peers = Peers([0, 1])
     tainted(peers, 0)
     assert stated(peers.on(PlanArrived(replace(plan(2, [0, 1]), sound=3)))).sound == 0
+
+
+@pytest.mark.parametrize("at", [Key(0, 0), Key(1, 2)])
+@pytest.mark.parametrize(("generation", "counts"), [(5, False), (7, True)])
+def test_who_followed_members_that_went_back_without_it_has_nothing_that_counts(at, generation, counts):
+    """The plan that told of the taint was not heard here, and the next one tells of no new taint."""
+    peers = Peers([0, 1], enter=False)
+    peers.on(Followed(at, RECORDS, generation=generation))
+    sent = stated(peers.on(PlanArrived(replace(plan(8, [0, 1]), voided=7))))
+    assert sent.stages == ({0: WHOLE} if counts else {}) and sent.records == (RECORDS if counts else {})
+    assert sent.sound == -1, "what the others have is not in doubt"
+    assert peers.machine.position == at
+
+
+def test_what_is_stated_in_a_generation_counts_in_the_next():
+    peers = Peers([0, 1])
+    peers.step()
+    peers.on(PlanArrived(plan(7, [0, 1])))
+    assert stated(peers.on(PlanArrived(replace(plan(8, [0, 1]), voided=7)))).stages == {0: WHOLE}
+
+
+def test_who_has_built_its_state_itself_keeps_it_whatever_others_went_back_behind():
+    peers = Peers([0, 1], enter=False)
+    assert stated(peers.on(PlanArrived(replace(plan(8, [0, 1]), voided=7)))).stages == {0: WHOLE}

@@ -190,13 +190,15 @@ PHASES = ("notice", "decide", "unblock", "regroup", "settle", "redo", "heal")
 class JobProgress:
     """step: the newest step known to be committed. step_times_ms: durations of the last steps. lost_stages: stages
     that lost their whole pool, until their source is reported. sound: states after this step are tainted, and no
-    generation whose plan says so was entered yet; -1 if none is. ended: how the job has ended, None if it has not."""
+    generation whose plan says so was entered yet; -1 if none is. voided: the newest
+    generation that was entered with such a plan. ended: how the job has ended, None if it has not."""
 
     def __init__(self, env: Environment, agreement: Agreement) -> None:
         self.step = 0
         self.step_times_ms: deque[float] = deque(maxlen=100)
         self.lost_stages: tuple[int, ...] = ()
         self.sound = -1
+        self.voided = 0
         self.ended: JobEnded | None = None
         self._env, self._agreement = env, agreement
         self._fell_from = 0  # the step that had been reached when all state was lost
@@ -277,8 +279,8 @@ class JobProgress:
         else:
             self.reached(step)
             self._doubt = self._doubt if first else None
-        if plan.sound == self.sound:
-            self.sound = -1
+        if plan.sound == self.sound >= 0:
+            self.sound, self.voided = -1, plan.generation
 
     def _tell_fallback(self, plan: Plan, step: int, cause: Cause) -> None:
         """Report lost or doubtful state: where the members go on from, and how many steps are repeated."""
@@ -330,7 +332,7 @@ class JobProgress:
 
     def replay_plan(self, plan: Plan) -> None:
         """Take the newest plan of the journal, which may not have been entered yet."""
-        self.sound = plan.sound
+        self.sound, self.voided = plan.sound, plan.voided
         for step, stage, digest in plan.alike:
             self.alike(step, {stage: digest})
 

@@ -129,6 +129,7 @@ def _plan(job: JobState, members: Iterable[Worker], seats: tuple[Seat, ...], why
         term=config.hosts.term,
         alike=job.progress.known_alike,
         shards=_shards(job, seats),
+        voided=job.progress.voided,
         **rest,
     )
 

@@ -374,7 +374,7 @@ class Joiner:
             for _ in passed:
                 feed.steps.popleft()
         self._gathers.copied(result.gathers)
-        return [step.Followed(operation.position, result.records, operation.stages)]
+        return [step.Followed(operation.position, result.records, operation.stages, operation.generation)]
 
     def replayed(self, operation: do.Replay) -> Iterable[StepEvent]:
         """The next step is replayed."""
@@ -383,7 +383,7 @@ class Joiner:
         for feed in self._feeds:
             feed.steps.popleft()
         self._gathers.applied(operation.step, operation.records)
-        return [step.Followed(Key(operation.step, 0), operation.records, self._stages)]
+        return [step.Followed(Key(operation.step, 0), operation.records, self._stages, operation.generation)]
 
     @property
     def _stages(self) -> tuple[int, ...]:

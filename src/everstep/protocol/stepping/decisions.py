@@ -51,6 +51,10 @@ class Decisions:
         self._arrived = {k: r for k, r in self._arrived.items() if k > position}
         return self.prove(position.step if position.seq else position.step - 1)
 
+    def forget(self) -> None:
+        """The records of the last decision do not count; its key stays."""
+        self.records, self.early = {}, None
+
     def prove(self, proven: int) -> list[StepEffect]:
         """Every member has decided this step: release it."""
         if proven <= self._released:

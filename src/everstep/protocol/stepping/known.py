@@ -91,6 +91,12 @@ class Known:
             self.held.becomes({})
             self.next.forget()
 
+    def lose_all(self) -> None:
+        """All have gone back behind the live state without this worker: nothing of it counts."""
+        self.held.becomes({})
+        self.next.forget()
+        self.decisions.forget()
+
     def void(self) -> Discard:
         """Forget all results for the next step. Returns the effect that drops them."""
         self.next.forget()

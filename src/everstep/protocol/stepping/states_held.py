@@ -13,7 +13,8 @@ class StatesHeld:
     """The states that a worker holds.
 
     digest: of the initial state. blocks: by stage, what is held of its state at the position. kept: snapshots and
-    checkpoints to go back to. sound: states after this step are tainted; -1: none is.
+    checkpoints to go back to. sound: states after this step are tainted; -1: none is. since: the newest generation in
+    which the blocks were stated, or were copied as a joiner.
     """
 
     def __init__(self, digest: str) -> None:
@@ -21,6 +22,7 @@ class StatesHeld:
         self.blocks: Mapping[int, Extents] = {0: WHOLE}
         self.kept = SnapshotsKept()
         self.sound = -1
+        self.since = 0
 
     @property
     def present(self) -> Mapping[int, Extents]:
@@ -49,6 +51,10 @@ class StatesHeld:
     def begins_with(self, digest: str) -> None:
         """Set the digest of the initial state, which was copied."""
         self.digest = digest
+
+    def counts_in(self, generation: int) -> None:
+        """The blocks are those of this generation."""
+        self.since = generation
 
     def doubt(self, sound: int) -> None:
         """States after this step are void; -1: none is."""

@@ -48,6 +48,7 @@ class Switching:
         joiner."""
         effects = self._known.move(event.position, event.records)
         self._known.held.becomes(dict.fromkeys(event.stages, WHOLE))
+        self._known.held.counts_in(event.generation)
         self._contributing.answered()
         self._untouched = False
         return effects + self._follow_switch()
@@ -83,7 +84,11 @@ class Switching:
         parts = {k: blocks for k, blocks in held.blocks.items() if not blocks.whole}
         if plan.sound >= 0 and not 0 <= held.sound <= plan.sound:
             known.doubt(plan.sound)
-        if known.step == 0 and (held.sound < 0 or fresh):
+        stale = not fresh and held.since < plan.voided
+        held.counts_in(plan.generation)
+        if stale:
+            known.lose_all()
+        elif known.step == 0 and (held.sound < 0 or fresh):
             built = dict.fromkeys(plan.stages_of(known.me.worker_id), WHOLE)
             held.becomes({**built, **({} if fresh else held.blocks), **parts})
         if known.phase is not Phase.UPDATING:
