@@ -39,7 +39,7 @@ from everstep.exact.jsonable import decode, encode
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, memory_of, round_up
 from everstep.exact.recollect import Collected, Recollection, encode_further, encode_groups
 from everstep.exact.settings import Settings
-from everstep.exact.snapshot import StandingState, Snapshot, SnapshotMemory
+from everstep.exact.snapshot import Snapshot, SnapshotMemory, StandingState
 from everstep.exact.state_memory import StateMemory
 from everstep.placement.shards import ends_of
 

@@ -19,7 +19,7 @@ from everstep.base.plan import Plan
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.vault import StageState
 from everstep.exact.image import sizes_of
-from everstep.exact.snapshot import StandingState, Snapshot
+from everstep.exact.snapshot import Snapshot, StandingState
 from everstep.placement.shards import share
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Key
