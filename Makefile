@@ -11,7 +11,7 @@ EVERSTEP := $(BIN)/python -P -m everstep
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo check test fast split sim processes integration chaos e2e hosts engines extended late torment fuzz mutants mutants-new branches bench plan-tables docs dist matrix clean
+.PHONY: help setup demo check lint types test fast split sim processes integration chaos e2e hosts engines extended late torment fuzz mutants mutants-new branches bench plan-tables docs dist matrix clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
@@ -49,11 +49,14 @@ $(STAMP): $(RUNS)
 demo: $(RUNS)
 	$(EVERSTEP) demo
 
-check: $(STAMP)
+check: lint types fast
+
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/mypy
-	$(MAKE) --no-print-directory fast
 
 fast: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile tests/unit tests/property tests/traces tests/tidy
@@ -62,31 +65,33 @@ fast: $(STAMP)
 split: $(STAMP)
 	$(PYTEST) -n $(JOBS) tests/split
 
+# The tiers that compute beside `processes`; what has passed on the same tree is not run again, unless CI=true.
+test: $(STAMP)
+	$(BIN)/python tests/all_tiers.py
+
 # How often savers and uploaders are killed; the test of the latter belongs to integration, too.
 KILLS = 200
-test: KILLS = 20
-test: check split sim processes hosts engines
 
 # Ceph RGW for the tests of object stores, where it can be had; else they use moto.
 $(VENV)/.object-server: tests/install_object_server.sh $(STAMP)
 	tests/install_object_server.sh
 	touch $@
 
-integration chaos e2e processes extended: $(VENV)/.object-server
+integration chaos e2e processes extended test: $(VENV)/.object-server
 
 # etcd for the tests of jobs that another host takes over, where it can be had; else they are skipped.
 $(VENV)/.etcd: tests/install_etcd.sh
 	tests/install_etcd.sh
 	touch $@
 
-integration hosts processes extended: $(VENV)/.etcd
+integration hosts processes extended test: $(VENV)/.etcd
 
 # Chromium for the tests of the dashboard, where it can be had; else they are skipped.
 $(VENV)/.browser: tests/install_browser.sh $(STAMP)
 	tests/install_browser.sh
 	touch $@
 
-e2e processes extended: $(VENV)/.browser
+e2e processes extended test: $(VENV)/.browser
 
 # Prometheus for the tests of the metrics, where it can be had; else they are skipped.
 $(VENV)/.prometheus: tests/install_prometheus.sh $(STAMP)
@@ -98,13 +103,14 @@ $(VENV)/.grafana: tests/install_grafana_schema.sh $(STAMP)
 	tests/install_grafana_schema.sh $(CURDIR)/$(VENV)/grafana
 	touch $@
 
-integration processes: $(VENV)/.prometheus $(VENV)/.grafana
+integration processes test: $(VENV)/.prometheus $(VENV)/.grafana
 e2e: $(VENV)/.prometheus
 
 # Real processes wait for each other and for clocks most of the time: more files at a time than there are processors.
 PROCESSES ?= 4
 processes: $(STAMP)
-	EVERSTEP_TEST_KILLS=$(KILLS) $(PYTEST) -n $(PROCESSES) --dist loadfile tests/integration tests/chaos tests/e2e
+	EVERSTEP_TEST_KILLS=$(KILLS) $(PYTEST) -n $(PROCESSES) --dist loadfile \
+	  tests/integration tests/chaos tests/e2e tests/hosts tests/engines
 
 integration e2e: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile tests/$@

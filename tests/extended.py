@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 STAMPS = ROOT / "build" / "extended"
 SEEDS, CHUNK = 10_000, 1_000
 KINDS = ("", "--split", "--leased", "--operated", "--sharded")
+LONGER = re.compile(r"\bmark\.longer|\bmostly_longer\b")
 PYTEST = ("-m", "pytest", "-n", "0", "-o", "timeout=3000")
 
 
@@ -42,39 +44,36 @@ def seeds(kind: str) -> Iterator[Part]:
         yield Part(f"seeds{kind.removeprefix('-')}-{first}", (*command, *filter(None, [kind])))
 
 
-def tests(file: str, **environment: str) -> Part:
+def longer(folder: str) -> list[Part]:
+    """What `make test` leaves out of a folder of tests, file by file."""
+    files = [path for path in sorted((ROOT / "tests" / folder).glob("test_*.py")) if LONGER.search(path.read_text())]
+    return [Part(path.stem, (*PYTEST, "-m", "longer", str(path.relative_to(ROOT)))) for path in files]
+
+
+def more(file: str, **environment: str) -> Part:
     """One file of tests, with more of the same than in `make test`."""
-    return Part(Path(file).stem, (*PYTEST, f"tests/{file}"), environment)
+    return Part(f"{Path(file).stem}-more", (*PYTEST, f"tests/{file}"), environment)
 
 
 TIERS = {
     "sim": [part for kind in KINDS for part in seeds(kind)],
-    "planted": [tests(f"e2e/test_e2e_{name}.py", EVERSTEP_TEST_PLANTED="all") for name in ("planted", "examples")],
-    "generations": [tests("chaos/test_chaos_leaks.py", EVERSTEP_TEST_GENERATIONS="200")],
-    "hosts": [
-        tests(f"hosts/test_hosts_{name}.py", EVERSTEP_TEST_HOSTS="all")
-        for name in ("apart", "chaos", "faults", "growing", "lead", "looking", "torchrun")
-    ],
-    "engines": [
-        tests(f"engines/test_engines_{name}.py", EVERSTEP_TEST_ENGINES="all")
-        for name in ("torchrun", "mpirun", "slurm", "srun_hosts", "ssh", "ray", "kubernetes", "frameworks")
-    ],
+    "generations": [more("chaos/test_chaos_leaks.py", EVERSTEP_TEST_GENERATIONS="200")],
     "kills": [
-        tests("chaos/test_chaos_checkpoints.py", EVERSTEP_TEST_KILLS="200"),
-        tests("integration/test_object_kills.py", EVERSTEP_TEST_KILLS="200"),
+        more("chaos/test_chaos_checkpoints.py", EVERSTEP_TEST_KILLS="200"),
+        more("integration/test_object_kills.py", EVERSTEP_TEST_KILLS="200"),
     ],
-    "busy": [tests("chaos/test_chaos_busy.py", EVERSTEP_TEST_BUSY_S="600")],
-    "release": [tests("release/test_release_dist.py"), Part("site", ("docs/site/make_site.py",))],
-    "glance": [tests("e2e/test_e2e_glance.py", EVERSTEP_TEST_GLANCE="all")],
+    "busy": [more("chaos/test_chaos_busy.py", EVERSTEP_TEST_BUSY_S="600")],
+    "release": [more("release/test_release_dist.py"), Part("site", ("docs/site/make_site.py",))],
+    **{folder: longer(folder) for folder in ("integration", "chaos", "e2e", "hosts", "engines")},
 }
-AT_ONCE = {"sim": os.cpu_count() or 1}  # jobs have several processes each
+AT_ONCE = {"sim": os.cpu_count() or 1, "integration": 2, "chaos": 2, "e2e": 2}  # jobs have several processes each
 
 
-def key() -> str:
-    """Of all that a result depends on."""
-    found = hashlib.sha256()
-    files = [p for folder in ("src", "tests") for p in (ROOT / folder).rglob("*") if p.is_file()]
-    for path in sorted([*files, ROOT / "pyproject.toml"]):
+def key(names: Sequence[str] = ("src", "tests", "pyproject.toml"), besides: str = "") -> str:
+    """Of all that a result depends on: what these folders and files hold, and anything besides."""
+    found = hashlib.sha256(besides.encode())
+    paths = [path for name in names for path in (ROOT / name, *(ROOT / name).rglob("*"))]
+    for path in sorted(path for path in paths if path.is_file()):
         if "__pycache__" not in path.parts and ".egg-info" not in str(path):
             found.update(f"{path.relative_to(ROOT)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()[:16]

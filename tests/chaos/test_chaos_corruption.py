@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from job_harness import Job, Jobs
 
 COMPARED = {"verify_every": 5}
@@ -38,11 +40,13 @@ def test_without_a_majority_all_go_back_in_memory(jobs: Jobs) -> None:
     assert not job.of_kind("worker_evicted"), job.account()
 
 
+@pytest.mark.longer
 def test_with_nothing_to_go_back_to_all_start_anew(jobs: Jobs) -> None:
     job = jobs.run("Text", workers=2, chaos="flip:target=worker:1,at=3", settings=COMPARED)
     assert [event["step"] for event in job.of_kind("fallback")][-1] == 0, job.account()
 
 
+@pytest.mark.longer
 def test_a_copy_of_a_stage(jobs: Jobs) -> None:
     settings = {**COMPARED, "stages": 2, "checkpoint.memory.every_steps": 2}
     job = jobs.run("Pictures", workers=5, chaos="flip:target=worker:4,at=13,phase=load", settings=settings)

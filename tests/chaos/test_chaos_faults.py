@@ -24,6 +24,7 @@ def test_worker_leader_coordinator_and_a_pause_in_one_job(jobs: Jobs) -> None:
     assert len(job.of_kind("recovery_completed")) == 2
 
 
+@pytest.mark.longer
 def test_a_spare_steps_in(jobs: Jobs) -> None:
     pace = [{"kind": "worker_healed"}]
     job = jobs.run("Text", "--spares", "1", chaos="kill:target=worker:1,at=6", numerics=STEPS, pace=pace)
@@ -38,6 +39,7 @@ def test_a_hang_is_evicted_and_replaced(jobs: Jobs) -> None:
     assert "no progress" in evicted[0]["reason"] and evicted[0]["cause"] == "hung"
 
 
+@pytest.mark.longer
 def test_a_throttled_worker_and_coordinator_are_late_and_nothing_else(jobs: Jobs) -> None:
     chaos = "throttle:target=worker:1,at=4,for=1; throttle:target=coordinator,at=8,for=1"
     job = jobs.run("Pictures", chaos=chaos, numerics=STEPS)
@@ -45,6 +47,7 @@ def test_a_throttled_worker_and_coordinator_are_late_and_nothing_else(jobs: Jobs
     assert not job.of_kind("worker_evicted") and not job.of_kind("coordinator_restarted")
 
 
+@pytest.mark.longer
 def test_exceptions_in_workers(jobs: Jobs) -> None:
     chaos = "raise:target=worker:1,at=4,phase=forward; raise:target=leader:0,at=9,phase=reduce"
     job = jobs.run("Pictures", chaos=chaos, numerics=STEPS, pace=[healed(1), healed(0)])
@@ -53,7 +56,10 @@ def test_exceptions_in_workers(jobs: Jobs) -> None:
 
 @pytest.mark.parametrize(
     ("task", "phases"),
-    [("Pictures", ("load", "backward", "agree")), ("Text", ("forward", "reduce", "update"))],
+    [
+        pytest.param("Pictures", ("load", "backward", "agree"), marks=pytest.mark.longer),
+        ("Text", ("forward", "reduce", "update")),
+    ],
 )
 def test_a_kill_in_each_phase(jobs: Jobs, task: str, phases: tuple[str, ...]) -> None:
     chaos = "; ".join(f"kill:target=worker:{k},at={3 + 9 * k},phase={p}" for k, p in enumerate(phases))
@@ -61,6 +67,7 @@ def test_a_kill_in_each_phase(jobs: Jobs, task: str, phases: tuple[str, ...]) ->
     assert [e["phase"] for e in job.of_kind("fault_injected")] == list(phases)
 
 
+@pytest.mark.longer
 def test_a_second_kill_during_the_first_recovery(jobs: Jobs) -> None:
     """Two die at the same step, and a third as soon as the others go on."""
     chaos = "kill:target=worker:1,at=5,phase=agree; kill:target=worker:2,at=5,phase=agree; kill:target=worker:3,at=6"
@@ -68,6 +75,7 @@ def test_a_second_kill_during_the_first_recovery(jobs: Jobs) -> None:
     assert len(job.of_kind("worker_evicted")) == 3
 
 
+@pytest.mark.longer
 def test_all_but_one_at_once(jobs: Jobs) -> None:
     chaos = "; ".join(f"kill:target=worker:{k},at=7,phase=backward" for k in (0, 1, 3))
     job = jobs.run("Text", workers=4, chaos=chaos, numerics=STEPS, pace=[healed(0), healed(1), healed(3)])
@@ -82,6 +90,7 @@ def test_all_at_once_start_over(jobs: Jobs) -> None:
     assert fallback[0]["step"] == 0 and fallback[0]["steps_redone"] == 6
 
 
+@pytest.mark.longer
 def test_a_coordinator_that_is_stopped_for_good(jobs: Jobs) -> None:
     """It lives and answers nothing: the launcher ends it, and the next one decides about the worker that died then."""
     chaos = "stop:target=coordinator,at=4; kill:target=worker:1,at=8"

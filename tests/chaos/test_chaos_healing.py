@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from job_harness import Jobs, healed
 
 STEPS = {"steps": 30}
@@ -17,12 +19,14 @@ def test_a_joiner_dies_while_it_heals(jobs: Jobs) -> None:
     assert job.of_kind("worker_healed")[-1]["incarnation"] == 2
 
 
+@pytest.mark.longer
 def test_a_joiner_hangs_while_it_heals(jobs: Jobs) -> None:
     """For a moment: it has fallen behind, and catches up."""
     chaos = "kill:target=worker:2,at=4; stop:target=worker:2,at=1,phase=heal,for=0.7"
     jobs.run("Text", chaos=chaos, numerics=STEPS, pace=[healed(2)])
 
 
+@pytest.mark.longer
 def test_the_donor_dies_while_a_joiner_heals(jobs: Jobs) -> None:
     chaos = "kill:target=worker:1,at=4; stop:target=worker:1,at=1,phase=heal,for=0.5"
     job = jobs.start("Pictures", chaos=chaos, numerics=STEPS, pace=[healed(1), healed(2)])
@@ -42,6 +46,7 @@ def test_everyone_else_dies_while_a_joiner_heals(jobs: Jobs) -> None:
     jobs.check(job, "Text", STEPS)
 
 
+@pytest.mark.longer
 def test_a_member_dies_just_after_a_joiner_came(jobs: Jobs) -> None:
     """The leader, as the generation with the joiner begins: who is newest may have to give what it just got."""
     job = jobs.start(

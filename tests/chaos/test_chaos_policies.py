@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from job_harness import Jobs, healed
 
 STEPS = {"steps": 30}
@@ -19,6 +21,7 @@ def test_wait_goes_on_with_all(jobs: Jobs) -> None:
     assert "on_failure is 'wait'" in job.of_kind("waiting")[0]["reason"]
 
 
+@pytest.mark.longer
 def test_too_few_wait_for_a_replacement(jobs: Jobs) -> None:
     chaos = "kill:target=worker:1,at=5; kill:target=worker:2,at=5; kill:target=leader:0,at=12"
     job = jobs.run("Pictures", "--min-workers", "2", chaos=chaos, numerics=STEPS, pace=[healed(0)])

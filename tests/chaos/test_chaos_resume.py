@@ -82,6 +82,7 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_from_its_newest_checkpoint(job
     assert job.of_kind("job_started")[-1]["step"] >= 8
 
 
+@pytest.mark.longer
 def test_all_workers_die_at_once_while_the_launcher_lives(jobs: Jobs) -> None:
     job = jobs.start("PicturesOneCycle", workers=2, settings={"checkpoint.disk.every_steps": 4}, pace=ENDLESS)
     job.wait_for("checkpoint_completed", step(8))
@@ -149,6 +150,7 @@ def test_a_loop_that_raises_leaves_its_state(jobs: Jobs) -> None:
     assert [e["step"] for e in job.of_kind("fallback") if e["step"] is not None] == [6], job.account()
 
 
+@pytest.mark.longer
 def test_all_loops_raise_at_once_and_leave_their_state(jobs: Jobs, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.write_text("3")
@@ -166,6 +168,7 @@ def test_all_loops_raise_at_once_and_leave_their_state(jobs: Jobs, tmp_path: Pat
     assert resumed.of_kind("job_started")[-1]["step"] == 6, resumed.account()
 
 
+@pytest.mark.longer
 @pytest.mark.skipif(not Path("/dev/shm").is_dir() or os.geteuid() != 0, reason="mounts a small file system")
 def test_training_goes_on_when_the_disk_is_full(jobs: Jobs, tmp_path: Path) -> None:
     small = tmp_path / "small"
@@ -253,6 +256,7 @@ ALONE = (
 )
 
 
+@pytest.mark.longer
 def test_a_script_by_itself_goes_on_too(jobs: Jobs, tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
     script.write_text(ALONE)

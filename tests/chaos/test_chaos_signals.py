@@ -21,7 +21,10 @@ def coordinator_pid(job: Job) -> int:
     return int(json.loads((job.run_dir / "coordinator.json").read_text())["pid"])
 
 
-@pytest.mark.parametrize(("how", "number"), [(signal.SIGSTOP, signal.SIGTERM), (signal.SIGKILL, signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [(signal.SIGSTOP, signal.SIGTERM), pytest.param(signal.SIGKILL, signal.SIGINT, marks=pytest.mark.longer)],
+)
 def test_without_a_coordinator_the_job_is_saved_and_ends(jobs: Jobs, how: int, number: int) -> None:
     settings = {"checkpoint.grace_s": GRACE_S}
     job = jobs.start("Pictures", "--stages", "2", workers=3, settings=settings, pace=ENDLESS)
@@ -61,6 +64,7 @@ def test_workers_outlive_a_fork_server_that_is_frozen_and_get_another(jobs: Jobs
     assert len(job.of_kind("generation_started")) == 3, job.account()
 
 
+@pytest.mark.longer
 def test_an_agent_that_is_stopped_goes_on_and_its_workers_lose_nothing(jobs: Jobs) -> None:
     job = jobs.start("Pictures", workers=2, pace=[healed(1)], lane_s=0.2)
     job.wait_for("step_committed", lambda event: event["step"] >= 2)
@@ -100,6 +104,7 @@ def lingering(jobs: Jobs, tmp_path: Path) -> tuple[Job, Path]:
     return job, hold
 
 
+@pytest.mark.longer
 def test_a_coordinator_that_is_frozen_once_the_job_is_over_is_not_waited_for(jobs: Jobs, tmp_path: Path) -> None:
     """It has told of the end, and would have to say when the agents have left."""
     job, hold = lingering(jobs, tmp_path)

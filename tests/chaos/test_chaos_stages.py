@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from job_harness import Jobs, healed
+from sampling import mostly_longer
 
 STEPS = {"steps": 24}
 LIMITS = {"hang_limit_s": 5, "heartbeat.interval_s": 0.2}
@@ -23,7 +24,7 @@ def seeds() -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", mostly_longer(seeds(), lambda seed: seed == 1 or "EVERSTEP_CHAOS_SEEDS" in os.environ))
 def test_random_faults(jobs: Jobs, seed: int) -> None:
     task = ("Pictures", "Text", "Layers")[seed % 3]
     stages = 2 + seed % 2
@@ -39,7 +40,9 @@ def test_random_faults(jobs: Jobs, seed: int) -> None:
     jobs.run(task, workers=workers, chaos=f"random:p=0.1,seed={seed},after_step=3", numerics=STEPS, settings=settings)
 
 
-@pytest.mark.parametrize("phases", [("load", "backward", "agree"), ("forward", "reduce", "update")])
+@pytest.mark.parametrize(
+    "phases", [("load", "backward", "agree"), pytest.param(("forward", "reduce", "update"), marks=pytest.mark.longer)]
+)
 def test_a_kill_in_each_phase(jobs: Jobs, phases: tuple[str, ...]) -> None:
     """A leader of the first stage, a backup in the middle, a leader of the last stage."""
     chaos = "; ".join(
@@ -59,7 +62,7 @@ def test_leaders_die_one_after_the_other_and_a_standby_takes_over(jobs: Jobs) ->
     assert not job.of_kind("fallback")
 
 
-@pytest.mark.parametrize("phase", ["forward", "update"])
+@pytest.mark.parametrize("phase", [pytest.param("forward", marks=pytest.mark.longer), "update"])
 def test_a_whole_pool_dies_and_its_copy_is_used(jobs: Jobs, phase: str) -> None:
     chaos = f"kill:target=worker:2,at=18,phase={phase}; kill:target=worker:3,at=18,phase={phase}"
     settings = {"stages": 3, **SNAPSHOTS}
@@ -69,13 +72,14 @@ def test_a_whole_pool_dies_and_its_copy_is_used(jobs: Jobs, phase: str) -> None:
     assert 12 <= redone[0]["step"] <= 16
 
 
-@pytest.mark.parametrize("worker", [0, 2])
+@pytest.mark.parametrize("worker", [pytest.param(0, marks=pytest.mark.longer), 2])
 def test_the_main_or_a_leader_dies_while_final_is_made(jobs: Jobs, worker: int) -> None:
     chaos = f"kill:target=worker:{worker},at=6,phase=finish"
     job = jobs.run("Text", workers=4, chaos=chaos, numerics={"steps": 6}, settings={"stages": 2})
     assert [e["phase"] for e in job.of_kind("fault_injected")] == ["finish"]
 
 
+@pytest.mark.longer
 def test_a_stage_is_lost_while_final_is_made_and_steps_are_done_again(jobs: Jobs) -> None:
     """The state goes back after the last step: the job may not end before it is there again."""
     chaos = "; ".join(f"kill:target=worker:{w},at=6,phase=finish" for w in (0, 1))
@@ -95,6 +99,7 @@ def test_fewer_workers_than_stages_until_the_last_one(jobs: Jobs) -> None:
     assert job.of_kind("generation_started")[-1]["workers"] == [0]
 
 
+@pytest.mark.longer
 def test_a_worker_dies_while_chunks_flow_through_the_stages(jobs: Jobs) -> None:
     evaluation = {"eval_every": 5, "early_stop.metric": "accuracy", "early_stop.patience": 9}
     job = jobs.run(
@@ -105,11 +110,13 @@ def test_a_worker_dies_while_chunks_flow_through_the_stages(jobs: Jobs) -> None:
     assert [e["step"] for e in job.of_kind("evaluated")] == [5, 10, 12]
 
 
+@pytest.mark.longer
 def test_who_heals_dies_and_then_its_donor(jobs: Jobs) -> None:
     chaos = "kill:target=worker:3,at=4; kill:target=worker:3,at=1,phase=heal; kill:target=leader:1,at=14,phase=reduce"
     jobs.run("Pictures", workers=4, chaos=chaos, numerics=STEPS, settings={"stages": 2}, pace=[healed(3)])
 
 
+@pytest.mark.longer
 def test_an_evaluation_that_is_done_again_counts_once(jobs: Jobs) -> None:
     """All go back to the copy that was taken before the loop evaluated; otherwise the job would stop at step 15."""
     evaluation = {"eval_every": 5, "early_stop.metric": "accuracy", "early_stop.patience": 3, "early_stop.min_delta": 9}

@@ -91,7 +91,7 @@ def crowds() -> Iterator[list[Crowd]]:
         crowd.close()
 
 
-@pytest.mark.parametrize("transport", ["auto", "sockets"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("sockets", marks=pytest.mark.longer)])
 def test_recovery_does_not_wait_for_strangers(jobs: Jobs, crowds: list[Crowd], transport: str) -> None:
     numerics = {"steps": 30}
     job = jobs.start("Text", numerics=numerics, settings={"transport": transport}, pace=[healed(1)])

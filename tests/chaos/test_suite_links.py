@@ -10,7 +10,7 @@ STEPS = {"steps": 30}
 LIMITS = {"heartbeat.interval_s": 0.1, "heartbeat.floor_s": 0.5, "heartbeat.ceiling_s": 1}
 
 
-@pytest.mark.parametrize("transport", ["auto", "sockets"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("sockets", marks=pytest.mark.longer)])
 def test_cut_off_from_everybody(jobs: Jobs, transport: str) -> None:
     chaos = "partition:target=leader:0,at=5,for=2,from=peers"
     settings = {**LIMITS, "transport": transport}
@@ -30,6 +30,7 @@ def test_a_short_partition_and_a_lost_connection_cost_nothing(jobs: Jobs) -> Non
     assert len(job.of_kind("generation_started")) == 1
 
 
+@pytest.mark.longer
 def test_a_death_while_somebody_cannot_hear_of_it(jobs: Jobs) -> None:
     """The new plan waits in vain for the one who is cut off; it is given up, and comes back too."""
     chaos = "disconnect:target=worker:1,at=5,for=3; kill:target=worker:2,at=6,phase=reduce"

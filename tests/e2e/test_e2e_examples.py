@@ -98,7 +98,7 @@ def test_what_the_journals_files_refuse(argv: tuple[str, ...], said: str, tmp_pa
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_PLANTED") != "all", reason="in make extended")
+@pytest.mark.longer
 def test_the_journals_failure_tests(tmp_path: Path) -> None:
     done = journal("run_failure_tests.sh", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,21 +4,21 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 from e2e_cli import everstep
 
 import planted_mistakes
+from sampling import mostly_longer
 
-_SAMPLE = ("branch by RANK", "cache in a module", "order of a set", "early stopping by hand")
-_WHOLE = os.environ.get("EVERSTEP_TEST_PLANTED") == "all"
-CHOSEN = [p for p in planted_mistakes.PLANTED if _WHOLE or p.name in _SAMPLE]
+_SAMPLE = ("cache in a module",)
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("planted", CHOSEN, ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "planted", mostly_longer(planted_mistakes.PLANTED, lambda p: p.name in _SAMPLE), ids=lambda p: p.name
+)
 def test_a_planted_mistake_is_named_with_its_line(planted: planted_mistakes.Planted, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(planted.text)
     done = everstep("check", "train.py", "--json", cwd=tmp_path)
@@ -28,7 +28,7 @@ def test_a_planted_mistake_is_named_with_its_line(planted: planted_mistakes.Plan
     assert right and right[0]["file"].endswith("train.py"), (found, planted.lines)
 
 
-@pytest.mark.skipif(not _WHOLE, reason="in make extended")
+@pytest.mark.longer
 @pytest.mark.parametrize("target", planted_mistakes.EXAMPLES)
 def test_the_examples_raise_no_alarm(target: str) -> None:
     done = everstep("check", target, "--json", cwd=_EXAMPLES)

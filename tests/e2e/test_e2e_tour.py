@@ -45,6 +45,7 @@ def test_the_tour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum("image/png" in o.get("data", {}) for o in code[-1].outputs) == 3
 
 
+@pytest.mark.longer
 @pytest.mark.timeout(900)
 def test_the_transformer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = executed("transformer.ipynb", tmp_path, monkeypatch).cells

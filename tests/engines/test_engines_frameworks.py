@@ -22,7 +22,7 @@ ENVIRONMENT = {"PYTHONPATH": str(PACKAGES), "ACCELERATE_DISABLE_RICH": "1", "EVE
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--dynamo_backend", "no"]
 DEEPSPEED = [sys.executable, str(PACKAGES / "bin" / "deepspeed"), "--master_port", PORT]
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_ENGINES") != "all", reason="runs in make extended"),
+    pytest.mark.longer,
     pytest.mark.skipif(
         not all((PACKAGES / name).is_dir() for name in ("accelerate", "deepspeed")),
         reason="needs accelerate and deepspeed (tests/install_engines.sh)",

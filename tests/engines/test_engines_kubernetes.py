@@ -26,7 +26,7 @@ from engines_harness import clean, hold
 from job_harness import LIMIT_S, Job, same
 from kubelet import expanded
 
-pytestmark = pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_ENGINES") != "all", reason="runs in make extended")
+pytestmark = pytest.mark.longer
 NAME = "everstep-train"
 FAILS = """
 import torch, everstep

@@ -22,7 +22,7 @@ from job_harness import LIMIT_S, Job, same
 
 MPIRUN = shutil.which("mpirun")
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_ENGINES") != "all", reason="runs in make extended"),
+    pytest.mark.longer,
     pytest.mark.skipif(MPIRUN is None, reason="needs mpirun (tests/install_engines.sh)"),
 ]
 

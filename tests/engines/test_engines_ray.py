@@ -25,7 +25,7 @@ from job_harness import LIMIT_S, same
 
 PACKAGES = Path(sys.prefix) / "engines"
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_ENGINES") != "all", reason="runs in make extended"),
+    pytest.mark.longer,
     pytest.mark.skipif(not (PACKAGES / "ray").is_dir(), reason="needs ray (tests/install_engines.sh)"),
     pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare"),
 ]

@@ -17,7 +17,7 @@ from job_harness import LIMIT_S, Job, same
 from slurm_cluster import Slurm, why_not
 
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_ENGINES") != "all", reason="runs in make extended"),
+    pytest.mark.longer,
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is Slurm"),
 ]
 THREE = 3

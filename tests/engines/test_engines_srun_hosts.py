@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from job_harness import LIMIT_S, Job, same
 from slurm_cluster import Slurm, why_not
 
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_ENGINES") != "all", reason="runs in make extended"),
+    pytest.mark.longer,
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is Slurm"),
 ]
 

@@ -24,7 +24,6 @@ echo "$$ $2" >> "$SSH_LOG"
 shift 2
 exec sh -c "$*"
 """
-longer = pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_ENGINES") != "all", reason="runs in make extended")
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 
 
@@ -40,7 +39,7 @@ def launch(run_dir: Path, script: Path, hosts: str, *options: str, **environment
     return Launched(run_dir, [sys.executable, "-P", "-m", "everstep", *words], environment)
 
 
-@longer
+@pytest.mark.longer
 def test_an_agent_whose_ssh_is_killed_comes_back(tmp_path: Path, script: Path, alone: Path) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "ssh.log"
     (tmp_path / "bin").mkdir()
@@ -93,7 +92,7 @@ def sshd(tmp_path: Path) -> Iterator[list[str]]:
     server.wait()
 
 
-@longer
+@pytest.mark.longer
 def test_a_real_sshd(sshd: list[str], tmp_path: Path, script: Path, alone: Path) -> None:
     run_dir = tmp_path / "run"
     me = getpass.getuser()
@@ -107,7 +106,7 @@ def test_a_real_sshd(sshd: list[str], tmp_path: Path, script: Path, alone: Path)
     assert len(places(run_dir)) == 2
 
 
-@longer
+@pytest.mark.longer
 def test_an_interrupt_ends_the_job_in_order(tmp_path: Path, script: Path) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "ssh.log"
     (tmp_path / "bin").mkdir()

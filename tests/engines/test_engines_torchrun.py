@@ -22,7 +22,7 @@ def torchrun(*options: str) -> list[str]:
         "3",
         pytest.param(
             "0",
-            marks=pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_ENGINES") != "all", reason="runs in make extended"),
+            marks=pytest.mark.longer,
         ),
     ],
 )

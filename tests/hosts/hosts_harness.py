@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 from net import HIDE, Host, Net
 
 from job_harness import HERE, LIMIT_S, Job, Jobs
@@ -23,7 +22,6 @@ PORT = 29400
 SLOTS = 2
 STEPS = 40
 EVERSTEP = (sys.executable, "-P", "-m", "everstep")
-longer = pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_HOSTS") != "all", reason="runs in make extended")
 
 
 class HostJobs:

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hosts_harness import EVERSTEP, HostJobs, longer
+import pytest
+from hosts_harness import EVERSTEP, HostJobs
 
 from everstep.checkpoint.reader import open_checkpoint
 from everstep.checkpoint.store import DirectoryStore
@@ -39,7 +40,7 @@ def test_nothing_of_the_jobs_directory_is_needed_on_other_hosts(apart: HostJobs)
     assert not [name for name in os.listdir(job.run_dir / "final") if name.startswith(".")], "no rest of a transfer"
 
 
-@longer
+@pytest.mark.longer
 def test_a_coordinator_is_struck_for_hosts_that_do_not_see_it(apart: HostJobs) -> None:
     """In every way that there is; scripted, asked for, and asked for later."""
     chaos = "stop:target=coordinator,at=8,for=1; throttle:target=coordinator,at=12,for=1"
@@ -68,7 +69,7 @@ def test_a_coordinator_is_struck_for_hosts_that_do_not_see_it(apart: HostJobs) -
     assert not job.of_kind("worker_evicted")
 
 
-@longer
+@pytest.mark.longer
 def test_hosts_are_lost_with_their_disks(apart: HostJobs) -> None:
     """One while the job runs, another while it does not: what is left of the third and the head is enough.
     The third is a rack by itself, so it has a copy of everything."""
@@ -101,7 +102,7 @@ def test_hosts_are_lost_with_their_disks(apart: HostJobs) -> None:
     assert not again.of_kind("fallback")
 
 
-@longer
+@pytest.mark.longer
 def test_steps_of_which_nothing_had_arrived_are_told_by_who_leads_next(apart: HostJobs) -> None:
     """The host of the job's leader is lost with its disk, while nothing is heard of the job's own host for long."""
     evicted: Event = {"kind": "worker_evicted", "count": 2}

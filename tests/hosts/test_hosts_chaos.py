@@ -1,7 +1,7 @@
 """Faults of hosts and links that a job's own agents strike, and hosts that leave: the same bits as if nothing had been.
 
 Partitions of every shape: a host alone, the head alone, two that do not reach each other, one way each direction, few
-packets, a narrow link. Most of them only where time is (EVERSTEP_TEST_HOSTS=all).
+packets, a narrow link. Most of them run in `make extended`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts_harness import EVERSTEP, STEPS, HostJobs, longer
+from hosts_harness import EVERSTEP, STEPS, HostJobs
 
 from job_harness import LIMIT_S, Event, Job
 
@@ -66,7 +66,7 @@ def check(on_hosts: HostJobs, job: Job, target: str) -> dict[str, set[str]]:
 
 
 @needs_tc
-@longer
+@pytest.mark.longer
 def test_a_scripted_fault_of_a_host_strikes_when_its_step_comes(on_hosts: HostJobs) -> None:
     fault = "cut:target=host:host3,at=6,for=5"
     job = started(on_hosts, INJECTED, "--chaos", fault)
@@ -81,15 +81,15 @@ def test_a_scripted_fault_of_a_host_strikes_when_its_step_comes(on_hosts: HostJo
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param("cut:target=host:host3,for=8", marks=longer),
-        pytest.param("kill:target=host:host3", marks=longer),
-        pytest.param("oneway:target=host:host2,for=8", marks=longer),
-        pytest.param("cut:target=link:host2-host3,for=15", marks=longer),
-        pytest.param("oneway:target=link:host2-host3,for=15", marks=longer),
-        pytest.param("oneway:target=link:host3-host2,for=15", marks=longer),
-        pytest.param(f"cut:target=link:{HEAD}-host3,for=8", marks=longer),
-        pytest.param(f"oneway:target=link:{HEAD}-host3,for=8", marks=longer),
-        pytest.param(f"oneway:target=link:host3-{HEAD},for=8", marks=longer),
+        pytest.param("cut:target=host:host3,for=8", marks=pytest.mark.longer),
+        pytest.param("kill:target=host:host3", marks=pytest.mark.longer),
+        pytest.param("oneway:target=host:host2,for=8", marks=pytest.mark.longer),
+        pytest.param("cut:target=link:host2-host3,for=15", marks=pytest.mark.longer),
+        pytest.param("oneway:target=link:host2-host3,for=15", marks=pytest.mark.longer),
+        pytest.param("oneway:target=link:host3-host2,for=15", marks=pytest.mark.longer),
+        pytest.param(f"cut:target=link:{HEAD}-host3,for=8", marks=pytest.mark.longer),
+        pytest.param(f"oneway:target=link:{HEAD}-host3,for=8", marks=pytest.mark.longer),
+        pytest.param(f"oneway:target=link:host3-{HEAD},for=8", marks=pytest.mark.longer),
     ],
 )
 def test_a_host_that_is_lost_or_cut_off_costs_no_bit(on_hosts: HostJobs, fault: str) -> None:
@@ -100,7 +100,7 @@ def test_a_host_that_is_lost_or_cut_off_costs_no_bit(on_hosts: HostJobs, fault: 
 
 
 @needs_tc
-@longer
+@pytest.mark.longer
 @pytest.mark.parametrize("kind", ["cut", "oneway"])
 def test_the_head_alone_goes_on_with_its_own_or_waits_for_the_others(on_hosts: HostJobs, kind: str) -> None:
     """The majority is without the head: nothing is decided there, and what it had is done again, to the same bits."""
@@ -109,7 +109,7 @@ def test_the_head_alone_goes_on_with_its_own_or_waits_for_the_others(on_hosts: H
 
 
 @needs_tc
-@longer
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "fault", ["drop:target=link:host2-host3,for=4,p=0.05", "narrow:target=host:host2,for=4,mbit=5"]
 )
@@ -119,7 +119,7 @@ def test_a_bad_link_is_only_slow(on_hosts: HostJobs, fault: str) -> None:
 
 
 @needs_tc
-@longer
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("target", "between"),
     [
@@ -161,7 +161,7 @@ def test_what_cannot_be_struck_is_refused_before_the_job_begins(on_hosts: HostJo
 # ---- hosts that leave
 
 
-@longer
+@pytest.mark.longer
 def test_a_host_is_drained_leaves_and_joins_again(on_hosts: HostJobs) -> None:
     """And its workers listen where a firewall lets them."""
     again: Event = {"kind": "generation_started", "workers": [0, 1, 2, 3], "count": 2}
@@ -207,7 +207,7 @@ def members(job: Job) -> list[dict[str, str]]:
 LEFT: list[Event] = [{"kind": "generation_started", "cause": "preempted"}]
 
 
-@longer
+@pytest.mark.longer
 def test_sigusr1_has_a_host_leave_in_order(on_hosts: HostJobs) -> None:
     job = on_hosts.head("--set", "hosts.min=2", workers=4, until=LEFT, steps=100)
     agent = on_hosts.agent(2)

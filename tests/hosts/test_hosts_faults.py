@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hosts_harness import STEPS, HostJobs, gap_s, longer, now_ns
+from hosts_harness import STEPS, HostJobs, gap_s, now_ns
 
 from job_harness import Event, Job
 
@@ -42,7 +42,9 @@ def evicted(job: Job) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("how", ["kill", pytest.param("crash", marks=longer), pytest.param("cut", marks=longer)])
+@pytest.mark.parametrize(
+    "how", ["kill", pytest.param("crash", marks=pytest.mark.longer), pytest.param("cut", marks=pytest.mark.longer)]
+)
 def test_a_host_is_lost(on_hosts: HostJobs, how: str) -> None:
     job = running(on_hosts, EVICTED)
     host = on_hosts.net.hosts[2]
@@ -58,7 +60,7 @@ def test_a_host_is_lost(on_hosts: HostJobs, how: str) -> None:
     assert gap_s(job, struck_ns) < least_s + 10.0
 
 
-@pytest.mark.parametrize("workers", [4, pytest.param(5, marks=longer)])
+@pytest.mark.parametrize("workers", [4, pytest.param(5, marks=pytest.mark.longer)])
 def test_who_dies_while_sums_of_its_host_leave_is_replaced(on_hosts: HostJobs, tmp_path: Path, workers: int) -> None:
     """Two members on a host, or one: what the dead sent for its host counts for nothing."""
     struck = tmp_path / "struck"
@@ -78,7 +80,7 @@ def test_who_dies_while_sums_of_its_host_leave_is_replaced(on_hosts: HostJobs, t
     assert len(job.of_kind("worker_evicted")) == 2, job.account()
 
 
-@longer
+@pytest.mark.longer
 @pytest.mark.parametrize("both", [True, False], ids=["both ways", "one way"])
 def test_two_hosts_do_not_reach_each_other(on_hosts: HostJobs, both: bool) -> None:
     """Each of them is heard by the head. One of them has to stay outside until it reaches the other again."""
@@ -102,7 +104,7 @@ def test_two_hosts_do_not_reach_each_other(on_hosts: HostJobs, both: bool) -> No
     print(f"longest gap {gap_s(job, struck_ns):.2f} s")
 
 
-@longer
+@pytest.mark.longer
 def test_what_the_head_sends_to_a_host_is_lost(on_hosts: HostJobs) -> None:
     job = running(on_hosts, EVICTED)
     head, _, third = on_hosts.net.hosts
@@ -112,7 +114,7 @@ def test_what_the_head_sends_to_a_host_is_lost(on_hosts: HostJobs) -> None:
     assert set(evicted(job)) == {"host3"}
 
 
-@longer
+@pytest.mark.longer
 def test_a_host_that_was_cut_off_is_back(on_hosts: HostJobs) -> None:
     job = running(on_hosts, BACK, MANY)
     host = on_hosts.net.hosts[2]
@@ -125,7 +127,7 @@ def test_a_host_that_was_cut_off_is_back(on_hosts: HostJobs) -> None:
     assert [incarnation for _, incarnation in lives] == [0, 1, 0, 1], "no life was wasted"
 
 
-@longer
+@pytest.mark.longer
 def test_a_host_that_died_is_started_again(on_hosts: HostJobs) -> None:
     job = running(on_hosts, BACK, MANY)
     on_hosts.net.hosts[2].kill()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hosts_harness import EVERSTEP, HostJobs, longer
+from hosts_harness import EVERSTEP, HostJobs
 from net import Net
 
 from job_harness import Event
@@ -25,7 +25,7 @@ def left(plan: Event, generation: int, where: Mapping[int, str], host: str) -> b
 
 
 @pytest.mark.timeout(900)
-@longer
+@pytest.mark.longer
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_job_grows_from_one_host_to_three_and_shrinks_again(on_hosts: HostJobs, stages: int) -> None:
     """Hosts join and are drained while it trains; shared memory, then both, then shared memory again."""

@@ -1,6 +1,6 @@
 """The host that leads a job is lost, or cut off: another one takes over, by a lease in etcd or by hand.
 
-Each host has a member of etcd, too. Most of them only where time is (EVERSTEP_TEST_HOSTS=all).
+Each host has a member of etcd, too. Most of them run in `make extended`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts_harness import EVERSTEP, SLOTS, HostJobs, _Head, gap_s, longer, now_ns
+from hosts_harness import EVERSTEP, SLOTS, HostJobs, _Head, gap_s, now_ns
 from net import HIDE, Net
 
 from etcd_members import EtcdMembers, etcd_on, etcd_there
@@ -129,9 +129,9 @@ def committed_between(job: Job, first_ns: int, last_ns: int) -> int:
 @pytest.mark.parametrize(
     ("how", "local", "secured"),
     [
-        pytest.param("kill", False, True, marks=longer),
+        pytest.param("kill", False, True, marks=pytest.mark.longer),
         ("kill", True, False),
-        pytest.param("crash", True, False, marks=longer),
+        pytest.param("crash", True, False, marks=pytest.mark.longer),
     ],
 )
 def test_the_host_that_leads_is_lost(led_jobs: LedJobs, how: str, local: bool, secured: bool) -> None:
@@ -161,7 +161,7 @@ def test_the_host_that_leads_is_lost(led_jobs: LedJobs, how: str, local: bool, s
     print(f"taken over after {after_s:.2f} s; longest gap between steps {gap_s(heirs[0], struck_ns):.2f} s")
 
 
-@longer
+@pytest.mark.longer
 def test_the_host_that_leads_is_cut_off_and_comes_back(led_jobs: LedJobs) -> None:
     """It decides nothing any more, and is one that stands by when it can be reached again."""
     back: list[Event] = [*TAKEN, {"kind": "generation_started", "workers": list(range(6)), "count": 2}]
@@ -177,7 +177,7 @@ def test_the_host_that_leads_is_cut_off_and_comes_back(led_jobs: LedJobs) -> Non
         led_jobs.check(one)
 
 
-@longer
+@pytest.mark.longer
 def test_a_person_takes_over(led_jobs: LedJobs) -> None:
     """Without etcd; and not as long as there is somebody to take over from."""
     job = led_jobs.head("--no-local-workers", workers=4, until=TAKEN)
@@ -193,7 +193,7 @@ def test_a_person_takes_over(led_jobs: LedJobs) -> None:
     assert not job.of_kind("worker_evicted")
 
 
-@longer
+@pytest.mark.longer
 def test_a_host_that_does_not_see_the_directory_takes_over(led_apart: LedJobs) -> None:
     """It has a directory of its own, and what it lacks others bring once more."""
     job = led_apart.led(workers=6, settings={"checkpoint.disk.every_steps": 4}, lane_s=0.2)
@@ -220,7 +220,7 @@ def test_a_host_that_does_not_see_the_directory_takes_over(led_apart: LedJobs) -
     print(f"taken over after {(taken['time_unix_ns'] - struck_ns) / 1e9:.2f} s")
 
 
-@longer
+@pytest.mark.longer
 def test_hosts_that_lead_are_lost_one_after_the_other_and_come_back(led_apart: LedJobs) -> None:
     """The first comes back with a directory that is of before, which is set aside. Their members of etcd go on."""
     job = led_apart.led(workers=6, settings={"checkpoint.disk.every_steps": 4}, lane_s=0.5)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts_harness import EVERSTEP, HIDE, PORT, SLOTS, longer
+from hosts_harness import EVERSTEP, HIDE, PORT, SLOTS
 from net import Net
 from test_hosts_lead import LedJobs
 
@@ -42,7 +42,7 @@ def looking_jobs(net: Net, jobs: Jobs, tmp_path: Path) -> Iterator[LookingJobs]:
         found.etcd.close()
 
 
-@longer
+@pytest.mark.longer
 def test_who_looks_in_etcd_follows_the_next_coordinator(looking_jobs: LookingJobs) -> None:
     """The host that leads is lost; one that sees nothing of its directory goes on with the next that does."""
     etcd_there()
@@ -60,7 +60,7 @@ def test_who_looks_in_etcd_follows_the_next_coordinator(looking_jobs: LookingJob
     assert not heir.of_kind("worker_evicted")
 
 
-@longer
+@pytest.mark.longer
 def test_who_has_several_addresses_finds_the_one_that_answers(looking_jobs: LookingJobs) -> None:
     """The first of them is nobody's; the coordinator is killed meanwhile, and comes back."""
     job = looking_jobs.head("--no-local-workers", workers=4, until=[{"kind": "coordinator_restarted", "count": 1}])

@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from hosts_harness import PORT, longer
+from hosts_harness import PORT
 from net import Net
 
 from engines_harness import hold, places, reference, write_script
@@ -30,7 +30,7 @@ def named(net: Net) -> Iterator[Net]:
         shutil.rmtree(folder)
 
 
-@longer
+@pytest.mark.longer
 def test_torchrun_on_two_hosts_is_one_job(named: Net, tmp_path: Path) -> None:
     run_dir, script = tmp_path / "run", write_script(tmp_path)
     alone, held = reference(tmp_path, script), hold(run_dir)
@@ -60,7 +60,7 @@ def test_torchrun_on_two_hosts_is_one_job(named: Net, tmp_path: Path) -> None:
     assert address == (first.address if rank0 == first.address else second.address)
 
 
-@longer
+@pytest.mark.longer
 def test_a_launcher_that_names_an_address_alone(net: Net, tmp_path: Path) -> None:
     """One process per host, told what most launchers tell; the port is derived, and tried."""
     run_dir, script = tmp_path / "run", write_script(tmp_path)

@@ -17,7 +17,12 @@ from job_harness import Jobs
 
 
 @pytest.mark.parametrize(
-    ("name", "one", "other"), [("unsplit", (1, 1), (2, 2)), ("stages", (2, 2), (1, 1)), ("deltas", (1, 1), (3, 1))]
+    ("name", "one", "other"),
+    [
+        pytest.param("unsplit", (1, 1), (2, 2), marks=pytest.mark.longer),
+        ("stages", (2, 2), (1, 1)),
+        pytest.param("deltas", (1, 1), (3, 1), marks=pytest.mark.longer),
+    ],
 )
 def test_they_go_on_to_the_same_end(
     jobs: Jobs, tmp_path: Path, name: str, one: tuple[int, int], other: tuple[int, int]

@@ -87,6 +87,7 @@ def test_what_a_state_holds_is_healed(jobs: Jobs, script: str, plain: Path) -> N
     assert not job.of_kind("warning")
 
 
+@pytest.mark.longer
 def test_what_a_state_holds_is_resumed(jobs: Jobs, script: str, plain: Path) -> None:
     stopped = jobs.start(script, workers=2, settings={"lanes": 4}, pace=[{"kind": "never"}])
     stopped.wait_for("step_committed", step=6)

@@ -43,14 +43,22 @@ def ranks_of(job: Job, worker_id: int) -> list[int]:
     return [int(pid) for pid in joined[-1]["pids"]]
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(4, 1), (3, 3)])
-@pytest.mark.parametrize("task", ["Pictures", "Text"])
+@pytest.mark.parametrize(("ranks", "workers"), [pytest.param(4, 1, marks=pytest.mark.longer), (3, 3)])
+@pytest.mark.parametrize("task", [pytest.param("Pictures", marks=pytest.mark.longer), "Text"])
 def test_any_number_of_ranks(jobs: Jobs, task: str, ranks: int, workers: int) -> None:
     """Lanes that do not divide, BatchNorm, dropout, tied parameters, clipping."""
     jobs.run(task, workers=workers, settings=cells(ranks))
 
 
-@pytest.mark.parametrize("phase", ["forward", "reduce", "agree", "update"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param("forward", marks=pytest.mark.longer),
+        "reduce",
+        pytest.param("agree", marks=pytest.mark.longer),
+        pytest.param("update", marks=pytest.mark.longer),
+    ],
+)
 def test_any_rank_is_killed_and_its_cell_comes_back(jobs: Jobs, phase: str) -> None:
     chaos = f"kill:target=worker:1/1,at=7,phase={phase}; kill:target=leader:0,at=14,phase={phase}"
     pace = [healed(1), {"kind": "worker_healed", "count": 2}]
@@ -60,6 +68,7 @@ def test_any_rank_is_killed_and_its_cell_comes_back(jobs: Jobs, phase: str) -> N
     assert any("its rank 1 was killed by SIGKILL" in reason for reason in reasons), job.account()
 
 
+@pytest.mark.longer
 def test_a_spare_cell_takes_over_and_a_rank_that_is_stopped_hangs(jobs: Jobs) -> None:
     job = jobs.start("Pictures", workers=2, settings=cells(2, spares=1, hang_limit_s=3), pace=[healed(2), healed(1)])
     job.wait_for("step_committed", step=4)
@@ -88,10 +97,10 @@ def test_it_is_resumed_in_other_shapes(jobs: Jobs) -> None:
 @pytest.mark.parametrize(
     ("task", "numerics"),
     [
-        ("Sparse", {}),
+        pytest.param("Sparse", {}, marks=pytest.mark.longer),
         ("SparseStages", {}),
-        ("Layers", {"precision": "fp16"}),
-        ("PicturesEpochs", {"precision": "bf16"}),
+        pytest.param("Layers", {"precision": "fp16"}, marks=pytest.mark.longer),
+        pytest.param("PicturesEpochs", {"precision": "bf16"}, marks=pytest.mark.longer),
     ],
 )
 def test_what_lanes_lack_and_narrow_types(jobs: Jobs, task: str, numerics: dict[str, Any]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from job_harness import Jobs
 
 SCRIPT = """
@@ -43,6 +45,7 @@ def test_a_script_that_changes_the_leaders_weights_ends_with_the_checkpoint_that
     assert not (job.run_dir / "final").exists()
 
 
+@pytest.mark.longer
 def test_a_mode_that_the_leader_alone_has_set_ends_the_job_by_name(jobs: Jobs, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     text = SCRIPT.format(after=5).replace("with torch.no_grad():\n            model.weight.mul_(0.999)", "model.eval()")
@@ -54,6 +57,7 @@ def test_a_mode_that_the_leader_alone_has_set_ends_the_job_by_name(jobs: Jobs, t
     assert "how the script has set the model (modes) differs among the workers" in reason and "run.is_main" in reason
 
 
+@pytest.mark.longer
 def test_what_differs_after_the_last_step_alone_is_seen(jobs: Jobs, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(after=10))
@@ -89,6 +93,7 @@ for step in run:
 """
 
 
+@pytest.mark.longer
 def test_running_statistics_that_the_leader_alone_has_set_end_the_job_by_name(jobs: Jobs, tmp_path: Path) -> None:
     """One step later all would hold the same: the mean of what their lanes have made of different ones."""
     script = tmp_path / "train.py"

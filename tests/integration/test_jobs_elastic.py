@@ -90,6 +90,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.longer
 def test_scale_and_drain(jobs: Jobs) -> None:
     """Up, down, and the leader leaves."""
     numerics = {"steps": 40}
@@ -163,6 +164,7 @@ def test_a_script_heals(jobs: Jobs, script: str, plain: Path) -> None:
     assert {e["worker_id"] for e in job.of_kind("worker_healed")} == {0, 1}
 
 
+@pytest.mark.longer
 def test_a_script_whose_spares_take_part_at_once(jobs: Jobs, script: str, plain: Path) -> None:
     """They enter the loop's body right after an update, with what the loop knew then, not what the others know now."""
     chaos = "kill:target=worker:1,at=9; kill:target=leader:0,at=15; kill:target=worker:2,at=20,phase=agree"
@@ -172,6 +174,7 @@ def test_a_script_whose_spares_take_part_at_once(jobs: Jobs, script: str, plain:
     assert "takes part from here" in job.of_kind("generation_started")[1]["reason"]
 
 
+@pytest.mark.longer
 def test_a_script_that_is_resumed(jobs: Jobs, script: str, plain: Path) -> None:
     """Stopped while or after its loop gathers at the end of a step, on more workers then."""
     stopped = jobs.start(script, "--", "25", workers=2, pace=[{"kind": "never"}])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from job_harness import Jobs
+from sampling import mostly_longer
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4, 5])
+@pytest.mark.parametrize("workers", mostly_longer([2, 3, 4, 5], lambda workers: workers == 3))
 @pytest.mark.parametrize("task", ["Pictures", "Text"])
 def test_any_number_of_workers(jobs: Jobs, task: str, workers: int) -> None:
     jobs.run(task, workers=workers)

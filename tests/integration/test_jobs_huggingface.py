@@ -42,9 +42,9 @@ SPLIT = ("--stages", "2", "--pool", "2", *KILL)
 @pytest.mark.parametrize(
     ("name", "alike", "placed"),
     [
-        ("gpt2", (), SPLIT),  # it has dropout and a tied weight
+        pytest.param("gpt2", (), SPLIT, marks=pytest.mark.longer),  # it has dropout and a tied weight
         ("llama", ("--set", "task.lora.rank=2"), SPLIT),
-        ("gpt_neox", (), ("--workers", "2", *KILL)),
+        pytest.param("gpt_neox", (), ("--workers", "2", *KILL), marks=pytest.mark.longer),
     ],
 )
 def test_kills(run: Run, name: str, alike: tuple[str, ...], placed: tuple[str, ...]) -> None:

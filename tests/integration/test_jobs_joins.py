@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from job_harness import Jobs, healed, same
+from sampling import mostly_longer
 
 HEAD = """
 import os, sys
@@ -119,7 +120,7 @@ def written(folder: Path, text: str) -> str:
     return str(script)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", mostly_longer(SCRIPTS, lambda name: name == "gan"))
 def test_kills_healing_and_a_resume(jobs: Jobs, tmp_path: Path, name: str) -> None:
     script = written(tmp_path, SCRIPTS[name])
     plain = jobs.plainly(script)
@@ -139,6 +140,7 @@ def test_kills_healing_and_a_resume(jobs: Jobs, tmp_path: Path, name: str) -> No
     assert told[0] == told[1] == told[2] and bool(told[0][0][1]) == (name == "loader")
 
 
+@pytest.mark.longer
 def test_a_compiled_part_of_the_model(jobs: Jobs, tmp_path: Path) -> None:
     script = written(tmp_path, COMPILED)
     plain = jobs.plainly(script)

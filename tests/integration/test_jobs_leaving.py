@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from everstep.cli.ledger import audit_run
 from job_harness import Jobs
 
@@ -86,6 +88,7 @@ def test_where_one_leaves_its_loop_the_job_says_who(jobs: Jobs, tmp_path: Path) 
     assert not (job.run_dir / "final").exists() and not job.of_kind("worker_evicted"), job.account()
 
 
+@pytest.mark.longer
 def test_what_is_no_exception_ends_the_job_as_one_does(jobs: Jobs, tmp_path: Path) -> None:
     """The state is held for a checkpoint; that it comes again in another life is seen."""
     job = jobs.start(script(tmp_path), "--", "interrupt", workers=2, settings={"backoff.initial_s": 0.05})
@@ -95,6 +98,7 @@ def test_what_is_no_exception_ends_the_job_as_one_does(jobs: Jobs, tmp_path: Pat
     assert (job.run_dir / "checkpoints" / "step-0000000005").is_dir(), job.account()
 
 
+@pytest.mark.longer
 def test_a_process_that_ends_itself_in_a_step_has_not_left_in_order(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.start(script(tmp_path), "--", "torn", workers=2, settings={"backoff.initial_s": 0.05})
     assert job.end() == 1, job.account()
@@ -102,6 +106,7 @@ def test_a_process_that_ends_itself_in_a_step_has_not_left_in_order(jobs: Jobs, 
     assert failed["cause"] == "crash_loop" and "exit code 0" in failed["reason"], job.account()
 
 
+@pytest.mark.longer
 def test_a_second_loop_and_what_else_fails_after_the_loop_is_told(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.start(script(tmp_path), "--", "twice", workers=2)
     assert job.end() == 0, job.account()

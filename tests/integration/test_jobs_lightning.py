@@ -128,7 +128,9 @@ def close(ours: Any, theirs: Any) -> bool:
     return bool(ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)) if isinstance(ours, float) else ours == theirs
 
 
-@pytest.mark.parametrize("rule", ["epoch", "step", "plateau"])
+@pytest.mark.parametrize(
+    "rule", ["epoch", pytest.param("step", marks=pytest.mark.longer), pytest.param("plateau", marks=pytest.mark.longer)]
+)
 def test_a_module_ends_as_with_lightnings_own_trainer(trained: Path, rule: str) -> None:
     ours, theirs = (torch.load(trained / f"{name}-{rule}.ckpt", weights_only=False) for name in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
@@ -151,6 +153,7 @@ print(trainer.current_epoch, trainer.global_step, net.tau)
 """
 
 
+@pytest.mark.longer
 def test_lightning_goes_on_from_a_checkpoint(trained: Path) -> None:
     text = GO_ON.format(script=str(trained / "theirs.py"), checkpoint=str(trained / "ours-epoch.ckpt"))
     done = subprocess.run([sys.executable, "-c", text], cwd=trained, capture_output=True, text=True)
@@ -191,6 +194,7 @@ def test_lightnings_own_trainer_and_accelerate_are_refused(jobs: Jobs, scripts: 
         assert words in job.of_kind("job_failed")[-1]["reason"]
 
 
+@pytest.mark.longer
 def test_the_nanogpt_loop(jobs: Jobs, tmp_path: Path) -> None:
     """With a kill it has the bits of one worker, and the losses of the loop as it was before the port."""
     script = Path(__file__).parents[2] / "examples" / "nanogpt_loop.py"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from job_harness import Job, Jobs, same
+from sampling import mostly_longer
 
 SCRIPT = """
 import os, time, torch
@@ -108,7 +109,10 @@ def remembered(job: Job) -> dict[str, str]:
     return dict(json.loads((job.run_dir / "job.json").read_text())["divides"])
 
 
-@pytest.mark.parametrize(("optimizer", "copies"), [*((name, 1) for name in DIVIDED), ("Lamb", 2)])
+@pytest.mark.parametrize(
+    ("optimizer", "copies"),
+    mostly_longer([*((name, 1) for name in DIVIDED), ("Lamb", 2)], lambda values: values[0] == "Mixed"),
+)
 def test_the_bits_are_those_of_one_worker_through_kills(
     jobs: Jobs, tmp_path: Path, optimizer: str, copies: int
 ) -> None:
@@ -122,7 +126,14 @@ def test_the_bits_are_those_of_one_worker_through_kills(
     assert remembered(job) == {"0": DIVIDED[optimizer]}
 
 
-@pytest.mark.parametrize(("first", "then"), [((1, 3), (0, 2)), ((0, 2), (1, 3)), ((1, 2), (1, 3))])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ((1, 3), (0, 2)),
+        pytest.param((0, 2), (1, 3), marks=pytest.mark.longer),
+        pytest.param((1, 2), (1, 3), marks=pytest.mark.longer),
+    ],
+)
 def test_whole_parameters_are_resumed_otherwise_divided_or_not_at_all(
     jobs: Jobs, tmp_path: Path, first: tuple[int, int], then: tuple[int, int]
 ) -> None:
@@ -139,7 +150,7 @@ def test_whole_parameters_are_resumed_otherwise_divided_or_not_at_all(
     assert remembered(again) == {"0": "matrices"}
 
 
-@pytest.mark.parametrize("optimizer", ["Global", "Noisy"])
+@pytest.mark.parametrize("optimizer", ["Global", pytest.param("Noisy", marks=pytest.mark.longer)])
 def test_an_optimizer_that_cannot_be_divided_is_refused_by_name(jobs: Jobs, tmp_path: Path, optimizer: str) -> None:
     job = jobs.start(script(tmp_path, optimizer), workers=2, settings=ZERO)
     assert job.end() == 2, job.account()
@@ -148,7 +159,9 @@ def test_an_optimizer_that_cannot_be_divided_is_refused_by_name(jobs: Jobs, tmp_
     assert optimizer in failed["reason"] and "zero.stage=0" in failed["reason"], json.dumps(failed)
 
 
-@pytest.mark.parametrize(("task", "divides"), [("Text", "elements"), ("MuonText", "matrices")])
+@pytest.mark.parametrize(
+    ("task", "divides"), [pytest.param("Text", "elements", marks=pytest.mark.longer), ("MuonText", "matrices")]
+)
 def test_stages_divide_what_no_other_stage_holds(jobs: Jobs, task: str, divides: str) -> None:
     """The first and the last unit of `Text` share a matrix."""
     settings = {**ZERO, "stages": 2, "zero.copies": 1, "verify_every": 2}

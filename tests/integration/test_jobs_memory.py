@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from job_harness import LIMIT_S, Jobs, same
 
 WIDTH, LAYERS, WORKERS = 1024, 20, 4
@@ -119,6 +121,7 @@ class Limit:
             self._thread.join()
 
 
+@pytest.mark.longer
 def test_twice_the_parameters_are_trained_where_plain_data_parallelism_is_killed(jobs: Jobs, tmp_path: Path) -> None:
     """With gradients and the optimizer's state divided, to the bits of one worker without a limit."""
     for name, text in (("plain_model", MODEL), ("ours", OURS), ("theirs", THEIRS)):

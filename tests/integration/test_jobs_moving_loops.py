@@ -49,7 +49,14 @@ def write(folder: Path, after: str, before: str = "pass") -> str:
     return str(script)
 
 
-@pytest.mark.parametrize(("after", "before"), [("always", "pass"), ("late", "seen = step.number"), ("hidden", "pass")])
+@pytest.mark.parametrize(
+    ("after", "before"),
+    [
+        pytest.param("always", "pass", marks=pytest.mark.longer),
+        ("late", "seen = step.number"),
+        pytest.param("hidden", "pass", marks=pytest.mark.longer),
+    ],
+)
 def test_workers_that_heal_follow_it(jobs: Jobs, tmp_path: Path, after: str, before: str) -> None:
     """They apply several steps of others before they run the loop themselves: it is not held up for them."""
     script = write(tmp_path, after, before)
@@ -61,6 +68,7 @@ def test_workers_that_heal_follow_it(jobs: Jobs, tmp_path: Path, after: str, bef
     same(alone.run_dir, job)
 
 
+@pytest.mark.longer
 def test_a_checkpoint_is_of_one_moment_though_the_loop_changes_all_of_it(jobs: Jobs, tmp_path: Path) -> None:
     """A large state is written while the loop goes on; a job of one worker has nobody who would notice."""
     script, large = write(tmp_path, "always"), {"WIDTH": "1500", "STEPS": "16"}

@@ -30,7 +30,7 @@ def strange_steps(job: Job) -> list[int]:
     return [event["step"] for event in job.of_kind("step_committed") if event.get("nonfinite")]
 
 
-@pytest.mark.parametrize("settings", [{}, {"stages": 2}])
+@pytest.mark.parametrize("settings", [{}, pytest.param({"stages": 2}, marks=pytest.mark.longer)])
 def test_a_job_that_skips_goes_on_with_the_same_bits(jobs: Jobs, settings: dict[str, Any]) -> None:
     numerics = {"on_nonfinite": "skip"}
     job = jobs.run("PicturesNonFinite", chaos=CHAOS, numerics=numerics, settings=settings, pace=PACE)
@@ -43,6 +43,7 @@ def test_a_job_that_skips_goes_on_with_the_same_bits(jobs: Jobs, settings: dict[
     assert summary_of(job)["nonfinite"] == {"steps": len(strange), "first": strange[0], "last": strange[-1]}
 
 
+@pytest.mark.longer
 def test_without_a_limit_all_are_told(jobs: Jobs) -> None:
     job = jobs.run("PicturesNonFinite", chaos=CHAOS, pace=PACE, numerics={"nonfinite_limit": 0})
     strange = strange_steps(job)
@@ -52,7 +53,7 @@ def test_without_a_limit_all_are_told(jobs: Jobs) -> None:
     assert said.level == "bad" and f"was not finite from step {strange[0]} to the last" in said.text
 
 
-@pytest.mark.parametrize("settings", [{}, {"stages": 2}])
+@pytest.mark.parametrize("settings", [{}, pytest.param({"stages": 2}, marks=pytest.mark.longer)])
 def test_so_many_in_a_row_end_the_job_alike_whoever_dies(jobs: Jobs, settings: dict[str, Any]) -> None:
     first = 6
     rule = {"nonfinite_limit": 6, "checkpoint.disk.every_steps": 2, "checkpoint.disk.keep_last": 1, **settings}
@@ -72,7 +73,7 @@ def test_so_many_in_a_row_end_the_job_alike_whoever_dies(jobs: Jobs, settings: d
     assert again.end() == 1 and again.of_kind("job_failed")[-1]["step"] == first + 6, again.account()
 
 
-@pytest.mark.parametrize("settings", [{}, {"stages": 2}])
+@pytest.mark.parametrize("settings", [pytest.param({}, marks=pytest.mark.longer), {"stages": 2}])
 def test_a_job_that_is_to_stop_ends_with_a_checkpoint_and_can_be_continued(
     jobs: Jobs, settings: dict[str, Any]
 ) -> None:

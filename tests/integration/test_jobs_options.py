@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from job_harness import Jobs, healed
+from sampling import mostly_longer
 
 CHAOS = "kill:target=worker:1,at=4,phase=backward; kill:target=leader:0,at=9,phase=agree"
 PACE = [healed(1), healed(0)]
@@ -22,7 +23,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_longer(CASES, lambda case: ", " in case))
 def test_kills_and_healing(jobs: Jobs, case: str) -> None:
     task, numerics, settings = CASES[case]
     job = jobs.run(task, chaos=CHAOS, numerics=numerics, settings=settings, pace=PACE)
@@ -47,13 +48,14 @@ def test_evaluation_and_early_stop(jobs: Jobs) -> None:
     assert len(job.of_kind("worker_evicted")) == 3
 
 
-@pytest.mark.parametrize("tls", ["off", "on"])
+@pytest.mark.parametrize("tls", [pytest.param("off", marks=pytest.mark.longer), "on"])
 def test_sockets(jobs: Jobs, tls: str) -> None:
     """With TLS, all of the job's connections are over it, those to the coordinator too."""
     job = jobs.run("Text", chaos=CHAOS, settings={"transport": "sockets", "security.tls.mode": tls}, pace=PACE)
     assert {e["worker_id"] for e in job.of_kind("worker_healed")} == {0, 1}, job.account()
 
 
+@pytest.mark.longer
 def test_sockets_of_five_uneven_workers(jobs: Jobs) -> None:
     chaos = "kill:target=worker:2,at=5,phase=reduce; kill:target=coordinator,at=8; stop:target=worker:1,at=12,for=0.3"
     jobs.run("Pictures", workers=5, chaos=chaos, settings={"transport": "sockets"}, pace=[healed(2)])

@@ -20,6 +20,7 @@ def step_s(job: Job) -> float:
     return min(after - before for before, after in pairwise(at_ns[2:])) / 1e9
 
 
+@pytest.mark.longer
 def test_two_plans_of_one_job_and_what_it_takes(jobs: Jobs) -> None:
     plan = Calibrated(JobShape(LANES, 4), WORKERS, 3 * WAIT_S, 0.0, 0.0)
     planned = {stages: plan.parts(WORKERS, stages).step_s for stages in (1, 3)}

@@ -11,6 +11,7 @@ import pytest
 
 from everstep.runtime.link.address import read_address
 from job_harness import Event, Job, Jobs, same
+from sampling import mostly_longer
 
 SCRIPT = """
 import os, time, torch
@@ -59,7 +60,11 @@ def probed(job: Job) -> list[Event]:
 
 
 @pytest.mark.parametrize(
-    ("file", "says"), [("shift", "different samples"), ("factor", "a different gradient from the same")]
+    ("file", "says"),
+    [
+        ("shift", "different samples"),
+        pytest.param("factor", "a different gradient from the same", marks=pytest.mark.longer),
+    ],
 )
 def test_a_worker_that_comes_back_with_other_data_or_code_is_refused_and_the_job_goes_on(
     jobs: Jobs, tmp_path: Path, file: str, says: str
@@ -98,6 +103,7 @@ def edited(jobs: Jobs, folder: Path) -> Job:
     return job
 
 
+@pytest.mark.longer
 def test_an_edit_while_a_job_runs_is_no_difference_of_its_workers(jobs: Jobs, tmp_path: Path) -> None:
     """A coordinator that is started again asks all workers once more what they run."""
     job = edited(jobs, tmp_path)
@@ -121,6 +127,7 @@ def test_a_life_with_an_edited_helper_is_refused_at_once(jobs: Jobs, tmp_path: P
     same(undisturbed.run_dir, job)
 
 
+@pytest.mark.longer
 def test_of_three_that_begin_the_odd_one_goes(jobs: Jobs, tmp_path: Path) -> None:
     script = write(tmp_path, "loss = loss * (1.5 if me == 2 else 1.0)")
     undisturbed = jobs.start(str(script), workers=1)
@@ -145,6 +152,7 @@ SharedMemoryTransport._await = late
 for step in run:"""
 
 
+@pytest.mark.longer
 def test_who_has_added_up_wrong_lanes_and_not_heard_that_they_are_wrong_adds_up_again(
     jobs: Jobs, tmp_path: Path
 ) -> None:
@@ -163,8 +171,12 @@ def test_who_has_added_up_wrong_lanes_and_not_heard_that_they_are_wrong_adds_up_
     ("lane", "step", "settings"),
     [
         ("loss = loss * (1.5 if me else 1.0)", 1, {}),
-        ("loss = loss * (1.5 if me and step.number > 6 else 1.0)", 12, {"verify_every": 4}),
-        ("loss = loss * (1.5 if me and step.number == 7 else 1.0)", 7, {"spot_check": 1.0}),
+        pytest.param(
+            "loss = loss * (1.5 if me and step.number > 6 else 1.0)", 12, {"verify_every": 4}, marks=pytest.mark.longer
+        ),
+        pytest.param(
+            "loss = loss * (1.5 if me and step.number == 7 else 1.0)", 7, {"spot_check": 1.0}, marks=pytest.mark.longer
+        ),
     ],
     ids=["from the first step", "from step 7", "once"],
 )
@@ -182,6 +194,7 @@ def test_one_against_one_ends_the_job(
     assert not (job.run_dir / "final").exists()
 
 
+@pytest.mark.longer
 def test_what_happens_once_is_told_and_the_job_goes_on(jobs: Jobs, tmp_path: Path) -> None:
     lane = "if me and step.number == 7 and not told('once'): open(ONCE, 'w').write('1'); loss = loss * 1.5"
     script = write(tmp_path, lane.replace("ONCE", repr(str(tmp_path / "once"))))
@@ -257,14 +270,18 @@ def same_as_one(jobs: Jobs, task: str, job: Job) -> None:
     same(undisturbed.run_dir, job)
 
 
-PARTS = [
+PARTS: list[tuple[str, dict[str, Any], str]] = [
     ("shift", {}, "got different samples"),
     ("factor", {}, "a different output from the same input"),
     ("factor", {"chunks": 2, "schedule": "interleaved", "recompute": "true"}, "a different output from the same input"),
 ]
 
 
-@pytest.mark.parametrize(("file", "settings", "says"), PARTS, ids=["data", "code", "code, in chunks"])
+@pytest.mark.parametrize(
+    ("file", "settings", "says"),
+    mostly_longer(PARTS, lambda part: "chunks" in part[1]),
+    ids=["data", "code", "code, in chunks"],
+)
 def test_a_worker_of_a_stage_that_comes_back_otherwise_is_refused(
     jobs: Jobs, tmp_path: Path, file: str, settings: dict[str, Any], says: str
 ) -> None:
@@ -283,6 +300,7 @@ def test_a_worker_of_a_stage_that_comes_back_otherwise_is_refused(
     assert {e["worker_id"] for e in job.of_kind("worker_evicted") if says in e["reason"]} == {last}, job.account()
 
 
+@pytest.mark.longer
 def test_one_against_one_in_a_stage_ends_the_job(jobs: Jobs, tmp_path: Path) -> None:
     settings = {"stages": 2, "verify_every": 4, "rehearse": "false", "checkpoint.disk.every_steps": 1}
     job = jobs.start(staged(tmp_path), workers=4, settings=settings, environment=PACE)
@@ -298,6 +316,7 @@ def test_one_against_one_in_a_stage_ends_the_job(jobs: Jobs, tmp_path: Path) -> 
     assert not (job.run_dir / "final").exists()
 
 
+@pytest.mark.longer
 def test_where_each_stage_has_one_worker_it_computes_a_lane_twice_and_that_is_said(jobs: Jobs, tmp_path: Path) -> None:
     settings = {"stages": 2, "verify_every": 4, "rehearse": "false"}
     task = staged(tmp_path)

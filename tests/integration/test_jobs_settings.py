@@ -112,15 +112,22 @@ def test_a_killed_worker_and_a_resumed_job_are_set_as_the_loop_has_set_them(jobs
             "module 4 (Tanh) was made a ReLU in the loop",
             "before the loop",
         ),
-        (
+        pytest.param(
             ("if step.number == 9: model[5].bias.register_hook(lambda g: 2 * g)",),
             *("was registered on 5.bias in the loop", "before the loop"),
+            marks=pytest.mark.longer,
         ),
-        (
+        pytest.param(
             ("if step.number == 9: optimizer.best = step.loss",),
             *("set the optimizer's attribute best", "everstep.state(best=...)"),
+            marks=pytest.mark.longer,
         ),
-        (("if step.number == 9: run.best = step.loss",), "set run.best", "everstep.state(best=...)"),
+        pytest.param(
+            ("if step.number == 9: run.best = step.loss",),
+            "set run.best",
+            "everstep.state(best=...)",
+            marks=pytest.mark.longer,
+        ),
         (
             ("pass", "if step.number == 10: model[5].bias.detach().mul_(2)"),
             *("parameter 5.bias was changed by the loop before the batches", "change it after the batches"),

@@ -103,6 +103,7 @@ def test_a_stream_is_read_once_by_workers_that_die_and_heal(jobs: Jobs, script: 
     same(plain, job)
 
 
+@pytest.mark.longer
 def test_a_loader_of_a_stream_gives_the_same_samples(jobs: Jobs, tmp_path: Path, plain: Path) -> None:
     """The processes of the loader are the job's own, so that a stream which shares itself out among them by
     get_worker_info is read whole."""
@@ -115,6 +116,7 @@ def test_a_loader_of_a_stream_gives_the_same_samples(jobs: Jobs, tmp_path: Path,
     same(plain, job)
 
 
+@pytest.mark.longer
 def test_a_stream_without_a_place_is_skipped_by_count(jobs: Jobs, tmp_path: Path, plain: Path) -> None:
     """It gives the same samples, so it ends with the same bits; the cost is said."""
     script = written(tmp_path, "Numbers")
@@ -125,6 +127,7 @@ def test_a_stream_without_a_place_is_skipped_by_count(jobs: Jobs, tmp_path: Path
     assert "samples of the stream Numbers are read again, and skipped" in job.of_kind("warning")[0]["reason"]
 
 
+@pytest.mark.longer
 def test_a_stream_is_resumed_twice_on_other_sizes(jobs: Jobs, script: str, plain: Path) -> None:
     run_dir = stopped(jobs, script, 3, 5)
     stopped(jobs, script, 1, 12, run_dir)

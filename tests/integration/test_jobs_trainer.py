@@ -79,6 +79,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.endswith(times)} for row in rows]
 
 
+@pytest.mark.longer
 def test_losses_are_those_of_the_original(jobs: Jobs, script: str, tmp_path: Path) -> None:
     found = []
     for name, environment in (("original", {"ORIGINAL": "1"}), ("ours", {})):

@@ -79,8 +79,11 @@ def ended_alike(job: Job, reference: Path) -> None:
     same(reference, job)
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize("phase", ["reduce", "agree", "update"])
+@pytest.mark.parametrize("copies", [1, pytest.param(2, marks=pytest.mark.longer)])
+@pytest.mark.parametrize(
+    "phase",
+    [pytest.param("reduce", marks=pytest.mark.longer), "agree", pytest.param("update", marks=pytest.mark.longer)],
+)
 def test_who_holds_a_part_is_killed_and_comes_back(
     jobs: Jobs, script: str, reference: Path, copies: int, phase: str
 ) -> None:
@@ -93,7 +96,7 @@ def test_who_holds_a_part_is_killed_and_comes_back(
     assert bool(job.of_kind("fallback")) == (copies == 1), job.account()
 
 
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.longer), 2])
 def test_parts_of_gradients_go_over_sockets_too(jobs: Jobs, script: str, reference: Path, copies: int) -> None:
     """Blocks leave while others are computed, perhaps before their taker has come to the step."""
     chaos = "kill:target=worker:1,at=8,phase=reduce; kill:target=leader:0,at=16,phase=agree"
@@ -112,7 +115,7 @@ def test_both_holders_of_a_part_are_killed_at_once(jobs: Jobs, script: str, refe
     ended_alike(job, reference)
 
 
-@pytest.mark.parametrize("worker_id", [0, 1])
+@pytest.mark.parametrize("worker_id", [0, pytest.param(1, marks=pytest.mark.longer)])
 def test_a_worker_dies_while_the_result_is_brought_together(
     jobs: Jobs, script: str, reference: Path, worker_id: int
 ) -> None:
@@ -123,6 +126,7 @@ def test_a_worker_dies_while_the_result_is_brought_together(
     ended_alike(job, reference)
 
 
+@pytest.mark.longer
 def test_a_worker_that_has_just_copied_its_part_is_given_another_before_its_first_update(
     jobs: Jobs, script: str, reference: Path
 ) -> None:
@@ -136,7 +140,15 @@ def test_a_worker_that_has_just_copied_its_part_is_given_another_before_its_firs
     ended_alike(job, reference)
 
 
-@pytest.mark.parametrize(("first", "then"), [((1, 3), (0, 2)), ((0, 2), (1, 4)), ((1, 2), (1, 3)), ((1, 3), (1, 1))])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        pytest.param((1, 3), (0, 2), marks=pytest.mark.longer),
+        ((0, 2), (1, 4)),
+        pytest.param((1, 2), (1, 3), marks=pytest.mark.longer),
+        pytest.param((1, 3), (1, 1), marks=pytest.mark.longer),
+    ],
+)
 def test_it_is_resumed_otherwise_divided_or_not_at_all(
     jobs: Jobs, script: str, reference: Path, first: tuple[int, int], then: tuple[int, int]
 ) -> None:
@@ -159,7 +171,7 @@ def test_members_come_and_go_and_a_bit_that_flips_in_a_part_is_found(jobs: Jobs,
     ended_alike(job, reference)
 
 
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.longer), 2])
 def test_parameters_that_are_used_late_or_never(jobs: Jobs, tmp_path: Path, copies: int) -> None:
     (tmp_path / "train.py").write_text(LATE)
     alone = jobs.start(str(tmp_path / "train.py"), workers=1)
@@ -176,6 +188,7 @@ def test_stages_divide_the_state_of_each_pool(jobs: Jobs) -> None:
     jobs.run("Pictures", workers=4, settings=settings, chaos=chaos)
 
 
+@pytest.mark.longer
 def test_more_copies_than_workers_are_all_of_it_and_said(jobs: Jobs, script: str, reference: Path) -> None:
     job = jobs.start(script, workers=2, settings=ZERO | {"zero.copies": 3})
     ended_alike(job, reference)
@@ -186,9 +199,17 @@ def test_more_copies_than_workers_are_all_of_it_and_said(jobs: Jobs, script: str
     ("line", "said"),
     [
         ("optimizer.register_step_post_hook(lambda *_: None)", "expected no step post-hooks of AdamW"),
-        ("optimizer.register_step_pre_hook(lambda *_: None)", "expected no step pre-hooks of AdamW"),
-        ("optimizer.state_dict()", "no worker has all of the state of AdamW"),
-        ("next(iter(optimizer.state.values()), {}).get('exp_avg')", "the loop cannot read optimizer.state"),
+        pytest.param(
+            "optimizer.register_step_pre_hook(lambda *_: None)",
+            "expected no step pre-hooks of AdamW",
+            marks=pytest.mark.longer,
+        ),
+        pytest.param("optimizer.state_dict()", "no worker has all of the state of AdamW", marks=pytest.mark.longer),
+        pytest.param(
+            "next(iter(optimizer.state.values()), {}).get('exp_avg')",
+            "the loop cannot read optimizer.state",
+            marks=pytest.mark.longer,
+        ),
         ("optimizer.state[next(model.parameters())]", "the loop cannot read optimizer.state"),
     ],
 )

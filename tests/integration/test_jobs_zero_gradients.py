@@ -60,7 +60,15 @@ def reference(jobs: Jobs, script: str) -> Path:
     return job.run_dir
 
 
-@pytest.mark.parametrize("more", [{"zero.copies": 1}, {}, {"zero.copies": 3, "verify_every": 3}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"zero.copies": 1}, marks=pytest.mark.longer),
+        {},
+        pytest.param({"zero.copies": 3, "verify_every": 3}, marks=pytest.mark.longer),
+    ],
+    ids=str,
+)
 def test_who_has_added_up_gradients_is_killed(jobs: Jobs, script: str, reference: Path, more: dict[str, Any]) -> None:
     """The lanes of all members whose gradients it had are computed again."""
     phases = ("reduce", "agree", "update", "backward")
@@ -72,6 +80,7 @@ def test_who_has_added_up_gradients_is_killed(jobs: Jobs, script: str, reference
     assert len(job.of_kind("fault_injected")) == 4, job.account()
 
 
+@pytest.mark.longer
 def test_both_holders_and_a_joiner_are_killed(jobs: Jobs, script: str, reference: Path) -> None:
     job = jobs.start(script, workers=4, settings=ZERO, environment=PACED, chaos="kill:target=worker:3,at=9,phase=heal")
     job.wait_for("step_committed", step=5)
@@ -105,10 +114,10 @@ def test_over_sockets_gradients_stay_and_the_bits_too(jobs: Jobs, script: str, r
 @pytest.mark.parametrize(
     ("task", "numerics", "settings"),
     [
-        ("Text", {"precision": "fp16"}, {"stages": 2}),
+        pytest.param("Text", {"precision": "fp16"}, {"stages": 2}, marks=pytest.mark.longer),
         ("Layers", {}, {"stages": 2, "chunks": 2, "schedule": "interleaved"}),
-        ("PicturesNonFinite", {"on_nonfinite": "skip"}, {"zero.copies": 2}),
-        ("PicturesCounting", {}, {"verify_every": 3}),
+        pytest.param("PicturesNonFinite", {"on_nonfinite": "skip"}, {"zero.copies": 2}, marks=pytest.mark.longer),
+        pytest.param("PicturesCounting", {}, {"verify_every": 3}, marks=pytest.mark.longer),
     ],
 )
 def test_stages_scaled_losses_and_losses_that_are_not_finite(

@@ -18,7 +18,7 @@ LIMIT_S = 60.0
 SETTLE = Tag("settle", 0, 0)
 
 
-@pytest.fixture(params=["shm", "sockets"])
+@pytest.fixture(params=[pytest.param("shm", marks=pytest.mark.longer), "sockets"])
 def crew(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Crew]:
     found = Crew(request.param, 2, tmp_path)
     yield found

@@ -54,7 +54,7 @@ class StagedCrew(Crew):
         assert done == [last - 1] * len(done), done
 
 
-@pytest.fixture(params=["shm", "sockets"])
+@pytest.fixture(params=[pytest.param("shm", marks=pytest.mark.longer), "sockets"])
 def crew(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StagedCrew]:
     found = StagedCrew("staged-" + request.param, BLOCKS, tmp_path)
     yield found

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from job_harness import Jobs
+from sampling import mostly_longer
 
 STEPS = {"steps": 10}
 
@@ -22,7 +23,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("task", "workers", "settings"), CASES)
+@pytest.mark.parametrize(("task", "workers", "settings"), mostly_longer(CASES, lambda case: case[1] in (2, 6)))
 def test_three_stages(jobs: Jobs, task: str, workers: int, settings: dict[str, Any]) -> None:
     numerics = {} if task == "PicturesEpochs" else STEPS
     jobs.run(task, workers=workers, settings={"stages": 3, **settings}, numerics=numerics)
@@ -30,7 +31,11 @@ def test_three_stages(jobs: Jobs, task: str, workers: int, settings: dict[str, A
 
 @pytest.mark.parametrize(
     ("workers", "schedule", "transport"),
-    [(2, "interleaved", "sockets"), (4, "interleaved", "shm"), (3, "looped_bfs", "shm")],
+    [
+        pytest.param(2, "interleaved", "sockets", marks=pytest.mark.longer),
+        pytest.param(4, "interleaved", "shm", marks=pytest.mark.longer),
+        (3, "looped_bfs", "shm"),
+    ],
 )
 def test_several_chunks_per_stage(jobs: Jobs, workers: int, schedule: str, transport: str) -> None:
     settings = {"stages": 2, "chunks": 2, "schedule": schedule, "transport": transport}
@@ -42,13 +47,18 @@ def test_a_parameter_in_three_stages_and_in_a_pool_of_two(jobs: Jobs) -> None:
     jobs.run("Layers", workers=5, settings=settings, numerics=STEPS)
 
 
+@pytest.mark.longer
 def test_resnet50_in_the_five_classic_stages(jobs: Jobs) -> None:
     jobs.run("ThinResNet50", workers=5, settings={"stages": 5}, numerics={"steps": 4})
 
 
 @pytest.mark.parametrize(
     ("task", "workers", "numerics"),
-    [("Text", 4, {"precision": "bf16"}), ("Text", 4, {"precision": "fp16"}), ("SparseStages", 3, {"clip_norm": 0.3})],
+    [
+        pytest.param("Text", 4, {"precision": "bf16"}, marks=pytest.mark.longer),
+        ("Text", 4, {"precision": "fp16"}),
+        pytest.param("SparseStages", 3, {"clip_norm": 0.3}, marks=pytest.mark.longer),
+    ],
 )
 def test_a_leader_dies(jobs: Jobs, task: str, workers: int, numerics: dict[str, Any]) -> None:
     """Loss scaler and autocast in two stages; a stage in which some parameters have no gradient, ever or at times."""

@@ -43,7 +43,7 @@ def test_a_cell_from_start_to_end(start: Callable[..., Job]) -> None:
     assert {(f"limb {k} of 1.0 of 3 starts", cells[1][k]) for k in (1, 2)} <= said
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.longer), 2])
 def test_the_death_of_a_rank_ends_its_cell(start: Callable[..., Job], rank: int) -> None:
     job = start(ranks=3, entry=ENTRY)
     job.running({0: 0, 1: 0})
@@ -60,7 +60,7 @@ def test_the_death_of_a_rank_ends_its_cell(start: Callable[..., Job], rank: int)
     assert job.finish() == 0
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.longer), 1])
 def test_a_rank_that_is_stopped_is_a_worker_that_hangs(start: Callable[..., Job], rank: int) -> None:
     job = start(ranks=2, entry=ENTRY, hang_limit_s=1)
     job.running({0: 0, 1: 0})
