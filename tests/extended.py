@@ -52,7 +52,7 @@ def longer(folder: str) -> list[Part]:
 
 def more(file: str, **environment: str) -> Part:
     """One file of tests, with more of the same than in `make test`."""
-    return Part(f"{Path(file).stem}-more", (*PYTEST, f"tests/{file}"), environment)
+    return Part(f"{Path(file).stem}-more", (*PYTEST, "-m", "", f"tests/{file}"), environment)
 
 
 TIERS = {

@@ -31,6 +31,7 @@ def newest_copy(job: Job, sound: int) -> int:
     return max(step for step in {*range(2, sound + 1, 2)} - skipped | on_disk if step <= sound)
 
 
+@pytest.mark.longer
 def test_without_a_majority_all_go_back_in_memory(jobs: Jobs) -> None:
     settings = {**COMPARED, "checkpoint.memory.every_steps": 2, "checkpoint.interval": 1000}
     job = jobs.run("Pictures", workers=2, chaos="flip:target=worker:0,at=12,phase=load", settings=settings)

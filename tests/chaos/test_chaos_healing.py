@@ -12,6 +12,7 @@ from job_harness import Jobs, healed
 STEPS = {"steps": 30}
 
 
+@pytest.mark.longer
 def test_a_joiner_dies_while_it_heals(jobs: Jobs) -> None:
     chaos = "kill:target=worker:1,at=4; kill:target=worker:1,at=1,phase=heal"
     job = jobs.run("Pictures", chaos=chaos, numerics=STEPS, pace=[healed(1)])

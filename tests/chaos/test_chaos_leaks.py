@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from job_harness import Event, Job, Jobs
 from process_resources import children, resources
 
@@ -103,6 +105,7 @@ def kill_and_heal(job: Job, plan: Event, rng: random.Random) -> Event:
     return whole
 
 
+@pytest.mark.longer
 def test_what_survivors_hold_is_bounded(jobs: Jobs) -> None:
     rng = random.Random(7)
     steps = {"steps": 4 * GENERATIONS + 12}

@@ -134,6 +134,7 @@ def test_a_checkpoint_on_request_starts_another_job(jobs: Jobs) -> None:
     assert "seed is 0 there, 5 here" in other.run_dir.with_suffix(".err").read_text()
 
 
+@pytest.mark.longer
 def test_a_model_of_another_kind_is_refused_by_its_tensors(jobs: Jobs) -> None:
     source = jobs.reference("Pictures")
     job = jobs.start("Layers", "--resume-from", str(source), workers=1, settings={"checkpoint.allow_mismatch": "true"})
@@ -142,6 +143,7 @@ def test_a_model_of_another_kind_is_refused_by_its_tensors(jobs: Jobs) -> None:
     assert "of another model" in text and " is " in text and "missing" in text, text
 
 
+@pytest.mark.longer
 def test_a_loop_that_raises_leaves_its_state(jobs: Jobs) -> None:
     job = jobs.start("Pictures", workers=1, chaos="raise:target=worker:0,at=7", settings={"max_restarts": 3})
     jobs.check(job, "Pictures")
@@ -223,6 +225,7 @@ if run.is_main:
 """
 
 
+@pytest.mark.longer
 def test_a_script_goes_on_with_what_it_had_learned(jobs: Jobs, tmp_path: Path) -> None:
     script = tmp_path / "learns.py"
     script.write_text(SCRIPT)

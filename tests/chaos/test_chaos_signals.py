@@ -118,6 +118,7 @@ def test_a_coordinator_that_is_frozen_once_the_job_is_over_is_not_waited_for(job
     assert job.end() == 0, job.account()
 
 
+@pytest.mark.longer
 def test_a_coordinator_that_dies_once_the_job_is_over_is_started_again(jobs: Jobs, tmp_path: Path) -> None:
     """An agent that had not heard of the end would wait for it."""
     job, hold = lingering(jobs, tmp_path)

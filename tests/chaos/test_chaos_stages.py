@@ -24,7 +24,7 @@ def seeds() -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("seed", mostly_longer(seeds(), lambda seed: seed == 1 or "EVERSTEP_CHAOS_SEEDS" in os.environ))
+@pytest.mark.parametrize("seed", mostly_longer(seeds(), lambda seed: "EVERSTEP_CHAOS_SEEDS" in os.environ))
 def test_random_faults(jobs: Jobs, seed: int) -> None:
     task = ("Pictures", "Text", "Layers")[seed % 3]
     stages = 2 + seed % 2
@@ -92,6 +92,7 @@ def test_a_stage_is_lost_while_final_is_made_and_steps_are_done_again(jobs: Jobs
     assert found == expected, job.account()
 
 
+@pytest.mark.longer
 def test_fewer_workers_than_stages_until_the_last_one(jobs: Jobs) -> None:
     chaos = "kill:target=worker:1,at=10,phase=backward; kill:target=worker:2,at=16,phase=agree"
     settings = {"stages": 3, "on_failure": "shrink", **SNAPSHOTS}

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SMALL = ["--set", "steps=12", "--set", "lanes=4", "--set", "micro_batch=2"]
 
 
@@ -27,6 +29,7 @@ def test_one_scenario_and_its_report(tmp_path: Path) -> None:
     assert "update" in said and "bits equal" in said and "next step committed after" in said
 
 
+@pytest.mark.longer
 def test_ones_own_faults(tmp_path: Path) -> None:
     run = ["chaos", "run", "mlp-digits", "--run-dir", str(tmp_path / "r"), "--workers", "2", *SMALL]
     code, said = _everstep(*run, "--chaos", "kill:target=worker:1,at=4,phase=backward")

@@ -81,6 +81,7 @@ def of_life(event: dict[str, Any]) -> tuple[int, int]:
     return event["worker_id"], event["incarnation"]
 
 
+@pytest.mark.longer
 @needs_prometheus
 def test_each_rule_fires_when_something_breaks_and_none_without(tmp_path: Path) -> None:
     gate, file = tmp_path / "gate", tmp_path / "gated.py"

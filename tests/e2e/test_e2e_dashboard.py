@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from e2e_cli import COMMAND, Running, environment, everstep
 
+from sampling import mostly_longer
+
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
 CHROMIUM = shutil.which("chromium")
@@ -145,8 +147,8 @@ def serious(page: Any) -> list[str]:
     return [f"{v['id']}: {[n['target'] for n in v['nodes']][:3]}" for v in grave]
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", mostly_longer(WIDTHS, lambda width: width == "phone"))
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.longer), "dark"])
 def test_a_past_run_at_every_width(dashboard: Dashboard, browser: Any, width: str, scheme: str) -> None:
     view = Page(browser, dashboard.owners, WIDTHS[width], color_scheme=scheme)
     assert view.page.url == dashboard.address
@@ -169,6 +171,7 @@ def test_a_past_run_at_every_width(dashboard: Dashboard, browser: Any, width: st
     view.close()
 
 
+@pytest.mark.longer
 def test_the_report_is_for_everyone(over: Path, browser: Any, tmp_path: Path) -> None:
     done = everstep("report", over, "--out", tmp_path / "report.html")
     assert done.returncode == 0, done.stderr
@@ -183,6 +186,7 @@ def test_the_report_is_for_everyone(over: Path, browser: Any, tmp_path: Path) ->
         view.close()
 
 
+@pytest.mark.longer
 def test_keys_alone_reach_a_worker(dashboard: Dashboard, browser: Any) -> None:
     view = Page(browser, dashboard.owners)
     sync_api.expect(view.worker(2)).to_be_visible()
@@ -205,6 +209,7 @@ def test_keys_alone_reach_a_worker(dashboard: Dashboard, browser: Any) -> None:
     view.close()
 
 
+@pytest.mark.longer
 def test_a_moment_of_a_life_opens_its_log(dashboard: Dashboard, browser: Any) -> None:
     view = Page(browser, dashboard.owners)
     page = view.page
@@ -257,6 +262,7 @@ def test_charts_tell_values_and_show_what_is_switched_on(dashboard: Dashboard, b
     view.close()
 
 
+@pytest.mark.longer
 def test_a_chart_is_saved_and_a_link_keeps_zoom_and_moment(dashboard: Dashboard, browser: Any) -> None:
     view = Page(browser, dashboard.owners)
     page = view.page
@@ -372,6 +378,7 @@ def test_actions_of_a_public_page_are_locked_without_the_token(over: Path, brows
     dashboard.close()
 
 
+@pytest.mark.longer
 def test_the_log_is_filtered(dashboard: Dashboard, browser: Any) -> None:
     view = Page(browser, dashboard.owners)
     lines = view.page.locator("#log p")
@@ -408,6 +415,7 @@ def test_names_are_text_and_runs_stand_side_by_side(over: Path, browser: Any, tm
         dashboard.close()
 
 
+@pytest.mark.longer
 def test_a_folder_of_runs_is_sorted_noted_and_compared(over: Path, browser: Any, tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
         shutil.copytree(over, tmp_path / name)

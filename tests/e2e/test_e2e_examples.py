@@ -20,12 +20,12 @@ _MANY = ("--workers", "2", "--min-workers", "2", "--chaos", _KILL, *_STEPS)
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("ddpm_digits.py", ()),
-        ("gan_digits.py", ()),
-        ("graph_network.py", ()),
-        ("llama_bpe.py:Llama", ()),
+        pytest.param("ddpm_digits.py", (), marks=pytest.mark.longer),
+        pytest.param("gan_digits.py", (), marks=pytest.mark.longer),
+        pytest.param("graph_network.py", (), marks=pytest.mark.longer),
+        pytest.param("llama_bpe.py:Llama", (), marks=pytest.mark.longer),
         ("llama_bpe.py:Llama", ("--stages", "2")),
-        ("lora_gpt2.py", ()),
+        pytest.param("lora_gpt2.py", (), marks=pytest.mark.longer),
     ],
 )
 def test_an_example_survives_a_kill(name: str, more: tuple[str, ...], tmp_path: Path) -> None:
@@ -41,7 +41,10 @@ def test_an_example_survives_a_kill(name: str, more: tuple[str, ...], tmp_path: 
     assert '"worker_evicted"' in (tmp_path / "many" / "events.jsonl").read_text()
 
 
-@pytest.mark.parametrize("origin", ["plain", "lightning", "hf"])
+@pytest.mark.parametrize(
+    "origin",
+    ["plain", pytest.param("lightning", marks=pytest.mark.longer), pytest.param("hf", marks=pytest.mark.longer)],
+)
 def test_a_starting_point_survives_a_kill(origin: str, tmp_path: Path) -> None:
     made = everstep("init", tmp_path, "--from", origin)
     assert made.returncode == 0, made.stderr
@@ -85,9 +88,19 @@ def test_the_journals_command_line(tmp_path: Path) -> None:
     ("argv", "said"),
     [
         (("main.py", "--mode", "train", "--num-nodes", "3", "--redundancy-factor", "2"), "a divisor of 3 workers"),
-        (("main.py", "--mode", "train", "--start-epoch", "2"), "there is no checkpoint in"),
-        (("main.py", "--mode", "train", "--world-size", "2", "--num-nodes", "3"), "--num-nodes: expected 2"),
-        (("main.py", "--mode", "train", "--batch-size", "0"), "--batch-size: expected at least 1"),
+        pytest.param(
+            ("main.py", "--mode", "train", "--start-epoch", "2"), "there is no checkpoint in", marks=pytest.mark.longer
+        ),
+        pytest.param(
+            ("main.py", "--mode", "train", "--world-size", "2", "--num-nodes", "3"),
+            "--num-nodes: expected 2",
+            marks=pytest.mark.longer,
+        ),
+        pytest.param(
+            ("main.py", "--mode", "train", "--batch-size", "0"),
+            "--batch-size: expected at least 1",
+            marks=pytest.mark.longer,
+        ),
         (("run_main.sh", "2", "0"), "usage: run_main.sh NODES RANK ADDR PORT"),
         (("run_failure_tests.sh", "meteor"), "got meteor"),
     ],

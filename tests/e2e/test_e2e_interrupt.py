@@ -37,6 +37,7 @@ def test_interrupted_in_order_and_started_again(run_dir: Path, small_task: str) 
     assert everstep("ledger", run_dir).returncode == 0
 
 
+@pytest.mark.longer
 def test_other_signals_and_other_moments(tmp_path: Path, small_task: str) -> None:
     with (
         Running(small_task, *SLOW, "--run-dir", tmp_path / "terminated", E2E_LANE_S="0.05") as terminated,
@@ -95,7 +96,7 @@ def processes_of(run_dir: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("how", ["moved", "removed"])
+@pytest.mark.parametrize("how", [pytest.param("moved", marks=pytest.mark.longer), "removed"])
 def test_a_run_directory_that_is_taken_away_ends_the_job(run_dir: Path, small_task: str, how: str) -> None:
     """In one line; and another directory of its name stays as it is."""
     there = run_dir.with_name("there")

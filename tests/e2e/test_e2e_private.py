@@ -196,6 +196,7 @@ def test_what_is_made_of_a_job_is_closed_and_an_old_one_is_closed_again(base: Pa
     assert wide(run_dir) == []
 
 
+@pytest.mark.longer
 def test_a_script_by_itself_writes_privately(base: Path) -> None:
     script = base / "train.py"
     script.write_text(

@@ -159,6 +159,7 @@ def test_status_of_a_finished_job(disturbed: Disturbed) -> None:
     assert [w["role"] for w in status["workers"] if w["stage"] == 0].count("leader") == 1
 
 
+@pytest.mark.longer
 def test_a_finished_job_says_so_and_belongs_to_its_job(undisturbed: Path, tmp_path: Path, small_task: str) -> None:
     cases = (["run", small_task], ["run", small_task, "--json"], ["run", small_task, "--set", "seed=5"], ["run", OTHER])
     dirs = [shutil.copytree(undisturbed, tmp_path / str(i)) for i in range(len(cases))]

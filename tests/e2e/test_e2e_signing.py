@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from e2e_cli import TASK_FILE, digest_of, everstep, one_error, together
 
 
@@ -51,6 +52,7 @@ def test_a_job_begins_with_what_was_signed_and_nothing_else(tmp_path: Path) -> N
     assert everstep("checkpoints", "verify", "run", *mine, cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.longer
 def test_weights_are_taken_from_what_was_signed_and_nothing_else(tmp_path: Path) -> None:
     for name in ("mine", "theirs"):
         assert everstep("checkpoints", "keygen", name, cwd=tmp_path).returncode == 0

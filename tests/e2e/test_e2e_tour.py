@@ -35,6 +35,7 @@ def executed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return notebook
 
 
+@pytest.mark.longer
 def test_the_tour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = executed("tour.ipynb", tmp_path, monkeypatch)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

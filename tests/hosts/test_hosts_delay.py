@@ -205,8 +205,10 @@ def process_of(host: Host, *words: bytes) -> int:
     return next(pid for pid in sorted(host.pids()) if set(words) <= set(command_words(pid)))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("who", [b"everstep.chaos.packet_delay", b"everstep-continue -c"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.longer)])
+@pytest.mark.parametrize(
+    "who", [pytest.param(b"everstep.chaos.packet_delay", marks=pytest.mark.longer), b"everstep-continue -c"]
+)
 def test_packets_flow_again_when_what_delays_them_or_what_ends_that_is_killed(
     able: Net, who: bytes, how: signal.Signals
 ) -> None:
@@ -222,7 +224,7 @@ def test_packets_flow_again_when_what_delays_them_or_what_ends_that_is_killed(
     assert nothing_left(one)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.longer)])
 def test_or_when_the_agent_is(able: Net, how: signal.Signals) -> None:
     one, two, _ = able.hosts
     command = [sys.executable, "-c", AGENT, one.address, two.address, str(BY_S)]
@@ -237,6 +239,7 @@ def test_or_when_the_agent_is(able: Net, how: signal.Signals) -> None:
         assert nothing_left(one) and is_quick(near, far)
 
 
+@pytest.mark.longer
 def test_or_when_an_agent_starts_where_all_of_them_were_killed(able: Net) -> None:
     """The network of a container outlives its processes. What others delay there still goes its way."""
     one, two, three = able.hosts
@@ -253,6 +256,7 @@ def test_or_when_an_agent_starts_where_all_of_them_were_killed(able: Net) -> Non
     assert nothing_left(one)
 
 
+@pytest.mark.longer
 def test_or_when_its_time_is_over(able: Net) -> None:
     one, two, _ = able.hosts
     undone = strike(one, "slow", two.address, for_s=0.2)

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _SCRIPT = Path(__file__).parents[2] / "examples" / "three_hosts.sh"
 
 
+@pytest.mark.longer
 def test_stages_with_backups_on_three_hosts(hosts_possible: None, tmp_path: Path) -> None:
     command = ["sh", str(_SCRIPT), str(tmp_path / "three"), "6"]
     variables = {**os.environ, "PYTHON": sys.executable}

@@ -54,6 +54,7 @@ def test_a_job_grows_from_one_host_to_three_and_shrinks_again(on_hosts: HostJobs
     assert [agent.wait(60) for agent in agents] == [0, 0]
 
 
+@pytest.mark.longer
 def test_each_byte_crosses_once_per_host(net: Net, tmp_path: Path) -> None:
     """Three hosts of two workers; in units of the gradient, by the kernel's counters of each host's interface. Most
     blocks leave before the reduction."""

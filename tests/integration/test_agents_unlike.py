@@ -69,6 +69,7 @@ def test_a_host_unlike_the_job_is_refused_by_name_and_the_job_goes_on(
     assert {worker["host"] for worker in job.of_kind("worker_joined")} == {"one"}
 
 
+@pytest.mark.longer
 @needs_narrower
 def test_a_run_that_goes_on_elsewhere_is_refused_unless_that_is_allowed(jobs: Jobs, tmp_path: Path) -> None:
     helper(jobs.base, "SHIFT = 2\n")

@@ -111,7 +111,11 @@ def test_what_lanes_lack_and_narrow_types(jobs: Jobs, task: str, numerics: dict[
 @pytest.mark.parametrize(
     ("task", "said"),
     [
-        ("MuonText", "cell.fsdp divides the elements that Muon updates, which it does not allow"),
+        pytest.param(
+            "MuonText",
+            "cell.fsdp divides the elements that Muon updates, which it does not allow",
+            marks=pytest.mark.longer,
+        ),
         (
             "PicturesCounting",
             "cell.fsdp: expected modules whose state is parameters and buffers, got extra state in 0.0",

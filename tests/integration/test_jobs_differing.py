@@ -67,6 +67,7 @@ def test_what_differs_after_the_last_step_alone_is_seen(jobs: Jobs, tmp_path: Pa
     assert not (job.run_dir / "final").exists()
 
 
+@pytest.mark.longer
 def test_a_bit_that_flips_in_the_last_step_is_healed_by_the_majority(jobs: Jobs) -> None:
     settings = {"verify_every": 1000, "checkpoint.memory.every_steps": 2}
     job = jobs.run("Pictures", workers=3, chaos="flip:target=worker:1,at=30,phase=load", settings=settings)

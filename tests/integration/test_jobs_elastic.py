@@ -155,6 +155,7 @@ def plain(jobs: Jobs, script: str) -> Path:
     return job.run_dir
 
 
+@pytest.mark.longer
 def test_a_script_heals(jobs: Jobs, script: str, plain: Path) -> None:
     """On three workers, two of which are killed and replaced: what its loop draws and counts is the same as well."""
     chaos = "kill:target=worker:1,at=4; kill:target=leader:0,at=9"

@@ -57,6 +57,7 @@ def test_kills(run: Run, name: str, alike: tuple[str, ...], placed: tuple[str, .
     same(alone.run_dir, job)
 
 
+@pytest.mark.longer
 def test_resume_and_export(run: Run, tmp_path: Path) -> None:
     """From a checkpoint in the middle a job goes on in two stages, to the bits of the job that left it."""
     alone = run("llama", "alone", "--set", "checkpoint.disk.every_steps=3")

@@ -114,6 +114,7 @@ for step in run:
 """
 
 
+@pytest.mark.longer
 def test_weights_that_the_last_step_spoils_are_told(jobs: Jobs, tmp_path: Path) -> None:
     """No loss shows it."""
     script = tmp_path / "last.py"

@@ -116,6 +116,7 @@ def test_an_edit_while_a_job_runs_is_no_difference_of_its_workers(jobs: Jobs, tm
     same(undisturbed.run_dir, job)
 
 
+@pytest.mark.longer
 def test_a_life_with_an_edited_helper_is_refused_at_once(jobs: Jobs, tmp_path: Path) -> None:
     """It does not wait for a rehearsal of the edited script: nobody makes one."""
     job = edited(jobs, tmp_path)
@@ -208,6 +209,7 @@ def test_what_happens_once_is_told_and_the_job_goes_on(jobs: Jobs, tmp_path: Pat
     same(undisturbed.run_dir, job)
 
 
+@pytest.mark.longer
 def test_a_worker_alone_computes_a_lane_again(jobs: Jobs, tmp_path: Path) -> None:
     lane = "loss = loss * (1.0 if step.number < 8 else 1.0 + time.time() % 0.1)"
     job = jobs.start(str(write(tmp_path, lane)), workers=1, settings={"verify_every": 4, "rehearse": "false"})

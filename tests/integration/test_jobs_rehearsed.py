@@ -6,6 +6,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from everstep.cli.ledger import audit_run
 from job_harness import Jobs, healed
 
@@ -52,6 +54,7 @@ def test_a_job_that_would_lose_its_average_does_not_begin(jobs: Jobs, tmp_path: 
     assert again.end() == 0, again.account()
 
 
+@pytest.mark.longer
 def test_later_lives_do_not_rehearse(jobs: Jobs, tmp_path: Path) -> None:
     script, lives = write(tmp_path, "{'ema': ema}")
     chaos = "kill:target=worker:0,at=4; kill:target=worker:1,at=8"

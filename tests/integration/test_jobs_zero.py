@@ -106,6 +106,7 @@ def test_parts_of_gradients_go_over_sockets_too(jobs: Jobs, script: str, referen
     assert len(job.of_kind("fault_injected")) == 2, job.account()
 
 
+@pytest.mark.longer
 def test_both_holders_of_a_part_are_killed_at_once(jobs: Jobs, script: str, reference: Path) -> None:
     job = jobs.start(script, workers=4, settings=ZERO, environment=PACED)
     job.wait_for("step_committed", step=5)

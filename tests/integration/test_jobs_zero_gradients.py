@@ -90,6 +90,7 @@ def test_both_holders_and_a_joiner_are_killed(jobs: Jobs, script: str, reference
     same(reference, job)
 
 
+@pytest.mark.longer
 def test_it_is_resumed_otherwise_divided_and_not_at_all(jobs: Jobs, script: str, reference: Path) -> None:
     run_dir = None
     for step, stage, workers in ((5, 2, 3), (9, 1, 4), (14, 0, 2)):

@@ -33,6 +33,7 @@ def members() -> Iterator[EtcdMembers]:
     found.close()
 
 
+@pytest.mark.longer
 def test_nothing_starts_without_a_quorum(members: EtcdMembers, tmp_path: Path) -> None:
     members.wait()
     for number in (0, 2):
@@ -48,6 +49,7 @@ def test_nothing_starts_without_a_quorum(members: EtcdMembers, tmp_path: Path) -
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.longer
 def test_a_second_job_is_refused_and_the_next_one_is_not(members: EtcdMembers, jobs: Jobs, tmp_path: Path) -> None:
     members.wait()
     lease = {"control.etcd": members.url()}
@@ -99,6 +101,7 @@ def test_decisions_wait_for_etcd_and_training_goes_on(members: EtcdMembers, jobs
     jobs.check(job, "Text", NUMERICS)
 
 
+@pytest.mark.longer
 def test_a_journal_that_was_cut_off_is_not_believed(members: EtcdMembers, jobs: Jobs, tmp_path: Path) -> None:
     """Its last entries are gone, and the next coordinator finds nothing wrong with the rest: but it has seen them."""
     members.wait()

@@ -86,6 +86,7 @@ def test_a_bucket_that_is_not_there_is_said_before_the_start(
     assert not (job.run_dir / manifest_name(1)).exists()
 
 
+@pytest.mark.longer
 def test_what_each_tier_takes_and_keeps(jobs: Jobs, tmp_path: Path) -> None:
     places = {"disk": tmp_path / "disk", "object": tmp_path / "object"}
     for place, step in zip(places.values(), (3, 8), strict=True):

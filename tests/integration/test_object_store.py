@@ -306,6 +306,7 @@ def test_manifests_keep_their_bytes(bucket: str, source: DirectoryStore) -> None
 # ---- the command line
 
 
+@pytest.mark.longer
 def test_commands_take_urls(
     bucket: str, source: DirectoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

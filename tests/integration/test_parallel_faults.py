@@ -17,7 +17,7 @@ BLOCKS = 9
 SETTLE = Tag("settle", 0, 0)
 
 
-@pytest.fixture(params=["shm", "sockets"])
+@pytest.fixture(params=["shm", pytest.param("sockets", marks=pytest.mark.longer)])
 def crew(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Crew]:
     found = Crew(request.param, BLOCKS, tmp_path)
     yield found

@@ -41,6 +41,7 @@ def regroup(crew: Crew, generation: int) -> None:
         assert all(isinstance(crew.result(i), CollectiveAborted) for i in ids[:-1])
 
 
+@pytest.mark.longer
 def test_two_hundred_generations_leak_nothing(crew: Crew) -> None:
     crew.hire(0, 1, 2)
     for generation in range(1, WARM + 1):

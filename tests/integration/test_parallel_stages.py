@@ -183,6 +183,7 @@ def one_generation(crew: StagedCrew, generation: int) -> None:
         assert all(isinstance(crew.result(i), CollectiveAborted) for i in ids[1:])
 
 
+@pytest.mark.longer
 def test_two_hundred_generations_leak_nothing(crew: StagedCrew) -> None:
     crew.hire(0, 1, 2)
     for generation in range(1, WARM + 1):

@@ -23,7 +23,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("task", "workers", "settings"), mostly_longer(CASES, lambda case: case[1] in (2, 6)))
+@pytest.mark.parametrize(("task", "workers", "settings"), mostly_longer(CASES, lambda case: case[1] == 6))
 def test_three_stages(jobs: Jobs, task: str, workers: int, settings: dict[str, Any]) -> None:
     numerics = {} if task == "PicturesEpochs" else STEPS
     jobs.run(task, workers=workers, settings={"stages": 3, **settings}, numerics=numerics)
@@ -42,6 +42,7 @@ def test_several_chunks_per_stage(jobs: Jobs, workers: int, schedule: str, trans
     jobs.run("Layers", workers=workers, settings=settings, numerics=STEPS)
 
 
+@pytest.mark.longer
 def test_a_parameter_in_three_stages_and_in_a_pool_of_two(jobs: Jobs) -> None:
     settings = {"stages": 4, "verify_every": 3}  # its copies are compared too
     jobs.run("Layers", workers=5, settings=settings, numerics=STEPS)

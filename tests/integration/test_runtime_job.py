@@ -209,6 +209,7 @@ def test_a_killed_coordinator_comes_back_and_everybody_with_it(start: Callable[.
     assert job.finish() == 0
 
 
+@pytest.mark.longer
 def test_a_worker_and_the_coordinator_killed_at_once(start: Callable[..., Job]) -> None:
     job = start()
     status = job.running({0: 0, 1: 0})
@@ -326,6 +327,7 @@ def test_a_crash_loop_ends_the_job_with_the_reason(start: Callable[..., Job], tm
     assert len([e for e in job.kinds("worker_exited") if e["worker_id"] == 1]) == 3
 
 
+@pytest.mark.longer
 def test_scale_and_drain(start: Callable[..., Job]) -> None:
     job = start(min_workers=1)
     status = job.running({0: 0, 1: 0})

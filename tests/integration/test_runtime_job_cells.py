@@ -26,6 +26,7 @@ def pids_of(job: Job, worker_id: int) -> list[int]:
     return found
 
 
+@pytest.mark.longer
 def test_a_cell_from_start_to_end(start: Callable[..., Job]) -> None:
     job = start(ranks=3, entry=ENTRY)
     job.running({0: 0, 1: 0}, step=5)
@@ -74,6 +75,7 @@ def test_a_rank_that_is_stopped_is_a_worker_that_hangs(start: Callable[..., Job]
     assert job.finish() == 0
 
 
+@pytest.mark.longer
 def test_a_limb_that_raises_says_what(start: Callable[..., Job]) -> None:
     job = start(ranks=2, entry=ENTRY)
     job.running({0: 0, 1: 0})
@@ -85,6 +87,7 @@ def test_a_limb_that_raises_says_what(start: Callable[..., Job]) -> None:
     assert job.finish() == 0
 
 
+@pytest.mark.longer
 def test_cells_outlive_a_killed_fork_server_and_still_end_as_one(start: Callable[..., Job]) -> None:
     job = start(ranks=2, entry=ENTRY)
     job.running({0: 0, 1: 0})
@@ -98,6 +101,7 @@ def test_cells_outlive_a_killed_fork_server_and_still_end_as_one(start: Callable
     assert job.finish() == 0
 
 
+@pytest.mark.longer
 def test_a_second_signal_ends_all_ranks_at_once(start: Callable[..., Job]) -> None:
     job = start(ranks=2, entry=ENTRY)
     job.running({0: 0, 1: 0})
