@@ -7,6 +7,7 @@ shown as a whole if it failed. A failure of one tier ends no other one. With arg
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -52,7 +53,7 @@ class Tiers:
             print(f"{target[0]}: has passed before, in {stamp.read_text()} s: not run again", flush=True)
             return
         command = [*before, os.environ.get("MAKE", "make"), "--no-print-directory", *target]
-        print(f"{target[0]}: begins", flush=True)
+        print(f"{target[0]}: begins, into {log.relative_to(ROOT)}", flush=True)
         began_s = time.monotonic()
         with open(log, "wb") as out:
             process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
@@ -70,11 +71,17 @@ class Tiers:
         print(f"{target[0]}: {'passed' if code == 0 else 'FAILED'}, {took_s} s {' '.join(shown)}".rstrip(), flush=True)
 
     def end(self) -> None:
-        """Ctrl-C to all that is run, and nothing more is begun."""
+        """Ctrl-C to all that is run, the end for what that does not end, and nothing more is begun."""
         self._over = True
         with self._lock:
-            for process in self._running.values():
-                os.killpg(process.pid, signal.SIGINT)
+            running = list(self._running.values())
+        for number, patience_s in ((signal.SIGINT, 60.0), (signal.SIGKILL, None)):
+            for process in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(patience_s)
 
 
 def tree() -> str:
@@ -95,7 +102,8 @@ def main(names: list[str]) -> int:
         if old != folder:
             shutil.rmtree(old)
     folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores the former, and so would tiers
+        signal.signal(number, signal.default_int_handler)
     tiers, began_s = Tiers(folder, again=os.environ.get("CI") == "true"), time.monotonic()
     with ThreadPoolExecutor(len(TIERS)) as pool:
         try:
