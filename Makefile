@@ -16,9 +16,9 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
 	@echo "make check   lint, types and the fast tests (unit, property, traces, tidy)"
-	@echo "make test    check, then simulator, real processes, faults and the command line"
+	@echo "make test    check and simulator, beside real processes, faults and the command line"
 	@echo "make chaos   only the tests that inject faults into real processes"
-	@echo "make extended  more seeds, generations and kills, in parts: what has passed is not run again"
+	@echo "make extended  more seeds and all tests that take longer, in parts: what has passed is not run again"
 	@echo "make late    fast tests with threads, messages and wakeups that come late: LATE_SEED for others"
 	@echo "make torment SEEDS=0:500  random harm from outside to real jobs, seed by seed: what has passed is not run again"
 	@echo "make fuzz    changed inputs for every parser, FUZZ_SECONDS (60) for each; goes on where it was"
