@@ -10,7 +10,8 @@ STEPS = {"steps": 30}
 LIMITS = {"heartbeat.interval_s": 0.1, "heartbeat.floor_s": 0.5, "heartbeat.ceiling_s": 1}
 
 
-@pytest.mark.parametrize("transport", ["auto", pytest.param("sockets", marks=pytest.mark.longer)])
+@pytest.mark.longer
+@pytest.mark.parametrize("transport", ["auto", "sockets"])
 def test_cut_off_from_everybody(jobs: Jobs, transport: str) -> None:
     chaos = "partition:target=leader:0,at=5,for=2,from=peers"
     settings = {**LIMITS, "transport": transport}

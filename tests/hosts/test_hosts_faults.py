@@ -60,7 +60,8 @@ def test_a_host_is_lost(on_hosts: HostJobs, how: str) -> None:
     assert gap_s(job, struck_ns) < least_s + 10.0
 
 
-@pytest.mark.parametrize("workers", [4, pytest.param(5, marks=pytest.mark.longer)])
+@pytest.mark.longer
+@pytest.mark.parametrize("workers", [4, 5])
 def test_who_dies_while_sums_of_its_host_leave_is_replaced(on_hosts: HostJobs, tmp_path: Path, workers: int) -> None:
     """Two members on a host, or one: what the dead sent for its host counts for nothing."""
     struck = tmp_path / "struck"

@@ -43,8 +43,9 @@ def ranks_of(job: Job, worker_id: int) -> list[int]:
     return [int(pid) for pid in joined[-1]["pids"]]
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [pytest.param(4, 1, marks=pytest.mark.longer), (3, 3)])
-@pytest.mark.parametrize("task", [pytest.param("Pictures", marks=pytest.mark.longer), "Text"])
+@pytest.mark.longer
+@pytest.mark.parametrize(("ranks", "workers"), [(4, 1), (3, 3)])
+@pytest.mark.parametrize("task", ["Pictures", "Text"])
 def test_any_number_of_ranks(jobs: Jobs, task: str, ranks: int, workers: int) -> None:
     """Lanes that do not divide, BatchNorm, dropout, tied parameters, clipping."""
     jobs.run(task, workers=workers, settings=cells(ranks))
@@ -94,13 +95,14 @@ def test_it_is_resumed_in_other_shapes(jobs: Jobs) -> None:
     jobs.check(job, "Text")
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("task", "numerics"),
     [
-        pytest.param("Sparse", {}, marks=pytest.mark.longer),
+        ("Sparse", {}),
         ("SparseStages", {}),
-        pytest.param("Layers", {"precision": "fp16"}, marks=pytest.mark.longer),
-        pytest.param("PicturesEpochs", {"precision": "bf16"}, marks=pytest.mark.longer),
+        ("Layers", {"precision": "fp16"}),
+        ("PicturesEpochs", {"precision": "bf16"}),
     ],
 )
 def test_what_lanes_lack_and_narrow_types(jobs: Jobs, task: str, numerics: dict[str, Any]) -> None:

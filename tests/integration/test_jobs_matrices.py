@@ -126,12 +126,13 @@ def test_the_bits_are_those_of_one_worker_through_kills(
     assert remembered(job) == {"0": DIVIDED[optimizer]}
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("first", "then"),
     [
         ((1, 3), (0, 2)),
-        pytest.param((0, 2), (1, 3), marks=pytest.mark.longer),
-        pytest.param((1, 2), (1, 3), marks=pytest.mark.longer),
+        ((0, 2), (1, 3)),
+        ((1, 2), (1, 3)),
     ],
 )
 def test_whole_parameters_are_resumed_otherwise_divided_or_not_at_all(
@@ -159,9 +160,8 @@ def test_an_optimizer_that_cannot_be_divided_is_refused_by_name(jobs: Jobs, tmp_
     assert optimizer in failed["reason"] and "zero.stage=0" in failed["reason"], json.dumps(failed)
 
 
-@pytest.mark.parametrize(
-    ("task", "divides"), [pytest.param("Text", "elements", marks=pytest.mark.longer), ("MuonText", "matrices")]
-)
+@pytest.mark.longer
+@pytest.mark.parametrize(("task", "divides"), [("Text", "elements"), ("MuonText", "matrices")])
 def test_stages_divide_what_no_other_stage_holds(jobs: Jobs, task: str, divides: str) -> None:
     """The first and the last unit of `Text` share a matrix."""
     settings = {**ZERO, "stages": 2, "zero.copies": 1, "verify_every": 2}

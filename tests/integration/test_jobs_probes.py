@@ -168,16 +168,13 @@ def test_who_has_added_up_wrong_lanes_and_not_heard_that_they_are_wrong_adds_up_
     assert [e["worker_id"] for e in job.of_kind("worker_evicted")] == [2], job.account()
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("lane", "step", "settings"),
     [
         ("loss = loss * (1.5 if me else 1.0)", 1, {}),
-        pytest.param(
-            "loss = loss * (1.5 if me and step.number > 6 else 1.0)", 12, {"verify_every": 4}, marks=pytest.mark.longer
-        ),
-        pytest.param(
-            "loss = loss * (1.5 if me and step.number == 7 else 1.0)", 7, {"spot_check": 1.0}, marks=pytest.mark.longer
-        ),
+        ("loss = loss * (1.5 if me and step.number > 6 else 1.0)", 12, {"verify_every": 4}),
+        ("loss = loss * (1.5 if me and step.number == 7 else 1.0)", 7, {"spot_check": 1.0}),
     ],
     ids=["from the first step", "from step 7", "once"],
 )

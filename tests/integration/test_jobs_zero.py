@@ -96,7 +96,8 @@ def test_who_holds_a_part_is_killed_and_comes_back(
     assert bool(job.of_kind("fallback")) == (copies == 1), job.account()
 
 
-@pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.longer), 2])
+@pytest.mark.longer
+@pytest.mark.parametrize("copies", [1, 2])
 def test_parts_of_gradients_go_over_sockets_too(jobs: Jobs, script: str, reference: Path, copies: int) -> None:
     """Blocks leave while others are computed, perhaps before their taker has come to the step."""
     chaos = "kill:target=worker:1,at=8,phase=reduce; kill:target=leader:0,at=16,phase=agree"
@@ -172,7 +173,8 @@ def test_members_come_and_go_and_a_bit_that_flips_in_a_part_is_found(jobs: Jobs,
     ended_alike(job, reference)
 
 
-@pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.longer), 2])
+@pytest.mark.longer
+@pytest.mark.parametrize("copies", [1, 2])
 def test_parameters_that_are_used_late_or_never(jobs: Jobs, tmp_path: Path, copies: int) -> None:
     (tmp_path / "train.py").write_text(LATE)
     alone = jobs.start(str(tmp_path / "train.py"), workers=1)

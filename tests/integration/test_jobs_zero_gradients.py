@@ -112,13 +112,14 @@ def test_over_sockets_gradients_stay_and_the_bits_too(jobs: Jobs, script: str, r
     same(reference, job)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("task", "numerics", "settings"),
     [
-        pytest.param("Text", {"precision": "fp16"}, {"stages": 2}, marks=pytest.mark.longer),
+        ("Text", {"precision": "fp16"}, {"stages": 2}),
         ("Layers", {}, {"stages": 2, "chunks": 2, "schedule": "interleaved"}),
-        pytest.param("PicturesNonFinite", {"on_nonfinite": "skip"}, {"zero.copies": 2}, marks=pytest.mark.longer),
-        pytest.param("PicturesCounting", {}, {"verify_every": 3}, marks=pytest.mark.longer),
+        ("PicturesNonFinite", {"on_nonfinite": "skip"}, {"zero.copies": 2}),
+        ("PicturesCounting", {}, {"verify_every": 3}),
     ],
 )
 def test_stages_scaled_losses_and_losses_that_are_not_finite(
