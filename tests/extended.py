@@ -64,6 +64,7 @@ TIERS = {
         tests("integration/test_object_kills.py", EVERSTEP_TEST_KILLS="200"),
     ],
     "busy": [tests("chaos/test_chaos_busy.py", EVERSTEP_TEST_BUSY_S="600")],
+    "tracked": [tests("integration/test_plan_tracked.py", EVERSTEP_TEST_TRACKED="all")],
     "release": [tests("release/test_release_dist.py"), Part("site", ("docs/site/make_site.py",))],
     "glance": [tests("e2e/test_e2e_glance.py", EVERSTEP_TEST_GLANCE="all")],
 }

@@ -182,9 +182,9 @@ def _write(question: Question, batch: int, path: Path, result: dict[str, Any]) -
         "schedule": one.split.schedule,
         "chunks": one.split.chunks,
         "recompute": one.split.recompute == "full",
-        "device": "cuda",
+        "device": "auto",
     }
-    load_config([(os.fspath(path), config)])
+    load_config([(os.fspath(path), config | {"device": "cuda"})])
     header = (
         f"# everstep plan recommend: {count_words(question.shape.parameters)} parameters on {fleet.count} x "
         f"{fleet.device.name}, {_OURS}\n"
