@@ -342,9 +342,9 @@ def goodput_lines() -> Iterator[str]:
     least, most = (f"{endured_share(copies):.0%}" for copies in (3, 10))
     rows.append(["SPARe, failures endured, of replication's", "comparable", f"{least} to {most}", "", "3 to 10 copies"])
     yield from _table(["what", "published", "ours", "off", ""], rows)
-    yield "Not compared: ElasWave's 1.35 over ReCycle (ours has ReCycle as its paper does, as fast as the devices that"
-    yield "are left, so nothing can be faster), SPARe's 40 to 50 % shorter training at 600,000 GPUs (arXiv 2603.00357: its"
-    yield "abstract has no rate of failures and no time of a restart; how many failures copies endure is our own count)."
+    yield "Not compared: ElasWave's 1.35 over ReCycle: ours has ReCycle as its paper does, as fast as the devices that"
+    yield "are left, so nothing can be faster. SPARe's 40 to 50 % shorter training at 600,000 GPUs: its abstract (arXiv"
+    yield "2603.00357) has no rate of failures and no time of a restart. Failures that copies endure: our own count."
     yield ""
 
 

@@ -2,8 +2,8 @@
 
     python fsdp_tracked.py LAYERS HIDDEN HEADS WIDTH none|full
 
-32 ranks, one sequence of 2,048 tokens, a vocabulary of 32,000, bfloat16, AdamW (`foreach=True` is miscounted); full: each
-layer is computed again. Prints GiB.
+32 ranks, one sequence of 2,048 tokens, a vocabulary of 32,000, bfloat16, AdamW (`foreach=True` is miscounted); full:
+each layer is computed again. Prints GiB.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Plans made before a job, data parallel and in three stages: the length of a step of emulated devices and the memory are
-what was planned; the plan that is chosen is the best of those that were run; a job starts from a written plan."""
+"""Plans made before a job, data parallel and in three stages: steps of emulated devices and memory are
+as planned; the plan that is chosen is the best of those that were run; a job starts from a written plan."""
 
 from __future__ import annotations
 

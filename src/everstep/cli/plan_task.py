@@ -100,8 +100,6 @@ def show_task_time(task: str, as_json: bool, asked: Mapping[str, Any]) -> int:
 def recommend_for_task(task: str, write: Path | None, as_json: bool, asked: Mapping[str, Any]) -> int:
     """Print the ways to divide a task's devices into stages, the fastest that fits first."""
     question = read_task_question(task, asked)
-    if write is not None and write.exists():
-        raise ConfigError(f"--write: {write} exists: name another file, or remove it")
     count = question.fleet.count
     stages = [n for n in range(1, min(count, question.units) + 1) if count % n == 0]
     splits = [_split(question, n) for n in stages if count // n <= question.config.lanes]
