@@ -13,9 +13,10 @@ relative to the fewest workers of the case.
 - hosts: strong, on two network-namespace hosts (root).
 - torch: DistributedDataParallel on gloo with the same model, lanes and waits.
 
-`predicted_s`: the step as `everstep plan --from` predicts it, calibrated with the fewest workers of the case. `busy`:
-the share of the cores' time that was used, by other programs, too. From the first row with more than 80 % on, the
-processors are measured, not the waits: `waits` is false.
+`predicted_s`: the step as `everstep plan --from` predicts it, calibrated with the fewest workers of the case; `off`:
+its error. `wait_share`: the waits' share of the measured step, by the lanes and the bubble alone. Where it falls below
+90 %, the processors are measured, not the waits: `waits` is false from there on, and `waits_up_to` names the most
+workers of each case with which it is true. `busy`: the share of the cores' time that was used, by other programs, too.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ sys.path += [str(BENCH.parent / "tests" / "hosts"), str(BENCH.parent / "tests")]
 from net import Net, why_not
 
 from everstep.cli.plan_online import plan_of_run
-from everstep.cost.online import Calibrated, JobShape
+from everstep.cost.online import Calibrated, JobShape, StepParts
 from everstep.cost.step_time import bubble_share
 from everstep.report.style import can_draw, write_pictures
 from everstep.report.svg import Curve, line_chart
 
 CASES = ("strong", "weak", "sockets", "zero", "pipeline", "hosts", "torch")
-PORT, BUSY, WARM_UP, UNITS, FEWEST_STEPS = 29400, 0.8, 3, 10, 12
+PORT, WAITING, WARM_UP, UNITS, FEWEST_STEPS = 29400, 0.9, 3, 10, 12
 EVERSTEP = [sys.executable, "-P", "-m", "everstep"]
 
 
@@ -130,45 +131,68 @@ def ideal_of(case: str, workers: int, fewest: int, lanes: int) -> float:
     return workers / fewest * (1 - bubble_share(workers, lanes)) / (1 - bubble_share(fewest, lanes))
 
 
-def calibrated_by(first: dict[str, Any]) -> Calibrated:
-    """What a job's samples tell of its steps."""
-    said = plan_of_run(first["run_dir"])
-    shape = JobShape(first["lanes"], 1)
-    return Calibrated(shape, first["workers"], said["lane_s"], said["exchange_s"], said["alone_s"])
+def plan_of(case: str, one: dict[str, Any], lane_s: float, rest: tuple[float, float], known: int) -> StepParts:
+    """A step as the plan has it. rest: exchange and what is done alone, of a step with `known` workers."""
+    pipeline = case == "pipeline"
+    shape = JobShape(one["lanes"], 1, known if pipeline else 1)
+    return Calibrated(shape, known, lane_s / shape.stages, *rest).parts(
+        one["workers"], one["workers"] if pipeline else 1
+    )
 
 
-def table_of(case: str, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def table_of(case: str, found: Sequence[dict[str, Any]], wait_ms: float) -> list[dict[str, Any]]:
     """A row for each number of workers."""
     rows: list[dict[str, Any]] = []
-    first = found[0]
-    base_s, waits = statistics.median(first["steps_s"]), True
-    plan = calibrated_by(first) if "run_dir" in first and case not in ("weak", "pipeline") else None
+    first, lane_s, waits = found[0], 3 * wait_ms / 1e3, True
+    base_s = statistics.median(first["steps_s"])
+    said = plan_of_run(first["run_dir"]) if "run_dir" in first else None
+    rest = (0.0, 0.0) if said is None else (said["exchange_s"], said["alone_s"])
     for one in found:
         step_s = statistics.median(one["steps_s"])
         speed_up = (one["lanes"] / step_s) / (first["lanes"] / base_s)
         ideal = ideal_of(case, one["workers"], first["workers"], one["lanes"])
-        waits = waits and one["busy"] <= BUSY
+        share = plan_of(case, one, lane_s, (0.0, 0.0), first["workers"]).step_s / step_s
+        waits = waits and share >= WAITING
         row = {"workers": one["workers"], "lanes": one["lanes"], "step_s": round(step_s, 4)}
         row |= {"speed_up": round(speed_up, 3), "ideal": round(ideal, 3), "efficiency": round(speed_up / ideal, 4)}
-        row |= {"busy": round(one["busy"], 3), "waits": waits, "steps": len(one["steps_s"])}
-        rows.append({**row, "predicted_s": None if plan is None else round(plan.parts(one["workers"]).step_s, 4)})
+        row |= {
+            "busy": round(one["busy"], 3),
+            "wait_share": round(share, 3),
+            "waits": waits,
+            "steps": len(one["steps_s"]),
+        }
+        if said is not None:
+            planned_s = plan_of(case, one, lane_s, rest, first["workers"]).step_s
+            row |= {"predicted_s": round(planned_s, 4), "off": round(planned_s / step_s - 1, 4)}
+        rows.append(row)
     return rows
+
+
+def counts_of(case: str, options: argparse.Namespace) -> list[int]:
+    """Numbers of workers with which a case can be run."""
+    possible = {
+        "pipeline": lambda count: count <= UNITS,
+        "torch": lambda count: options.lanes % count == 0,
+        "hosts": lambda count: count % 2 == 0,
+        "zero": lambda count: count > 1,
+    }.get(case, lambda count: True)
+    return [count for count in options.workers if possible(count)]
 
 
 def measured_case(case: str, options: argparse.Namespace) -> list[dict[str, Any]] | str:
     """Rows of a case, or why there are none."""
     if case == "hosts" and why_not():
         return f"skipped: {why_not()}"
-    counts = [n for n in options.workers if case != "pipeline" or n <= UNITS]
-    counts = [n for n in counts if (case != "torch" or options.lanes % n == 0) and (case != "hosts" or n % 2 == 0)]
-    counts = [n for n in counts if case != "zero" or n > 1]
+    counts = counts_of(case, options)
     found = []
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
         for workers in counts:
             one = run_torch(workers, Path(name), options) if case == "torch" else None
             found.append(one or run_ours(case, workers, Path(name), options))
             print(case, workers, statistics.median(found[-1]["steps_s"]), file=sys.stderr, flush=True)
-        return table_of(case, found) if found else "skipped: none of these numbers of workers is possible"
+        return (
+            table_of(case, found, options.wait_ms) if found else "skipped: none of these numbers of workers is possible"
+        )
 
 
 def draw(cases: dict[str, Any], folder: Path) -> None:
@@ -204,7 +228,11 @@ def main() -> None:
     if options.plot is not None:
         draw(cases, options.plot)
     shown = {key: getattr(options, key) for key in ("lanes", "wait_ms", "steps")}
-    write_report({"machine": machine(), **shown, "cases": cases}, options.out)
+    held = {
+        case: [row["workers"] for row in rows if row["waits"]] for case, rows in cases.items() if type(rows) is list
+    }
+    up_to = {case: max(workers, default=0) for case, workers in held.items()}
+    write_report({"machine": machine(), **shown, "waits_up_to": up_to, "cases": cases}, options.out)
 
 
 if __name__ == "__main__":

@@ -394,7 +394,11 @@ class Config:
     )
     threads: int = key(1, "intra-op threads per worker", low=1, numerics=True)
     device: str = key(
-        "cpu", "device of all tensors", pattern=r"cpu|cuda(:\d+)?", example="cpu, cuda or cuda:0", numerics=True
+        "cpu",
+        "device of all tensors; run takes auto, too: cuda where torch sees a GPU",
+        pattern=r"cpu|cuda(:\d+)?",
+        example="cpu, cuda or cuda:0",
+        numerics=True,
     )
     precision: str = key(
         "fp32", "arithmetic of forward and backward passes", choices=("fp32", "bf16", "fp16"), numerics=True

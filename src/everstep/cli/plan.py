@@ -17,7 +17,7 @@ from everstep.base.errors import ConfigError, nearest
 from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time, plan_usual
 from everstep.cli.plan_config_dir import is_config_dir, shape_of_config
 from everstep.cli.plan_inputs import json_option
-from everstep.cli.plan_splits import split_lines, split_options, splits_of
+from everstep.cli.plan_splits import refuse_split_of_task, split_lines, split_options, splits_of
 from everstep.cost import quantities
 from everstep.cost.catalogue import CATALOGUE, device_named
 from everstep.cost.memory import (
@@ -32,6 +32,7 @@ from everstep.cost.memory import (
     answers_by_paper,
     answers_of_ours,
 )
+from everstep.cost.task_time import part_of_model
 from everstep.placement.tree import cover
 from everstep.report.words import aligned
 
@@ -113,62 +114,61 @@ command.add_command(plan_usual.command)
 @click.option("--memory", "memory_text", metavar="SIZE", help="Memory of each worker's device in its place: 80GiB.")
 @split_options
 @json_option
-def memory(
-    task: str | None,
-    params: str | None,
-    workers: int | None,
-    lanes: int | None,
-    hosts: int,
-    stage: int,
-    copies: int | None,
-    offload: str,
-    staging: str | None,
-    gpu: str | None,
-    memory_text: str | None,
-    as_json: bool,
-    **asked_split: Any,
-) -> int:
+def memory(task: str | None, as_json: bool, **asked: Any) -> int:
     """Show how much memory a worker needs to train TASK, the model of a Hugging Face directory, or one of so many
     parameters.
 
-    No parameter is allocated: the model is counted on torch's meta device. Exit code: 0; 1 if it does not fit into the
-    memory of the device that was named.
+    No parameter is allocated: the model is counted on torch's meta device. With --pp, a TASK is cut into stages of
+    equal length. Exit code: 0; 1 if it does not fit into the memory of the device that was named.
     """
-    named = {"params": params} if params is not None else {}
-    if task is not None and params is None and is_config_dir(task):
-        shape, _ = shape_of_config(task)
-        named, task, params = {"model_name": task}, None, str(shape.parameters)
+    named, task = _named(task, asked["params"])
+    if re.fullmatch(OFFLOAD, asked["offload"]) is None:
+        raise ConfigError(f"--offload: expected none, cpu or a folder, got {asked['offload'][:40]!r}")
+    room, assumed = _room(asked["gpu"], asked["memory_text"])
+    known = _counted(task, asked) if task is not None else _given(named, asked)
+    split = _split(known, asked)
+    assumed += known.assumed
+    if asked["offload"] == "cpu":
+        assumed.append("a device with memory of its own: on a CPU, offload=cpu changes nothing")
+    stage, parameters = asked["stage"], known.model.parameters
+    said: dict[str, Any] = {"parameters": parameters, "workers": known.workers, "hosts": asked["hosts"], "zero": stage}
+    said |= {"copies": split.copies, "offload": asked["offload"], "lanes": known.lanes, "memory_bytes": room}
+    said |= {"optimizer": known.optimizer, "pp": known.stages}
+    part = part_of_model(known.model, known.stages, -(-known.lanes // split.workers))
+    paper = _Table("paper", _PAPER, answers_by_paper(part.parameters, split.workers, split.offload, room))
+    ours = _Table("ours", _OURS, answers_of_ours(part, split, room))
+    tables = (ours, paper) if task is not None else (paper, ours)
+    splits = splits_of(named, known.workers, asked, room) if named else None
+    if as_json:
+        print(json.dumps({**_to_dict(said, *tables, assumed), "usual": splits}))
+    else:
+        _print(said, tables, assumed)
+        for line in split_lines(splits) if splits is not None else ():
+            print(line)
+    return 1 if tables[0].stages[stage].fits is False else 0
+
+
+def _named(task: str | None, params: str | None) -> tuple[dict[str, str], str | None]:
+    """How the model is named by numbers, empty if it is not; and the task. Raises: ConfigError for none and for two."""
     if (task is None) == (params is None):
         raise ConfigError("expected a TASK or --params, and not both: everstep plan memory --params 7.5B --workers 64")
-    if re.fullmatch(OFFLOAD, offload) is None:
-        raise ConfigError(f"--offload: expected none, cpu or a folder, got {offload[:40]!r}")
-    room, assumed = _room(gpu, memory_text)
-    model, workers, lanes, kind, more, staged = (
-        _counted(task, workers, lanes) if task is not None else _given(params or "", workers or 1, lanes)
-    )
-    if staging is not None:
-        staged = quantities.parse_bytes(staging, "--staging")
-    for option, number in (("--copies", copies or 1), ("--hosts", hosts)):
+    if params is not None:
+        return {"params": params}, None
+    return ({"model_name": task}, None) if task is not None and is_config_dir(task) else ({}, task)
+
+
+def _split(known: _Known, asked: Mapping[str, Any]) -> Split:
+    """How the workers of one stage divide its work. Raises: ConfigError."""
+    workers, lanes, copies = known.workers // known.stages, known.lanes, asked["copies"]
+    for option, number in (("--copies", copies or 1), ("--hosts", asked["hosts"])):
         if number > workers:
             raise ConfigError(f"{option}: expected at most one per worker ({workers}), got {number}")
     runs = (range(k * lanes // workers, (k + 1) * lanes // workers) for k in range(workers))
     nodes = max(len(cover(run, lanes)) for run in runs)
-    split = Split(workers, lanes, nodes, copies or min(2, workers), offload != "none", hosts, staged, gpu is not None)
-    if offload == "cpu":
-        more.append("a device with memory of its own: on a CPU, offload=cpu changes nothing")
-    asked: dict[str, Any] = {"parameters": model.parameters, "workers": workers, "hosts": hosts, "zero": stage}
-    asked |= {"copies": split.copies, "offload": offload, "lanes": lanes, "memory_bytes": room, "optimizer": kind}
-    paper = _Table("paper", _PAPER, answers_by_paper(model.parameters, workers, split.offload, room))
-    ours = _Table("ours", _OURS, answers_of_ours(model, split, room))
-    tables = (ours, paper) if task is not None else (paper, ours)
-    splits = splits_of(named, workers, asked_split, room) if named else None
-    if as_json:
-        print(json.dumps({**_to_dict(asked, *tables, [*assumed, *more]), "usual": splits}))
-    else:
-        _print(asked, tables, [*assumed, *more])
-        for line in split_lines(splits) if splits is not None else ():
-            print(line)
-    return 1 if tables[0].stages[stage].fits is False else 0
+    offload, staging = asked["offload"] != "none", asked["staging"]
+    staged = known.staging if staging is None else quantities.parse_bytes(staging, "--staging")
+    copies, apart = copies or min(2, workers), asked["gpu"] is not None
+    return Split(workers, lanes, nodes, copies, offload, asked["hosts"], staged, apart)
 
 
 class _Table(NamedTuple):
@@ -191,21 +191,33 @@ def _room(gpu: str | None, memory_text: str | None) -> tuple[int | None, list[st
     return round(device.memory_gb * GB), [f"{device.memory_gb:g} GB on each {gpu} ({device.sources['memory_gb']})"]
 
 
-_Known = tuple[Model, int, int, dict[str, str] | None, list[str], int]
-"""A model, workers, lanes, what the optimizer can update apart (None if unknown), what was assumed, and bytes for
-staging checkpoints."""
+class _Known(NamedTuple):
+    """A model and its job. optimizer: what it can update apart, None if unknown. staging: bytes for checkpoints that
+    are not written yet. stages: of equal length, each with as many workers."""
+
+    model: Model
+    workers: int
+    lanes: int
+    optimizer: dict[str, str] | None
+    assumed: list[str]
+    staging: int
+    stages: int = 1
 
 
-def _given(params: str, workers: int, lanes: int | None) -> _Known:
-    """A model of so many parameters."""
-    count = quantities.parse_count(params, "--params")
-    lanes = lanes or max(Config().lanes, workers)
+def _given(named: Mapping[str, str], asked: Mapping[str, Any]) -> _Known:
+    """A model of so many parameters, or of a Hugging Face directory."""
+    if "params" in named:
+        count = quantities.parse_count(named["params"], "--params")
+    else:
+        count = shape_of_config(named["model_name"])[0].parameters
+    workers = asked["workers"] or 1
+    lanes = asked["lanes"] or max(Config().lanes, workers)
     assumed = ["an optimizer like Adam", f"{lanes} lanes"]
-    return Model(count, 4.0 * count, _ADAM_BYTES * count), workers, lanes, None, assumed, 0
+    return _Known(Model(count, 4.0 * count, _ADAM_BYTES * count), workers, lanes, None, assumed, 0)
 
 
-def _counted(task: str, workers: int | None, lanes: int | None) -> _Known:
-    """The task's model as the meta device counts it."""
+def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
+    """The task's model as the meta device counts it. Raises: ConfigError."""
     from everstep.cli.job import Request, effective_config
     from everstep.cli.task_loading import make_task, parse_task
     from everstep.train.counted import count_task
@@ -213,22 +225,27 @@ def _counted(task: str, workers: int | None, lanes: int | None) -> _Known:
     spec = parse_task(task)
     if spec.kind == "script":
         raise ConfigError(f"task {task!r} is a script: expected file.py:Class, module:Class, a ready task or --params")
-    made = make_task(spec)
-    asked = (("--workers", "workers", workers), ("--lanes", "lanes", lanes))
-    layers = tuple((option, {key: value}) for option, key, value in asked if value is not None)
-    config = made.config = effective_config(made.defaults, Request(layers))
-    found = count_task(made, config.micro_batch)
-    model = Model(
-        found.parameters,
-        found.parameter_bytes,
-        found.optimizer_bytes,
-        found.buffer_bytes,
-        found.activation_bytes,
-        WORKER_BYTES + JOB_BYTES / config.workers,
+    refuse_split_of_task(asked, ("pp", "zero"))
+    made, stages = make_task(spec), asked["pp"] if asked["pp"] > 1 else None
+    options = (
+        ("--workers", "workers", asked["workers"]),
+        ("--lanes", "lanes", asked["lanes"]),
+        ("--pp", "stages", stages),
     )
+    layers = tuple((option, {key: value}) for option, key, value in options if value is not None)
+    config = made.config = effective_config(made.defaults, Request(layers))
+    if config.workers % config.stages:
+        raise ConfigError(f"--workers: expected a multiple of the {config.stages} stages, got {config.workers}")
+    found = count_task(made, config.micro_batch)
+    if config.stages > found.units:
+        raise ConfigError(f"--pp: expected at most one stage for each of the {found.units} units, got {config.stages}")
+    sizes = (found.parameter_bytes, found.optimizer_bytes, found.buffer_bytes, found.activation_bytes)
+    model = Model(found.parameters, *sizes, WORKER_BYTES + JOB_BYTES / config.workers)
     kind = found.optimizer and {"divides": str(found.optimizer.divides), "why": found.optimizer.why}
     staged = (config.checkpoint.staging_mb or 0) * 2**20 if config.checkpoint.enabled else 0
-    return model, config.workers, config.lanes, kind, [*found.assumed, "no checkpoints kept in memory"], staged
+    assumed = [*found.assumed, "no checkpoints kept in memory"]
+    assumed += ["stages of equal length"] * (config.stages > 1)
+    return _Known(model, config.workers, config.lanes, kind, assumed, staged, config.stages)
 
 
 def _to_dict(asked: dict[str, Any], first: _Table, second: _Table, assumed: list[str]) -> dict[str, Any]:
@@ -243,8 +260,9 @@ def _to_dict(asked: dict[str, Any], first: _Table, second: _Table, assumed: list
 
 def _print(asked: Mapping[str, Any], tables: Sequence[_Table], assumed: list[str]) -> None:
     workers = asked["workers"]
+    stages = f", {asked['pp']} stages of a pipeline" * (asked["pp"] > 1)
     print(
-        f"{quantities.count_words(asked['parameters'])} parameters on {workers} worker{'s' * (workers > 1)}: "
+        f"{quantities.count_words(asked['parameters'])} parameters on {workers} worker{'s' * (workers > 1)}{stages}: "
         "memory of each in GB (10^9 bytes), by stage of ZeRO"
     )
     for table in tables:

@@ -42,6 +42,28 @@ def shape_of_config(text: str) -> tuple[ModelShape, list[str]]:
     """
     path = Path(text)
     path = path / "config.json" if path.is_dir() else path
+    found, kind = _read(path)
+    sizes = {name: _size(found, keys, path) for name, keys in _NAMES.items()}
+    gated, sequence = kind in GATED, min(sizes["positions"], _SEQUENCE)
+    shape = ModelShape(
+        sizes["layers"],
+        sizes["hidden"],
+        sizes["heads"],
+        sizes["vocab"],
+        sequence,
+        _shared_heads(found, sizes, path),
+        _optional(found, ("intermediate_size", "n_inner", "ffn_dim"), path),
+        gated,
+        found.get("tie_word_embeddings", not gated) is not False,
+    )
+    if kind == "mixtral":
+        experts = _optional(found, _EXPERTS[:1], path) or 0
+        shape = replace(shape, experts=experts, experts_per_token=_optional(found, ("num_experts_per_tok",), path) or 1)
+    return shape, [f"sequences of {sequence} ({path} allows {sizes['positions']})"]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str]:
+    """A config and its kind of model. Raises: ConfigError for a file, or a kind, that is not to be had."""
     try:
         found = read_json(path, links=True)
     except (OSError, ValueError) as error:
@@ -56,8 +78,11 @@ def shape_of_config(text: str) -> tuple[ModelShape, list[str]]:
             f"--model: {path}: expected a model_type of {', '.join((*GATED, *PLAIN))}, got {kind[:40]!r}: "
             "give --layers, --hidden and --heads"
         )
-    sizes = {name: _size(found, keys, path) for name, keys in _NAMES.items()}
-    gated, sequence = kind in GATED, min(sizes["positions"], _SEQUENCE)
+    return found, kind
+
+
+def _shared_heads(found: Mapping[str, Any], sizes: Mapping[str, int], path: Path) -> int | None:
+    """Heads of keys and values, None: as many as of queries. Raises: ConfigError for heads of a width of their own."""
     shared = _optional(found, ("num_key_value_heads",), path)
     if shared is not None and sizes["heads"] % shared:
         raise ConfigError(f"--model: {path}: num_key_value_heads: expected a divisor of {sizes['heads']}, got {shared}")
@@ -67,21 +92,7 @@ def shape_of_config(text: str) -> tuple[ModelShape, list[str]]:
             f"--model: {path}: expected a hidden size of heads x head_dim ({whole * sizes['heads']}), got "
             f"{sizes['hidden']}: give --layers, --hidden and --heads"
         )
-    shape = ModelShape(
-        sizes["layers"],
-        sizes["hidden"],
-        sizes["heads"],
-        sizes["vocab"],
-        sequence,
-        shared,
-        _optional(found, ("intermediate_size", "n_inner", "ffn_dim"), path),
-        gated,
-        found.get("tie_word_embeddings", not gated) is not False,
-    )
-    if kind == "mixtral":
-        experts = _optional(found, _EXPERTS[:1], path) or 0
-        shape = replace(shape, experts=experts, experts_per_token=_optional(found, ("num_experts_per_tok",), path) or 1)
-    return shape, [f"sequences of {sequence} ({path} allows {sizes['positions']})"]
+    return shared
 
 
 def _size(found: Mapping[str, Any], keys: tuple[str, ...], path: Path) -> int:

@@ -65,6 +65,8 @@ def command(
     nothing that jobs can run, with --write.
     """
     task = model_or_task(task, asked)
+    if write is not None and write.exists():
+        raise ConfigError(f"--write: {write} exists: name another file, or remove it")
     if task is not None:
         if mtbf is not None:
             raise ConfigError("--mtbf: failures are not planned for a TASK: everstep plan failures shows them")
@@ -74,15 +76,22 @@ def command(
 
         return recommend_for_task(task, write, as_json, asked)
     question = read_question(asked)
-    if write is not None and write.exists():
-        raise ConfigError(f"--write: {write} exists: name another file, or remove it")
     if picture is not None:
         check_picture(picture)
-    fleet, stack = question.fleet, question.stack
     batch = whole_batch(question)
-    rounded = [f"the batch rounded to {batch}, a multiple of the devices"] if batch != question.batch else []
+    result = _recommended(question, batch, mtbf)
+    if picture is not None:
+        write_picture(picture, result["pareto"], result["best"])
+    said = [] if write is None else _write(question, batch, write, result)
+    say(result, as_json, [*_lines(result), *said])
+    return 0 if result["fits"] and (write is None or result["written"]) else 1
+
+
+def _recommended(question: Question, batch: int, mtbf: str | None) -> dict[str, Any]:
+    """The result, before anything is written. Raises: ConfigError for a batch that no split divides."""
+    fleet = question.fleet
     device_mtbf_h = fleet.device.mtbf_h if mtbf is None else mtbf_hours(mtbf) * fleet.per_node
-    planned = planned_splits(question.shape, fleet, batch, question.dtype, stack)
+    planned = planned_splits(question.shape, fleet, batch, question.dtype, question.stack)
     found = best_of_each(planned)
     if not found:
         raise ConfigError(
@@ -92,7 +101,8 @@ def command(
     best = [_described(question, batch, one, device_mtbf_h) for one in found[:SHOWN]]
     for described, one, other in zip(best, found, found[1:], strict=False):
         described["why"] = why_better(one, other)
-    result: dict[str, Any] = {
+    rounded = [f"the batch rounded to {batch}, a multiple of the devices"] if batch != question.batch else []
+    return {
         "kind": "recommend",
         **question.described(),
         "batch": batch,
@@ -116,11 +126,6 @@ def command(
             "dollars": fleet.device.sources["price"],
         },
     }
-    if picture is not None:
-        write_picture(picture, result["pareto"], best)
-    said = [] if write is None else _write(question, batch, write, result)
-    say(result, as_json, [*_lines(result), *said])
-    return 0 if found[0].fits and (write is None or result["written"]) else 1
 
 
 def _least(question: Question, batch: int, one: RankedSplit) -> dict[str, Any]:
@@ -182,9 +187,9 @@ def _write(question: Question, batch: int, path: Path, result: dict[str, Any]) -
         "schedule": one.split.schedule,
         "chunks": one.split.chunks,
         "recompute": one.split.recompute == "full",
-        "device": "cuda",
+        "device": "auto",
     }
-    load_config([(os.fspath(path), config)])
+    load_config([(os.fspath(path), config | {"device": "cuda"})])
     header = (
         f"# everstep plan recommend: {count_words(question.shape.parameters)} parameters on {fleet.count} x "
         f"{fleet.device.name}, {_OURS}\n"

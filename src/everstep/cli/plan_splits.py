@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -41,6 +41,16 @@ def split_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ):
         command = option(command)
     return command
+
+
+def refuse_split_of_task(asked: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raises: ConfigError for an option of a split, other than these, that is not as it is by default: jobs divide a
+    task among workers and into stages, and the task says the rest."""
+    plain = asdict(ParallelSplit())
+    for name in SPLIT_NAMES:
+        if name not in known and asked[name] != plain[name]:
+            option = "--sp" if name == "sequence_parallel" else f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option}: a task is planned data parallel and in stages (--pp): leave it out")
 
 
 def read_split(question: Question, asked: Mapping[str, Any]) -> tuple[ParallelSplit, int]:

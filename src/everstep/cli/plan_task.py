@@ -14,6 +14,7 @@ from everstep.base.config import Config, load_config
 from everstep.base.errors import ConfigError
 from everstep.base.pipeline.schedule_table import check_possible
 from everstep.cli.plan_inputs import choose_stack, read_fleet, say, table
+from everstep.cli.plan_splits import refuse_split_of_task
 from everstep.cost import quantities
 from everstep.cost.memory import WORKER_BYTES, Model
 from everstep.cost.quantities import count_words, time_words
@@ -88,9 +89,7 @@ def read_task_question(task: str, asked: Mapping[str, Any]) -> TaskQuestion:
 def show_task_time(task: str, as_json: bool, asked: Mapping[str, Any]) -> int:
     """Print how long a step of a task takes, by part."""
     question = read_task_question(task, asked)
-    refused = [f"--{name}" for name, plain in (("tp", 1), ("ep", 1), ("cp", 1), ("zero", 0)) if asked[name] != plain]
-    if refused:
-        raise ConfigError(f"{refused[0]}: a task is planned data parallel and in stages (--pp): leave it out")
+    refuse_split_of_task(asked, ("pp", "schedule", "chunks"))
     split = _split(question, asked["pp"], asked["chunks"])
     check_possible(asked["schedule"], split.stages, -(-split.lanes // split.pool), split.chunks, called="micro-batches")
     result: dict[str, Any] = {"kind": "time", **_described(question), **_row(question, split)}
@@ -101,8 +100,6 @@ def show_task_time(task: str, as_json: bool, asked: Mapping[str, Any]) -> int:
 def recommend_for_task(task: str, write: Path | None, as_json: bool, asked: Mapping[str, Any]) -> int:
     """Print the ways to divide a task's devices into stages, the fastest that fits first."""
     question = read_task_question(task, asked)
-    if write is not None and write.exists():
-        raise ConfigError(f"--write: {write} exists: name another file, or remove it")
     count = question.fleet.count
     stages = [n for n in range(1, min(count, question.units) + 1) if count % n == 0]
     splits = [_split(question, n) for n in stages if count // n <= question.config.lanes]
@@ -196,8 +193,8 @@ def _why(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 def _write(question: TaskQuestion, row: Mapping[str, Any], path: Path, result: dict[str, Any]) -> list[str]:
     """Write the config with which jobs run the best split."""
     split = row["split"]
-    config = {"workers": question.fleet.count, "stages": split["stages"], "lanes": split["lanes"], "device": "cuda"}
-    load_config([(os.fspath(path), config)])
+    config = {"workers": question.fleet.count, "stages": split["stages"], "lanes": split["lanes"], "device": "auto"}
+    load_config([(os.fspath(path), config | {"device": "cuda"})])
     header = f"# everstep plan recommend {question.name}: {question.fleet.count} x {question.fleet.device.name}\n"
     write_atomically(path, header + "".join(f"{key}: {value}\n" for key, value in config.items()), None)
     result["written"] = {"path": os.fspath(path), "config": config, "step_s": row["step_s"], "source": SOURCE}

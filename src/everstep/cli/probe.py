@@ -71,6 +71,30 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(error)}
 
 
+def with_device(request: Request, server: EarlyForkServer) -> Request:
+    """The request with the device of this host in the place of `device: auto`: cuda where torch sees a GPU, else cpu.
+
+    A job that goes on has its device in job.json, and another one is refused as any other change of it.
+
+    Raises: ConfigError if torch cannot be asked.
+    """
+    said = [layer["device"] for _, layer in request.layers if "device" in layer]
+    if not said or said[-1] != "auto":
+        return request
+    try:
+        found: str = server.call(f"{__name__}:device_here", None)
+    except ForkEnded as error:
+        raise ConfigError(f"device: auto: the process that asked torch ended ({error}); give cpu or cuda") from None
+    return replace(request, layers=(*request.layers, ("device=auto", {"device": found})))
+
+
+def device_here(_: None) -> str:
+    """`cuda` or `cpu`; runs in the fork."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def read_answer(said: dict[str, Any]) -> Probe:
     """The probe in a fork's answer. Raises: ConfigError if the fork did."""
     if "error" in said:

@@ -48,7 +48,7 @@ from everstep.cli.job import (
 from everstep.cli.leading import UserView, see_through
 from everstep.cli.main import complain
 from everstep.cli.placement_table import print_placement
-from everstep.cli.probe import Probe, probe_task
+from everstep.cli.probe import Probe, probe_task, with_device
 from everstep.cli.run_dir import (
     Found,
     StartPoint,
@@ -346,6 +346,7 @@ def _check_sign_key(path: str | None) -> None:
 
 
 def _run_or_show(invocation: Invocation) -> int:
+    invocation = dataclasses.replace(invocation, request=with_device(invocation.request, invocation.server))
     if invocation.auto_lane:
         invocation = _with_lane(invocation)
     if invocation.asked.dry_run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -45,19 +46,22 @@ def possible_splits(shape: ModelShape, fleet: Fleet, batch: int, ours: bool = Fa
     ours: only those that jobs run on such devices: no tensor parallelism, no ZeRO.
     """
     for tp in (1,) if ours else (1, 2, 4, 8, 16):
-        if tp > fleet.per_node or fleet.count % tp or shape.heads % tp:
-            continue
-        for pp in range(1, min(shape.layers, fleet.count // tp) + 1):
-            if shape.layers % pp or fleet.count // tp % pp:
-                continue
-            dp = fleet.count // tp // pp
-            for cp in (1,) if ours else _context(shape, dp):
-                for ep in (1,) if ours or not shape.experts else _experts(shape, dp):
-                    base = ParallelSplit(tp, pp, dp // cp, sequence_parallel=tp > 1, ep=ep, cp=cp)
-                    for one in _settings(shape, base, ours):
-                        count = micro_batches_of(batch, one)
-                        if count and (one.schedule != "interleaved" or count % pp == 0):
-                            yield one
+        if tp <= fleet.per_node and fleet.count % tp == 0 and shape.heads % tp == 0:
+            for pp in range(1, min(shape.layers, fleet.count // tp) + 1):
+                if shape.layers % pp == 0 and fleet.count // tp % pp == 0:
+                    yield from _divided(shape, tp, pp, fleet.count // tp // pp, batch, ours)
+
+
+def _divided(shape: ModelShape, tp: int, pp: int, dp: int, batch: int, ours: bool) -> Iterator[ParallelSplit]:
+    """Splits with so many tensor parallel devices, stages and other devices."""
+    contexts = [1] if ours else _context(shape, dp)
+    experts = [1] if ours or not shape.experts else _experts(shape, dp)
+    for cp, ep in itertools.product(contexts, experts):
+        base = ParallelSplit(tp, pp, dp // cp, sequence_parallel=tp > 1, ep=ep, cp=cp)
+        for one in _settings(shape, base, ours):
+            count = micro_batches_of(batch, one)
+            if count and (one.schedule != "interleaved" or count % pp == 0):
+                yield one
 
 
 def _context(shape: ModelShape, dp: int) -> list[int]:
@@ -74,18 +78,11 @@ def _settings(shape: ModelShape, base: ParallelSplit, ours: bool) -> Iterator[Pa
     looped = next((chunks for chunks in (2, 3) if base.pp > 1 and each % chunks == 0), None)
     schedules = (("1f1b", 1), *((("interleaved", looped),) if looped else ()))
     stages = (0,) if ours or base.replicas == 1 else (0, 1) if base.pp > 1 else (0, 1, 2, 3)
-    for micro_batch in MICRO_BATCHES:
-        for zero in stages:
-            for recompute in ("none", "full") if ours else RECOMPUTE:
-                for schedule, chunks in schedules:
-                    yield replace(
-                        base,
-                        micro_batch=micro_batch,
-                        zero=zero,
-                        recompute=recompute,
-                        schedule=schedule,
-                        chunks=chunks,
-                    )
+    recomputes = ("none", "full") if ours else RECOMPUTE
+    for micro_batch, zero, recompute, (schedule, chunks) in itertools.product(
+        MICRO_BATCHES, stages, recomputes, schedules
+    ):
+        yield replace(base, micro_batch=micro_batch, zero=zero, recompute=recompute, schedule=schedule, chunks=chunks)
 
 
 def memory_of_ours(shape: ModelShape, split: ParallelSplit, batch: int) -> MemoryUse:

@@ -68,16 +68,20 @@ def task_step(work: CountedWork, fleet: Fleet, split: TaskSplit, dtype: str, sta
     return StepParts(compute_s, compute_s * share / (1 - share), exchange_s, update_s)
 
 
-def task_memory(work: CountedWork, split: TaskSplit) -> MemoryUse:
-    """Bytes of a worker by this product's layout, with as many activations as 1F1B holds."""
-    model, stages = work.model, split.stages
-    each = -(-split.lanes // split.pool)
-    part = Model(
+def part_of_model(model: Model, stages: int, lanes: int) -> Model:
+    """The model of one of so many equal stages, with as many activations as 1F1B holds of so many lanes."""
+    return Model(
         model.parameters // stages,
         model.parameter_bytes / stages,
         model.optimizer_bytes / stages,
         model.buffer_bytes / stages,
-        model.activation_bytes / stages * min(stages, each),
+        model.activation_bytes / stages * min(stages, lanes),
         model.fixed_bytes,
     )
+
+
+def task_memory(work: CountedWork, split: TaskSplit) -> MemoryUse:
+    """Bytes of a worker by this product's layout."""
+    each = -(-split.lanes // split.pool)
+    part = part_of_model(work.model, split.stages, each)
     return of_ours(part, Split(split.pool, split.lanes, each.bit_count(), hosts=1), 0)

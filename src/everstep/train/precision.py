@@ -67,7 +67,9 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError:
         raise ConfigError(f"device must be 'cpu' or 'cuda[:N]', got {name!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} was asked for, but torch {torch.__version__} sees no CUDA device; use cpu")
+        raise ConfigError(
+            f"device {name!r} was asked for, but torch {torch.__version__} sees no CUDA device: --set device=cpu"
+        )
     if device.index is not None and device.type == "cuda" and device.index >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
         raise ConfigError(

@@ -81,7 +81,7 @@ def test_recommended_splits_run(task: str, tmp_path: Path, capsys: pytest.Captur
     best = said["best"]
     assert [one["step_s"] for one in best] == sorted(one["step_s"] for one in best) and all(o["why"] for o in best[:-1])
     assert {(one["split"]["pool"], one["split"]["stages"]) for one in best} == {(4, 1), (2, 2), (1, 4)}
-    config = load_config([(str(path), read_config_file(path))])
+    config = load_config([(str(path), read_config_file(path) | {"device": "cuda"})])
     assert (config.workers, config.stages) == (4, best[0]["split"]["stages"])
     assert run_command(["plan", "recommend", task, "--gpus", "4"]) == 0
     assert "before the next, because" in capsys.readouterr().out
