@@ -47,12 +47,14 @@ from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.link.address import LOGS_FOLDER
 from everstep.runtime.link.context import Joining
 from everstep.runtime.link.control_client import ControlClient
-from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
+from everstep.runtime.link.peer import DEFAULT_TIMEOUT_S, PeerConnection, PeerServer, peer_connect
 from everstep.runtime.link.tls import Tls
+from everstep.runtime.link.word_of_head import MOST_BYTES, QUESTION, answer_with, place_told
 
 _TURN_S = 0.25
 _NOTE_S = 1.0
 _CUT_OFF_S = 5.0
+_ASK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,9 @@ class PeerWire:
     token: bytes
     tls: Tls | None
 
-    def call(self, address: str, request: dict[str, Any]) -> PeerConnection:
+    def call(self, address: str, request: dict[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> PeerConnection:
         """Connect to a peer and make a request. Raises: as `peer_connect`."""
-        return peer_connect(address, self.token, request, tls=self.tls)
+        return peer_connect(address, self.token, request, timeout_s=timeout_s, tls=self.tls)
 
 
 class AgentFiles:
@@ -85,6 +87,7 @@ class AgentFiles:
         self._client = client
         self._sender: DirectorySender | None = None
         self._held = contextlib.ExitStack()
+        self._agents: dict[str, str] = {}
         if self._place.apart:
             self._use_own(facts, joining)
         self.say()
@@ -138,17 +141,40 @@ class AgentFiles:
             return
         with contextlib.suppress(OSError):
             if isinstance(message, HostsThere):
-                if len({place.disk for place in message.places.values()}) > 1:
+                there = message.places.values()
+                if len({place.disk for place in there}) > 1 or any(place.apart for place in there):
                     self._serve()
+                self._agents = {name: place.address for name, place in message.places.items() if place.address}
                 write_hosts(self.run_dir, message.places)
             elif self._place.apart and message.name in PAGES:
                 write_atomically(self.run_dir / message.name, message.text)
 
+    def agents_elsewhere(self, lost: str) -> list[str]:
+        """Addresses of other hosts' agents, as the head told them last. lost: a host's address to leave out, if there
+        are others."""
+        there = [address for name, address in self._agents.items() if name != self._host]
+        return [address for address in there if address.rpartition(":")[0] != lost] or there
+
+    def ask_for_head(self, address: str) -> tuple[str, int] | None:
+        """The head's address by another host's agent; None if that agent knows none of a term that counts.
+
+        Raises: CollectiveAborted if nobody answers there; ProtocolError if it is no agent of this job.
+        """
+        with self._wire.call(address, QUESTION, timeout_s=_ASK_S) as agent:
+            return place_told(agent.recv_json(MOST_BYTES), self._client.term)
+
     def _serve(self) -> None:
-        """Serve this host's checkpoints to other hosts, as they do not see this directory."""
+        """Answer agents of other hosts that do not see this directory: about its checkpoints, and about the head."""
         if self._server is None and self._files:
             module, _, name = self._files.partition(":")
-            handler = getattr(importlib.import_module(module), name)(self._checkpoints, self._wire.call)
+            files = getattr(importlib.import_module(module), name)(self._checkpoints, self._wire.call)
+
+            def handler(agent: PeerConnection, request: dict[str, Any]) -> None:
+                if request == QUESTION:
+                    agent.send_json(answer_with(self._client.head))
+                else:
+                    files(agent, request)
+
             self._server = PeerServer(self._wire.own, self._wire.token, handler, self._wire.tls)
             self.say()
 

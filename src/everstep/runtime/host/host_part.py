@@ -26,6 +26,7 @@ from everstep.runtime.host.agent_link import AgentLink, Secrets
 from everstep.runtime.host.board import Board
 from everstep.runtime.host.collector import Collector, Sampler
 from everstep.runtime.host.fork_server_client import ForkServerClient, start_fork_server
+from everstep.runtime.host.hearsay import Hearsay
 from everstep.runtime.host.host_workers import Workers
 from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, LOGS_FOLDER, METRICS_FOLDER
 from everstep.runtime.link.context import Joining, WorkerContext
@@ -74,6 +75,7 @@ class Host:
         self._collector = Collector(self.run_dir / LOGS_FOLDER, board, int(logs.max_mb * (1 << 20)), logs.keep)
         self.workers = Workers(joining, self.config, board, self._context, link, notify, self._collector)
         self._sampler = self._start_sampler()
+        self._hearsay = self._hear_of_head(link)
         if self.config.threads != joining.threads:
             server.close(0.0)
             server = self._new_server(server)
@@ -203,6 +205,12 @@ class Host:
             apart=self.files.apart,
         )
 
+    def _hear_of_head(self, link: AgentLink) -> Hearsay | None:
+        path = self.coordinator_file
+        if not self.files.apart and path.parent.resolve() == self.run_dir.resolve():
+            return None  # the job's own file, which its head writes
+        return Hearsay(path, link, self.files, self._secrets)
+
     @property
     def coordinator_file(self) -> Path:
         """File from which processes of this host read where the coordinator is."""
@@ -228,6 +236,8 @@ class Host:
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._collector.close)
             last_first.callback(self._end_workers, at_once)
+            if self._hearsay is not None:
+                last_first.callback(self._hearsay.close)
             if self._sampler is not None:
                 last_first.callback(self._sampler.close)
 

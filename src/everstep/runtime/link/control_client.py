@@ -28,6 +28,7 @@ from everstep.runtime.link.handshake import Seals
 from everstep.runtime.link.silence import CONTROL_SILENT_S, notice_silence
 from everstep.runtime.link.tls import Tls
 from everstep.runtime.link.wire import HANDSHAKE_TIMEOUT_S, FrameReader, frame, handshake_client, sealed, secured
+from everstep.runtime.link.word_of_head import HeadReached
 from everstep.runtime.process import Inbox
 
 log = logging.getLogger(__name__)
@@ -164,15 +165,22 @@ class FrameQueue:
 
 class Ear:
     """Passes on messages of one connection after the other, unless a deposed coordinator sent them. `ended`: a message
-    said that the job is over."""
+    said that the job is over. `heard_s`: time of the last message, monotonic."""
 
     def __init__(self, on_message: Callable[[AnyMessage], None]) -> None:
         self._on_message = on_message
         self._terms = Terms()
         self.ended = False
+        self.heard_s = time.monotonic()
+
+    @property
+    def term(self) -> int:
+        """The newest term in which any coordinator has spoken."""
+        return self._terms.term
 
     def hear(self, message: AnyMessage) -> None:
         """Pass on a message. Raises: ProtocolError if its sender was deposed."""
+        self.heard_s = time.monotonic()
         refused = self._terms.refusal(message)
         if refused:
             raise ProtocolError(f"this coordinator was deposed: {refused}")
@@ -237,6 +245,25 @@ class ControlClient:
         """The address that was tried last, as "host:port"; "" if none is known yet."""
         return self._where.tried
 
+    @property
+    def term(self) -> int:
+        """The newest term in which any coordinator has spoken."""
+        return self._ear.term
+
+    @property
+    def heard_s(self) -> float:
+        """Time of the coordinator's last message, monotonic; before the first, that of this client's start."""
+        return self._ear.heard_s
+
+    @property
+    def head(self) -> HeadReached | None:
+        """The head that is connected, None if none is. Thread-safe."""
+        with self._drained, contextlib.suppress(OSError):
+            if self._line is not None:
+                host, port = self._line[0].getpeername()[:2]
+                return HeadReached(host, port, self.term)
+        return None
+
     def wait_connected(self, timeout_s: float) -> bool:
         """Returns False if there is no connection after `timeout_s`."""
         return self._connected.wait(timeout_s)
@@ -255,8 +282,9 @@ class ControlClient:
             self._wake()
 
     def follow(self, path: str | os.PathLike[str]) -> None:
-        """Read the coordinator's address from this file from now on. Thread-safe."""
+        """Read the coordinator's address from this file from now on, and look at it now. Thread-safe."""
         self._where.follow(path)
+        self._wake()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything queued was handed to the kernel. Returns False after `timeout_s`."""
