@@ -220,6 +220,25 @@ def test_a_host_that_does_not_see_the_directory_takes_over(led_apart: LedJobs) -
     print(f"taken over after {(taken['time_unix_ns'] - struck_ns) / 1e9:.2f} s")
 
 
+def test_a_host_that_knows_the_lost_head_alone_hears_of_the_next_one(led_apart: LedJobs) -> None:
+    """It was told no other address, does not speak with etcd, and nothing answers it where the head was; but the other
+    hosts know the next head. Its workers stay members."""
+    job = led_apart.led("--no-local-workers", workers=4, lane_s=0.3)
+    heir, agent = led_apart.standby(2), led_apart.agent(3)
+    job.wait_for("generation_started", lambda e: len(e["workers"]) == 4)
+    job.wait_for("step_committed", lambda e: e["step"] >= 3)
+    led_apart.net.hosts[2].drop_to(led_apart.net.hosts[0])
+    struck_ns = now_ns()
+    job.kill()
+    taken = heir.wait_for("coordinator_restarted", lambda e: e["time_unix_ns"] > struck_ns)
+    heir.wait_for("step_committed", lambda e: e["time_unix_ns"] > taken["time_unix_ns"] + 5 * 10**9)
+    led_apart.go()
+    led_apart.check(heir)
+    assert agent.wait(120) == 0, led_apart.said(3)
+    assert not heir.of_kind("worker_evicted"), heir.account()
+    assert len(heir.of_kind("generation_started")) == 1, heir.account()
+
+
 @longer
 def test_hosts_that_lead_are_lost_one_after_the_other_and_come_back(led_apart: LedJobs) -> None:
     """The first comes back with a directory that is of before, which is set aside. Their members of etcd go on."""

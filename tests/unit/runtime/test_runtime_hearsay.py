@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from everstep.runtime.host.board import Board
 from everstep.runtime.host.hearsay import Hearsay
 from everstep.runtime.link.address import address_of, announce, read_address
 from everstep.runtime.link.context import Joining
+from everstep.runtime.link.control_client import ControlClient
 from everstep.runtime.link.handshake import PEER, role_token
 from everstep.runtime.link.peer import PeerServer, peer_connect
 from everstep.runtime.link.word_of_head import MOST_BYTES, QUESTION, HeadReached, answer_with, place_told
@@ -55,11 +58,11 @@ class OneHost:
         self.first.hear(m.AgentHello)
         self._closing: list[Callable[[], object]] = [self.link.close, self.first.close]
 
-    def of(self, *agents: str) -> Hearsay:
+    def of(self, *agents: str, shared: Path | None = None) -> Hearsay:
         """Its hearsay, from these agents."""
         places = {f"host {n}": self.place(f"host {n}", address) for n, address in enumerate(agents)}
         self.files.hear(m.HostsThere(places={"here": self.place("here", "127.0.0.1:1"), **places}))
-        found = Hearsay(self.path, self.link, self.files, Secrets(TOKEN, None))
+        found = Hearsay(self.path, self.link, self.files, Secrets(TOKEN, None), shared)
         self._closing.insert(0, found.close)
         return found
 
@@ -109,10 +112,37 @@ def test_the_next_head_is_heard_of_from_an_agent_that_is_connected_to_it(host: O
     assert (found.host, found.port, found.tls, found.ca) == (LOCAL, head.port, "auto", "its CA")
 
 
+def test_the_next_head_is_found_in_the_shared_directory(host: OneHost, head: FakeCoordinator, tmp_path: Path) -> None:
+    announce(tmp_path / "shared.json", address_of(LOCAL, head.port))
+    host.of(shared=tmp_path / "shared.json")
+    host.first.close()
+    host.first.hang_up()
+    assert head.hear(m.AgentHello).agent_id == "here"
+
+
 def test_a_head_that_is_silent_is_left_for_the_next_one(host: OneHost, head: FakeCoordinator) -> None:
     """The kernel of a lost host says nothing, so the connection to it still stands."""
     host.of(host.agent([LOCAL, head.port, 0]))
     assert head.hear(m.AgentHello).agent_id == "here"
+
+
+def test_an_attempt_at_a_lost_host_ends_when_another_address_is_known(
+    tmp_path: Path, head: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel does not refuse: here, because a listener's backlog is full."""
+    monkeypatch.setattr("everstep.runtime.link.control_client.HANDSHAKE_TIMEOUT_S", 10 * PATIENCE_S)
+    path = tmp_path / "coordinator.json"
+    with socket.socket() as deaf, socket.socket() as before, contextlib.ExitStack() as held:
+        deaf.bind((LOCAL, 0))
+        deaf.listen(0)
+        before.connect(deaf.getsockname())
+        announce(path, address_of(LOCAL, deaf.getsockname()[1]))
+        hello = m.AgentHello(agent_id="a", host="h", workers=[], slots=1)
+        client = ControlClient(path, role_token(TOKEN, "agent"), "agent", "a", lambda: hello, lambda message: None)
+        held.callback(client.close, 0.0)
+        until(lambda: client.tried == f"{LOCAL}:{deaf.getsockname()[1]}")
+        announce(path, address_of(LOCAL, head.port))
+        assert head.hear(m.AgentHello).agent_id == "a"
 
 
 def test_a_head_that_answers_heartbeats_is_not_missed(host: OneHost) -> None:

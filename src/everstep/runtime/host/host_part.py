@@ -206,10 +206,10 @@ class Host:
         )
 
     def _hear_of_head(self, link: AgentLink) -> Hearsay | None:
-        path = self.coordinator_file
-        if not self.files.apart and path.parent.resolve() == self.run_dir.resolve():
-            return None  # the job's own file, which its head writes
-        return Hearsay(path, link, self.files, self._secrets)
+        path, shared = self.coordinator_file, None if self.files.apart else self.run_dir / COORDINATOR_FILE
+        if shared is not None and path.resolve() == shared.resolve():
+            return None  # it follows the job's own file, which the head writes
+        return Hearsay(path, link, self.files, self._secrets, shared)
 
     @property
     def coordinator_file(self) -> Path:

@@ -7,6 +7,7 @@ coordinator that is away, and every new connection begins with a hello that stat
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -347,7 +348,7 @@ class ControlClient:
             self._waker.close()
 
     def _connect(self) -> tuple[socket.socket, Seals, Listener]:
-        sock = socket.create_connection(self._where.read(), timeout=HANDSHAKE_TIMEOUT_S)
+        sock = _called(self._where.read(), lambda: self._closing or self._where.changed())
         if sock.getsockname() == sock.getpeername():
             sock.close()
             raise ProtocolError("connected to itself: nobody listens there")
@@ -433,6 +434,31 @@ class ControlClient:
             self._waker.take()
             if self._where.changed():
                 return
+
+
+def _called(place: tuple[str, int], unwanted: Callable[[], bool]) -> socket.socket:
+    """A blocking connection to this place. unwanted: whether another place is to be tried by now; the kernel of a lost
+    host does not refuse. Raises: OSError."""
+    end_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+    address = socket.getaddrinfo(*place, socket.AF_INET, socket.SOCK_STREAM)[0][4]
+    sock = socket.socket()
+    try:
+        sock.setblocking(False)
+        error = sock.connect_ex(address)
+        if error == errno.EINPROGRESS:
+            poller = select.poll()
+            poller.register(sock, select.POLLOUT)
+            while not poller.poll(FIRST_BACKOFF_S * 1000):
+                if unwanted() or time.monotonic() > end_s:
+                    raise TimeoutError(errno.ETIMEDOUT, "timed out")
+            error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+        sock.settimeout(HANDSHAKE_TIMEOUT_S)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def _complain(error: Exception, before: str) -> str:
