@@ -23,8 +23,8 @@ _ASKED = 2
 class Hearsay:
     """Keeps `path`, which processes of this host alone follow, up to date while the agent misses the head.
 
-    shared: the job's own file with it, None if this host does not see that. An address counts if a coordinator proves the
-    job's token there.
+    shared: the job's own file with it, None if this host does not see that. An address counts if a coordinator proves
+    the job's token there.
     """
 
     def __init__(
