@@ -220,6 +220,7 @@ def test_a_host_that_does_not_see_the_directory_takes_over(led_apart: LedJobs) -
     print(f"taken over after {(taken['time_unix_ns'] - struck_ns) / 1e9:.2f} s")
 
 
+@longer
 def test_a_host_that_knows_the_lost_head_alone_hears_of_the_next_one(led_apart: LedJobs) -> None:
     """It was told no other address, does not speak with etcd, and nothing answers it where the head was; but the other
     hosts know the next head. Its workers stay members."""
