@@ -17,6 +17,7 @@ from hosts_harness import EVERSTEP, SLOTS, HostJobs, _Head, gap_s, longer, now_n
 from net import HIDE, Net
 
 from etcd_members import EtcdMembers, etcd_on, etcd_there
+from everstep.runtime.link.address import read_address
 from job_harness import LIMIT_S, Event, Job, Jobs
 
 TAKEN: list[Event] = [{"kind": "coordinator_restarted", "count": 1}]
@@ -195,8 +196,10 @@ def test_a_person_takes_over(led_jobs: LedJobs) -> None:
 
 @longer
 def test_a_host_that_does_not_see_the_directory_takes_over(led_apart: LedJobs) -> None:
-    """It has a directory of its own, and what it lacks others bring once more."""
-    job = led_apart.led(workers=6, settings={"checkpoint.disk.every_steps": 4}, lane_s=0.2)
+    """It has a directory of its own, and what it lacks others bring once more. All that listens on it does so at ports
+    that a firewall lets through."""
+    ports = {"network.ports": "29500-29509"}
+    job = led_apart.led(workers=6, settings={"checkpoint.disk.every_steps": 4, **ports}, lane_s=0.2)
     heirs = {number: led_apart.standby(number) for number in (2, 3)}
     job.wait_for("generation_started", lambda e: len(e["workers"]) == 6)
     step = max((e["step"] for e in job.of_kind("step_committed")), default=0)
@@ -208,6 +211,10 @@ def test_a_host_that_does_not_see_the_directory_takes_over(led_apart: LedJobs) -
     taken = heir.wait_for("coordinator_restarted")
     heir.wait_for("step_committed", lambda e: e["time_unix_ns"] > taken["time_unix_ns"])
     assert looked_at(heir.run_dir, "status")["state"] in ("running", "recovering")
+    places = json.loads((heir.run_dir / "hosts.json").read_text())
+    found = [read_address(heir.run_dir / "coordinator.json").port]
+    found += [int(place["address"].rpartition(":")[2]) for place in places.values() if place["address"]]
+    assert len(found) > 1 and all(29500 <= port <= 29509 for port in found), found
     led_apart.go()
     led_apart.check(heir)
     assert heirs[5 - number].end() == 0, led_apart.said(5 - number)

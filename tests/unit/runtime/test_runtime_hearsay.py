@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from fake_coordinator import PATIENCE_S, FakeCoordinator
 
-from everstep.base.config import Config, to_dict
-from everstep.base.errors import CollectiveAborted, ProtocolError
+from everstep.base.config import Config, load_config, to_dict
+from everstep.base.errors import CollectiveAborted, ConfigError, ProtocolError
 from everstep.protocol import messages as m
 from everstep.runtime.files.agent_files import AgentFiles, PeerWire
 from everstep.runtime.host.agent_link import AgentLink, Pulses, Secrets
 from everstep.runtime.host.board import Board
 from everstep.runtime.host.hearsay import Hearsay
+from everstep.runtime.link import listening
 from everstep.runtime.link.address import address_of, announce, read_address
 from everstep.runtime.link.context import Joining
 from everstep.runtime.link.control_client import ControlClient
@@ -34,7 +35,7 @@ LOCAL = "127.0.0.1"
 class OneHost:
     """An agent's link and files, on a host with a directory of its own; its head is played by the test."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ports: str | None = None) -> None:
         self.first, self.path = FakeCoordinator(TOKEN), folder / "coordinator.json"
         announce(self.path, address_of(LOCAL, self.first.port, "auto", "its CA"))
         facts = m.JobFacts(
@@ -54,9 +55,10 @@ class OneHost:
         self.link = AgentLink(
             joining, Secrets(TOKEN, None), Pulses(Board.create(1)), list, lambda: 1, lambda message: None
         )
-        self.files = AgentFiles(facts, joining, Config().checkpoint, PeerWire(LOCAL, KEY, None), self.link.client)
-        self.first.hear(m.AgentHello)
         self._closing: list[Callable[[], object]] = [self.link.close, self.first.close]
+        self.first.hear(m.AgentHello)
+        config = load_config([("test", {} if ports is None else {"network.ports": ports, "workers": 2})])
+        self.files = AgentFiles(facts, joining, config, PeerWire(LOCAL, KEY, None), self.link.client)
 
     def of(self, *agents: str, shared: Path | None = None) -> Hearsay:
         """Its hearsay, from these agents."""
@@ -188,6 +190,27 @@ def test_an_agent_names_the_head_that_it_is_connected_to(host: OneHost) -> None:
         assert agent.recv_json(MOST_BYTES) == []
     with pytest.raises(ProtocolError), peer_connect(address, role_token(TOKEN, "read"), QUESTION) as agent:
         agent.recv_json()
+
+
+def test_it_answers_at_a_port_that_a_firewall_lets_through(tmp_path: Path) -> None:
+    try:
+        with contextlib.closing(OneHost(tmp_path, "29700-29799")) as one:
+            one.of()
+            address = ""
+            while not address:
+                address = one.first.hear(m.HostPlace).address
+            assert 29700 <= int(address.rpartition(":")[2]) <= 29799
+    finally:
+        listening.keep_within(None)
+
+
+def test_a_range_without_a_port_for_the_agent_is_refused(tmp_path: Path) -> None:
+    words = r"at least 5 ports for 2 workers on a host \(2 for each, 1 for its agent\), got 4 \(29700-29703\)"
+    try:
+        with pytest.raises(ConfigError, match=words):
+            OneHost(tmp_path, "29700-29703")
+    finally:
+        listening.keep_within(None)
 
 
 def test_answers_that_count() -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from everstep.base.below import write_atomically
-from everstep.base.config_keys import CheckpointConfig
+from everstep.base.config import Config
+from everstep.base.doors import check_ports, parse_ports
 from everstep.base.errors import ConfigError
 from everstep.base.given import open_given
 from everstep.protocol.messages import (
@@ -47,6 +48,7 @@ from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.link.address import LOGS_FOLDER
 from everstep.runtime.link.context import Joining
 from everstep.runtime.link.control_client import ControlClient
+from everstep.runtime.link.listening import keep_within
 from everstep.runtime.link.peer import DEFAULT_TIMEOUT_S, PeerConnection, PeerServer, peer_connect
 from everstep.runtime.link.tls import Tls
 from everstep.runtime.link.word_of_head import MOST_BYTES, QUESTION, answer_with, place_told
@@ -71,17 +73,18 @@ class PeerWire:
 
 
 class AgentFiles:
-    """Files of an agent that has heard of its job. client: speaks with the coordinator.
+    """Files of an agent that has heard of its job. config: the job's. client: speaks with the coordinator.
 
-    Raises: ConfigError if there is no directory to work in.
+    Raises: ConfigError if there is no directory to work in, or `network.ports` has no port for other hosts' agents.
     """
 
     def __init__(
-        self, facts: JobFacts, joining: Joining, config: CheckpointConfig, wire: PeerWire, client: ControlClient
+        self, facts: JobFacts, joining: Joining, config: Config, wire: PeerWire, client: ControlClient
     ) -> None:
+        keep_within(parse_ports(config.network.ports))
         self._place = find_place(facts, joining.run_dir, joining.host)
         self._host, self._domains = joining.host, joining.domains
-        self._checkpoints, self._disk = disk_of(facts, self._place, config, joining.host)
+        self._checkpoints, self._disk = disk_of(facts, self._place, config.checkpoint, joining.host)
         self._files, self._wire = joining.files, wire
         self._server: PeerServer | None = None
         self._client = client
@@ -89,6 +92,8 @@ class AgentFiles:
         self._held = contextlib.ExitStack()
         self._agents: dict[str, str] = {}
         if self._place.apart:
+            beside = ["its agent", *(["the job's head"] if joining.parent else [])]
+            check_ports(config.network.ports, joining.room or config.workers + config.spares, beside)
             self._use_own(facts, joining)
         self.say()
 

@@ -68,7 +68,7 @@ class Host:
         self._failed: Why | None = None
         self.config: Config = load_config([("the job", facts.config)])
         wire = PeerWire(joining.own or joining.host, role_token(secrets.token, PEER), Tls.of(secrets.shown))
-        self.files = AgentFiles(facts, joining, self.config.checkpoint, wire, link.client)
+        self.files = AgentFiles(facts, joining, self.config, wire, link.client)
         self.run_dir = self.files.run_dir
         keep_to(self.run_dir)
         logs = self.config.logs
