@@ -211,7 +211,7 @@ def test_a_host_that_does_not_see_the_directory_takes_over(led_apart: LedJobs) -
     taken = heir.wait_for("coordinator_restarted")
     heir.wait_for("step_committed", lambda e: e["time_unix_ns"] > taken["time_unix_ns"])
     assert looked_at(heir.run_dir, "status")["state"] in ("running", "recovering")
-    places = json.loads((heir.run_dir / "hosts.json").read_text())
+    places = json.loads((heir.run_dir / "host" / "hosts.json").read_text())
     found = [read_address(heir.run_dir / "coordinator.json").port]
     found += [int(place["address"].rpartition(":")[2]) for place in places.values() if place["address"]]
     assert len(found) > 1 and all(29500 <= port <= 29509 for port in found), found
