@@ -70,6 +70,8 @@ class Sentences:
         raised = event["kind"] == "worker_evicted" and cause(event) is Cause.EXCEPTION and own != ""
         if raised and whole in self._raised:
             return f"worker {event.get('worker_id')} raised the same"
+        if event["kind"] == "waiting" and self._raised and cause(event) is Cause.EXCEPTION:
+            return "waiting: all workers raised an exception, and are started again"
         if event["kind"] == "generation_started":
             self._planned = own
         elif event["kind"] == "leader_changed" and text and self._planned:

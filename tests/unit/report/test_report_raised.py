@@ -81,6 +81,10 @@ def test_the_lines_of_a_run_say_an_exception_once() -> None:
     ]
     assert Sentences().of(FAILED) == f"failed: {text}"
     assert lines.of({**evicted, "worker_id": 0}) == "worker 0 raised the same"
+    why = f"every worker that held the training state is gone (worker 1 (incarnation 0): {text}): waiting"
+    waits = event("waiting", 7, step=1, cause="exception", reason=why)
+    assert lines.of(waits) == "waiting: all workers raised an exception, and are started again"
+    assert Sentences().of({**waits, "cause": "killed", "reason": "x"}) == "waiting: x"
     other = event("worker_evicted", 8, worker_id=0, incarnation=0, cause="exception", reason="KeyError: 'x'")
     assert lines.of(other) == "worker 0 was evicted: KeyError: 'x'"
 
