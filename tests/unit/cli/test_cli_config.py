@@ -79,7 +79,7 @@ def test_what_is_no_key_is_one_line(arguments: list[str], said: str, capsys: pyt
 
 
 def test_lines_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a pipe a key has one line, for `grep`; one wide cell does not widen the others. On a terminal, and where COLUMNS
+    """In a pipe a key has one line, for `grep`; one wide cell widens no other line. On a terminal, and where COLUMNS
     says so, no line is longer than that, and no word is cut."""
     monkeypatch.delenv("COLUMNS", raising=False)
     assert run_command(["config"]) == 0
