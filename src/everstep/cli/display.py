@@ -65,8 +65,10 @@ class Sentences:
     def of(self, event: Event) -> str | None:
         """The event's line, None if it says nothing new."""
         whole, own = reason_text(event.get("reason"), _WHOLE), reason_text(event.get("reason"))
-        cut = own != whole  # what is left out may lie beyond
-        text = sentence({**event, "reason": self._without(f": {whole}").lstrip(":; ")} if cut else event)
+        if own != whole:  # what is left out may lie beyond the limit of a line
+            said = self._without(f": {whole}").lstrip(":; ")
+            event = {**event, "cause": event.get("cause"), "reason": said}
+        text = sentence(event)
         raised = event["kind"] == "worker_evicted" and cause(event) is Cause.EXCEPTION and own != ""
         if raised and whole in self._raised:
             return f"worker {event.get('worker_id')} raised the same"
