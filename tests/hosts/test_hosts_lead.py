@@ -17,6 +17,7 @@ from hosts_harness import EVERSTEP, SLOTS, HostJobs, _Head, gap_s, now_ns
 from net import HIDE, Net
 
 from etcd_members import EtcdMembers, etcd_on, etcd_there
+from everstep.runtime.link.address import read_address
 from job_harness import LIMIT_S, Event, Job, Jobs
 
 TAKEN: list[Event] = [{"kind": "coordinator_restarted", "count": 1}]
@@ -195,8 +196,10 @@ def test_a_person_takes_over(led_jobs: LedJobs) -> None:
 
 @pytest.mark.longer
 def test_a_host_that_does_not_see_the_directory_takes_over(led_apart: LedJobs) -> None:
-    """It has a directory of its own, and what it lacks others bring once more."""
-    job = led_apart.led(workers=6, settings={"checkpoint.disk.every_steps": 4}, lane_s=0.2)
+    """It has a directory of its own, and what it lacks others bring once more. All that listens on it does so at ports
+    that a firewall lets through."""
+    ports = {"network.ports": "29500-29509"}
+    job = led_apart.led(workers=6, settings={"checkpoint.disk.every_steps": 4, **ports}, lane_s=0.2)
     heirs = {number: led_apart.standby(number) for number in (2, 3)}
     job.wait_for("generation_started", lambda e: len(e["workers"]) == 6)
     step = max((e["step"] for e in job.of_kind("step_committed")), default=0)
@@ -208,6 +211,10 @@ def test_a_host_that_does_not_see_the_directory_takes_over(led_apart: LedJobs) -
     taken = heir.wait_for("coordinator_restarted")
     heir.wait_for("step_committed", lambda e: e["time_unix_ns"] > taken["time_unix_ns"])
     assert looked_at(heir.run_dir, "status")["state"] in ("running", "recovering")
+    places = json.loads((heir.run_dir / "host" / "hosts.json").read_text())
+    found = [read_address(heir.run_dir / "coordinator.json").port]
+    found += [int(place["address"].rpartition(":")[2]) for place in places.values() if place["address"]]
+    assert len(found) > 1 and all(29500 <= port <= 29509 for port in found), found
     led_apart.go()
     led_apart.check(heir)
     assert heirs[5 - number].end() == 0, led_apart.said(5 - number)
@@ -218,6 +225,26 @@ def test_a_host_that_does_not_see_the_directory_takes_over(led_apart: LedJobs) -
     kinds = [e["kind"] for e in heir.events]
     assert kinds.count("job_started") == kinds.count("job_completed") == kinds.count("coordinator_restarted") == 1
     print(f"taken over after {(taken['time_unix_ns'] - struck_ns) / 1e9:.2f} s")
+
+
+@pytest.mark.longer
+def test_a_host_that_knows_the_lost_head_alone_hears_of_the_next_one(led_apart: LedJobs) -> None:
+    """It was told no other address, does not speak with etcd, and nothing answers it where the head was; but the other
+    hosts know the next head. Its workers stay members."""
+    job = led_apart.led("--no-local-workers", workers=4, lane_s=0.3)
+    heir, agent = led_apart.standby(2), led_apart.agent(3)
+    job.wait_for("generation_started", lambda e: len(e["workers"]) == 4)
+    job.wait_for("step_committed", lambda e: e["step"] >= 3)
+    led_apart.net.hosts[2].drop_to(led_apart.net.hosts[0])
+    struck_ns = now_ns()
+    job.kill()
+    taken = heir.wait_for("coordinator_restarted", lambda e: e["time_unix_ns"] > struck_ns)
+    heir.wait_for("step_committed", lambda e: e["time_unix_ns"] > taken["time_unix_ns"] + 5 * 10**9)
+    led_apart.go()
+    led_apart.check(heir)
+    assert agent.wait(120) == 0, led_apart.said(3)
+    assert not heir.of_kind("worker_evicted"), heir.account()
+    assert len(heir.of_kind("generation_started")) == 1, heir.account()
 
 
 @pytest.mark.longer
@@ -247,7 +274,7 @@ def test_hosts_that_lead_are_lost_one_after_the_other_and_come_back(led_apart: L
 @pytest.mark.longer
 def test_a_host_that_was_cut_off_sets_aside_what_is_of_before_and_takes_part_again(led_apart: LedJobs) -> None:
     """By itself: it becomes one that stands by, and leads again when the one that took over is lost."""
-    job = led_apart.led(workers=6, lane_s=0.6)
+    job = led_apart.led(workers=6, lane_s=0.6, steps=120)  # on a busy machine a host needs a minute to come back
     heirs: dict[int, Job] = {number: led_apart.standby(number) for number in (2, 3)}
     job.wait_for("generation_started", lambda e: len(e["workers"]) == 6)
     job.wait_for("step_committed", lambda e: e["step"] >= 3)

@@ -19,6 +19,7 @@ import pytest
 
 from everstep.base.config import load_config, to_dict
 from everstep.base.config_keys import TlsConfig
+from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.observe.events import read_events
 from everstep.protocol.messages import MAX_FRAME_BYTES, Command, CommandReply, decode, encode
@@ -32,10 +33,13 @@ from everstep.runtime.link import wire
 from everstep.runtime.link.address import read_address, role_file
 from everstep.runtime.link.context import WorkerContext
 from everstep.runtime.link.handshake import Seals, role_token
+from everstep.runtime.link.interfaces import addresses
 from everstep.runtime.link.tls import Shown, Tls, shown_by
 
 HERE = Path(__file__).parent
 PATIENCE_S = 60.0
+PORTS = {"network.ports": "29700-29799", "network.trusted": True}
+ELSEWHERE = [address for address in addresses() if not is_loopback(address)]
 
 
 @pytest.fixture
@@ -82,6 +86,13 @@ def test_it_does_not_import_torch() -> None:
 def test_status_before_anybody_came(run_dir: Path) -> None:
     status = ask(run_dir, "status")
     assert status["state"] == "starting" and status["workers"] == [] and status["generation"] == 0
+
+
+@pytest.mark.skipif(not ELSEWHERE, reason="this machine has no address that other hosts could reach")
+@pytest.mark.parametrize("run_dir", [{"network.address": "".join(ELSEWHERE[:1]), **PORTS}], indirect=True)
+def test_it_listens_where_a_firewall_lets_other_hosts_through(run_dir: Path) -> None:
+    assert 29700 <= read_address(run_dir / "coordinator.json").port <= 29799
+    assert ask(run_dir, "status")["state"] == "starting"
 
 
 def test_a_frame_beyond_the_limit_ends_only_its_connection(run_dir: Path) -> None:

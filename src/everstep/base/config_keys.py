@@ -266,7 +266,7 @@ class NetworkConfig:
     )
     ports: str | None = key(
         None,
-        "range of ports for workers, so that firewalls let them through: two for each worker of a host; none: any port",
+        "ports that a firewall lets through: on a host two per worker, one for its agent, one for a standby; none: any",
         pattern=r"\d{1,5}-\d{1,5}",
         example="29500-29599",
     )

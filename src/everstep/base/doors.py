@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from everstep.base.errors import ConfigError
@@ -42,16 +43,18 @@ def parse_ports(text: str | None) -> PortRange | None:
     return PortRange(int(first), int(last))
 
 
-def check_ports(text: str | None, workers: int) -> None:
-    """Check that the range has enough ports for `workers`, the number that may run on one host.
+def check_ports(text: str | None, workers: int, beside: Sequence[str] = ()) -> None:
+    """Check that the range has enough ports for `workers`, the number that may run on one host. beside: what else
+    listens there, at a port each.
 
     Raises: ConfigError if it is too small; the message says how many are needed.
     """
-    found, needed = parse_ports(text), workers * PORTS_PER_WORKER
+    found, needed = parse_ports(text), workers * PORTS_PER_WORKER + len(beside)
     if found is not None and found.size < needed:
+        each = ", ".join([f"{PORTS_PER_WORKER} for each", *(f"1 for {what}" for what in beside)])
         raise ConfigError(
             f"network.ports: expected at least {needed} ports for {workers} worker{'s' * (workers != 1)} on a host "
-            f"({PORTS_PER_WORKER} for each), got {found.size} ({found}): give a larger range"
+            f"({each}), got {found.size} ({found}): give a larger range"
         )
 
 

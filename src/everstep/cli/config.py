@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 import textwrap
 from collections.abc import Sequence
 from functools import partial
@@ -15,9 +13,11 @@ from everstep.base.cause import Cause
 from everstep.base.config import describe, instead_of
 from everstep.base.errors import ConfigError
 from everstep.base.foreign_keys import elsewhere_with, known_elsewhere
+from everstep.cli.terminal import stdout_width
 from everstep.report.words import aligned
 
 CAUSES = "causes"
+_WIDEST = 32
 _FIELDS = ("key", "type", "default", "meaning")
 
 
@@ -55,8 +55,8 @@ def command(key: str | None, search: str | None, as_json: bool) -> int:
     if as_json:
         print(json.dumps(rows))
     else:
-        wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print("\n".join(aligned(cells) if wide is None else wrapped(cells, wide)))
+        wide = stdout_width()
+        print("\n".join(aligned(cells, _WIDEST) if wide is None else wrapped(cells, wide)))
     return 0
 
 

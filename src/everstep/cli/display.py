@@ -42,6 +42,7 @@ _TROUBLED = ("dead", "suspect", "healing")
 _POLL_S = 0.2
 _LAST_SAMPLES_BYTES = 1 << 16
 _LAST_TOLD = 64
+_WHOLE = 1 << 14
 _PRINTS_WAIT_S = 0.3  # for earlier events: a commit is told a moment after its own time
 _PROCESS_WORDS = {
     "worker_exited": "worker {worker_id} exited: {reason}",
@@ -63,21 +64,30 @@ class Sentences:
 
     def of(self, event: Event) -> str | None:
         """The event's line, None if it says nothing new."""
-        text, own = sentence(event), reason_text(event.get("reason"))
+        whole, own = reason_text(event.get("reason"), _WHOLE), reason_text(event.get("reason"))
+        if own != whole:  # what is left out may lie beyond the limit of a line
+            said = self._without(f": {whole}").lstrip(":; ")
+            event = {**event, "cause": event.get("cause"), "reason": said}
+        text = sentence(event)
         raised = event["kind"] == "worker_evicted" and cause(event) is Cause.EXCEPTION and own != ""
-        if raised and own in self._raised:
+        if raised and whole in self._raised:
             return f"worker {event.get('worker_id')} raised the same"
+        if event["kind"] == "waiting" and self._raised and cause(event) is Cause.EXCEPTION:
+            return "waiting: all workers raised an exception, and are started again"
         if event["kind"] == "generation_started":
             self._planned = own
         elif event["kind"] == "leader_changed" and text and self._planned:
             text = text.removesuffix(f": {self._planned}")
-        for known in self._raised if text else ():
-            words = re.escape(known)
-            text = re.sub(
-                rf"(?:[:;] | \()(?:life \d+ of )?worker \d+: {words}\)?|: {words}| \({words}\)", "", text or ""
-            )
+        text = self._without(text) if text else text
         if raised:
-            self._raised.append(own)
+            self._raised.append(whole)
+        return text
+
+    def _without(self, text: str) -> str:
+        """The text without exceptions that were said before."""
+        for known in self._raised:
+            words = re.escape(known)
+            text = re.sub(rf"(?:[:;] | \()(?:life \d+ of )?worker \d+: {words}\)?|: {words}| \({words}\)", "", text)
         return text
 
 

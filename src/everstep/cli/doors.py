@@ -99,11 +99,12 @@ def _is_address(text: str) -> bool:
     return True
 
 
-def check_own_ports(config: Config, room: int | None) -> None:
+def check_own_ports(config: Config, room: int | None, *, head: bool = False) -> None:
     """Check that `network.ports` suffice. room: most workers that this host runs, 0 for as many as there are, None for
-    none.
+    none. head: the job's head here takes one of them, too.
 
     Raises: ConfigError if `network.ports` has too few ports for them.
     """
     workers = config.workers + config.spares
-    check_ports(config.network.ports, 1 if room is None else min(room or workers, workers))
+    beside = ["the job's head"] if head else []
+    check_ports(config.network.ports, 1 if room is None else min(room or workers, workers), beside)

@@ -381,7 +381,7 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     _check_sign_key(config.checkpoint.sign_key)
     check_hosts(config, alone=begun.port is None)
     check_network(config, begun.port or 0)
-    check_own_ports(config, begun.room)
+    check_own_ports(config, begun.room, head=begun.port == 0)
     _check_strikes(config)
     check_tls(config.security.tls, config.network.address)
     check_lease(config, begun.secrets)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from typing import Any
 
 import click
 
 from everstep.base.pipeline.schedule_table import KINDS
-from everstep.cli.terminal import raw
+from everstep.cli.terminal import raw, stdout_width
 from everstep.placement.schedules import (
     Op,
     Schedule,
@@ -64,7 +63,8 @@ def command(
         times = {"recompute": recompute, "forward_time": forward, "backward_time": backward}
         print(json.dumps({"kind": "schedule", **asked, **times, **to_dict(plan, played, expected)}))
         return 0
-    for band in table(played, chunks, _width()):
+    wide = stdout_width()
+    for band in table(played, chunks, None if wide is None else max(_NARROWEST, wide)):
         for cells_of_line in band:
             _echo(cells_of_line)
         print()
@@ -148,13 +148,6 @@ def totals(plan: Schedule, played: Timeline, chunks: int) -> list[str]:
     if chunks > 1:
         shown.append(f"in flight and activations count chunks: 1/{chunks} of a stage each")
     return shown
-
-
-def _width() -> int | None:
-    """Width of the terminal, or COLUMNS; None in a pipe, where lines stay whole."""
-    if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
-        return None
-    return max(_NARROWEST, shutil.get_terminal_size().columns)
 
 
 def _echo(line: list[str]) -> None:

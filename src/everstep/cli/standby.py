@@ -20,6 +20,7 @@ from everstep.base.errors import ConfigError, EverstepError, NoHead, ProtocolErr
 from everstep.base.etcd_address import EtcdAddress
 from everstep.cli.beside import parse_listen
 from everstep.cli.conclusion import ENDS
+from everstep.cli.doors import check_own_ports
 from everstep.cli.job import about_to_run, check_network, read_job
 from everstep.cli.leading import see_through
 from everstep.cli.meeting import ETCD_S, Met, etcd_at
@@ -138,6 +139,7 @@ def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
         check_lease(job.config, begun.secrets)
         copying_host = begun.host if (shown / OWN_FOLDER).is_dir() else ""
         begun = replace(begun, room=begun.room or None)
+        check_own_ports(job.config, begun.room, head=True)
         succession = Succession(True, new_owner(), found.job, copying_host=copying_host)
         how = "" if shared else ", with files of its own"
         print(f"{begun.host} stands by for the job in {shown}{how}; {about_to_run(job)}", file=sys.stderr, flush=True)

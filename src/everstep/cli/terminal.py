@@ -89,6 +89,11 @@ def guarded() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
+def stdout_width() -> int | None:
+    """Columns of the terminal that standard output is, or COLUMNS; None in a pipe, where lines stay whole."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
+
+
 def paragraph(text: str, stream: TextIO, indent: str = "") -> str:
     """A line of text for a stream: on a terminal it is broken between words, further lines with an indent; in a pipe it
     stays one line."""

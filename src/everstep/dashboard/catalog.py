@@ -15,7 +15,7 @@ from everstep.base.errors import ConfigError
 from everstep.report.headline import disk_trouble
 from everstep.report.history import History
 from everstep.report.notes import Notes, checked_notes, read_notes, write_notes
-from everstep.report.shown_settings import shown_settings
+from everstep.report.shown_settings import setting_text, shown_settings
 from everstep.report.words import as_dict, one_line
 from everstep.runtime.files.run_lock import is_locked
 from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, NOTES_FILE
@@ -72,7 +72,7 @@ def _settings(job: Mapping[str, Any]) -> dict[str, str]:
     """Settings that somebody has chosen, as text by dotted key."""
     config, explicit = dotted(shown_settings(as_dict(job.get("config")))), job.get("explicit")
     keys = [key for key in explicit if isinstance(key, str) and key in config] if isinstance(explicit, list) else []
-    return {one_line(key, 80): one_line(str(config[key]), 120) for key in keys[:_MOST_SETTINGS]}
+    return {one_line(key, 80): one_line(setting_text(config[key]), 120) for key in keys[:_MOST_SETTINGS]}
 
 
 class Catalog:

@@ -22,7 +22,7 @@ from everstep.report.headline import headline
 from everstep.report.history import History
 from everstep.report.incidents import Incident
 from everstep.report.pace import RECENT_STEPS
-from everstep.report.shown_settings import shown_settings
+from everstep.report.shown_settings import setting_text, shown_settings
 from everstep.report.told_facts import Line, Mark, WorkerFact
 from everstep.report.usage import Newest
 from everstep.report.wall_time import goodput
@@ -283,7 +283,9 @@ def _incident(facts: Facts) -> dict[str, Any] | None:
 def _config(history: History) -> dict[str, str]:
     """Settings as text, by dotted key."""
     config = dotted(shown_settings(as_dict(history.job.get("config"))))
-    return {one_line(key, 80): one_line(str(value), 120) for key, value in list(config.items())[:_MOST_SETTINGS]}
+    return {
+        one_line(key, 80): one_line(setting_text(value), 120) for key, value in list(config.items())[:_MOST_SETTINGS]
+    }
 
 
 def _newest(items: Any, most: int = _LISTED) -> list[Any]:

@@ -16,3 +16,8 @@ def shown_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if not rule.get("command"):
         return dict(config)
     return {**config, "notify": {**rule, "command": HIDDEN}}
+
+
+def setting_text(value: Any) -> str:
+    """A setting as `everstep config` and `--set` have it: none, true, false, or as it is."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

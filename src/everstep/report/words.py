@@ -133,9 +133,9 @@ def sentence(event: Event) -> str:
     return words.get(kind, f"{kind.replace('_', ' ')}{why}")
 
 
-def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of cells as text, each column as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+def aligned(lines: Sequence[Sequence[str]], most: int = 1000) -> list[str]:
+    """Lines of cells as text, each column as wide as its widest cell, but at most so many characters."""
+    widths = [min(most, max(map(len, column))) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 

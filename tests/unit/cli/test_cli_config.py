@@ -79,12 +79,16 @@ def test_what_is_no_key_is_one_line(arguments: list[str], said: str, capsys: pyt
 
 
 def test_lines_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a pipe a key has one line, for `grep`; on a terminal no line is longer than that, and no word is cut."""
+    """In a pipe a key has one line, for `grep`; one wide cell widens no other line. On a terminal, and where COLUMNS
+    says so, no line is longer than that, and no word is cut."""
+    monkeypatch.delenv("COLUMNS", raising=False)
     assert run_command(["config"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(describe())
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(describe()) and max(map(len, lines)) < 500
     monkeypatch.setenv("COLUMNS", "80")
-    assert run_command(["config"]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
-    assert shown.split() == [word for row in describe() for cell in row for word in cell.split()]
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal, raising=False)
+        assert run_command(["config"]) == 0
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= 80
+        assert shown.split() == [word for row in describe() for cell in row for word in cell.split()]

@@ -242,12 +242,16 @@ def test_when_a_host_is_to_come_again(tmp_path: Path, command: str, ends: tuple[
     assert not ended.stdout, "the job is over"
 
 
-@pytest.mark.parametrize("host_0", ["pending", ""])
+@pytest.mark.parametrize(
+    ("element", "code", "host_0", "again"),
+    [("1", 4, "pending", True), ("1", 4, "", False), ("0", 3, "running", False)],
+)
 def test_an_agent_that_waited_in_vain_comes_again_while_host_0_is_still_to_come(
-    tmp_path: Path, host_0: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, element: str, code: int, host_0: str, again: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """But host 0 does not, if too few workers came: the others have left with the job's end."""
     for name, does in (
-        ("python", "exit 4"),
+        ("python", f"exit {code}"),
         ("squeue", f"echo {host_0}"),
         ("scontrol", f'echo "$*" > {tmp_path}/told'),
     ):
@@ -255,10 +259,14 @@ def test_an_agent_that_waited_in_vain_comes_again_while_host_0_is_still_to_come(
         (tmp_path / name).chmod(0o755)
     own = ["--run-dir", str(tmp_path / "r"), "--python", str(tmp_path / "python")]
     text = printed(capsys, "launch", "slurm", "resnet18-digits", "--hosts", "2", *own)
-    environment = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "42", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = {
+        "SLURM_ARRAY_TASK_ID": element,
+        "SLURM_ARRAY_JOB_ID": "42",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
     ended = subprocess.run(["bash"], input=text, text=True, env={**os.environ, **environment}, timeout=60)
-    assert ended.returncode == 4
-    assert (tmp_path / "told").exists() == bool(host_0)
+    assert ended.returncode == code
+    assert (tmp_path / "told").exists() == again
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
@@ -463,6 +471,19 @@ def test_a_host_that_hears_nothing_any_more_ends_with_the_others(
         f"exec 0<&-; touch {tmp_path}/deaf; exec sleep 1000",
     ]
     assert SshHosts(["first", "deaf"], scripts, b"t" * 16, deaf).run() == 0
+
+
+@pytest.mark.parametrize("ends", [(3, 0), (1, 0), (2, 0), (0, 0)])
+def test_the_exit_code_of_hosts_of_which_any_may_lead(ends: tuple[int, int]) -> None:
+    """That of the host that led: first, here."""
+
+    def start(host: str, script: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sh", "-c", script], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
+
+    hosts = SshHosts(
+        ["first", "second"], [f"read -r token; exit {code}" for code in ends], b"t" * 16, start, alike=True
+    )
+    assert hosts.run() == ends[0]
 
 
 def test_what_ssh_and_ray_would_start(capsys: pytest.CaptureFixture[str]) -> None:

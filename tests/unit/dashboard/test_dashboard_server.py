@@ -578,10 +578,12 @@ def test_a_job_that_runs_is_known_to_run_before_its_coordinator_is_asked(tmp_pat
 def test_a_row_of_the_list_has_the_settings_that_somebody_chose(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     config = {"steps": 9, "lanes": 4, "checkpoint": {"disk": {"every_steps": 5}}, "notify": {"command": "curl secret"}}
-    explicit = ["steps", "checkpoint.disk.every_steps", "notify.command", "gone", 3]
+    config |= {"shuffle": False, "clip_norm": None}
+    explicit = ["steps", "checkpoint.disk.every_steps", "notify.command", "shuffle", "clip_norm", "gone", 3]
     (run_dir / "job.json").write_text(json.dumps({"task": "t", "config": config, "explicit": explicit}))
     row = list_row(History(run_dir).load(), False, Notes())
-    assert row["settings"] == {"steps": "9", "checkpoint.disk.every_steps": "5", "notify.command": "(not shown)"}
+    others = {"notify.command": "(not shown)", "shuffle": "false", "clip_norm": "none"}
+    assert row["settings"] == {"steps": "9", "checkpoint.disk.every_steps": "5", **others}
 
 
 def test_a_launcher_that_died_is_a_fault_with_a_mark_and_leaves_no_process(tmp_path: Path) -> None:

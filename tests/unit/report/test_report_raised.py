@@ -81,8 +81,23 @@ def test_the_lines_of_a_run_say_an_exception_once() -> None:
     ]
     assert Sentences().of(FAILED) == f"failed: {text}"
     assert lines.of({**evicted, "worker_id": 0}) == "worker 0 raised the same"
+    why = f"every worker that held the training state is gone (worker 1 (incarnation 0): {text}): waiting"
+    waits = event("waiting", 7, step=1, cause="exception", reason=why)
+    assert lines.of(waits) == "waiting: all workers raised an exception, and are started again"
+    assert Sentences().of({**waits, "cause": "killed", "reason": "x"}) == "waiting: x"
     other = event("worker_evicted", 8, worker_id=0, incarnation=0, cause="exception", reason="KeyError: 'x'")
     assert lines.of(other) == "worker 0 was evicted: KeyError: 'x'"
+
+
+def test_a_long_exception_is_said_once_though_lines_are_shortened() -> None:
+    lines, text = Sentences(), f"RuntimeError: {'a second time through the graph ' * 15}(train.py:20)"
+    first = event("worker_evicted", 5, worker_id=1, incarnation=0, cause="exception", reason=text)
+    assert lines.of(first) == f"worker 1 was evicted: {text}"
+    led_to = f"worker 0 failed in step 2, as worker 1 did: {text}: a checkpoint is taken first"
+    led_to += f"; worker 0 (incarnation 1): {text}"
+    again = event("generation_started", 6, generation=2, workers=[0], cause="exception", reason=led_to)
+    said = "worker 0 failed in step 2, as worker 1 did: a checkpoint is taken first"
+    assert lines.of(again) == f"generation 2 with workers 0: {said}"
 
 
 def test_a_plan_gives_its_reason_once() -> None:

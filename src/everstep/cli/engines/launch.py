@@ -108,11 +108,12 @@ led=
 if [ -e "$EVERSTEP_HEAD_MARK" ]; then led=1; rm -f "$EVERSTEP_HEAD_MARK"; fi
 case $code in
   0 | 130 | 143) ;;       # over, handed over, told to stop
+  3) ;;                   # too few workers: those that came have left with the job's end
   {" | ".join(map(str, FINAL))}) # failed, refused, no such interpreter: no use to try again
     leaving=
     if [ -n "$led" ]; then {final}; fi
     ;;
-  3 | 4) {in_vain} ;; # waited in vain, for workers or for the job
+  4) {in_vain} ;; # waited in vain for the job
   5) leaving=1 ;;         # deposed
   *) {killed} ;; # killed
 esac

@@ -26,7 +26,7 @@ FIRST_AGAIN_S = 1.0
 MOST_AGAIN_S = 60.0
 HEALTHY_S = 60.0
 _NOT_REACHED = 255
-_OVER = (0, 1, 2, 130, 143)
+_OVER = (0, 1, 2, 3, 130, 143)
 _LAST_WAIT_S = 45.0
 _ALONE_S = 10.0
 _REMOTE = """\
@@ -139,7 +139,7 @@ class SshHosts:
                     if words := remotes[number].ended(counted, time.monotonic()):
                         self._say(words)
                 if self.alike and code is None and not self._processes and any(remote.over for remote in remotes):
-                    code = int(1 in self._codes)
+                    code = next((found for found in (1, 3) if found in self._codes), 0)
             self._end_others(0.0 if code == 128 + signal.SIGTERM else _ALONE_S)
         return 1 if code == _NOT_REACHED or code < 0 else code
 

@@ -7,7 +7,9 @@ import { linked } from "./links.js";
 import { clustered, crosshair, nearest, point, switches, wanted } from "./marks.js";
 import { keep, span, told } from "./place.js";
 
-const HEIGHT = 200;
+const PHONE = matchMedia("(max-width: 560px)").matches;
+const HEIGHT = PHONE ? 140 : 200;
+const MOST_OWN_ON_PHONES = 3; // the others go into a panel that is folded there
 const PHASE_COLOURS = { load: "c6", forward: "c0", backward: "c4", transfer: "c3", reduce: "c1", agree: "c5", update: "c2", stall: "warn", recover: "bad", other: "c7" };
 const STEPS = [1, 2, 5].flatMap((m) => [...Array(10).keys()].map((p) => m * 10 ** p)).sort((a, b) => a - b);
 
@@ -319,7 +321,8 @@ export class Training {
     if (!this.tests.has(name)) {
       const [, kind, title] = name.match(/^(eval|log):(.*)$/s);
       const zoomed = (range, chart) => this.zoomed(range, chart);
-      this.tests.set(name, new Chart($("charts"), kind === "eval" ? `Evaluated: ${title}` : title, (v) => number(v, 4), { points: kind === "eval", zoomed }));
+      const root = PHONE && this.tests.size >= MOST_OWN_ON_PHONES ? $("speed-charts") : $("charts");
+      this.tests.set(name, new Chart(root, kind === "eval" ? `Evaluated: ${title}` : title, (v) => number(v, 4), { points: kind === "eval", zoomed }));
     }
     return this.tests.get(name);
   }

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from everstep.base.below import write_atomically
-from everstep.base.config_keys import CheckpointConfig
+from everstep.base.config import Config
+from everstep.base.doors import check_ports, parse_ports
 from everstep.base.errors import ConfigError
 from everstep.base.given import open_given
 from everstep.protocol.messages import (
@@ -47,12 +48,15 @@ from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.link.address import LOGS_FOLDER
 from everstep.runtime.link.context import Joining
 from everstep.runtime.link.control_client import ControlClient
-from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
+from everstep.runtime.link.listening import keep_within
+from everstep.runtime.link.peer import DEFAULT_TIMEOUT_S, PeerConnection, PeerServer, peer_connect
 from everstep.runtime.link.tls import Tls
+from everstep.runtime.link.word_of_head import MOST_BYTES, QUESTION, answer_with, place_told
 
 _TURN_S = 0.25
 _NOTE_S = 1.0
 _CUT_OFF_S = 5.0
+_ASK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -63,29 +67,33 @@ class PeerWire:
     token: bytes
     tls: Tls | None
 
-    def call(self, address: str, request: dict[str, Any]) -> PeerConnection:
+    def call(self, address: str, request: dict[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> PeerConnection:
         """Connect to a peer and make a request. Raises: as `peer_connect`."""
-        return peer_connect(address, self.token, request, tls=self.tls)
+        return peer_connect(address, self.token, request, timeout_s=timeout_s, tls=self.tls)
 
 
 class AgentFiles:
-    """Files of an agent that has heard of its job. client: speaks with the coordinator.
+    """Files of an agent that has heard of its job. config: the job's. client: speaks with the coordinator.
 
-    Raises: ConfigError if there is no directory to work in.
+    Raises: ConfigError if there is no directory to work in, or `network.ports` has no port for other hosts' agents.
     """
 
     def __init__(
-        self, facts: JobFacts, joining: Joining, config: CheckpointConfig, wire: PeerWire, client: ControlClient
+        self, facts: JobFacts, joining: Joining, config: Config, wire: PeerWire, client: ControlClient
     ) -> None:
+        keep_within(parse_ports(config.network.ports))
         self._place = find_place(facts, joining.run_dir, joining.host)
         self._host, self._domains = joining.host, joining.domains
-        self._checkpoints, self._disk = disk_of(facts, self._place, config, joining.host)
+        self._checkpoints, self._disk = disk_of(facts, self._place, config.checkpoint, joining.host)
         self._files, self._wire = joining.files, wire
         self._server: PeerServer | None = None
         self._client = client
         self._sender: DirectorySender | None = None
         self._held = contextlib.ExitStack()
+        self._agents: dict[str, str] = {}
         if self._place.apart:
+            beside = ["its agent", *(["the job's head"] if joining.parent else [])]
+            check_ports(config.network.ports, joining.room or config.workers + config.spares, beside)
             self._use_own(facts, joining)
         self.say()
 
@@ -138,17 +146,40 @@ class AgentFiles:
             return
         with contextlib.suppress(OSError):
             if isinstance(message, HostsThere):
-                if len({place.disk for place in message.places.values()}) > 1:
+                there = message.places.values()
+                if len({place.disk for place in there}) > 1 or any(place.apart for place in there):
                     self._serve()
+                self._agents = {name: place.address for name, place in message.places.items() if place.address}
                 write_hosts(self.run_dir, message.places)
             elif self._place.apart and message.name in PAGES:
                 write_atomically(self.run_dir / message.name, message.text)
 
+    def agents_elsewhere(self, lost: str) -> list[str]:
+        """Addresses of other hosts' agents, as the head told them last. lost: a host's address to leave out, if there
+        are others."""
+        there = [address for name, address in self._agents.items() if name != self._host]
+        return [address for address in there if address.rpartition(":")[0] != lost] or there
+
+    def ask_for_head(self, address: str) -> tuple[str, int] | None:
+        """The head's address by another host's agent; None if that agent knows none of a term that counts.
+
+        Raises: CollectiveAborted if nobody answers there; ProtocolError if it is no agent of this job.
+        """
+        with self._wire.call(address, QUESTION, timeout_s=_ASK_S) as agent:
+            return place_told(agent.recv_json(MOST_BYTES), self._client.term)
+
     def _serve(self) -> None:
-        """Serve this host's checkpoints to other hosts, as they do not see this directory."""
+        """Answer agents of other hosts that do not see this directory: about its checkpoints, and about the head."""
         if self._server is None and self._files:
             module, _, name = self._files.partition(":")
-            handler = getattr(importlib.import_module(module), name)(self._checkpoints, self._wire.call)
+            files = getattr(importlib.import_module(module), name)(self._checkpoints, self._wire.call)
+
+            def handler(agent: PeerConnection, request: dict[str, Any]) -> None:
+                if request == QUESTION:
+                    agent.send_json(answer_with(self._client.head))
+                else:
+                    files(agent, request)
+
             self._server = PeerServer(self._wire.own, self._wire.token, handler, self._wire.tls)
             self.say()
 

@@ -41,6 +41,7 @@ from everstep.runtime.versions import versions
 FIRST_INTERVAL_S = 0.2
 MIN_INTERVAL_S = 0.2
 MAX_INTERVAL_S = 5.0
+UNHEARD_S = 1.0
 RTT_FACTOR = 10.0
 _RATE_WINDOW_S = 2.0
 _STILL_MS = 500
@@ -183,6 +184,11 @@ class AgentLink:
         self.leaving = False
         key, tls = role_token(secrets.token, AGENT), Tls.of(secrets.shown)
         self.client = ControlClient(joining.where(), key, AGENT, self.agent_id, self._hello, self._receive, tls=tls)
+
+    def misses_head(self) -> bool:
+        """Whether no coordinator is connected, or the one that is answers no heartbeats. Any thread."""
+        unheard_s = time.monotonic() - self.client.heard_s
+        return not self.client.connected or unheard_s > max(UNHEARD_S, 3 * self.interval())
 
     # ---- heartbeats
 

@@ -133,9 +133,9 @@ class HostAgent:
         self._link = AgentLink(joining, self._secrets, pulses, self._lives, self._slots, self._hear)
 
     @property
-    def connected(self) -> bool:
-        """Whether the coordinator is connected."""
-        return self._link.client.connected
+    def link(self) -> AgentLink:
+        """The connection to the coordinator."""
+        return self._link
 
     def run(self) -> Left:
         """Take part until the job is over. Nothing is left running."""
@@ -307,7 +307,9 @@ class HostAgent:
             self._notify("workers_left")
 
     def _look_at_link(self, now_s: float) -> None:
-        words = self._absence.look(self.connected or self._ended is not None, now_s, self._link.client.tried)
+        words = self._absence.look(
+            self._link.client.connected or self._ended is not None, now_s, self._link.client.tried
+        )
         if self._absence.over:
             self._leave(Left(NO_HEAD, words))
         elif words:
@@ -407,7 +409,7 @@ def take_part(joining: Joining, token: bytes, look: Callable[[], Where | None] |
         last_first.callback(board.close)
         path = joining.where()
         if look is not None and isinstance(path, Path):
-            last_first.callback(Finder(path, look, lambda: not agent.connected).close)
+            last_first.callback(Finder(path, look, agent.link.misses_head, agent.link.client.follow).close)
         return agent.run()
 
 

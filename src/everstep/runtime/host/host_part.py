@@ -26,6 +26,7 @@ from everstep.runtime.host.agent_link import AgentLink, Secrets
 from everstep.runtime.host.board import Board
 from everstep.runtime.host.collector import Collector, Sampler
 from everstep.runtime.host.fork_server_client import ForkServerClient, start_fork_server
+from everstep.runtime.host.hearsay import Hearsay
 from everstep.runtime.host.host_workers import Workers
 from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, LOGS_FOLDER, METRICS_FOLDER
 from everstep.runtime.link.context import Joining, WorkerContext
@@ -67,13 +68,14 @@ class Host:
         self._failed: Why | None = None
         self.config: Config = load_config([("the job", facts.config)])
         wire = PeerWire(joining.own or joining.host, role_token(secrets.token, PEER), Tls.of(secrets.shown))
-        self.files = AgentFiles(facts, joining, self.config.checkpoint, wire, link.client)
+        self.files = AgentFiles(facts, joining, self.config, wire, link.client)
         self.run_dir = self.files.run_dir
         keep_to(self.run_dir)
         logs = self.config.logs
         self._collector = Collector(self.run_dir / LOGS_FOLDER, board, int(logs.max_mb * (1 << 20)), logs.keep)
         self.workers = Workers(joining, self.config, board, self._context, link, notify, self._collector)
         self._sampler = self._start_sampler()
+        self._hearsay = self._hear_of_head(link)
         if self.config.threads != joining.threads:
             server.close(0.0)
             server = self._new_server(server)
@@ -203,6 +205,12 @@ class Host:
             apart=self.files.apart,
         )
 
+    def _hear_of_head(self, link: AgentLink) -> Hearsay | None:
+        path, shared = self.coordinator_file, None if self.files.apart else self.run_dir / COORDINATOR_FILE
+        if shared is not None and path.resolve() == shared.resolve():
+            return None  # it follows the job's own file, which the head writes
+        return Hearsay(path, link, self.files, self._secrets, shared)
+
     @property
     def coordinator_file(self) -> Path:
         """File from which processes of this host read where the coordinator is."""
@@ -228,6 +236,8 @@ class Host:
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._collector.close)
             last_first.callback(self._end_workers, at_once)
+            if self._hearsay is not None:
+                last_first.callback(self._hearsay.close)
             if self._sampler is not None:
                 last_first.callback(self._sampler.close)
 

@@ -23,6 +23,7 @@ import uvloop
 from everstep.base.below import keep_to
 from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config
+from everstep.base.doors import is_loopback, parse_ports
 from everstep.base.errors import EverstepError, ProtocolError, check
 from everstep.base.given import read_json
 from everstep.base.plan import Plan
@@ -77,7 +78,7 @@ from everstep.runtime.lead.journal_and_lease import (
     open_journal,
     warn,
 )
-from everstep.runtime.link import wire
+from everstep.runtime.link import listening, wire
 from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, TOKEN_FILE, address_of, remember
 from everstep.runtime.link.handshake import Ends, Greeter, Seals, keys_of
 from everstep.runtime.link.head_facts import answer
@@ -93,6 +94,7 @@ MAX_UNSENT_BYTES = 256 << 20
 RARELY = (50_000, 20, 100)
 """Thresholds of Python's garbage collection. A plan for thousands makes tens of thousands of objects, none garbage."""
 _LATE_S = _LOOK_S = 0.25
+_BACKLOG = 2048
 Sends = list[tuple[str, AnyMessage]]
 
 
@@ -487,6 +489,8 @@ async def serve(place: Post) -> None:
     directory = led_directory(run_dir, place.copying_host, token, Tls.of(shown), config.control.lease_s)
     own = EventLog(run_dir / (OWN_FOLDER if place.copying_host else "") / EVENTS_FILE)  # nobody writes into a copy
     server: ControlServer | None = None
+    ports = parse_ports(config.network.ports)
+    listening.keep_within(ports)
 
     def accepted() -> ControlSocket:
         check(server is not None, "the coordinator accepts no client before it has read the journal")
@@ -494,7 +498,9 @@ async def serve(place: Post) -> None:
 
     def listen(port: int) -> Coroutine[Any, Any, asyncio.Server]:
         loop, where = asyncio.get_running_loop(), place.host or config.network.listen or host
-        return loop.create_server(accepted, where, port, backlog=2048, start_serving=False)
+        if port == 0 and ports is not None and not is_loopback(where):
+            return loop.create_server(accepted, sock=listening.listen(where, _BACKLOG), start_serving=False)
+        return loop.create_server(accepted, where, port, backlog=_BACKLOG, start_serving=False)
 
     try:
         listener = await listen(place.port)

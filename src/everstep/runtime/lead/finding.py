@@ -53,10 +53,16 @@ def among(places: Sequence[tuple[str, int]], token: bytes, tls: Tls | None) -> W
 
 class Finder:
     """Keeps the file `path` up to date until it is closed. look: returns the coordinator's address as far as is known;
-    called again and again while `wanted` says so."""
+    called again and again while `wanted` says so. found: called with the path after each address that was found."""
 
-    def __init__(self, path: Path, look: Callable[[], Where | None], wanted: Callable[[], bool]) -> None:
-        self._path, self._look, self._wanted = path, look, wanted
+    def __init__(
+        self,
+        path: Path,
+        look: Callable[[], Where | None],
+        wanted: Callable[[], bool],
+        found: Callable[[Path], None] = lambda path: None,
+    ) -> None:
+        self._path, self._look, self._wanted, self._found = path, look, wanted, found
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="finder", daemon=True)
         self._thread.start()
@@ -72,3 +78,4 @@ class Finder:
                 where = self._look() if self._wanted() else None
                 if where is not None:
                     announce(self._path, where, anew=True)
+                    self._found(self._path)

@@ -7,6 +7,7 @@ coordinator that is away, and every new connection begins with a hello that stat
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -28,6 +29,7 @@ from everstep.runtime.link.handshake import Seals
 from everstep.runtime.link.silence import CONTROL_SILENT_S, notice_silence
 from everstep.runtime.link.tls import Tls
 from everstep.runtime.link.wire import HANDSHAKE_TIMEOUT_S, FrameReader, frame, handshake_client, sealed, secured
+from everstep.runtime.link.word_of_head import HeadReached
 from everstep.runtime.process import Inbox
 
 log = logging.getLogger(__name__)
@@ -164,15 +166,22 @@ class FrameQueue:
 
 class Ear:
     """Passes on messages of one connection after the other, unless a deposed coordinator sent them. `ended`: a message
-    said that the job is over."""
+    said that the job is over. `heard_s`: time of the last message, monotonic."""
 
     def __init__(self, on_message: Callable[[AnyMessage], None]) -> None:
         self._on_message = on_message
         self._terms = Terms()
         self.ended = False
+        self.heard_s = time.monotonic()
+
+    @property
+    def term(self) -> int:
+        """The newest term in which any coordinator has spoken."""
+        return self._terms.term
 
     def hear(self, message: AnyMessage) -> None:
         """Pass on a message. Raises: ProtocolError if its sender was deposed."""
+        self.heard_s = time.monotonic()
         refused = self._terms.refusal(message)
         if refused:
             raise ProtocolError(f"this coordinator was deposed: {refused}")
@@ -237,6 +246,25 @@ class ControlClient:
         """The address that was tried last, as "host:port"; "" if none is known yet."""
         return self._where.tried
 
+    @property
+    def term(self) -> int:
+        """The newest term in which any coordinator has spoken."""
+        return self._ear.term
+
+    @property
+    def heard_s(self) -> float:
+        """Time of the coordinator's last message, monotonic; before the first, that of this client's start."""
+        return self._ear.heard_s
+
+    @property
+    def head(self) -> HeadReached | None:
+        """The head that is connected, None if none is. Thread-safe."""
+        with self._drained, contextlib.suppress(OSError):
+            if self._line is not None:
+                host, port = self._line[0].getpeername()[:2]
+                return HeadReached(host, port, self.term)
+        return None
+
     def wait_connected(self, timeout_s: float) -> bool:
         """Returns False if there is no connection after `timeout_s`."""
         return self._connected.wait(timeout_s)
@@ -255,8 +283,9 @@ class ControlClient:
             self._wake()
 
     def follow(self, path: str | os.PathLike[str]) -> None:
-        """Read the coordinator's address from this file from now on. Thread-safe."""
+        """Read the coordinator's address from this file from now on, and look at it now. Thread-safe."""
         self._where.follow(path)
+        self._wake()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything queued was handed to the kernel. Returns False after `timeout_s`."""
@@ -319,7 +348,7 @@ class ControlClient:
             self._waker.close()
 
     def _connect(self) -> tuple[socket.socket, Seals, Listener]:
-        sock = socket.create_connection(self._where.read(), timeout=HANDSHAKE_TIMEOUT_S)
+        sock = _called(self._where.read(), lambda: self._closing or self._where.changed())
         if sock.getsockname() == sock.getpeername():
             sock.close()
             raise ProtocolError("connected to itself: nobody listens there")
@@ -405,6 +434,31 @@ class ControlClient:
             self._waker.take()
             if self._where.changed():
                 return
+
+
+def _called(place: tuple[str, int], unwanted: Callable[[], bool]) -> socket.socket:
+    """A blocking connection to this place. unwanted: whether another place is to be tried by now; the kernel of a lost
+    host does not refuse. Raises: OSError."""
+    end_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+    address = socket.getaddrinfo(*place, socket.AF_INET, socket.SOCK_STREAM)[0][4]
+    sock = socket.socket()
+    try:
+        sock.setblocking(False)
+        error = sock.connect_ex(address)
+        if error == errno.EINPROGRESS:
+            poller = select.poll()
+            poller.register(sock, select.POLLOUT)
+            while not poller.poll(FIRST_BACKOFF_S * 1000):
+                if unwanted() or time.monotonic() > end_s:
+                    raise TimeoutError(errno.ETIMEDOUT, "timed out")
+            error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+        sock.settimeout(HANDSHAKE_TIMEOUT_S)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def _complain(error: Exception, before: str) -> str:

@@ -35,6 +35,6 @@ def listen(host: str, backlog: int, family: int = socket.AF_INET) -> socket.sock
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
     raise ConfigError(
-        f"network.ports: all of {ports} are taken at {host}: each worker of a host needs {PORTS_PER_WORKER}; give a "
-        "larger range"
+        f"network.ports: all of {ports} are taken at {host}: each worker of a host needs {PORTS_PER_WORKER}, and its "
+        "agent may need 1; give a larger range"
     )

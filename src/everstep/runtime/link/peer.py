@@ -18,6 +18,7 @@ from typing import Any
 
 from everstep.base.errors import CollectiveAborted, EverstepError, ProtocolError, check
 from everstep.base.readable import readable
+from everstep.protocol.messages import MAX_FRAME_BYTES
 from everstep.runtime.link.handshake import PEER, TAG_BYTES, Seals, peer_keys
 from everstep.runtime.link.listening import listen
 from everstep.runtime.link.tls import Tls, TlsSocket
@@ -67,10 +68,10 @@ class PeerConnection:
         with _faults("sending to a peer"):
             send_frame(self._sock, self._seals, json.dumps(value).encode())
 
-    def recv_json(self) -> Any:
-        """Receive a value of `send_json`."""
+    def recv_json(self, most_bytes: int = MAX_FRAME_BYTES) -> Any:
+        """Receive a value of `send_json`. Raises: ProtocolError beyond `most_bytes`."""
         with _faults("receiving from a peer"):
-            body = recv_frame(self._sock, self._seals)
+            body = recv_frame(self._sock, self._seals, most_bytes)
         try:
             return json.loads(body)
         except (ValueError, RecursionError):
@@ -278,7 +279,7 @@ def peer_connect(
     host, separator, port = address.rpartition(":")
     check(bool(separator) and port.isdigit(), f"expected a peer's address as host:port, got {address!r}")
     try:
-        sock = socket.create_connection((host, int(port)), timeout=HANDSHAKE_TIMEOUT_S)
+        sock = socket.create_connection((host, int(port)), timeout=min(HANDSHAKE_TIMEOUT_S, timeout_s))
     except OSError as error:
         raise CollectiveAborted(f"no peer at {address}: {error}") from None
     with _faults(f"greeting the peer at {address}"):
