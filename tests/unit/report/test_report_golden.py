@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def test_the_report_of_one_run(tmp_path: Path, rewrite: bool, monkeypatch: pytes
 def test_ticks_are_round_even_and_inside(low: float, width: float, about: int) -> None:
     high = low + width
     marks = ticks(low, high, about)
-    gaps = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(marks)]
     assert all(low - width / 1e5 <= mark <= high + width / 1e5 for mark in marks)
     assert about / 2.6 <= len(marks) <= about + 2, "as many as were asked for, or down to two fifths"
     assert all(gap == pytest.approx(gaps[0], rel=1e-3) for gap in gaps)
