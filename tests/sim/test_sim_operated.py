@@ -8,7 +8,8 @@ import pytest
 
 from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.coordinator.environment import Environment
-from everstep.protocol.coordinator.types import CoordinatorEffect, CoordinatorEvent
+from everstep.protocol.coordinator.types import CoordinatorEffect, CoordinatorEvent, Received
+from everstep.protocol.messages import Command, Heartbeat
 from everstep.sim.operating import OPERATING_FAULTS
 from everstep.sim.scenario import simulate
 from everstep.sim.setups import LeasedSetup, set_up_operated
@@ -52,6 +53,20 @@ def test_what_is_remembered_is_what_would_be_found() -> None:
     failed = [
         str(o) for o in (simulate(seed, operated=True, coordinator=Forgets) for seed in range(100, 112)) if not o.ok
     ]
+    assert not failed, failed[0]
+
+
+class HearsTwice(Coordinator):
+    """Hears each message of agents and workers a second time at once."""
+
+    def handle(self, now_ns: int, event: CoordinatorEvent) -> list[CoordinatorEffect]:
+        effects = super().handle(now_ns, event)
+        again = isinstance(event, Received) and not isinstance(event.message, Command | Heartbeat)
+        return effects + super().handle(now_ns, event) if again else effects
+
+
+def test_each_message_may_come_a_second_time() -> None:
+    failed = [str(o) for o in (simulate(seed, operated=True, coordinator=HearsTwice) for seed in range(10)) if not o.ok]
     assert not failed, failed[0]
 
 
