@@ -61,8 +61,8 @@ class Executed:
     def __init__(self, folder: Path) -> None:
         self._tests, self._seeds = folder / "tests.coverage", folder / "seeds.coverage"
 
-    def record(self) -> None:
-        """Run all fast tests and seeds once, unless that was done for this tree."""
+    def record(self, simulated: bool) -> None:
+        """Run all fast tests once, and seeds if simulated code is meant, unless that was done for this tree."""
         if not self._tests.exists():
             print("recording which tests execute which lines", flush=True)
             data = {"COVERAGE_FILE": f"{self._tests}.part", "COVERAGE_CORE": "ctrace"}
@@ -78,7 +78,7 @@ class Executed:
             command = [sys.executable, "-m", "pytest", "-q", *options, *FAST]
             subprocess.run(command, cwd=ROOT, env={**os.environ, **data}, check=True, stdout=subprocess.DEVNULL)
             os.replace(f"{self._tests}.part", self._tests)
-        if not self._seeds.exists():
+        if simulated and not self._seeds.exists():
             print("recording which seeds execute which lines", flush=True)
             parts = [(f"{self._seeds}.{kind or 'plain'}", kind) for kind in KINDS]
             with multiprocessing.get_context("spawn").Pool(AT_ONCE) as pool:
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str]) -> int:
     known = FOLDER / key()
     known.mkdir(parents=True, exist_ok=True)
     executed = Executed(known)
-    executed.record()
+    executed.record(any(path.split("/")[0] in SIMULATED for path in paths))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         judge = Judge(Trees(Path(folder), AT_ONCE), executed, known)
         try:

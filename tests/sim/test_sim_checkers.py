@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from everstep.protocol.stepping.deciding import Deciding
 from everstep.protocol.stepping.entering import Entering
 from everstep.protocol.stepping.states_held import NextStep
 from everstep.sim import scenario
+from everstep.sim.checks import PromiseBroken, SimRecords
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
 from everstep.sim.scenario import simulate
@@ -220,3 +222,16 @@ def test_two_plans_of_one_generation_are_caught():
     outcome = scenario.simulate(0, setup=SMALL, coordinator=TwoFaced)
     assert outcome.problem.startswith("PromiseBroken: P3: two plans"), outcome.problem
     assert plans and not checks.records.plans
+
+
+@pytest.mark.parametrize(("sound", "lasts"), [(3, True), (2, True), (4, False), (-1, False)])
+def test_a_doubt_lasts_until_a_generation_was_entered_with_it(sound: int, lasts: bool) -> None:
+    simulation = scenario.Simulation(0, SMALL, tracing=False)
+    assert not simulation.run()
+    first = replace(simulation.checks.records.plans[1], generation=5, sound=3)
+    for entered in (4, 5):
+        records = SimRecords()
+        records.plan(first)
+        records.entered(entered)
+        with nullcontext() if lasts or entered == 5 else pytest.raises(PromiseBroken, match="in doubt since"):
+            records.plan(replace(first, generation=6, sound=sound))

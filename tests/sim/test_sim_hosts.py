@@ -8,9 +8,14 @@ from dataclasses import fields, replace
 
 import pytest
 
+from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
+from everstep.protocol.coordinator import coordinator, user_commands
+from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.likeness import Likeness
+from everstep.protocol.coordinator.membership import Agent
 from everstep.protocol.driver.probing import Probing
+from everstep.protocol.messages import HostDismissed
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
 from everstep.sim.scenario import simulate
@@ -35,6 +40,7 @@ SCENARIOS = {
     "while its own agent is frozen": setup(SimFault("agent_freeze", 78, for_ms=700, pick=1), DRAIN),
     "one after the other": setup(DRAIN, SimFault("drain_host", 160, for_ms=300, pick=2)),
     "the same one twice": setup(DRAIN, SimFault("scale", 400, pick=3), SimFault("drain_host", 520, for_ms=300, pick=1)),
+    "while the job grows": setup(DRAIN, SimFault("scale", 86, pick=5)),
     "while links carry one way only": setup(SimFault("one_way", 70, for_ms=400, pick=1), DRAIN),
     "of a model in stages": setup(DRAIN, job=SPLIT),
 }
@@ -52,6 +58,38 @@ def test_hosts_do_leave() -> None:
         for seed in range(3):
             found.update(simulate(seed, setup=one).seen)
     assert found["hosts", "drained"] >= len(SCENARIOS)
+
+
+def problems(one: Setup) -> list[str]:
+    return [outcome.problem for outcome in (simulate(seed, setup=one) for seed in range(6)) if not outcome.ok]
+
+
+def test_a_slot_that_a_drained_host_is_to_keep_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_commands.hosts, "slots_of_drained", lambda job: set())
+    assert any("which was drained" in problem for problem in problems(SCENARIOS["while the job grows"]))
+
+
+def test_a_host_that_is_let_go_while_its_workers_run_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_once(job: JobState) -> None:
+        for agent in [a for a in job.agents.known.values() if a.drained == "asked" and a.connection]:
+            agent.drain("told")
+            job.env.send(agent.connection, HostDismissed(cause=Cause.DRAINED, reason="now"))
+
+    monkeypatch.setattr(coordinator.hosts, "let_go", at_once)
+    assert any("is to leave while" in problem for problem in problems(SCENARIOS["one host leaves and is back"]))
+
+
+def test_a_slot_of_two_hosts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Agent.new_slots
+    monkeypatch.setattr(Agent, "new_slots", lambda agent, ids, first: real(agent, ids or [0], first or [0]))
+    found = problems(setup(SimFault("drain", 60, pick=1), SimFault("drain", 90, pick=2)))
+    assert any("are wanted of two hosts" in problem or "was drained" in problem for problem in found), found
+
+
+def test_fewer_workers_than_stages_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_commands, "_least", lambda job: 1)
+    found = problems(setup(SimFault("scale", 60, pick=0), job=SPLIT))
+    assert any("workers were granted" in problem for problem in found), found
 
 
 def foreign(seed: int) -> Setup:

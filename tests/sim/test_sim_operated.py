@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
+from everstep.protocol.coordinator.coordinator import Coordinator
+from everstep.protocol.coordinator.environment import Environment
+from everstep.protocol.coordinator.types import CoordinatorEffect, CoordinatorEvent, Received
+from everstep.protocol.messages import Command, Heartbeat
 from everstep.sim.operating import OPERATING_FAULTS
 from everstep.sim.scenario import simulate
 from everstep.sim.setups import LeasedSetup, set_up_operated
@@ -29,3 +35,42 @@ def test_the_setups_have_rules_of_their_own() -> None:
     assert any(one.by_steps for one in rules) and any(one.reboots for one in rules)
     assert any(isinstance(setup, LeasedSetup) for setup in setups)
     assert any(setup.job.stages > 1 for setup in setups)
+
+
+class Forgets(Coordinator):
+    """Decides again after each event, with nothing remembered of what it has looked at: nothing may come of that."""
+
+    def handle(self, now_ns: int, event: CoordinatorEvent) -> list[CoordinatorEffect]:
+        effects = super().handle(now_ns, event)
+        self._decided, self.job.slots._shared = (), None
+        self._decide()
+        more = self.job.env.take_effects()
+        assert not more, f"decided by a memory, and otherwise without: {more}"
+        return effects
+
+
+def test_what_is_remembered_is_what_would_be_found() -> None:
+    failed = [
+        str(o) for o in (simulate(seed, operated=True, coordinator=Forgets) for seed in range(100, 112)) if not o.ok
+    ]
+    assert not failed, failed[0]
+
+
+class HearsTwice(Coordinator):
+    """Hears each message of agents and workers a second time at once."""
+
+    def handle(self, now_ns: int, event: CoordinatorEvent) -> list[CoordinatorEffect]:
+        effects = super().handle(now_ns, event)
+        again = isinstance(event, Received) and not isinstance(event.message, Command | Heartbeat)
+        return effects + super().handle(now_ns, event) if again else effects
+
+
+def test_each_message_may_come_a_second_time() -> None:
+    failed = [str(o) for o in (simulate(seed, operated=True, coordinator=HearsTwice) for seed in range(10)) if not o.ok]
+    assert not failed, failed[0]
+
+
+def test_a_change_that_nobody_notes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Environment, "change", lambda self: None)
+    outcomes = [simulate(seed, operated=True, coordinator=Forgets) for seed in range(100, 106)]
+    assert any("decided by a memory" in outcome.problem for outcome in outcomes)

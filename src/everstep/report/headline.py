@@ -244,9 +244,11 @@ def _silent(facts: Facts, now: Now) -> Headline | None:
     told = now.live is not None and step_of(facts, now) > facts.course.step + 1 and not facts.course.redo_to
     if (told or (_is_full(now) and facts.incidents.open is None)) and facts.stands_still(now.time_ns):
         since = span(_s(facts.course.last_step_ns, now))
-        full = f": the disk is full ({_free(now)} left)" if _is_full(now) else ": can its files be written?"
-        text = f"Training is at step {step_of(facts, now)}, but nothing has been written for {since}{full}."
-        return Headline("warning", text, "What is told waits in memory; free some space.")
+        text = f"Training is at step {step_of(facts, now)}, but nothing has been written for {since}"
+        if _is_full(now):
+            full = f": the disk is full ({_free(now)} left)."
+            return Headline("warning", f"{text}{full}", "What is told waits in memory; free some space.")
+        return Headline("warning", f"{text}.", "What is told waits in memory: can its files be written?")
     return None
 
 
@@ -399,7 +401,8 @@ def _well(facts: Facts, now: Now) -> Headline:
     strange = _was_strange(facts)
     if last is None:
         return Headline("good", text, strange or "No fault so far.")
-    went = f"; training went on after {span((last.end_ns - last.begin_ns) / 1e9)}" if last.end_ns else ""
+    took_s = ((last.end_ns or 0) - last.begin_ns) / 1e9
+    went = f"; training went on after {span(took_s)}" if took_s > 0 else ""
     told = f"Last fault {span(_s(last.begin_ns, now))} ago: {last.brief}{went}."
     return Headline("good", text, f"{told} {strange}".strip())
 

@@ -82,6 +82,7 @@ class SimRecords:
         self.exchanged: dict[Key, dict[int, dict[int, Record]]] = {}  # by generation and worker
         self._votes: dict[bytes, Vote] = {}
         self._forgotten: float = inf
+        self._entered = 0
 
     def forget(self, generation: int) -> None:
         """The journal lacks the plans from this generation on: others may get their numbers."""
@@ -97,8 +98,13 @@ class SimRecords:
         elif known != plan:
             raise PromiseBroken(f"P3: two plans of generation {plan.generation}: {known} and {plan}")
 
+    def entered(self, generation: int) -> None:
+        """A worker goes on in this generation."""
+        self._entered = max(self._entered, generation)
+
     def clear(self) -> None:
         """Another run of the job begins; its generations count from 1."""
+        self._entered = 0
         self.plans.clear()
         self.holdings.clear()
         self.exchanged.clear()
@@ -113,6 +119,10 @@ class SimRecords:
             require(lanes == list(range(plan.lanes)), "P3", f"lanes {lanes} in {text}")
             require({s.worker_id for s in pool} <= set(plan.worker_ids), "P3", f"a stranger has a seat in {text}")
             require(plan.leader(stage) in plan.worker_ids, "P3", f"no leader in {text}")
+        before = max((number for number in self.plans if number < plan.generation), default=0)
+        doubt = self.plans[before].sound if before else -1
+        closed = doubt < 0 or self._entered >= before or 0 <= plan.sound <= doubt
+        require(closed, "P1", f"states after step {doubt} are in doubt since generation {before}, but not in {text}")
 
     def contributed(self, generation: int, tag: Tag, worker_id: int, payload: bytes) -> None:
         """A member gives its record for a decision of this generation."""
@@ -421,6 +431,7 @@ class Checks:
     def entered(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, Blocks]) -> None:
         """A worker goes on in a generation from the state of `step`, of which it holds these stages."""
         self.newest = max(self.newest, generation)
+        self.records.entered(generation)
         plan = self.records.plans[generation]
         shares = {k: share(plan.shard(who.worker_id, k), PLANES) for k in plan.stages_of(who.worker_id)}
         missing = {k for k, blocks in shares.items() if k not in held or not present(held[k]).covers(blocks)}

@@ -34,6 +34,7 @@ from everstep.protocol.telling import parts_of
 from everstep.sim.checks import Checks, require
 from everstep.sim.life import Life, SimSite
 from everstep.sim.mesh import SimControlClient
+from everstep.sim.orders import Orders
 from everstep.sim.rules import USUAL, Rules
 from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS, Process, SimConnection, World, connect
@@ -66,6 +67,7 @@ class SimCoordinator(Process):
         self._queue: list[CoordinatorEffect] = []
         self._syncing = False
         self._idle_ticks = 0
+        self._orders = Orders(control.running, control.checks.job.stages)
         self.begin()
 
     @property
@@ -103,7 +105,9 @@ class SimCoordinator(Process):
         """Give the machine one event."""
         if self.world.tracing and not _is_routine(event):
             self.world.log(self.name, "<-", event)
+        self._orders.heard(event)
         said = self.machine.handle(self.world.now_ns, event)
+        self._orders.said(said)
         self.control.said(self.term, said, self.machine)
         self._queue += said
         if not self._syncing:
@@ -535,6 +539,11 @@ class Control:
         worker = self.workers.get(who)
         heard = {a.host for a in self.agents.values() if a.alive and self.world.reachable(a.host, CONTROL_HOST)}
         return cause is Cause.HOST_LOST and worker is not None and bool(heard - {worker.host})
+
+    def running(self, agent: str) -> list[WorkerKey]:
+        """Live workers of this agent, by its name."""
+        found = [a for a in self.agents.values() if a.name == agent]
+        return [w.me for a in found for _, w in sorted(a.workers.items()) if w.alive]
 
     def live_workers(self) -> list[SimWorker]:
         """Live workers, by key."""

@@ -544,6 +544,40 @@ def test_a_restart_of_the_coordinator_does_not_forget_who_is_drained() -> None:
     assert world.last(m.SetSlots, "h2").worker_ids == [], "room there is none, as long as it does not come anew"
 
 
+def test_a_job_that_grows_takes_no_slot_back_that_still_runs_on_a_drained_host() -> None:
+    world = shared_out(2, 2)
+    assert world.command("drain", host="h2").ok
+    for i in (0, 1):
+        world.entered(i, 2, 5)  # the others go on without 2 and 3, whose processes are still there
+    assert world.command("scale", workers=4).ok
+    for i in (2, 3):
+        world.exited(i, agent="h2", in_order=True)
+    assert world.last(m.SetSlots, "h2").worker_ids == []
+    assert world.last(m.HostDismissed, "h2") is not None
+    arrive(world, "h3", 2)
+    assert world.last(m.SetSlots, "h3").worker_ids == [4, 5]
+
+
+@pytest.mark.parametrize("written", [1, 2])
+def test_a_coordinator_that_dies_while_a_host_is_drained_leaves_no_host_half_drained(written: int) -> None:
+    before = shared_out(2, 2)
+    arrive(before, "h3", 2)
+    known = len(before.journal)
+    before.say("h2", m.HostLeaving(agent_id="h2"))
+    world = before.restart(before.journal[: known + written])
+    for name, ids in (("h1", (0, 1)), ("h2", (2, 3)), ("h3", ())):
+        world.connect(name, "agent")
+        lives = [m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + 10 * i) for i in ids]
+        leaving = name == "h2"
+        hello = {"agent_id": name, "host": name, "workers": lives, "slots": 0, "room": 2, "leaving": leaving}
+        world.say(name, m.AgentHello(process="p", **hello))
+        for i in ids:
+            world.hello(i, host=name, plan=before.plan, step=5)
+    world.wait(5 * S)
+    assert world.coordinator.job.slots.ids() == {0, 1, 4, 5}
+    assert begin(world, "h3") == [4, 5] and world.coordinator.job.agents.known["h2"].draining
+
+
 def test_a_drained_host_may_join_again() -> None:
     world = shared_out(2, 2)
     assert world.command("drain", host="h2").ok

@@ -118,6 +118,9 @@ def test_a_dead_job_that_starts_again_was_not_running_in_between(tmp_path: Path)
     lines += [event("step_committed", 104, step=8, generation=3, loss=1.0, samples=8)]
     known = history(tmp_path, lines)
     assert known.seconds(running=False)["not running"] == pytest.approx(100 - 13.5)
+    rate = known.goodput_by_capacity(False)
+    ran_s = sum(s for use, s in known.seconds(running=False).items() if use != "not running")
+    assert rate is not None and rate * ran_s == pytest.approx(known.facts.account.by_capacity_s())
     assert (known.facts.course.step, known.facts.course.steps.x[-1]) == (8, 8)
 
 
@@ -215,6 +218,7 @@ def test_series_stay_small_and_exact_in_sum() -> None:
         series.add(i, (1.0, float(i), float(i), float(i), float(i)))
     assert len(series) <= 64
     assert sum(series.columns[0]) == 10_000
+    assert len({*series.columns[0][:-1]}) == 1, "each point but the last stands for as many"
     assert (series.columns[2][0], series.columns[3][-1], series.columns[4][-1]) == (0.0, 9999.0, 9999.0)
     length, version = len(series), series.version
     series.add(10_000, (1.0, None, None, None, None))

@@ -100,6 +100,16 @@ def test_rows_ids_and_one_clock(tmp_path: Path, name: str) -> None:
     assert [e["name"] for e in job if e["ph"] == "i"] == ["worker 1 was evicted: killed by SIGKILL"]
 
 
+@pytest.mark.parametrize("begins", [(10.0, 10.05), (10.05, 10.0)])
+def test_the_rows_of_the_job_cover_all_traces_whichever_comes_first(tmp_path: Path, begins: tuple[float, ...]) -> None:
+    paths = [write(tmp_path, 2 * k, BASE_NS, begin_s) for k, begin_s in enumerate(begins)]
+    merge(paths, facts(), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    times = [e["ts"] + e.get("dur", 0) for e in events if e["name"].startswith("generation")]
+    first = next(e["ts"] for e in events if e["name"] == "generation 1")
+    assert (first, max(times)) == (10e6, 10.15e6)
+
+
 def test_what_is_no_trace_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "worker-0.json.gz"
     for data in (b"no gzip", gzip.compress(b"{}"), gzip.compress(b'{"traceEvents": [')[:-9]):

@@ -116,9 +116,14 @@ def drain(job: JobState, name: str, because: Why | None = None) -> tuple[str, di
     if target < least:
         return f"cannot drain host {name}: {target} workers would be left of {least} that the job needs at least", {}
     why = because or Why(Cause.DRAINED, f"host {name} drained by request")
+    slots.want(target, ids, why)  # journaled first: a host that counts as drained is asked no more for its slots
     job.agents.drain(agent, why)
-    slots.want(target, ids, why)
     return "", {"workers": target, "moved": moving, "left": leaving}
+
+
+def slots_of_drained(job: JobState) -> set[int]:
+    """Slots that still run on hosts that were drained: to want one of them again would keep its host."""
+    return {key.worker_id for agent in job.agents.known.values() if agent.draining for key in agent.believed}
 
 
 def leaving(job: JobState, agent: Agent, message: HostLeaving | AgentHello) -> None:

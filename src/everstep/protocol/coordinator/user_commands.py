@@ -94,7 +94,8 @@ def _scale(job: JobState, args: _Args) -> _Reply:
     # Who is to stay, then the slots that there are already, then new ones.
     others = [i for i in sorted(ids) if i not in keep and i not in dropped and i not in slots.lost]
     chosen = (keep + others)[:size]
-    fresh = (i for i in count() if i not in chosen and i not in slots.lost and i not in dropped)
+    leaving = {*dropped, *hosts.slots_of_drained(job)}
+    fresh = (i for i in count() if i not in chosen and i not in slots.lost and i not in leaving)
     chosen += islice(fresh, size - len(chosen))
     slots.want(wanted, set(chosen), Why(Cause.SCALED, f"scaled from {was} to {wanted} workers by request"))
     return "", {"workers": wanted, "before": was}

@@ -1,0 +1,77 @@
+"""P3 and P6 for hosts: what one life of a coordinator orders of agents, and grants to people, seen from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from everstep.base.plan import WorkerKey
+from everstep.protocol import messages as wire
+from everstep.protocol.coordinator.types import Close, CoordinatorEffect, CoordinatorEvent, Disconnected, Received, Send
+from everstep.sim.checks import require
+
+
+class Orders:
+    """A slot is wanted of one host, of none that was drained, and a drained host is let go when nothing runs there."""
+
+    def __init__(self, running: Callable[[str], list[WorkerKey]], stages: int) -> None:
+        """running: live workers of an agent, by its name. stages: of the job."""
+        self._running, self._stages = running, stages
+        self._agents: dict[str, str] = {}  # name, by its newest connection
+        self._told: dict[str, set[int]] = {}  # slots that an agent was told to keep filled, by its name
+        self._drained: dict[str, set[int]] = {}  # slots that may still be wanted of a drained agent, by its name
+        self._asked: dict[str, wire.Command] = {}  # command, by connection
+        self._members = 0  # of the plan in force
+
+    def heard(self, event: CoordinatorEvent) -> None:
+        """The coordinator is about to hear this."""
+        match event:
+            case Disconnected(connection=name):
+                self._over(name)
+            case Received(connection=name, message=wire.AgentHello() as hello):
+                for earlier in [one for one, agent_id in self._agents.items() if agent_id == hello.agent_id]:
+                    self._over(earlier)
+                self._agents[name] = hello.agent_id
+                if not hello.workers:  # a new process, or one that has nothing left
+                    self._drained.pop(hello.agent_id, None)
+            case Received(message=wire.WorkerExited() as left):
+                self._drained.get(left.agent_id, set()).discard(left.worker_id)
+            case Received(connection=name, message=wire.Command() as command):
+                self._asked[name] = command
+
+    def said(self, effects: Iterable[CoordinatorEffect]) -> None:
+        """The coordinator answers with this."""
+        for effect in effects:
+            match effect:
+                case Close(connection=name):
+                    self._over(name)
+                case Send(connection=name, message=wire.SetSlots(worker_ids=ids)) if name in self._agents:
+                    self._wants(self._agents[name], set(ids))
+                case Send(connection=name, message=wire.HostDismissed()):
+                    left = self._running(self._agents.get(name, ""))
+                    require(not left, "P3", f"{self._agents.get(name)} is to leave while {left} run there")
+                case Send(message=wire.PlanNow(plan=plan)):
+                    self._members = len(plan.members)
+                case Send(connection=name, message=wire.CommandReply(ok=True, result=result)) if name in self._asked:
+                    self._granted(self._asked[name], result)
+        told = [(i, agent) for agent, ids in self._told.items() for i in ids]
+        twice = sorted(i for i, _ in told if sum(i == other for other, _ in told) > 1)
+        require(not twice, "P3", f"slots {twice} are wanted of two hosts: {told}")
+
+    def _over(self, connection: str) -> None:
+        """A connection has ended: what its agent does next is not known until it is back."""
+        self._told.pop(self._agents.pop(connection, ""), None)
+        self._asked.pop(connection, None)
+
+    def _wants(self, agent: str, ids: set[int]) -> None:
+        wanted = ids - self._drained.get(agent, ids)
+        require(not wanted, "P3", f"slots {sorted(wanted)} are wanted of {agent}, which was drained")
+        self._told[agent] = ids
+
+    def _granted(self, command: wire.Command, result: dict[str, object]) -> None:
+        """A command has succeeded."""
+        workers, least = result.get("workers"), min(self._stages, self._members)
+        few = command.name in ("scale", "drain") and isinstance(workers, int) and workers < least
+        require(not few, "P3", f"{workers} workers were granted by {command}, of {least} stages")
+        if command.name == "drain" and "host" in command.args:
+            host = str(command.args["host"])
+            self._drained[host] = set(self._told.get(host, ()))
