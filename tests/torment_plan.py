@@ -4,6 +4,7 @@ seen in, a verdict out."""
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,13 @@ UNSPLIT = (
 SPLIT = {"Pictures": 3, "PicturesOneCycle": 3, "Text": 3, "Layers": 6, "SparseStages": 3, "MuonText": 2}
 """Tasks that can be cut, and into how many units."""
 PRECISIONS = {"MuonText": ("fp32", "bf16"), "Text": ("fp32", "fp32", "fp16"), "Layers": ("fp32", "fp32", "bf16")}
+
+PLACED: tuple[dict[str, Any], ...] = (
+    {"zero.stage": 1}, {"zero.stage": 2}, {"zero.stage": 1, "zero.copies": 1}, {"zero.stage": 2, "zero.copies": 1},
+    {"zero.stage": 2, "zero.copies": 2}, {"zero.stage": 1, "zero.copies": 3},
+    {"zero.offload": f"{tempfile.gettempdir()}/everstep-torment-offload"},
+)  # fmt: skip
+"""Where the optimizer's state lies, and with stage 2 the gradients; the last two are of jobs that are not split."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +134,8 @@ def _settings(rng: random.Random, task: str, split: bool) -> dict[str, Any]:
             found |= {"schedule": "interleaved", "chunks": 2}
     elif rng.random() < 0.05:
         found["batch"] = "per_worker"
-    if rng.random() < 0.4 and "batch" not in found:
-        found |= {"zero.stage": 1} | rng.choice(({}, {"zero.copies": 1}))
+    if rng.random() < 0.5 and "batch" not in found:
+        found |= rng.choice(PLACED if not split else PLACED[:-2])
     if rng.random() < 0.15:
         found["checkpoint.staging_mb"] = rng.choice((0, 1))
     return found
@@ -138,13 +146,15 @@ def _command(rng: random.Random, task: str, split: bool, settings: Mapping[str, 
     stages = rng.randint(2, min(3, SPLIT[task])) if split else 1
     if split and not first and rng.random() < 0.3 and "chunks" not in settings:
         stages = 1
-    if "redundancy" in settings or "chunks" in settings:  # which not all numbers go with
+    if {"redundancy", "chunks"} & {*settings} or settings.get("zero.copies", 1) > 1:  # which not all numbers go with
         stages = min(stages, 2)
     workers = rng.randint(max(1, stages - 1), 5)
     if "redundancy" in settings:
         workers = 2 * stages
     elif settings.get("batch") == "per_worker":
         workers = 4
+    elif first:  # a new job is refused that has fewer members than it is told to keep copies
+        workers = max(workers, stages * settings.get("zero.copies", 1))
     spares = int(rng.random() < 0.25)
     return Life(workers, stages, spares, cold=rng.random() < 0.15, at_once=not first and rng.random() < 0.4)
 

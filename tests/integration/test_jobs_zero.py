@@ -192,10 +192,17 @@ def test_stages_divide_the_state_of_each_pool(jobs: Jobs) -> None:
 
 
 @pytest.mark.longer
-def test_more_copies_than_workers_are_all_of_it_and_said(jobs: Jobs, script: str, reference: Path) -> None:
-    job = jobs.start(script, workers=2, settings=ZERO | {"zero.copies": 3})
+def test_as_many_copies_as_workers_are_all_of_it_and_said(jobs: Jobs, script: str, reference: Path) -> None:
+    job = jobs.start(script, workers=1, settings=ZERO)
     ended_alike(job, reference)
-    assert "saves no memory where a stage has no more workers (2) than zero.copies (3)" in job.account()
+    assert "saves no memory where a stage has no more workers (1) than zero.copies (2)" in job.account()
+
+
+def test_a_new_job_is_not_told_to_keep_more_copies_than_it_has_workers(jobs: Jobs, script: str) -> None:
+    job = jobs.start(script, workers=2, settings=ZERO | {"zero.copies": 3})
+    assert job.end() == 2
+    assert "error: zero.copies: expected at most 2, the workers in all, got 3: set zero.copies=2" in job.account()
+    assert not job.run_dir.exists()
 
 
 @pytest.mark.parametrize(

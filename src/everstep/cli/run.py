@@ -383,6 +383,9 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     check_network(config, begun.port or 0)
     check_own_ports(config, begun.room, head=begun.port == 0)
     _check_strikes(config)
+    if asked.fresh or not (begun.folder / JOB_FILE).exists():
+        layers: list[tuple[str, Mapping[str, Any]]] = [("the task's defaults", probe.defaults), *request.layers]
+        _check_copies(config, read_layers(layers))
     check_tls(config.security.tls, config.network.address)
     check_lease(config, begun.secrets)
     if probe.dataset_size is not None:
@@ -392,6 +395,17 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
 
 def _proven(probe: Probe) -> dict[str, Any]:
     return {"split_checked": probe.split_checked, "lane_digest": probe.lane_digest}
+
+
+def _check_copies(config: Config, given: Mapping[str, Any]) -> None:
+    """Raises: ConfigError if a new job is told to keep more copies of the optimizer's state than it has members for."""
+    least = min(map(len, pool_wish(config).homes))
+    if config.zero.stage and "zero.copies" in given and config.zero.copies > least:
+        pool = "for each stage" if config.stages > 1 else "in all"
+        raise ConfigError(
+            f"zero.copies: expected at most {least}, the workers {pool}, got {config.zero.copies}: set "
+            f"zero.copies={least}, or use more workers"
+        )
 
 
 def _check_strikes(config: Config) -> None:

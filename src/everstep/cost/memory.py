@@ -18,6 +18,8 @@ STAGES = (0, 1, 2, 3)
 RUNS = (0, 1, 2)
 """Stages that jobs can run with."""
 GB = 10**9
+_AT_ONCE_BYTES = 4.0 * (1 << 18)
+"""Gradients of one part of an update, where each worker updates a part of the model."""
 WORKER_BYTES, JOB_BYTES = 48_000_000, 364_000_000
 """Memory of Python and torch: of each worker beside what it shares with the others, and of a job's other processes.
 Source: bench/memory.py with a model of 0.1M parameters, 2 and 4 workers, torch 2.13 on Linux, x86-64, 2026-11-26."""
@@ -99,7 +101,7 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
       gradients lie where those were, if it needs all of them; between hosts, what has left is still in `.grad`.
     - results: reduced gradients. The workers of one host hold them once, in parts; elsewhere each has its own. From
       stage 1 on, two of the own part, since blocks are finished early.
-    - gradients: from stage 1 on, of the own part, normalised for its update.
+    - gradients: from stage 1 on, those normalised for one part of the update, which is made a little at a time.
     - staging: of a worker's part of a checkpoint, as far as it is allowed.
     Where all workers hold all parts, stages 1 and 2 divide nothing. Stage 2 gives the sums of a worker's last lane back
     block by block as soon as they have been added up, so with one lane per worker few are held; on one host those that
@@ -120,7 +122,7 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
     staging = min(split.staging, (model.parameter_bytes + model.optimizer_bytes + model.buffer_bytes) / split.workers)
     device = {
         "parameters": model.parameter_bytes / (split.workers if stage == 3 else 1),
-        "gradients": flat * part if divided else 0.0,
+        "gradients": min(flat * part, _AT_ONCE_BYTES) if divided else 0.0,
         "optimizer": 0.0 if split.offload else optimizer,
         "lanes": waiting if by_unit else flat * split.nodes + under_way,
         "results": 2 * flat * part if divided else flat / (split.workers if split.hosts == 1 else 1),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from everstep.base.ports import Reduced
 from everstep.exact.layout import GradientLayout
 from everstep.exact.pieces import Ranges
 from everstep.exact.reduce import Tied, TiePlace, gather, parts_of
-from everstep.exact.state_memory import Pages
+from everstep.exact.state_memory import Pages, give_back
 
 _CLIP_EPSILON = 1e-6
 
@@ -56,6 +57,10 @@ class GradientHandOver:
         apart = {place.entry for tied in ties for place in tied.places}
         self._later = [(i, e.tied_to) for i, e in enumerate(layout.entries) if e.tied_to >= 0 and i not in apart]
         statistics = {i: layout.entries[i].name.rpartition(".") for i in layout.buffers}
+        joined = {*apart, *chain.from_iterable(self._later)}
+        self._alone: dict[Tensor, int] = {p: i for i, p in self._params.items() if i not in joined}
+        self._due: tuple[Reduced, float, float | None] | None = None
+        self._given: list[Tensor] = []
         self._statistics = [(i, model.get_submodule(owner), name) for i, (owner, _, name) in statistics.items()]
 
     def present(
@@ -78,12 +83,13 @@ class GradientHandOver:
         received: Mapping[TiePlace, Tensor | None] | None = None,
         wanted: Ranges | None = None,
         limit: float | None = None,
+        later: bool = False,
     ) -> None:
         """Set `.grad` of every parameter to reduced * float32(scale), in the parameter's dtype.
 
         received: the reduced gradients of tied parameters at their places in other stages, flat, None where absent.
         wanted: ranges of elements of these parameters; the other elements of their gradients are undefined then. limit:
-        of each element's absolute value.
+        of each element's absolute value. later: elements are undefined until `give`, where a parameter has one place.
 
         Parameters that no lane had a gradient for get None; places of use of one parameter are added up in unit order,
         after the multiplication. The gradients stay valid until `clear`. Raises: InvariantViolation if elements that
@@ -94,14 +100,48 @@ class GradientHandOver:
             ends = [0, *(end for piece in reduced.pieces for end in (piece.start, piece.stop)), self.layout.numel]
             whole = ends[::2] == ends[1::2]
             check(whole, f"expected all of a gradient of {self.layout.numel} elements, got {ends[1:-1]}")
+        self._due = (reduced, scale, limit) if later else None
         with torch.no_grad():
             gradients = self._normalised(reduced, scale, wanted or {})
             self._join_places(gradients)
             tied = [self._join_stages(one, gradients, scale, received or {}) for one in self._ties]
             for i, parameter in self._params.items():
-                parameter.grad = _as_given(gradients.pop(i, None), parameter, limit)
+                bound = None if self._comes_later(parameter) else limit
+                parameter.grad = _as_given(gradients.pop(i, None), parameter, bound)
             for one, gradient in zip(self._ties, tied, strict=True):
                 one.parameter.grad = _as_given(gradient, one.parameter, limit)
+
+    def give(self, wanted: Ranges) -> None:
+        """Put these elements into the gradients that come later, and give back the memory of those of the call before.
+        Raises: InvariantViolation if elements are not here."""
+        for flat in self._given:
+            give_back(flat, ())
+        self._given = []
+        if self._due is None:
+            return
+        reduced, scale, limit = self._due
+        for parameter, ranges in wanted.items():
+            i = self._alone.get(parameter, -1)
+            if not self._comes_later(parameter) or not reduced.presence[i]:
+                continue
+            at = self.layout.entries[i].offset
+            for first, stop in ranges:
+                self._given.append(self._parts.flat[at + first : at + stop])
+                with torch.no_grad():
+                    self._fill(reduced, scale, at + first, self._given[-1])
+                    if limit is not None:
+                        self._given[-1].clamp_(-limit, limit)
+
+    def _comes_later(self, parameter: Tensor) -> bool:
+        """Whether `give` puts its elements into its gradient."""
+        plain = parameter.dtype == torch.float32 and parameter.device.type == "cpu"
+        return self._due is not None and plain and parameter in self._alone
+
+    @staticmethod
+    def _fill(reduced: Reduced, scale: float, start: int, flat: Tensor) -> None:
+        """The elements from `start` on of the reduced gradient times `scale`."""
+        for at, part in parts_of(reduced, start, start + flat.numel()):
+            flat[at - start : at - start + part.numel()].copy_(part).mul_(scale)
 
     def clear(self) -> None:
         """Take the gradients away, so that the next lane's are autograd's own tensors."""
@@ -109,6 +149,7 @@ class GradientHandOver:
             parameter.grad = None
         for tied in self._ties:
             tied.parameter.grad = None
+        self._due, self._given = None, []
         self._parts.clear()
 
     def commit_statistics(self, reduced: Reduced) -> None:
@@ -138,7 +179,14 @@ class GradientHandOver:
             ranges = wanted.get(parameter, ((0, entry.numel),))
             piece = next((p for p in reduced.pieces if entry.offset < p.stop or not entry.numel), None)
             whole = piece is not None and piece.start <= entry.offset and entry.stop <= piece.stop
-            if piece is not None and whole and piece.data.device == parameter.device and _is_all(ranges, entry.numel):
+            later = self._comes_later(parameter)
+            if (
+                piece is not None
+                and whole
+                and not later
+                and piece.data.device == parameter.device
+                and _is_all(ranges, entry.numel)
+            ):
                 at = piece.data.storage_offset() + entry.offset - piece.start
                 within[i] = piece.data.as_strided(entry.shape, entry.stride, at)
             else:  # some of it, in several pieces, or reduced in host memory for a model on a device
@@ -146,10 +194,8 @@ class GradientHandOver:
                     flat = self._parts.flat[entry.offset : entry.offset + entry.numel]
                 else:
                     flat = torch.empty(entry.numel, dtype=torch.float32, device=parameter.device)
-                for first, stop in ranges:
-                    for start, part in parts_of(reduced, entry.offset + first, entry.offset + stop):
-                        begin = start - entry.offset
-                        flat[begin : begin + part.numel()].copy_(part).mul_(scale)
+                for first, stop in () if later else ranges:
+                    self._fill(reduced, scale, entry.offset + first, flat[first:stop])
                 found[i] = flat.as_strided(entry.shape, entry.stride, flat.storage_offset())
         if within:
             found |= zip(within, torch._foreach_mul([*within.values()], scale), strict=True)

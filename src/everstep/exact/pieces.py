@@ -35,22 +35,30 @@ def may_be_cut(parameter: Tensor) -> bool:
     return parameter.layout is torch.strided and dense_stride(parameter) == tuple(parameter.stride())
 
 
-def calls_of(parameters: Iterable[Tensor], most: int, cut: bool) -> list[dict[Tensor, list[tuple[int, int]]]]:
+def calls_of(parameters: Iterable[Tensor], most: int, cut: bool) -> list[Ranges]:
     """All of these parameters in calls of at most `most` elements each, in order. cut: whether one may lie in several
-    calls; otherwise it has a call to itself if it is larger. Cuts are at multiples of 64 bytes of float32."""
+    calls; otherwise it has a call to itself if it is larger."""
+    return in_calls({p: ((0, p.numel()),) for p in parameters}, most, lambda parameter: cut and may_be_cut(parameter))
+
+
+def in_calls(ranges: Ranges, most: int, cut: Callable[[Tensor], bool]) -> list[Ranges]:
+    """These ranges in calls of at most `most` elements each, in order, and every witness in one of them. cut: whether a
+    range of a parameter may lie in several calls. Cuts are at multiples of 64 bytes of float32."""
     step = max(most // ALIGN_ELEMENTS, 1) * ALIGN_ELEMENTS
-    calls: list[dict[Tensor, list[tuple[int, int]]]] = []
-    room = 0
-    for parameter in parameters:
-        size = parameter.numel()
-        ends = range(step, size, step) if cut and may_be_cut(parameter) else ()
-        for first, stop in zip((0, *ends), (*ends, size), strict=True):
-            if stop - first > room or not calls:
-                calls.append({})
-                room = step
-            calls[-1].setdefault(parameter, []).append((first, stop))
-            room -= stop - first
-    return calls
+    calls: list[dict[Tensor, list[tuple[int, int]]]] = [{}]
+    room = step
+    for parameter, own in ranges.items():
+        if not own:
+            calls[-1][parameter] = []
+        for begin, end in own:
+            ends = range(begin // step * step + step, end, step) if cut(parameter) else ()
+            for first, stop in zip((begin, *ends), (*ends, end), strict=True):
+                if stop - first > room and calls[-1]:
+                    calls.append({})
+                    room = step
+                calls[-1].setdefault(parameter, []).append((first, stop))
+                room -= stop - first
+    return [*calls]
 
 
 class _Leaf(NamedTuple):

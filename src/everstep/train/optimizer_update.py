@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from everstep.base.errors import ConfigError
 from everstep.exact.dealt import Dealt
-from everstep.exact.pieces import PieceUpdate, Ranges, calls_of
+from everstep.exact.divisible import divisible
+from everstep.exact.pieces import PieceUpdate, Ranges, calls_of, in_calls
 from everstep.exact.seeding import derive, seed_all
 from everstep.exact.several import OptimizerSet
 from everstep.exact.state_memory import StateMemory
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 PART_ELEMENTS = 1 << 22
 """Elements of the parameters that are updated at once, where the state lies elsewhere: 16 MiB, and as much for each
 tensor of the state."""
+DIVIDED_ELEMENTS = 1 << 18
+"""Elements that are updated at once where each worker updates a part: 1 MiB of gradients, and as much for each
+temporary tensor of the optimizer."""
 _MEMBER = 1 << 35
 _FIRST_LOOKS = 2
 """Updates at the beginning of which it is looked at what the optimizer is like."""
@@ -64,9 +68,17 @@ class OptimizerUpdate:
         """The state is about to be another one."""
         self.dealt = None
 
-    def make(self, step: int, seed: int, dealt: Dealt | None = None, pieces: Ranges | None = None) -> None:
+    def make(
+        self,
+        step: int,
+        seed: int,
+        dealt: Dealt | None = None,
+        pieces: Ranges | None = None,
+        give: Callable[[Ranges], None] = lambda ranges: None,
+    ) -> None:
         """Update the parameters of which there are gradients. dealt: which of them, if not all. pieces: what this
-        process updates, if others of its worker update the rest.
+        process updates, if others of its worker update the rest. give: called before each part of such an update; puts
+        its gradients in place.
 
         Raises: ConfigError if there is no room for the state, or it cannot be divided. DeterminismError.
         """
@@ -79,7 +91,7 @@ class OptimizerUpdate:
         seed_all(seed)
         self.under_way = True
         if ranges is not None:
-            PieceUpdate(optimizer, memory.make).make([ranges])
+            self._bounded(ranges, give, step)
             if self.dealt is not None and (strange := self.dealt.strange()) is not None:
                 raise self._changed(step, f"what it keeps for a parameter of shape {strange} cannot be divided")
         elif isinstance(memory, FarMemory):
@@ -152,6 +164,19 @@ class OptimizerUpdate:
             vars(self._optimizer)["state"] = DividedState(self._optimizer, lambda: self.under_way)
         return dealt.updates()
 
+    def _bounded(self, ranges: Ranges, give: Callable[[Ranges], None], step: int) -> None:
+        """Update these ranges, little at a time where the optimizer allows it."""
+        kind, calls = self.kind, [ranges]
+        if self.dealt is None:  # the processes of a worker: of optimizers that treat each element by itself
+            calls = in_calls(ranges, DIVIDED_ELEMENTS, divisible)
+        elif kind is not None and kind.divides != "nothing" and not kind.at_once:
+            elements = kind.divides == "elements"
+            calls = in_calls(ranges, DIVIDED_ELEMENTS, lambda parameter: elements and divisible(parameter))
+        before = beside(self._optimizer) if len(calls) > 1 else ""
+        PieceUpdate(self._optimizer, self._memory.make).make(_given(calls, give))
+        if before and beside(self._optimizer) != before:
+            raise self._changed(step, "an update changes its groups or attributes")
+
     # ---- where the state lies elsewhere
 
     def _part_by_part(self, memory: FarMemory, step: int) -> None:
@@ -207,6 +232,12 @@ class OptimizerUpdate:
                 f"updates wait for zero.offload={self._memory.where}: the last took {took:.1f} of {whole:.1f} s; use a "
                 "faster disk, or give the job more memory"
             )
+
+
+def _given(calls: Sequence[Ranges], give: Callable[[Ranges], None]) -> Iterator[Ranges]:
+    for ranges in calls:
+        give(ranges)
+        yield ranges
 
 
 def refuse_undivided(optimizer: Optimizer, seed: int, stage: int) -> OptimizerKind:

@@ -226,7 +226,8 @@ class StageReplica:
             pieces = None if parts is None else parts.updates()
             if self._cell is not None:
                 pieces = self._cell.begin_update(outcome.step, factor, reduced)
-            self._handover.hand_over(reduced, factor, received, pieces, self._config.clip_value)
+            later = pieces is not None
+            self._handover.hand_over(reduced, factor, received, pieces, self._config.clip_value, later=later)
             told["lr"] = self._step_optimizer(outcome.step, workers, parts, pieces)
             self._handover.clear()
             if self._cell is not None:
@@ -246,8 +247,9 @@ class StageReplica:
     def update_pieces(self, step: int, factor: float, reduced: Reduced, pieces: Ranges) -> None:
         """At a limb: update these pieces with the reduced gradient, times `factor`. Raises: as the optimizer does."""
         nothing: Ranges = {p: () for group in self.parts.optimizer.param_groups for p in group["params"]}
-        self._handover.hand_over(reduced, factor, None, {**nothing, **pieces})
-        self.update.make(step, derive(self._config.seed, step, _UPDATE_SEED), None, pieces)
+        wanted, limit = {**nothing, **pieces}, self._config.clip_value
+        self._handover.hand_over(reduced, factor, None, wanted, limit, later=True)
+        self.update.make(step, derive(self._config.seed, step, _UPDATE_SEED), None, pieces, self._handover.give)
         self._handover.clear()
 
     def _step_optimizer(
@@ -263,7 +265,7 @@ class StageReplica:
                     group["lr"] = lr * factor
         used = _rates(optimizer)
         seed = derive(self._config.seed, step, _UPDATE_SEED)
-        self.update.make(step, seed, dealt, pieces)
+        self.update.make(step, seed, dealt, pieces, self._handover.give)
         if self._config.batch == "per_worker":
             for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
                 if lr is not None:

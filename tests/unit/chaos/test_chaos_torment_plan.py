@@ -14,6 +14,7 @@ from torment_plan import (
     ENDING,
     KINDS,
     LOST_AFTER,
+    PLACED,
     Harm,
     Life,
     Plan,
@@ -54,6 +55,10 @@ def test_all_kinds_of_harm_and_of_jobs_are_drawn() -> None:
     assert not set(KINDS) - set(seen), set(KINDS) - set(seen)
     assert {life.workers for plan in plans for life in plan.lives} == {1, 2, 3, 4, 5}
     assert {life.stages for plan in plans for life in plan.lives} == {1, 2, 3}
+    assert {(life.stages, life.workers) for plan in plans if "zero.stage" in plan.settings for life in plan.lives} >= {
+        (stages, workers) for stages in (1, 2) for workers in (1, 2, 3, 4, 5)
+    }
+    assert all(any(plan.settings.items() >= placed.items() for plan in plans) for placed in PLACED)
     assert {harm.when for harm in harms} >= {"begin", "steps", "last_step", "job_completed", "worker_evicted"}
 
 

@@ -40,7 +40,8 @@ def test_the_papers_table_of_7_5_billion_parameters(workers: int, by_stage: tupl
 
 def test_bytes_per_parameter_of_eight_workers_on_several_hosts() -> None:
     split = Split(8, copies=2, hosts=8)
-    assert [of_ours(adam(BILLION), split, k).total / BILLION for k in (0, 1, 2)] == [24, 17, 9]
+    found = [of_ours(adam(BILLION), split, k).total / BILLION for k in (0, 1, 2)]
+    assert found == pytest.approx([24, 16, 8], rel=1e-3), "and of the gradients of an update, one part at a time"
 
 
 def test_more_lanes_per_worker_hold_more_sums() -> None:

@@ -166,6 +166,35 @@ def test_of_a_part_of_a_gradient_the_wanted_elements_have_the_bits_of_all_of_it(
             whole.hand_over(part, 0.3, wanted={weight: elements})
 
 
+def test_gradients_that_come_later_are_there_one_call_after_the_other() -> None:
+    model = nn.Sequential(nn.Linear(BLOCK_ELEMENTS, 3, bias=False), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[1].weight
+    untie(model, list(model))
+    layout = GradientLayout.build(model, list(model))
+    flat, weight = torch.randn(layout.numel), model[0].weight
+    everything = [*model[:2].parameters()]
+    at_once, later = GradientHandOver(layout, model), GradientHandOver(layout, model)
+    at_once.hand_over(reduced_of(layout, flat), 0.3, limit=0.4)
+    expected = [p.grad.view(-1).clone() for p in everything]  # type: ignore[union-attr]
+    wanted = {p: [(0, p.numel())] for p in everything}
+    later.hand_over(reduced_of(layout, flat), 0.3, wanted=wanted, limit=0.4, later=True)
+    given = weight.grad.view(-1)  # type: ignore[union-attr]
+    assert torch.equal(model[1].weight.grad.view(-1), expected[1]), "of several places, it is made of all"  # type: ignore[union-attr]
+    assert not given.any() and not model[1].bias.grad.any()  # type: ignore[union-attr]
+    n = BLOCK_ELEMENTS
+    later.give({weight: [(7, n), (2 * n, 3 * n)], everything[2]: [(0, 4)]})
+    assert torch.equal(given[7:n], expected[0][7:n]) and torch.equal(given[2 * n :], expected[0][2 * n :])
+    assert torch.equal(everything[2].grad, expected[2])  # type: ignore[arg-type]
+    later.give({weight: [(n, 2 * n)]})
+    assert torch.equal(given[n : 2 * n], expected[0][n : 2 * n])
+    assert given[:n].count_nonzero() < 2048 > given[2 * n :].count_nonzero(), "what was given before takes memory"
+    later.clear()
+    assert weight.grad is None and not given.any()
+    later.hand_over(reduced_of(layout, flat), 0.3)
+    later.give({weight: [(0, n)]})
+    assert torch.equal(weight.grad, layout.entries[0].view(flat) * 0.3), "what is all there needs nothing"  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("rows", [(1, 1, 1), (0, 1, 0), (1, 0, 1), (0, 0, 1), (0, 0, 0)])
 def test_who_gets_a_gradient_is_known_before(rows: tuple[int, ...]) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))

@@ -14,6 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from divided_members import DividedMember, plan_of
 from everstep.base.errors import ConfigError
 from everstep.exact.dealt import Dealt
+from everstep.exact.divisible import divisible
+from everstep.exact.pieces import Ranges
 from everstep.exact.seeding import seed_all
 from everstep.exact.state_memory import StateMemory
 from everstep.train import optimizer_update
@@ -48,10 +50,13 @@ def divided(member: DividedMember) -> Any:
     return lambda: Dealt(member.state, PLAN, 0, 0, member.with_gradients)
 
 
-def make(member: DividedMember, update: OptimizerUpdate, step: int, dealt: Any) -> None:
+def make(member: DividedMember, update: OptimizerUpdate, step: int, dealt: Any) -> list[Ranges]:
+    """Returns what was updated at once, one after the other."""
+    calls: list[Ranges] = []
     member.gradients(step)
-    update.make(step, step, dealt())
+    update.make(step, step, dealt(), give=calls.append)
     member.clear()
+    return calls
 
 
 @pytest.fixture
@@ -62,15 +67,22 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[OptimizerKind]:
     return found
 
 
-def test_parts_are_updated_to_the_bits_of_the_whole_and_nothing_else_is() -> None:
+@pytest.mark.parametrize("most", [1 << 20, 256])
+def test_parts_are_updated_to_the_bits_of_the_whole_and_nothing_else_is(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer_update, "DIVIDED_ELEMENTS", most)
     whole, member = DividedMember(), DividedMember()
     update = OptimizerUpdate(member.optimizer, StateMemory())
     for step in (1, 2):
         whole.whole(step)
         before = [p.clone() for p in member.model.parameters()]
-        make(member, update, step, divided(member))
+        calls = make(member, update, step, divided(member))
         assert update.dealt is not None and update.kind is not None and update.kind.divides == "elements"
         mine = update.dealt.updates()
+        cut = [[r for p, own in call.items() if divisible(p) for r in own] for call in calls]
+        assert all(sum(stop - first for first, stop in of) <= most for of in cut) and (len(calls) > 1) == (most == 256)
+        assert {*mine} == {p for c in calls for p in c}
         right = dict(zip(member.model.parameters(), whole.model.parameters(), strict=True))
         shares = []
         for old, (parameter, expected) in zip(before, right.items(), strict=True):
