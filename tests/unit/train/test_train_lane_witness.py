@@ -98,7 +98,8 @@ for step in run:
     for x in step:
         if what == "own": raise ValueError("of the user")
         if what == "scaler": torch.amp.GradScaler("cpu").scale(model(x).sum())
-        step.backward(model(x))
+        step.backward(model(x).sum() if what == "again" else model(x))
+if what == "again": everstep.join(model, optimizer, data, steps=1, micro_batch=2)
 """
 
 
@@ -113,6 +114,7 @@ for step in run:
         ),
         ("loss", 1, "everstep: error: the loss must be a tensor with one element, got shape (2, 4)"),
         ("scaler", 2, "everstep: error: a GradScaler was used in the loop: remove it, and give join(precision='fp16')"),
+        ("again", 2, "everstep: error: everstep.join was called twice in one script, but a worker belongs to one job"),
     ],
 )
 def test_a_script_says_our_errors_in_one_line(tmp_path: Path, what: str, code: int, expected: str) -> None:
