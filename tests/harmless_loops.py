@@ -422,4 +422,20 @@ CLEAN = [
         "        return self.ops[op](torch.ones(4)), torch.tensor(i % 2)\n"
         "data = D()",
     ),
+    Loop(
+        "checkpoint_spread",
+        setup="saved = {'name': 'mine'}",
+        after="saved = {**saved, 'model': model.state_dict(), 'step': step.number}\n"
+        "if step.number % 4 == 0: torch.save(saved, 'saved.pt')",
+    ),
+    Loop(
+        "checkpoint_or",
+        setup="saved = {'name': 'mine'}",
+        after="saved = saved | {'model': model.state_dict(), 'step': step.number}\ntorch.save(saved, 'saved.pt')",
+    ),
+    Loop(
+        "all_items_written",
+        setup="now = [0.0, 0.0]",
+        after="now[0] = step.number\nnow[1] = step.number + 1\noptimizer.param_groups[0]['lr'] = 0.1 / sum(now)",
+    ),
 ]

@@ -505,4 +505,32 @@ BAD = [
         after="if step.number > 5:\n    for i in range(32): data.weights[i] *= 0.95",
         refused=("data.weights",),
     ),
+    Loop(
+        "ring_of_losses",
+        setup="ring = [0.0] * 10",
+        after="ring[step.number % 10] = step.loss\nif step.number > 100 and sum(ring) > 5: halve()",
+        refused=("ring",),
+    ),
+    Loop(
+        "ring_of_an_object",
+        setup="class Kept:\n"
+        "    def __init__(self): self.ring = torch.zeros(4)\n"
+        "    def put(self, k, value): self.ring[k % 4] = value\n"
+        "kept = Kept()",
+        after="kept.put(step.number, step.loss)\noptimizer.param_groups[0]['lr'] = 0.1 / (1 + float(kept.ring.mean()))",
+        refused=("kept.ring",),
+    ),
+    Loop(
+        "two_keys_of_a_dict",
+        setup="kept = {'loss': 0.0, 'scale': 1.0}",
+        after="kept['scale'] = kept['scale'] * 0.9\nkept['loss'] = step.loss\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 * kept['scale']",
+        refused=("kept",),
+    ),
+    Loop(
+        "losses_by_step",
+        setup="losses = {}",
+        after="losses[step.number] = step.loss\noptimizer.param_groups[0]['lr'] = 0.1 / (1 + max(losses.values()))",
+        refused=("losses",),
+    ),
 ]

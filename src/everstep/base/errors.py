@@ -38,9 +38,11 @@ _LONG_WORD = 8
 
 
 class EverstepError(Exception):
-    """Root of all operating faults. `cause`: cause of a fault of this class, as data."""
+    """Root of all operating faults. `cause`: cause of a fault of this class, as data; `exit_code`: of a job that it
+    ends."""
 
     cause = Cause.UNKNOWN
+    exit_code = 1
 
 
 def did_you_mean(word: str, known: Iterable[str], form: str = "{!r}") -> str:
@@ -86,12 +88,19 @@ class ConfigError(EverstepError):
     """The job cannot be started as asked."""
 
     cause = Cause.CONFIG
+    exit_code = 2
 
 
 class TaskError(EverstepError):
     """The user's code raised."""
 
     cause = Cause.EXCEPTION
+
+
+class Misused(TaskError):
+    """The user's code does something that a job cannot carry."""
+
+    exit_code = 2
 
 
 class Uncarried(EverstepError):

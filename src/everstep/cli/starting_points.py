@@ -12,7 +12,7 @@ from everstep.base.below import write_atomically
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_given
 
-_FROM = {"plain": "train.py", "lightning": "train.py:MyTask", "hf": "train.py"}
+_FROM = ("plain", "lightning", "hf")
 _SHELLS = {"bash": BashComplete, "fish": FishComplete, "zsh": ZshComplete}
 
 
@@ -21,10 +21,10 @@ _SHELLS = {"bash": BashComplete, "fish": FishComplete, "zsh": ZshComplete}
 @click.option(
     "--from",
     "origin",
-    type=click.Choice(tuple(_FROM)),
+    type=click.Choice(_FROM),
     default="plain",
     show_default=True,
-    help="What you come from: a loop of your own, a LightningModule, or a model of transformers.",
+    help="What you come from: a loop of your own, Lightning, or the Trainer of transformers.",
 )
 def init(folder: str, origin: str) -> int:
     """Write FOLDER/train.py, a script to start from that runs as it is. No file is overwritten.
@@ -37,8 +37,7 @@ def init(folder: str, origin: str) -> int:
         raise ConfigError(f"expected no file {path}: it is there, and stays as it is")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
-    target = f"{Path(folder) / _FROM[origin]}"
-    print(f"wrote {path}\ntry it out:  everstep check {target}\ntrain:       everstep run {target} --workers 4")
+    print(f"wrote {path}\ntry it out:  everstep check {path}\ntrain:       everstep run {path} --workers 4")
     return 0
 
 

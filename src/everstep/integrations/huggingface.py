@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from everstep.base.errors import ConfigError, TaskError
+from everstep.base.errors import ConfigError, Misused
 from everstep.data.batch import to_device
 from everstep.exact.seeding import preserve_rng
 from everstep.integrations.lane_loss import LaneLoss
@@ -315,7 +315,7 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
             self._maybe_log_save_evaluate(self._tr_loss, *about)
         if self.control.should_epoch_stop:
-            raise TaskError(
+            raise Misused(
                 "should_epoch_stop cannot be honoured: an epoch has all of its samples; use should_training_stop"
             )
         if self.control.should_training_stop and self._run is not None:

@@ -51,6 +51,10 @@ def _lightning() -> Any:
         ) from None
 
 
+class NotCarried(ConfigError, AttributeError):
+    """An attribute that only Lightning's own Trainer has."""
+
+
 class Trainer:
     """Lightning's Trainer, on the job's loop. Arguments have Lightning's names; one that cannot be honoured is refused.
 
@@ -91,8 +95,8 @@ class Trainer:
         self._estimate: int | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Raises: AttributeError for names that only Lightning's own has."""
-        raise AttributeError(f"trainer.{name} is not carried by everstep.integrations.lightning: leave it out")
+        """Raises: NotCarried for names that only Lightning's own has."""
+        raise NotCarried(f"trainer.{name} is not carried by everstep.integrations.lightning: leave it out")
 
     # ---- what modules ask
 

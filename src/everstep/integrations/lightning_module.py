@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset
 
-from everstep.base.errors import ConfigError, TaskError
+from everstep.base.errors import ConfigError, Misused
 from everstep.train.run import Step
 
 _REFUSED = {
@@ -202,12 +202,12 @@ class ModuleLog:
     ) -> None:
         """As Lightning's, with reduce_fx="mean". A value that is for the epoch, too, is told as NAME_step.
 
-        Raises: TaskError for a torchmetrics.Metric, or another reduction.
+        Raises: Misused for a torchmetrics.Metric, or another reduction.
         """
         if reduce_fx not in ("mean", torch.mean):
-            raise TaskError(f"self.log({name!r}): expected reduce_fx='mean', got {reduce_fx!r:.60}: log a mean")
+            raise Misused(f"self.log({name!r}): expected reduce_fx='mean', got {reduce_fx!r:.60}: log a mean")
         if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
-            raise TaskError(
+            raise Misused(
                 f"self.log({name!r}): expected a number or a tensor of one element, got {type(value).__name__}: log "
                 "the value of the batch, as torchmetrics.functional computes it"
             )

@@ -142,6 +142,7 @@ class RoundMemory:
     owners: dict[int, int] = field(default_factory=dict)
     _attempts: list[Attempt] = field(default_factory=list)
     _set: dict[int, set[Origin]] = field(default_factory=dict)
+    _items: dict[int, set[Any]] = field(default_factory=dict)
 
     # ---- reading
 
@@ -239,10 +240,17 @@ class RoundMemory:
         self.values[place] = replace(value, deps=normal(value.deps), title=value.title if own else title)
 
     def mutate(
-        self, value: Value, given: Value, *, keys: Iterable[Origin] = NOTHING, sets: bool = False, forgets: bool = False
+        self,
+        value: Value,
+        given: Value,
+        *,
+        keys: Iterable[Origin] = NOTHING,
+        sets: bool = False,
+        forgets: bool = False,
+        whole: bool = True,
     ) -> None:
         """Note a change in place. sets: the old content does not matter for the new one; forgets: the content may be
-        found again."""
+        found again; whole: nothing of the old content is left."""
         if value.flags & {"trained", "step", "grad"}:
             self.sink(self.use(given))
         places = [("object", id(thing)) for thing in value.objects if not isinstance(thing, SCALARS)]
@@ -256,8 +264,19 @@ class RoundMemory:
                 deps = self.use(given) | (NOTHING if sets else {place})
                 plain = Value(deps, flags=given.flags & {"copy"})
                 self.write(place, plain, title=value.title, strong=False, keys=keys)
-            if (sets or forgets) and len(places) == 1 and not value.homes and not keys and not self.control:
-                self.values[place] = Value(self.use(given), title=value.title)
+            if whole and (sets or forgets) and len(places) == 1 and not (value.homes or keys or self.control):
+                items = self.stores[place] if place[1] in self._items else ()
+                deps = self.use(given).union(*(store.deps for store in items))
+                self.values[place] = Value(normal(deps), title=value.title)
+
+    def covers(self, thing: Any, key: Any) -> bool:
+        """Whether, with this key, all items of a list or dict have been set in this round. key: of the item that is set
+        now, MISSING if it is not a constant."""
+        if self.control or type(thing) not in (list, dict) or key is MISSING:
+            return False
+        done = self._items.setdefault(id(thing), set())
+        done.add(key)
+        return done >= (set(thing) if isinstance(thing, dict) else set(range(len(thing))))
 
     def sink(self, deps: Iterable[Origin]) -> None:
         """Note that training depends on these, here."""

@@ -18,6 +18,7 @@ from everstep.train.flow_memory import (
     MISSING,
     NOTHING,
     STEP,
+    TRAINED,
     Origin,
     RoundMemory,
     Value,
@@ -231,7 +232,7 @@ class Reader:
         elif isinstance(target, ast.Subscript):
             base, index = self.value(target.value, scope), self.value(target.slice, scope)
             given = value.with_deps(memory.use(index) if index.key is None else NOTHING)
-            memory.mutate(base, given, keys=bare(index), sets=True)
+            memory.mutate(base, given, keys=bare(index), sets=True, whole=_is_whole(memory, base, target.slice))
             self.grow(target.value, base, given, scope)
         elif isinstance(target, ast.Tuple | ast.List):
             for k, inner in enumerate(target.elts):
@@ -306,8 +307,9 @@ class Reader:
         """An attribute of a value."""
         memory = self.memory
         if base.flags & {"step", "run"}:
-            key = frozenset((STEP,)) if name == "number" else None
-            return Value(frozenset((STEP,)), key=key, title=f"{base.title}.{name}")
+            number = frozenset((STEP,))  # all else depends on the parameters, too: a loss is no function of its step
+            deps, key = (number, number) if name == "number" else (number | {TRAINED}, None)
+            return Value(deps, key=key, title=f"{base.title}.{name}")
         found = []
         for thing in base.objects:
             place, inner = memory.attribute(thing, name)
@@ -361,6 +363,14 @@ def _home_of(thing: Any) -> str:
 def _first(node: Function) -> str:
     parameters = [*node.args.posonlyargs, *node.args.args]
     return parameters[0].arg if parameters else ""
+
+
+def _is_whole(memory: RoundMemory, base: Value, index: ast.expr) -> bool:
+    """Whether nothing is left of a container, of which the item or slice at this index is set."""
+    if isinstance(index, ast.Slice):
+        return index.lower is None and index.upper is None and index.step is None
+    key = index.value if isinstance(index, ast.Constant) else MISSING
+    return key is ... or (len(base.objects) == 1 and memory.covers(base.objects[0], key))
 
 
 def bare(value: Value) -> frozenset[Origin]:

@@ -6,7 +6,7 @@ Apart from `flow_reader`, which reads functions and knows names, because this is
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -250,6 +250,8 @@ def _operation(reader: Reader, node: Any, scope: Scope) -> Value:
     deps: frozenset[Origin] = NOTHING
     for k, value in enumerate(values):
         deps |= reader.memory.use(value) | reader.operate(value, names, *values[:k], *values[k + 1 :])
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr) and isinstance(node.right, ast.Dict):
+        return Value(deps, flags=_copies(reader, values[:1], values[1:]))
     return Value(deps, flags=frozenset(f for v in values for f in v.flags & {"copy"}))
 
 
@@ -257,8 +259,17 @@ def _dictionary(reader: Reader, node: ast.Dict, scope: Scope) -> Value:
     keys = [reader.value(key, scope) for key in node.keys if key is not None]
     values = [reader.value(value, scope) for value in node.values]
     deps = NOTHING.union(*(reader.memory.use(v) for v in (*keys, *values)))
-    flags = frozenset(f for v in values for f in v.flags & {"copy"})
-    return Value(deps, flags=flags, element=joined(values) if values else None)
+    spread = [value for key, value in zip(node.keys, values, strict=True) if key is None]
+    own = [value for key, value in zip(node.keys, values, strict=True) if key is not None]
+    return Value(deps, flags=_copies(reader, spread, own), element=joined(values) if values else None)
+
+
+def _copies(reader: Reader, spread: Sequence[Value], own: Sequence[Value]) -> frozenset[str]:
+    """Whether a dict has copies of trained values. own: entries of its own beside the dicts that are spread into it: an
+    entry that does not depend on those is made in each round, and carries nothing."""
+    before = NOTHING.union(*(reader.memory.use(value) for value in spread))
+    kept = [value for value in own if not spread or before & reader.memory.use(value)]
+    return frozenset(f for value in (*spread, *kept) for f in value.flags & {"copy"})
 
 
 def _comprehension(reader: Reader, node: Any, scope: Scope) -> Value:

@@ -37,7 +37,7 @@ from everstep.train.loop_values import LoopValues
 from everstep.train.precision import prepare_torch
 from everstep.train.published import Publisher
 from everstep.train.rehearsal import LifeLink, WatchedLoop
-from everstep.train.rehearsing import Conclude, beside_script
+from everstep.train.rehearsing import Conclude, beside_script, main_script
 from everstep.train.restarts import unpassed
 from everstep.train.run import Run
 from everstep.train.script_errors import say_in_one_line
@@ -188,10 +188,12 @@ def join(
 
 
 def _is_first(frame: FrameType) -> bool:
-    """True. Raises: ConfigError in a job if this call of `join`, from this frame, is the second, or one follows."""
+    """True. Raises: ConfigError in a job, or a script, if this call of `join`, from this frame, is the second, or one
+    follows."""
     if _launched is None:
         say_in_one_line()
-        return True
+        if main_script() is None:  # a notebook, a test: any number of jobs
+            return True
     if _called:
         raise ConfigError(_TWICE.format(what="everstep.join was called twice in one script"))
     if line := second_call(frame, join):

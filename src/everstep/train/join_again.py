@@ -55,7 +55,8 @@ class _Reader:
                 if found := self.after(block, line):
                     return found
                 if isinstance(statement, ast.For | ast.While):
-                    return statement.lineno if isinstance(statement, ast.For) and not _left(block) else _UNKNOWN
+                    again = isinstance(statement, ast.For) and not _left(block) and _always(block, line)
+                    return statement.lineno if again else _UNKNOWN
             return self._first(body[index + 1 :])
         return 0
 
@@ -86,6 +87,13 @@ class _Reader:
 
 def _spans(node: ast.stmt, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or 0)
+
+
+def _always(block: Sequence[ast.stmt], line: int) -> bool:
+    """Whether a round of this block comes to this line without a condition."""
+    at = next(one for one in block if _spans(one, line))
+    inner = next((body for body in _blocks(at) if any(_spans(one, line) for one in body)), None)
+    return inner is None or (isinstance(at, ast.With | ast.Try | ast.For) and _always(inner, line))
 
 
 def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from everstep.base.errors import TaskError
+from everstep.base.errors import Misused
 
 MOST_LOGGED = 32
 """Names in one step."""
@@ -16,7 +16,7 @@ _LONGEST_NAME = 60
 
 
 def sums(given: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Sum and count of each value. Raises: TaskError for something else, or a name that cannot be shown."""
+    """Sum and count of each value. Raises: Misused for something else, or a name that cannot be shown."""
     found: dict[str, tuple[float, float]] = {}
     for name, value in given.items():
         _check_name("step.log", name)
@@ -24,7 +24,7 @@ def sums(given: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
             total, count = value
             found[name] = _number(total), _number(count)
         except (TypeError, ValueError, RuntimeError):
-            raise TaskError(
+            raise Misused(
                 f"step.log({name}=...): expected (sum, count) over the batch, got {_shown(value)}: give e.g. "
                 f"{name}=(value * len(x), len(x)), or use run.log for numbers of a whole step"
             ) from None
@@ -32,16 +32,16 @@ def sums(given: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def numbers(given: Mapping[str, Any]) -> dict[str, float]:
-    """Each value as a number. Raises: TaskError for something else, too many, or a name that cannot be shown."""
+    """Each value as a number. Raises: Misused for something else, too many, or a name that cannot be shown."""
     found: dict[str, float] = {}
     for name, value in given.items():
         _check_name("run.log", name)
         try:
             found[name] = _number(value)
         except (TypeError, ValueError, RuntimeError):
-            raise TaskError(f"run.log({name}=...): expected a number, got {_shown(value)}: give one number") from None
+            raise Misused(f"run.log({name}=...): expected a number, got {_shown(value)}: give one number") from None
     if len(found) > MOST_LOGGED:
-        raise TaskError(f"run.log: expected at most {MOST_LOGGED} names, got {len(found)}: log fewer")
+        raise Misused(f"run.log: expected at most {MOST_LOGGED} names, got {len(found)}: log fewer")
     return found
 
 
@@ -51,7 +51,7 @@ def _number(value: Any) -> float:
 
 def _check_name(of: str, name: str) -> None:
     if not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
-        raise TaskError(
+        raise Misused(
             f"{of}: expected a name of 1 to {_LONGEST_NAME} printable characters, got {name!r:.80}: rename it"
         )
 
@@ -71,18 +71,18 @@ class LaneTotals:
     logged: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, loss: float, weight: float) -> None:
-        """Add a loss. Raises: TaskError for another weight than that of an earlier one of this lane."""
+        """Add a loss. Raises: Misused for another weight than that of an earlier one of this lane."""
         if self.weight not in (None, weight):
-            raise TaskError(
+            raise Misused(
                 f"step.backward was called for one batch with the weights {self.weight:g} and {weight:g}: the losses "
                 "of a batch are added up, and share one weight: give all of them the same, or add them up yourself"
             )
         self.loss, self.weight, self.calls = self.loss + loss, weight, self.calls + 1
 
     def log(self, found: Mapping[str, tuple[float, float]]) -> None:
-        """Add sums and counts. Raises: TaskError for too many names."""
+        """Add sums and counts. Raises: Misused for too many names."""
         for name, (total, count) in found.items():
             before = self.logged.get(name, (0.0, 0.0))
             self.logged[name] = before[0] + total, before[1] + count
         if len(self.logged) > MOST_LOGGED:
-            raise TaskError(f"step.log: expected at most {MOST_LOGGED} names, got {len(self.logged)}: log fewer")
+            raise Misused(f"step.log: expected at most {MOST_LOGGED} names, got {len(self.logged)}: log fewer")

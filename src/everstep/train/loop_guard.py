@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from everstep.base.errors import TaskError
+from everstep.base.errors import Misused
 from everstep.exact.several import optimizers_of
 
 _CLIPPING = ("_get_total_norm", "clip_grad_value_")
@@ -34,10 +34,10 @@ _REMEDIES = {
 }
 
 
-def refused(what: str) -> TaskError:
+def refused(what: str) -> Misused:
     """Error for a call that must not be made in the loop."""
     verb = "used" if what.startswith("a ") else "called"
-    return TaskError(f"{what} was {verb} in the loop: {_REMEDIES[what]}")
+    return Misused(f"{what} was {verb} in the loop: {_REMEDIES[what]}")
 
 
 class LoopGuard:

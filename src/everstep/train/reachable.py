@@ -96,8 +96,11 @@ class Carried:
 
 
 def _with_schedulers(thing: Any) -> Iterator[Any]:
-    """The object, and the schedulers and optimizers that it consists of: its state has theirs (`SequentialLR`)."""
+    """The object, and the schedulers, optimizers and groups that it consists of: its state has theirs
+    (`SequentialLR`)."""
     yield thing
+    if isinstance(thing, Optimizer):
+        yield from (thing.param_groups, *thing.param_groups)
     inner = getattr(thing, "_schedulers", ()) if isinstance(thing, LRScheduler) else ()
     if isinstance(thing, SchedulerSet):
         inner = thing.members

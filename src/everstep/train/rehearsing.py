@@ -66,7 +66,7 @@ def beside_worker(link: LaunchedLink, script: str, argv: list[str], enter: Calla
 
 def beside_script(run_dir: Path) -> Conclude:
     """Begin the rehearsal of a script that is run by itself, and may go on later in this directory."""
-    script = _main_script()
+    script = main_script()
     if script is None or IN_REHEARSAL in os.environ:
         return _no_rehearsal
     argv = sys.argv[1:]
@@ -182,8 +182,8 @@ def _cleared(run_dir: Path) -> Path:
     return folder
 
 
-def _main_script() -> str | None:
-    """The user's script that this process runs; None in a notebook, a test, a module or a prompt."""
+def main_script() -> str | None:
+    """Path of the user's script that this process runs; None in a notebook, a test, a module or a prompt."""
     main = sys.modules.get("__main__")
     path = getattr(main, "__file__", None)
     if path is None or getattr(main, "__spec__", None) is not None or not of_user(path):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep.base.config import Config
-from everstep.base.errors import ConfigError, TaskError, check
+from everstep.base.errors import ConfigError, Misused, check
 from everstep.base.ports import Reduced
 from everstep.exact.dealt import Dealt, digested_planes
 from everstep.exact.digest import bytes_of, digest_bytes, named_digest
@@ -119,16 +119,16 @@ class StageReplica:
         return self._loop  # type: ignore[return-value]
 
     def trained_by(self, wanted: Any) -> list[torch.Tensor]:
-        """Leaves of the parameters of one of the optimizers, given itself or by name. Raises: TaskError for another, or
+        """Leaves of the parameters of one of the optimizers, given itself or by name. Raises: Misused for another, or
         one without any."""
         found = self._trained.get(wanted if isinstance(wanted, str) else id(wanted))
         if found is None:
             names = ", ".join(name for name in optimizers_of(self.parts.optimizer) if name) or "the one of join"
             got = wanted if isinstance(wanted, str) else type(wanted).__name__
-            raise TaskError(f"step.backward(optimizer=...): expected one that join was given ({names}), got {got}")
+            raise Misused(f"step.backward(optimizer=...): expected one that join was given ({names}), got {got}")
         leaves = [p for p in found if p.requires_grad]
         if not leaves:
-            raise TaskError("step.backward(optimizer=...): none of its parameters requires a gradient")
+            raise Misused("step.backward(optimizer=...): none of its parameters requires a gradient")
         return leaves
 
     def section(
@@ -274,7 +274,7 @@ class StageReplica:
         return used
 
     def _step_scheduler(self) -> None:
-        """Raises: TaskError if other code has stepped the scheduler."""
+        """Raises: Misused if other code has stepped the scheduler."""
         scheduler = self.parts.scheduler
         if scheduler is None:
             return

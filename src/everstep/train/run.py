@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from everstep.base.cause import Cause
-from everstep.base.errors import DeterminismError, EverstepError, JobFailed, NonFinite, TaskError, Uncarried
+from everstep.base.errors import DeterminismError, EverstepError, JobFailed, Misused, NonFinite, Uncarried
 from everstep.base.plan import Plan
 from everstep.data.batch import to_device
 from everstep.data.given_loader import read_data
@@ -237,7 +237,7 @@ class Step:
         for one batch add their losses and gradients up. `optimizer`: one of those that join was given, or its name;
         then its parameters alone get a gradient.
 
-        Raises: TaskError if it is no scalar with a gradient, or the weights of several calls differ.
+        Raises: Misused if it is no scalar with a gradient, or the weights of several calls differ.
         """
         view = self._session.view
         view.phase("backward", self.number, view.plan)
@@ -250,7 +250,7 @@ class Step:
         The step's value is the sum over the global batch, divided by the count, the same for any number of workers. It
         is told with the step, in `metrics` here, and wherever the loss is shown. A repeated name is added up.
 
-        Raises: TaskError outside the step's batches, or for something that is no sum and count.
+        Raises: Misused outside the step's batches, or for something that is no sum and count.
         """
         self._session.view.stages.only.loop.log(sums(values))
 
@@ -342,7 +342,7 @@ class Run:
                         session.loop.enter(step.number)
                         yield step
                         if not step.done and not session.executor.jumped:
-                            raise TaskError(_UNDONE.format(number=step.number))
+                            raise Misused(_UNDONE.format(number=step.number))
                     else:
                         with contextlib.suppress(StateJumped):
                             self.loop.end()
@@ -422,7 +422,7 @@ class Run:
 
     def log(self, **values: Any) -> None:
         """Log numbers of this step: `run.log(test_accuracy=0.93)`. Those of the leader are told, wherever the loss is
-        shown; another worker's are told only if it becomes the leader before they are. Raises: TaskError for something
+        shown; another worker's are told only if it becomes the leader before they are. Raises: Misused for something
         that is no number."""
         step = self._session.view.step
         before = self._logged[1] if self._logged[0] == step else {}
@@ -499,7 +499,7 @@ class Run:
             view.phase("evaluate", view.step, view.plan)
         chunks = -(-len(dataset) // batch_size)
         if chunks == 0:
-            raise TaskError("evaluate was given an empty dataset")
+            raise Misused("evaluate was given an empty dataset")
         return chunks
 
 

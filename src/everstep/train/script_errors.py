@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
-from everstep.base.errors import ConfigError, EverstepError, one_line
+from everstep.base.errors import EverstepError, one_line
 from everstep.train.task import where
 
 _before = sys.excepthook
@@ -14,7 +14,7 @@ _before = sys.excepthook
 
 def say_in_one_line() -> None:
     """From here on an error of Everstep that ends this process is one line, with the exit code that the job would have:
-    2 for a config that cannot be used, else 1."""
+    2 for a config or a loop that cannot be used, else 1."""
     global _before
     if sys.excepthook is not _hook:
         _before, sys.excepthook = sys.excepthook, _hook
@@ -30,4 +30,4 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
     text = one_line(str(error))
     print(f"everstep: error: {text}{'' if place in text else place}", file=sys.stderr, flush=True)
     if not hasattr(sys, "ps1"):  # of an interactive session, which goes on
-        raise SystemExit(2 if isinstance(error, ConfigError) else 1)
+        raise SystemExit(error.exit_code)

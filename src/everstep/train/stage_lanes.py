@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from everstep.base.config import Config
-from everstep.base.errors import TaskError, check
+from everstep.base.errors import Misused, check
 from everstep.base.ports import Node, OnFinal
 from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.buffers import BufferGuard, BufferReport
@@ -137,7 +137,7 @@ class StageLanes:
         count, use: at the last part, as in `LaneReport`. Several lanes may be between this and `backward`. A lane
         without samples does not come here.
 
-        Raises: TaskError if the task does something that cannot be split.
+        Raises: Misused if the task does something that cannot be split.
         """
         check(step == self._step, f"step {step} has not begun")
         result = self.passes[part].forward(step, number, lane)
@@ -307,11 +307,11 @@ class LoopLane:
         """Backward of one lane. weight None: `loss` is a mean, of a micro-batch that is `share` of a full one. inputs:
         parameters that get a gradient; None: all.
 
-        Raises: TaskError if the loss is not a scalar tensor with a graph, for several weights, outside a lane, or for a
+        Raises: Misused if the loss is not a scalar tensor with a graph, for several weights, outside a lane, or for a
         second call that no lane had before.
         """
         if self._totals is None:
-            raise TaskError("step.backward(loss) was called outside `for batch in step:`: call it for each batch there")
+            raise Misused("step.backward(loss) was called outside `for batch in step:`: call it for each batch there")
         self._end_autocast()
         scaled, value, weighed = measured(loss, weight, share)
         self._totals.add(value, weighed)
@@ -330,7 +330,7 @@ class LoopLane:
         if self._on_trial:
             return
         if not self._sums.watches:  # the gradient of the first call may be in the sum of several lanes
-            raise TaskError(
+            raise Misused(
                 f"step.backward(loss) was called a second time for one batch in step {self._step}, and never before: "
                 "call it as often for the first batch (with a loss times 0, say), or add the losses up and call it once"
             )
@@ -338,7 +338,7 @@ class LoopLane:
         self._pass.guard.forget_lanes()
 
     def leave(self, lane: int, count: int, use: int) -> None:
-        """Take the lane's gradient and buffers. Raises: TaskError if the lane never called backward."""
+        """Take the lane's gradient and buffers. Raises: Misused if the lane never called backward."""
         self._end_autocast()
         self._lanes.seeder.end_lane()
         totals, self._totals = self._called(), None
@@ -349,14 +349,14 @@ class LoopLane:
         self._lanes.note(LaneReport(lane, totals.loss, totals.weight or 0.0, count, use, totals.logged))
 
     def log(self, found: Mapping[str, tuple[float, float]]) -> None:
-        """Add sums and counts to those of the lane. Raises: TaskError if no lane is being computed, or for too many."""
+        """Add sums and counts to those of the lane. Raises: Misused if no lane is being computed, or for too many."""
         if self._totals is None:
-            raise TaskError("step.log was called outside `for batch in step:`: use run.log for numbers of a whole step")
+            raise Misused("step.log was called outside `for batch in step:`: use run.log for numbers of a whole step")
         self._totals.log(found)
 
     def _called(self) -> LaneTotals:
         if self._totals is None or not self._totals.calls:
-            raise TaskError("a batch was taken without step.backward(loss); call it for every batch")
+            raise Misused("a batch was taken without step.backward(loss); call it for every batch")
         return self._totals
 
     # ---- a lane that is computed twice
@@ -390,7 +390,7 @@ class LoopLane:
 
     @contextmanager
     def trial(self, step: int, lane: int) -> Iterator[None]:
-        """Enter a lane that leaves nothing behind. Raises: TaskError, after it, if it called no backward."""
+        """Enter a lane that leaves nothing behind. Raises: Misused, after it, if it called no backward."""
         with self._pass.guard.on_trial():
             self._on_trial = True
             self.enter(step, lane, apart=True)

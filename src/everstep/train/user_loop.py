@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
-from everstep.base.errors import TaskError
+from everstep.base.errors import Misused
 from everstep.protocol.driver.operations import EndAsked
 from everstep.protocol.step_phases import Phase
 from everstep.train.executor import StateJumped
@@ -44,10 +44,10 @@ class UserLoop:
     def begin(self, steps: Generator[Any]) -> LoopIterator:
         """Begin the iterator of the loop. A loop that raises does not close what could still be saved.
 
-        Raises: TaskError if there was a loop before: the job ends with that, or is about to.
+        Raises: Misused if there was a loop before: the job ends with that, or is about to.
         """
         if self._steps is not None and inspect.getgeneratorstate(self._steps) != inspect.GEN_CREATED:
-            raise TaskError(_AGAIN.format(step=self._session.view.step))
+            raise Misused(_AGAIN.format(step=self._session.view.step))
         self._steps = steps
         return LoopIterator(steps, self._let_go)
 

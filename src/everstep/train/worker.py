@@ -162,7 +162,7 @@ def failure(
         signature=signature,
         fatal=isinstance(error, _FATAL) or (isinstance(error, TaskError) and link.row.read().step == 0),
         generation=tainted.generation if tainted else link.row.read().generation,
-        exit_code=2 if isinstance(error, ConfigError) else 1,
+        exit_code=error.exit_code if isinstance(error, EverstepError) else 1,
         holds=holds,
         sound=tainted.sound if tainted else -1,
         tainted=tainted.step if tainted else 0,

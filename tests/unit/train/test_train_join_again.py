@@ -24,6 +24,7 @@ ONCE = (
     "if len('a') == 1:\n    train(1)\nelse:\n    train(2)",
     "if len('a') == 1:\n    train(1)\nif len('a') == 2:\n    train(2)",
     "for fold in range(3):\n    if fold != 1:\n        continue\n    train(fold)",
+    "for mode in ('train', 'eval'):\n    if mode == 'train':\n        train(1)",
     "while True:\n    train(1)\n    break",
     "def main():\n    if len('a') == 1:\n        train(1)\n        return\n    train(2)\n\n\nmain()",
     "train(1)\nraise SystemExit\ntrain(2)",

@@ -97,7 +97,9 @@ run = everstep.join(model, optimizer, Broken() if what == "data" else data, step
 for step in run:
     for x in step:
         if what == "own": raise ValueError("of the user")
-        step.backward(model(x))
+        if what == "scaler": torch.amp.GradScaler("cpu").scale(model(x).sum())
+        step.backward(model(x).sum() if what == "again" else model(x))
+if what == "again": everstep.join(model, optimizer, data, steps=1, micro_batch=2)
 """
 
 
@@ -111,6 +113,8 @@ for step in run:
             "everstep: error: sample 22 of the dataset cannot be read (epoch 0): KeyError: 'nothing' (train.py:",
         ),
         ("loss", 1, "everstep: error: the loss must be a tensor with one element, got shape (2, 4)"),
+        ("scaler", 2, "everstep: error: a GradScaler was used in the loop: remove it, and give join(precision='fp16')"),
+        ("again", 2, "everstep: error: everstep.join was called twice in one script, but a worker belongs to one job"),
     ],
 )
 def test_a_script_says_our_errors_in_one_line(tmp_path: Path, what: str, code: int, expected: str) -> None:
