@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from everstep.base.config import Config
+from everstep.base.config import Config, load_config, parse_set
 from everstep.base.config_keys import OFFLOAD
 from everstep.base.errors import ConfigError, nearest
 from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time, plan_usual
@@ -26,12 +26,15 @@ from everstep.cost.memory import (
     RUNS,
     STAGES,
     WORKER_BYTES,
+    CellMemoryUse,
     Model,
     Split,
     StageMemory,
     answers_by_paper,
     answers_of_ours,
+    of_cell,
 )
+from everstep.placement.ranks import most_slots
 from everstep.placement.tree import cover
 from everstep.report.words import aligned
 
@@ -111,6 +114,9 @@ command.add_command(plan_usual.command)
 @click.option("--staging", metavar="SIZE", help="What each worker may stage of a checkpoint: 512MiB (the task's).")
 @click.option("--gpu", metavar="NAME", help="Device that each worker has.")
 @click.option("--memory", "memory_text", metavar="SIZE", help="Memory of each worker's device in its place: 80GiB.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="A key of the job: cell.fsdp=4, for workers of four."
+)
 @split_options
 @json_option
 def memory(
@@ -125,6 +131,7 @@ def memory(
     staging: str | None,
     gpu: str | None,
     memory_text: str | None,
+    settings: tuple[str, ...],
     as_json: bool,
     **asked_split: Any,
 ) -> int:
@@ -143,9 +150,12 @@ def memory(
     if re.fullmatch(OFFLOAD, offload) is None:
         raise ConfigError(f"--offload: expected none, cpu or a folder, got {offload[:40]!r}")
     room, assumed = _room(gpu, memory_text)
-    model, workers, lanes, kind, more, staged = (
-        _counted(task, workers, lanes) if task is not None else _given(params or "", workers or 1, lanes)
+    known = (
+        _counted(task, workers, lanes, settings)
+        if task is not None
+        else _given(params or "", workers or 1, lanes, settings)
     )
+    model, workers, lanes, kind, more, staged, config, exchanged = known
     if staging is not None:
         staged = quantities.parse_bytes(staging, "--staging")
     for option, number in (("--copies", copies or 1), ("--hosts", hosts)):
@@ -162,13 +172,35 @@ def memory(
     ours = _Table("ours", _OURS, answers_of_ours(model, split, room))
     tables = (ours, paper) if task is not None else (paper, ours)
     splits = splits_of(named, workers, asked_split, room) if named else None
+    cell = _cell(model, split, config, exchanged)
     if as_json:
-        print(json.dumps({**_to_dict(asked, *tables, [*assumed, *more]), "usual": splits}))
+        about = None if cell is None else {"ranks": cell.ranks, "per_rank_bytes": cell.per_rank_bytes}
+        print(json.dumps({**_to_dict(asked, *tables, [*assumed, *more]), "usual": splits, "cell": about}))
     else:
         _print(asked, tables, [*assumed, *more])
+        for line in _cell_lines(cell, room) if cell is not None else ():
+            print(line)
         for line in split_lines(splits) if splits is not None else ():
             print(line)
+    if cell is not None and room is not None:
+        return 0 if cell.total <= room else 1
     return 1 if tables[0].stages[stage].fits is False else 0
+
+
+def _cell(model: Model, split: Split, config: Config, exchanged: int) -> CellMemoryUse | None:
+    """What each process of a worker of several needs; None of workers of one."""
+    ranks, lanes = config.cell.fsdp, split.lanes
+    if ranks == 1:
+        return None
+    runs = [range(k * lanes // split.workers, (k + 1) * lanes // split.workers) for k in range(split.workers)]
+    return of_cell(model, split, ranks, exchanged, max(most_slots(run, lanes, ranks) for run in runs))
+
+
+def _cell_lines(cell: CellMemoryUse, room: int | None) -> list[str]:
+    rows = [[kind, f"{size / GB:.3g}"] for kind, size in cell.per_rank_bytes.items() if size]
+    rows.append(["together", f"{cell.total / GB:.4g}"])
+    rows += [["fits", "yes" if cell.total <= room else "no"]] if room is not None else []
+    return ["", f"each of the {cell.ranks} processes of a worker (cell.fsdp={cell.ranks}), in GB", *aligned(rows)]
 
 
 class _Table(NamedTuple):
@@ -191,20 +223,25 @@ def _room(gpu: str | None, memory_text: str | None) -> tuple[int | None, list[st
     return round(device.memory_gb * GB), [f"{device.memory_gb:g} GB on each {gpu} ({device.sources['memory_gb']})"]
 
 
-_Known = tuple[Model, int, int, dict[str, str] | None, list[str], int]
-"""A model, workers, lanes, what the optimizer can update apart (None if unknown), what was assumed, and bytes for
-staging checkpoints."""
+_Known = tuple[Model, int, int, dict[str, str] | None, list[str], int, Config, int]
+"""A model, workers, lanes, what the optimizer can update apart (None if unknown), what was assumed, bytes for staging
+checkpoints, the config, and bytes of what processes of one worker exchange at once."""
 
 
-def _given(params: str, workers: int, lanes: int | None) -> _Known:
+def _given(params: str, workers: int, lanes: int | None, settings: Sequence[str]) -> _Known:
     """A model of so many parameters."""
     count = quantities.parse_count(params, "--params")
     lanes = lanes or max(Config().lanes, workers)
     assumed = ["an optimizer like Adam", f"{lanes} lanes"]
-    return Model(count, 4.0 * count, _ADAM_BYTES * count), workers, lanes, None, assumed, 0
+    base = (("--workers", {"workers": workers, "lanes": lanes}), *(("--set", dict([parse_set(s)])) for s in settings))
+    config, model = load_config(base), Model(count, 4.0 * count, _ADAM_BYTES * count)
+    if config.cell.fsdp > 1 and config.cell.least is None:
+        assumed.append("a model of one unit, whose gradients are exchanged at once: give --set cell.wrap=N for smaller")
+    exchanged = 4 * min(count, config.cell.least or count)
+    return model, config.workers, config.lanes, None, assumed, 0, config, exchanged
 
 
-def _counted(task: str, workers: int | None, lanes: int | None) -> _Known:
+def _counted(task: str, workers: int | None, lanes: int | None, settings: Sequence[str]) -> _Known:
     """The task's model as the meta device counts it."""
     from everstep.cli.job import Request, effective_config
     from everstep.cli.task_loading import make_task, parse_task
@@ -216,6 +253,7 @@ def _counted(task: str, workers: int | None, lanes: int | None) -> _Known:
     made = make_task(spec)
     asked = (("--workers", "workers", workers), ("--lanes", "lanes", lanes))
     layers = tuple((option, {key: value}) for option, key, value in asked if value is not None)
+    layers += tuple(("--set", dict([parse_set(text)])) for text in settings)
     config = made.config = effective_config(made.defaults, Request(layers))
     found = count_task(made, config.micro_batch)
     model = Model(
@@ -228,7 +266,8 @@ def _counted(task: str, workers: int | None, lanes: int | None) -> _Known:
     )
     kind = found.optimizer and {"divides": str(found.optimizer.divides), "why": found.optimizer.why}
     staged = (config.checkpoint.staging_mb or 0) * 2**20 if config.checkpoint.enabled else 0
-    return model, config.workers, config.lanes, kind, [*found.assumed, "no checkpoints kept in memory"], staged
+    more = [*found.assumed, "no checkpoints kept in memory"]
+    return model, config.workers, config.lanes, kind, more, staged, config, found.exchanged_bytes
 
 
 def _to_dict(asked: dict[str, Any], first: _Table, second: _Table, assumed: list[str]) -> dict[str, Any]:
