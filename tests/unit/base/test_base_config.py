@@ -133,7 +133,7 @@ def test_refused(values, parts):
     ("unknown", "nearest"),
     [
         ("lane", "lanes"),
-        ("prefetch", "loader.prefetch' or 'cell.prefetch"),
+        ("loader.prefech", "loader.prefetch"),
         ("clip-norm", "clip_norm"),
         ("loader.worker", "loader.workers"),
         ("heartbeat.ceiling", "heartbeat.ceiling_s"),
@@ -151,6 +151,7 @@ def test_unknown_keys_name_the_nearest(unknown, nearest):
 
 def test_a_last_part_that_several_keys_have_names_all_of_them():
     assert refused({"mode": 1}).endswith("did you mean 'security.tls.mode' or 'early_stop.mode'?")
+    assert "did you mean 'loader.prefetch' or 'cell.prefetch'?" in refused({"prefetch": 1})
 
 
 @pytest.mark.parametrize("unknown", ["qqq", "dropout", "steps_per_epoch", "name", "min_lanes_2", "x" * 100_000])
