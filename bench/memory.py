@@ -40,6 +40,7 @@ ALONE = {"checkpoint.enabled": "false"}
 DIVIDED = {"zero.stage": "1", "zero.copies": "1"}
 GRADIENTS = {"zero.stage": "2", "zero.copies": "1"}
 ONE = ("--copies", "1")
+WRAP = "200000"
 
 
 def measure_ours(model: str, workers: int, steps: int, settings: Mapping[str, str]) -> dict[str, float]:
@@ -73,6 +74,8 @@ def plan(model: str, workers: int, *options: str) -> float:
     task = f"{BENCH / 'models.py'}:{MODELS[model].__name__}"
     command = [sys.executable, "-m", "everstep", "plan", "memory", task, "--workers", str(workers), "--json", *options]
     said = json.loads(subprocess.run(command, capture_output=True, check=True, env=environment()).stdout)
+    if said["cell"] is not None:  # one worker of several processes
+        return workers * said["cell"]["ranks"] * sum(said["cell"]["per_rank_bytes"].values()) / 2**20
     return workers * sum(said["per_worker_bytes"].values()) / 2**20
 
 
@@ -93,7 +96,7 @@ def main() -> None:
             "divided-one": lambda case=case: measure_ours(*case, DIVIDED | {"lanes": str(case[1])}),  # type: ignore[misc]
             "gradients-one": lambda case=case: measure_ours(*case, GRADIENTS | {"lanes": str(case[1])}),  # type: ignore[misc]
             "offloaded": lambda case=case: measure_ours(*case, {"zero.offload": "{name}/offload"}),  # type: ignore[misc]
-            "cell": lambda case=case: measure_ours(case[0], 1, case[2], {"cell.fsdp": str(case[1])}),  # type: ignore[misc]
+            "cell": lambda case=case: measure_ours(case[0], 1, case[2], {"cell.fsdp": str(case[1]), "cell.wrap": WRAP}),  # type: ignore[misc]
             "ddp": lambda case=case: measure_ddp(*case),  # type: ignore[misc]
             "ddp-views": lambda case=case: measure_ddp(*case, "--bucket-views"),  # type: ignore[misc]
         }
@@ -109,6 +112,9 @@ def main() -> None:
             "planned_divided_mb": round(plan(options.model, workers, "--zero", "1", "--copies", "1"), 1),
             "planned_divided_one_mb": round(plan(*case[:2], *ONE, "--zero", "1", "--lanes", str(workers)), 1),
             "planned_gradients_one_mb": round(plan(*case[:2], *ONE, "--zero", "2", "--lanes", str(workers)), 1),
+            "planned_cell_mb": round(
+                plan(options.model, 1, "--set", f"cell.fsdp={workers}", "--set", f"cell.wrap={WRAP}"), 1
+            ),
             "planned_offloaded_mb": round(plan(options.model, workers, "--offload", "./disk"), 1),
         }
         print(planned, file=sys.stderr, flush=True)

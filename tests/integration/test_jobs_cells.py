@@ -63,7 +63,8 @@ def test_any_number_of_ranks(jobs: Jobs, task: str, ranks: int, workers: int) ->
 def test_any_rank_is_killed_and_its_cell_comes_back(jobs: Jobs, phase: str) -> None:
     chaos = f"kill:target=worker:1/1,at=7,phase={phase}; kill:target=leader:0,at=14,phase={phase}"
     pace = [healed(1), {"kind": "worker_healed", "count": 2}]
-    job = jobs.run("Text", workers=2, settings=cells(2), chaos=chaos, pace=pace)
+    wrap = {"cell.wrap": 300} if phase in ("reduce", "update") else {}
+    job = jobs.run("Text", workers=2, settings=cells(2, **wrap), chaos=chaos, pace=pace)
     assert len(job.of_kind("fault_injected")) == 2, job.account()
     reasons = [event["reason"] for event in job.of_kind("worker_evicted")]
     assert any("its rank 1 was killed by SIGKILL" in reason for reason in reasons), job.account()
@@ -107,7 +108,7 @@ def test_it_is_resumed_in_other_shapes(jobs: Jobs) -> None:
 )
 def test_what_lanes_lack_and_narrow_types(jobs: Jobs, task: str, numerics: dict[str, Any]) -> None:
     """Parameters that some lanes do not use, or none; lanes without samples; a scaled loss; schedules."""
-    jobs.run(task, workers=2, numerics=numerics, settings=cells(3, verify_every=4))
+    jobs.run(task, workers=2, numerics=numerics, settings=cells(3, verify_every=4, **{"cell.wrap": 100}))
 
 
 @pytest.mark.parametrize(

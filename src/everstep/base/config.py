@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
 from everstep.base.config_fields import Kind, convert, free, shown, variable
-from everstep.base.config_keys import NO_MPI
+from everstep.base.config_keys import NO_MPI, CellConfig
 from everstep.base.config_keys import Config as Config
 from everstep.base.doors import check_private, is_loopback, parse_ports
 from everstep.base.errors import ConfigError, nearest
@@ -438,6 +438,23 @@ def _check_cell(config: Config) -> None:
             f"cell.fsdp: expected at most {config.lanes} for {config.lanes} lanes, got {n}: use fewer processes, or "
             f"raise 'lanes' to {n}"
         )
+
+
+def cell_notes(config: Config) -> list[str]:
+    """What is set of `cell.*` and changes nothing here, a sentence for each key."""
+    cell, plain = config.cell, CellConfig()
+    shared = "parameters lie once in memory that all processes of a worker read"
+    found = {
+        "wrap": ("a worker of one process exchanges nothing", cell.fsdp == 1),
+        "offload": ("parameters and the optimizer's state are in the host's memory already", True),
+        "prefetch": (f"nothing is gathered: {shared}", True),
+        "reshard_after_forward": (f"there are no copies to let go of: {shared}", True),
+    }
+    return [
+        f"cell.{name}={getattr(cell, name)} changes nothing here: {why}"
+        for name, (why, idle) in found.items()
+        if idle and getattr(cell, name) != getattr(plain, name)
+    ]
 
 
 def _check_devices(config: Config, stage_maps: Sequence[StageMap]) -> None:

@@ -94,7 +94,8 @@ def convert(source: str, name: str, kind: Kind, value: Any, default: Any) -> Any
         return None
     if isinstance(value, bool) and {"on", "off"} <= set(kind.choices):
         value = "on" if value else "off"  # YAML reads on and off as booleans
-    converted = _CONVERTERS[kind.base](value)
+    number = kind.base == "str" and kind.pattern and type(value) is int  # YAML reads 1000 as one
+    converted = _CONVERTERS[kind.base](str(value) if number else value)
     if converted is _MISSING or not _fits(kind, converted):
         came = "something else" if kind.secret else shown(value)
         source = source.partition("=")[0] if kind.secret else source

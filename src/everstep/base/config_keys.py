@@ -227,6 +227,30 @@ class CellConfig:
         low=1,
         high=32,
     )
+    wrap: str = key(
+        "units",
+        "whose gradients the processes of a worker exchange at once: units, or modules that have so many parameters "
+        "together",
+        pattern=r"units|[1-9]\d{0,11}",
+        example="units, or 1000000",
+    )
+    offload: str = key(
+        "none",
+        "where parameters and the optimizer's state lie. They lie in the host's memory either way: workers of several "
+        "processes run on CPUs alone",
+        choices=("none", "cpu"),
+    )
+    prefetch: int = key(
+        1, "units that are gathered ahead. It changes nothing: parameters lie in memory that all processes read", low=0
+    )
+    reshard_after_forward: bool = key(
+        True, "let go of a unit's parameters after its forward pass. It changes nothing, as with cell.prefetch"
+    )
+
+    @property
+    def least(self) -> int | None:
+        """Parameters of the modules that are exchanged at once; None: those of units."""
+        return None if self.wrap == "units" else int(self.wrap)
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,11 @@ FOREIGN_KEYS = (
         "data_seed random_seed manual_seed global_seed seed_everything rng_seed",
         ("seed",),
     ),
+    ForeignKey(
+        "here it is precision, for workers of any number of processes: parameters, sums and buffers stay float32",
+        "cell.precision cell_precision param_dtype reduce_dtype buffer_dtype mp_policy",
+        ("precision",),
+    ),
     ForeignKey("here it is precision=fp16", "fp16 half use_fp16 fp16_training", ("precision",)),
     ForeignKey("here it is precision=bf16", "bf16 use_bf16 bfloat16 bf16_training", ("precision",)),
     ForeignKey(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -39,9 +40,18 @@ def placement_rows(config: Config, probe: Probe) -> list[dict[str, Any]]:
                 "devices": {str(s.worker_id): device_of(config, s.worker_id) for s in pool},
                 "ms_per_lane": _measured(probe, own),
                 "lanes": {str(seat.worker_id): list(seat.lanes) for seat in pool},
+                "cells": {str(seat.worker_id): _cell(config, seat.lanes) for seat in pool},
             }
         )
     return rows
+
+
+def _cell(config: Config, lanes: Sequence[int]) -> list[dict[str, Any]]:
+    """The processes of one worker, the head first: role, and lanes in the order of the rounds."""
+    ranks = config.cell.fsdp
+    return [
+        {"rank": rank, "role": "limb" if rank else "head", "lanes": list(lanes[rank::ranks])} for rank in range(ranks)
+    ]
 
 
 def _device(config: Config, pool: list[int]) -> str:
@@ -78,12 +88,22 @@ def print_placement(config: Config, probe: Probe, *, as_json: bool) -> None:
         names = (str(row["stage"]), parts or "?", _layers(row["units"]), parameters)
         lines.append((*names, leader, backups, row["device"], lanes, *time))
     print("\n".join(aligned(lines)))
+    if config.cell.fsdp > 1:
+        for line in _cell_lines(rows):
+            print(line)
     batch = config.lanes * config.micro_batch
     print(f"global batch {batch} = {config.lanes} lanes x {config.micro_batch}")
     if config.stages > 1:
         chunks = f", {config.chunks} chunks per stage" if config.chunks > 1 else ""
         again = ", activations computed again" if config.recompute else ""
         print(f"schedule {config.schedule}{chunks}{again}; {config.workers} workers, {config.spares} spares")
+
+
+def _cell_lines(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [("cell", "rank", "", "lanes")]
+    for worker_id, ranks in (item for row in rows for item in row["cells"].items()):
+        lines += [(worker_id, str(one["rank"]), one["role"], span(one["lanes"])) for one in ranks]
+    return ["", *aligned(lines), "parameters and the optimizer's state lie once in each cell's shared memory", ""]
 
 
 def _layers(names: list[str]) -> str:

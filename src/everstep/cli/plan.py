@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from everstep.base.config import Config
+from everstep.base.config import Config, load_config, parse_set
 from everstep.base.config_keys import OFFLOAD
 from everstep.base.errors import ConfigError, nearest
 from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time, plan_usual
@@ -26,13 +26,16 @@ from everstep.cost.memory import (
     RUNS,
     STAGES,
     WORKER_BYTES,
+    CellMemoryUse,
     Model,
     Split,
     StageMemory,
     answers_by_paper,
     answers_of_ours,
+    of_cell,
 )
 from everstep.cost.task_time import part_of_model
+from everstep.placement.ranks import most_slots
 from everstep.placement.tree import cover
 from everstep.report.words import aligned
 
@@ -112,6 +115,9 @@ command.add_command(plan_usual.command)
 @click.option("--staging", metavar="SIZE", help="What each worker may stage of a checkpoint: 512MiB (the task's).")
 @click.option("--gpu", metavar="NAME", help="Device that each worker has.")
 @click.option("--memory", "memory_text", metavar="SIZE", help="Memory of each worker's device in its place: 80GiB.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="A key of the job: cell.fsdp=4, for workers of four."
+)
 @split_options
 @json_option
 def memory(task: str | None, as_json: bool, **asked: Any) -> int:
@@ -139,12 +145,18 @@ def memory(task: str | None, as_json: bool, **asked: Any) -> int:
     ours = _Table("ours", _OURS, answers_of_ours(part, split, room))
     tables = (ours, paper) if task is not None else (paper, ours)
     splits = splits_of(named, known.workers, asked, room) if named else None
+    cell = _cell(part, split, known.config, known.exchanged)
     if as_json:
-        print(json.dumps({**_to_dict(said, *tables, assumed), "usual": splits}))
+        about = None if cell is None else {"ranks": cell.ranks, "per_rank_bytes": cell.per_rank_bytes}
+        print(json.dumps({**_to_dict(said, *tables, assumed), "usual": splits, "cell": about}))
     else:
         _print(said, tables, assumed)
+        for line in _cell_lines(cell, room) if cell is not None else ():
+            print(line)
         for line in split_lines(splits) if splits is not None else ():
             print(line)
+    if cell is not None and room is not None:
+        return 0 if cell.total <= room else 1
     return 1 if tables[0].stages[stage].fits is False else 0
 
 
@@ -171,6 +183,22 @@ def _split(known: _Known, asked: Mapping[str, Any]) -> Split:
     return Split(workers, lanes, nodes, copies, offload, asked["hosts"], staged, apart)
 
 
+def _cell(model: Model, split: Split, config: Config, exchanged: int) -> CellMemoryUse | None:
+    """What each process of a worker of several needs; None of workers of one."""
+    ranks, lanes = config.cell.fsdp, split.lanes
+    if ranks == 1:
+        return None
+    runs = [range(k * lanes // split.workers, (k + 1) * lanes // split.workers) for k in range(split.workers)]
+    return of_cell(model, split, ranks, exchanged, max(most_slots(run, lanes, ranks) for run in runs))
+
+
+def _cell_lines(cell: CellMemoryUse, room: int | None) -> list[str]:
+    rows = [[kind, f"{size / GB:.3g}"] for kind, size in cell.per_rank_bytes.items() if size]
+    rows.append(["together", f"{cell.total / GB:.4g}"])
+    rows += [["fits", "yes" if cell.total <= room else "no"]] if room is not None else []
+    return ["", f"each of the {cell.ranks} processes of a worker (cell.fsdp={cell.ranks}), in GB", *aligned(rows)]
+
+
 class _Table(NamedTuple):
     """Memory of each stage by one way to count."""
 
@@ -193,7 +221,8 @@ def _room(gpu: str | None, memory_text: str | None) -> tuple[int | None, list[st
 
 class _Known(NamedTuple):
     """A model and its job. optimizer: what it can update apart, None if unknown. staging: bytes for checkpoints that
-    are not written yet. stages: of equal length, each with as many workers."""
+    are not written yet. exchanged: bytes that the processes of one worker exchange at once. stages: of equal length,
+    each with as many workers."""
 
     model: Model
     workers: int
@@ -201,6 +230,8 @@ class _Known(NamedTuple):
     optimizer: dict[str, str] | None
     assumed: list[str]
     staging: int
+    config: Config
+    exchanged: int
     stages: int = 1
 
 
@@ -213,7 +244,16 @@ def _given(named: Mapping[str, str], asked: Mapping[str, Any]) -> _Known:
     workers = asked["workers"] or 1
     lanes = asked["lanes"] or max(Config().lanes, workers)
     assumed = ["an optimizer like Adam", f"{lanes} lanes"]
-    return _Known(Model(count, 4.0 * count, _ADAM_BYTES * count), workers, lanes, None, assumed, 0)
+    config = load_config((("--workers", {"workers": workers, "lanes": lanes}), *_set_by(asked)))
+    if config.cell.fsdp > 1 and config.cell.least is None:
+        assumed.append("a model of one unit, whose gradients are exchanged at once: give --set cell.wrap=N for smaller")
+    model, exchanged = Model(count, 4.0 * count, _ADAM_BYTES * count), 4 * min(count, config.cell.least or count)
+    return _Known(model, config.workers, config.lanes, None, assumed, 0, config, exchanged)
+
+
+def _set_by(asked: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Layers of a config: what --set says."""
+    return [("--set", dict([parse_set(text)])) for text in asked["settings"]]
 
 
 def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
@@ -233,6 +273,7 @@ def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
         ("--pp", "stages", stages),
     )
     layers = tuple((option, {key: value}) for option, key, value in options if value is not None)
+    layers += tuple(_set_by(asked))
     config = made.config = effective_config(made.defaults, Request(layers))
     if config.workers % config.stages:
         raise ConfigError(f"--workers: expected a multiple of the {config.stages} stages, got {config.workers}")
@@ -245,7 +286,9 @@ def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
     staged = (config.checkpoint.staging_mb or 0) * 2**20 if config.checkpoint.enabled else 0
     assumed = [*found.assumed, "no checkpoints kept in memory"]
     assumed += ["stages of equal length"] * (config.stages > 1)
-    return _Known(model, config.workers, config.lanes, kind, assumed, staged, config.stages)
+    return _Known(
+        model, config.workers, config.lanes, kind, assumed, staged, config, found.exchanged_bytes, config.stages
+    )
 
 
 def _to_dict(asked: dict[str, Any], first: _Table, second: _Table, assumed: list[str]) -> dict[str, Any]:

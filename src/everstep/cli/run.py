@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import Config, load_config, pool_wish, read_layers
+from everstep.base.config import Config, cell_notes, load_config, pool_wish, read_layers
 from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError, Deposed
 from everstep.base.foreign import foreign_launcher
@@ -449,7 +449,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
             f"zero.stage={config.zero.stage} saves no memory where a stage has no more workers ({least}) than "
             f"zero.copies ({config.zero.copies}): each of them has all of the optimizer's state"
         )
-    opening += [*invocation.notes, *probe.notes]
+    opening += [*invocation.notes, *cell_notes(config), *probe.notes]
     opening += [about_to_run(job)] if found.job is not None else []
     opening += [text for text in (owner_words(run_dir), warning, open_still) if text]
     return _launch(invocation, job, opening)

@@ -151,6 +151,44 @@ class StageMemory:
     runs: bool
 
 
+@dataclass(frozen=True)
+class CellMemoryUse:
+    """Bytes of each of the processes of a worker of several, by kind; what they share is divided among them."""
+
+    ranks: int
+    per_rank_bytes: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Of one process."""
+        return sum(self.per_rank_bytes.values())
+
+
+def of_cell(model: Model, split: Split, ranks: int, exchanged: int, sums: int) -> CellMemoryUse:
+    """Bytes of a process where each worker is so many of them (`cell.fsdp`).
+
+    exchanged: of the gradients that are exchanged at once (`cell.wrap`). sums: of lanes that are kept at a time.
+    - exchange: two boxes of what is exchanged, and as much in `.grad`.
+    - lanes: the sums, once for all. first: the first lane, computed twice, is whole in the head's `.grad`.
+    - gradients: of a process's own part, for its update; results: reduced ones, as for `of_ours` on one host.
+    """
+    check(ranks >= 1, f"expected at least one process in a worker, got {ranks}")
+    flat = 4.0 * model.parameters
+    found = {
+        "parameters": model.parameter_bytes / ranks,
+        "optimizer": model.optimizer_bytes / ranks,
+        "exchange": 3.0 * exchanged,
+        "lanes": flat * sums / ranks,
+        "gradients": flat / ranks,
+        "first": flat / ranks,
+        "results": flat / (split.workers * ranks),
+        "buffers": model.buffer_bytes * (1 + 1 / ranks),
+        "activations": model.activation_bytes,
+        "process": WORKER_BYTES + JOB_BYTES / (split.workers * ranks),
+    }
+    return CellMemoryUse(ranks, {kind: round(size) for kind, size in found.items()})
+
+
 def answer(usage: MemoryUse, baseline: MemoryUse, parameters: int, memory_bytes: int | None, runs: bool) -> StageMemory:
     """What one stage needs, from its bytes and those of stage 0."""
     return StageMemory(

@@ -24,6 +24,7 @@ from everstep.base.ports import Node
 from everstep.exact.lane_statistics import LaneStatistics
 from everstep.exact.layout import GradientLayout
 from everstep.exact.lending import written_twice
+from everstep.exact.wrapping import Wrapped
 from everstep.placement.ranks import Add, Folding, SumPlace, part_of
 from everstep.placement.tree import cover
 
@@ -52,15 +53,24 @@ class RankSums:
     lane."""
 
     def __init__(
-        self, layout: GradientLayout, model: nn.Module, n_lanes: int, shelves: Shelves, *, whole_first: bool
+        self,
+        layout: GradientLayout,
+        model: nn.Module,
+        n_lanes: int,
+        shelves: Shelves,
+        units: Sequence[Wrapped],
+        *,
+        whole_first: bool,
     ) -> None:
-        """layout: of this very model, which is one stage. whole_first: the first lane is computed twice for comparison,
-        so its gradients stay in `.grad` until `add`."""
+        """layout: of this very model, which is one stage. units: of it, or smaller parts that are exchanged one by one.
+        whole_first: the first lane is computed twice for comparison, so its gradients stay in `.grad` until `add`."""
         by_name = dict(model.named_parameters(remove_duplicate=False))
         self._layout, self._n_lanes, self._shelves = layout, n_lanes, shelves
         self._params: dict[int, nn.Parameter] = {i: by_name[layout.entries[i].name] for i in layout.params}
-        self._order = [k for k in reversed(range(len(layout.units))) if layout.units[k].start < layout.units[k].stop]
-        self._entries = {k: [i for i, e in enumerate(layout.entries) if e.unit == k] for k in self._order}
+        self._units = units
+        self._unit_of = {i: k for k, unit in enumerate(units) for i in unit.entries}
+        self._order = list(reversed(range(len(units))))
+        self._entries = {k: unit.entries for k, unit in enumerate(units)}
         self._statistics = LaneStatistics(layout, model, range(len(layout.units)))
         self.watches = whole_first
         self._folding = Folding(())
@@ -131,7 +141,7 @@ class RankSums:
 
     def _fired(self, i: int, parameter: Tensor) -> None:
         """Autograd has finished a gradient."""
-        lane, unit = self._lane, self._layout.entries[i].unit
+        lane, unit = self._lane, self._unit_of[i]
         if i in lane.moved:
             raise TaskError(written_twice(self._layout.entries[i].name))
         lane.fired.add(i)
@@ -157,7 +167,7 @@ class RankSums:
         if gradient is None or gradient.layout is not torch.strided:
             return
         box = self._shelves.box(self._shelves.rank, self._lane.at % 2)
-        at = entry.offset - self._layout.units[entry.unit].start
+        at = entry.offset - self._units[self._unit_of[i]].start
         box.as_strided(entry.shape, entry.stride, box.storage_offset() + at).copy_(gradient)
         self._params[i].grad = None
         self._lane.moved.add(i)
@@ -169,9 +179,9 @@ class RankSums:
         mine, entries = shelves.row(shelves.rank, turn), self._entries[unit]
         there = [i in lane.moved if i in self._params else True for i in entries]
         mine[entries[0] : entries[-1] + 1] = torch.tensor(there, dtype=torch.uint8)
-        box, start = shelves.box(shelves.rank, turn), self._layout.units[unit].start
+        box, start = shelves.box(shelves.rank, turn), self._units[unit].start
         for region, value in zip(self._statistics.regions, lane.statistics, strict=False):
-            if self._layout.entries[region.entries[0]].unit == unit:
+            if self._unit_of[region.entries[0]] == unit:
                 box[region.start - start : region.stop - start].copy_(value)
         self._point += 1
         shelves.meet(self._point, self._ranks)
@@ -180,7 +190,7 @@ class RankSums:
 
     def _fold(self, unit: int, turn: int) -> None:
         """Make the round's additions, of this rank's range of a unit."""
-        entries, bounds = self._entries[unit], self._layout.units[unit]
+        entries, bounds = self._entries[unit], self._units[unit]
         first, last = entries[0], entries[-1] + 1
         rows = {
             SumPlace("box", rank): bytes(self._shelves.row(rank, turn)[first:last].tolist()) for rank in self._ranks
@@ -211,7 +221,7 @@ class RankSums:
         ends = self._layout.boundaries
         for i, a, b in zip(entries, left, right, strict=True):
             start, stop = max(self._layout.entries[i].offset, lo), min(ends[i], hi)
-            stop = min(stop, self._layout.units[self._layout.entries[i].unit].stop)
+            stop = min(stop, self._units[self._unit_of[i]].stop)
             if start >= stop or not (a or b):
                 continue
             if found and found[-1][1:] == (start, a, b):

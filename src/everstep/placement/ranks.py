@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from everstep.base.ports import Node
-from everstep.placement.tree import children, path_to
+from everstep.placement.tree import children, cover, path_to
 
 ALIGN_ELEMENTS = 1024
 """Ranges begin at multiples of this: a page of float32 is touched by one process."""
@@ -95,6 +95,15 @@ class Folding:
     def _free(self) -> int:
         taken = set(self.slots.values())
         return next(slot for slot in range(len(taken) + 1) if slot not in taken)
+
+
+def most_slots(lanes: Sequence[int], n_lanes: int, ranks: int) -> int:
+    """Sums that a worker's processes keep at a time, at the most."""
+    folding, most = Folding(cover(lanes, n_lanes)), 0
+    for turn in rounds(lanes, ranks):
+        adds = folding.round(turn)
+        most = max([most, *(1 + add.into.number for add in adds if add.into.kind == "slot")])
+    return most
 
 
 def _end_in(adds: list[Add], at: SumPlace, slot: SumPlace) -> None:

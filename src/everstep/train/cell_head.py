@@ -45,11 +45,11 @@ class CellHead:
         refuse_in_cell(parts.optimizer, config.seed)
         _refuse_model(parts.model)
         self._head, self._replica, self._ranks = head, replica, config.cell.fsdp
-        places = CellPlaces(replica.layout, parts.model, self._ranks, config.lanes)
+        places = CellPlaces(replica.layout, parts.model, self._ranks, config.lanes, config.cell.least)
         self._store = CellStore(CellMemory.create(places.size), places, tick, self._look)
         self._store.move_in(parts.model)
         self._update = CellUpdate(parts.optimizer, self._store, self._ranks)
-        self._sums = RankSums(replica.layout, parts.model, config.lanes, self._store, whole_first=True)
+        self._sums = RankSums(replica.layout, parts.model, config.lanes, self._store, places.units, whole_first=True)
         self._point = 0
         self._finished: list[tuple[LaneReport, Any]] = []
         self._told: tuple[int, int] | None = None

@@ -73,7 +73,7 @@ class CellLimb:
     def attach(self, path: str, size: int, likeness: str) -> dict[str, Any]:
         """Have the model where the head has it. Raises: ConfigError if that is another one."""
         model, lanes = self._replica.parts.model, self._config.lanes
-        places = CellPlaces(self._replica.layout, model, self._config.cell.fsdp, lanes)
+        places = CellPlaces(self._replica.layout, model, self._config.cell.fsdp, lanes, self._config.cell.least)
         if (places.size, places.likeness) != (size, likeness):
             raise ConfigError(
                 "cell.fsdp: expected the same model in all processes of a worker, but build_model has made different "
@@ -82,7 +82,7 @@ class CellLimb:
         self._store = CellStore(CellMemory.attach(path, self._rank, size), places, self._row.tick)
         self._store.move_in(model)
         self._update = CellUpdate(self._replica.parts.optimizer, self._store, self._config.cell.fsdp)
-        self._sums = RankSums(self._replica.layout, model, lanes, self._store, whole_first=False)
+        self._sums = RankSums(self._replica.layout, model, lanes, self._store, places.units, whole_first=False)
         self._replica.loop.use(self._sums)
         return {}
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from everstep.base.errors import ConfigError, check
 from everstep.exact.digest import digest_bytes
 from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, GradientLayout, memory_of, round_up
+from everstep.exact.wrapping import wrapped
 from everstep.parallel.cell_memory import CellMemory, PassBroken, SharedPlace
 from everstep.parallel.mapping import PAGE
 
@@ -28,13 +29,17 @@ _FLOAT = 4
 
 class CellPlaces:
     """Extents in the memory of one worker. model: whole, with its parameters and buffers as they are before the first
-    step; n_slots: sums that are kept at a time, at most."""
+    step; n_slots: sums that are kept at a time, at most; wrap: elements of the modules that are exchanged together,
+    None for units."""
 
-    def __init__(self, layout: GradientLayout, model: nn.Module, ranks: int, n_slots: int) -> None:
+    def __init__(
+        self, layout: GradientLayout, model: nn.Module, ranks: int, n_slots: int, wrap: int | None = None
+    ) -> None:
         self.size = PAGE
+        self.units = wrapped(layout, wrap)
         self.notes = [self._take(_NOTE_BYTES) for _ in range(ranks)]
         self.rows = [[self._take(len(layout.entries)) for _ in range(2)] for _ in range(ranks)]
-        largest = max((unit.stop - unit.start for unit in layout.units), default=0)
+        largest = max((unit.stop - unit.start for unit in self.units), default=0)
         self.boxes = [[self._take(_FLOAT * largest) for _ in range(2)] for _ in range(ranks)]
         self.slots = [self._take(_FLOAT * layout.numel) for _ in range(n_slots)]
         self.parameters = [self._take(_within(group[0])) for group in leaves_of(model.parameters())]
@@ -42,7 +47,7 @@ class CellPlaces:
         elements = sum(round_up(p.numel() * _FLOAT, BLOCK_ELEMENTS) for p in model.parameters())
         self.state = self._take(_MOST_STATE * elements)
         named = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-        self.likeness = digest_bytes(repr((layout.fingerprint(), named, ranks, n_slots, self.size)).encode())
+        self.likeness = digest_bytes(repr((layout.fingerprint(), named, ranks, n_slots, wrap, self.size)).encode())
 
     def _take(self, size: int) -> SharedPlace:
         found = SharedPlace(self.size, size)
@@ -124,7 +129,7 @@ class CellStore:
                 shared.copy_(first.detach())
             for leaf in group:
                 leaf.data = shared
-        ctypes.CDLL(None).malloc_trim(0)
+        give_back()
 
     def give_buffers(self, model: nn.Module) -> None:
         """Leave the model's buffers, which are the step's, for the others."""
@@ -151,6 +156,11 @@ class CellStore:
     def close(self) -> None:
         """Let nobody else attach."""
         self.memory.close()
+
+
+def give_back() -> None:
+    """Give memory that this process has freed back to the system: the allocator would keep it for ever."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def leaves_of(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

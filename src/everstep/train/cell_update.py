@@ -20,7 +20,7 @@ from everstep.exact.layout import ALIGN_BYTES, round_up
 from everstep.exact.pieces import Ranges
 from everstep.parallel.cell_memory import SharedPlace
 from everstep.placement.ranks import update_ranges
-from everstep.train.cell_store import CellStore
+from everstep.train.cell_store import CellStore, give_back
 
 _FLOAT = 4
 KeptForEach = list[dict[str, list[Any]]]
@@ -62,7 +62,9 @@ class CellUpdate:
         )
         if not missing:
             return None
-        return [self._described(number, parameter, runs) for number, (parameter, runs) in enumerate(self._mine)]
+        found = [self._described(number, parameter, runs) for number, (parameter, runs) in enumerate(self._mine)]
+        give_back()
+        return found
 
     @property
     def _numbered(self) -> list[tuple[int, Tensor]]:
@@ -133,6 +135,9 @@ class CellUpdate:
                     found[key] = what[0]
             if found:
                 self._optimizer.state[parameter] = found
+        before = {}
+        if groups is None or not any(kept):  # the state has been moved, or is about to be made
+            give_back()
 
     # ---- memory
 

@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from everstep.base.errors import ConfigError
 from everstep.data.reading import first_samples
+from everstep.exact.layout import GradientLayout, untie
+from everstep.exact.wrapping import wrapped
 from everstep.train.optimizer_kind import OptimizerKind, kind_of
 from everstep.train.task import Task
 
@@ -25,7 +27,8 @@ class Counted:
     """Number of trained parameters; bytes of all parameters, of buffers, of the optimizer's state, and of what one
     lane's forward pass keeps for its backward pass. forward_flops: operations of that pass, 0 where it cannot be
     counted. units: where the model may be cut. optimizer: which parts it can update apart, None if that cannot be
-    tried. assumed: what was taken for granted where it cannot be counted."""
+    tried. assumed: what was taken for granted where it cannot be counted. exchanged_bytes: gradients that processes of
+    one worker exchange at once, by `cell.wrap`."""
 
     parameters: int
     parameter_bytes: int
@@ -36,6 +39,7 @@ class Counted:
     units: int
     optimizer: OptimizerKind | None
     assumed: tuple[str, ...]
+    exchanged_bytes: int = 0
 
 
 def count_task(task: Task, micro_batch: int) -> Counted:
@@ -77,6 +81,7 @@ def count_task(task: Task, micro_batch: int) -> Counted:
         _units(task, model),
         _kind(task, parameters),
         tuple(assumed),
+        _exchanged(task, model),
     )
 
 
@@ -117,6 +122,16 @@ def _units(task: Task, model: nn.Module) -> int:
         return len(task.units(model) or [model])
     except Exception:
         return 1
+
+
+def _exchanged(task: Task, model: nn.Module) -> int:
+    try:
+        units = task.units(model) or [model]
+        untie(model, units)
+        found = wrapped(GradientLayout.build(model, units), task.config.cell.least)
+    except Exception:
+        return sum(4 * p.numel() for p in model.parameters())
+    return 4 * max((one.stop - one.start for one in found), default=0)
 
 
 def _of_forward(task: Task, model: nn.Module, micro_batch: int) -> tuple[int, int]:

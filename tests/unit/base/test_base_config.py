@@ -7,7 +7,17 @@ import sys
 
 import pytest
 
-from everstep.base.config import FREE, Config, describe, load_config, numerics, parse_set, to_dict, with_batch_size
+from everstep.base.config import (
+    FREE,
+    Config,
+    cell_notes,
+    describe,
+    load_config,
+    numerics,
+    parse_set,
+    to_dict,
+    with_batch_size,
+)
 from everstep.base.errors import ConfigError
 
 
@@ -123,7 +133,7 @@ def test_refused(values, parts):
     ("unknown", "nearest"),
     [
         ("lane", "lanes"),
-        ("prefetch", "loader.prefetch"),
+        ("loader.prefech", "loader.prefetch"),
         ("clip-norm", "clip_norm"),
         ("loader.worker", "loader.workers"),
         ("heartbeat.ceiling", "heartbeat.ceiling_s"),
@@ -141,6 +151,7 @@ def test_unknown_keys_name_the_nearest(unknown, nearest):
 
 def test_a_last_part_that_several_keys_have_names_all_of_them():
     assert refused({"mode": 1}).endswith("did you mean 'security.tls.mode' or 'early_stop.mode'?")
+    assert "did you mean 'loader.prefetch' or 'cell.prefetch'?" in refused({"prefetch": 1})
 
 
 @pytest.mark.parametrize("unknown", ["qqq", "dropout", "steps_per_epoch", "name", "min_lanes_2", "x" * 100_000])
@@ -316,3 +327,18 @@ def test_it_needs_the_standard_library_alone():
     code = "import sys, everstep.base.config; print(sorted({'torch', 'numpy', 'msgspec', 'yaml'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_changes_nothing_in_a_cell_is_said_by_key() -> None:
+    idle = {"cell.prefetch": 2, "cell.reshard_after_forward": "false", "cell.offload": "cpu", "cell.wrap": 1000}
+    said = cell_notes(load_config([("t", idle)]))
+    assert [line.partition(" ")[0] for line in said] == [
+        "cell.wrap=1000",
+        "cell.offload=cpu",
+        "cell.prefetch=2",
+        "cell.reshard_after_forward=False",
+    ]
+    assert cell_notes(load_config([("t", {"cell.fsdp": 2, "cell.wrap": 1000})])) == []
+    for key, value in (("cell.wrap", "0"), ("cell.wrap", "layers"), ("cell.offload", "disk"), ("cell.prefetch", "-1")):
+        with pytest.raises(ConfigError, match=key):
+            load_config([("t", {key: value})])

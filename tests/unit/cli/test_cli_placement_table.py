@@ -47,6 +47,19 @@ def test_a_row_per_stage_says_who_does_what() -> None:
     assert rows[1]["lanes"] == {"2": list(range(8)), "3": []}
 
 
+def test_processes_of_each_worker_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    task = Four()
+    task.config = config(**{"workers": 2, "lanes": 6, "cell.fsdp": 2})
+    (row,) = placement_rows(task.config, looked(task))
+    assert row["cells"]["1"] == [
+        {"rank": 0, "role": "head", "lanes": [3, 5]},
+        {"rank": 1, "role": "limb", "lanes": [4]},
+    ]
+    print_placement(task.config, Probe(), as_json=False)
+    said = capsys.readouterr().out
+    assert "limb" in said and "lie once in each cell's shared memory" in said
+
+
 def test_a_map_says_units_leader_and_roles(capsys: pytest.CaptureFixture[str]) -> None:
     task = Four()
     task.sizes = [2, 2]

@@ -51,6 +51,23 @@ def test_lanes_and_staging_can_be_asked_for(capsys: pytest.CaptureFixture[str]) 
     assert "--staging: expected" in capsys.readouterr().err
 
 
+def test_processes_of_a_worker_are_counted_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """What they share is divided among them; what they exchange at once is the smaller the finer `cell.wrap`."""
+    task = planned(capsys, "mlp-digits", "--set", "cell.fsdp=4")["cell"]
+    assert task["ranks"] == 4 and task["per_rank_bytes"]["parameters"] == round(4 * 8970 / 4)
+    units, modules = (
+        planned(capsys, "--params", "1B", "--set", "cell.fsdp=4", *more)["cell"]["per_rank_bytes"]
+        for more in ((), ("--set", "cell.wrap=1000"))
+    )
+    assert modules["exchange"] == 12_000 < units["exchange"]
+    assert planned(capsys, "mlp-digits")["cell"] is None
+    small = planned(capsys, "--params", "1B", "--set", "cell.fsdp=4", "--set", "cell.wrap=1000", "--memory", "9GB")
+    assert "cell" in small and sum(small["cell"]["per_rank_bytes"].values()) < 9 * 10**9
+    planned(capsys, "--params", "1B", "--set", "cell.fsdp=4", "--memory", "9GB", code=1)
+    assert run_command(["plan", "memory", "--params", "1B", "--set", "cell.fsdp=0"]) == 2
+    assert "cell.fsdp: expected" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["disk", "./disk", "/disk/a", "none", "cpu"])
 def test_an_offload_is_a_folder_whose_name_may_have_no_slash(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert planned(capsys, "--params", "1M", "--offload", name)["offload"] == name

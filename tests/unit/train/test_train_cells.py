@@ -49,19 +49,19 @@ class Model(nn.Module):
 class Rank:
     """One process's model, and what it shares."""
 
-    def __init__(self, rank: int, memory: CellMemory | None = None) -> None:
+    def __init__(self, rank: int, memory: CellMemory | None = None, wrap: int | None = None) -> None:
         self.model = Model()
         untie(self.model, self.model.units())
         align_parameters(self.model)
         self.layout = GradientLayout.build(self.model, self.model.units())
-        self.places = CellPlaces(self.layout, self.model, RANKS, LANES)
+        self.places = CellPlaces(self.layout, self.model, RANKS, LANES, wrap)
         if memory is None:
             self.memory = CellMemory.create(self.places.size)
         else:
             self.memory = CellMemory.attach(memory.path, rank, self.places.size)
         self.store = CellStore(self.memory, self.places, lambda: None)
         self.store.move_in(self.model)
-        self.sums = RankSums(self.layout, self.model, LANES, self.store, whole_first=rank == 0)
+        self.sums = RankSums(self.layout, self.model, LANES, self.store, self.places.units, whole_first=rank == 0)
 
     def start(self) -> None:
         """Put the statistics in place that the step starts from."""
@@ -80,11 +80,11 @@ class Rank:
         sums.add(lane)
 
 
-def in_threads(act: Callable[[Rank], None]) -> tuple[list[Rank], list[BaseException]]:
+def in_threads(act: Callable[[Rank], None], wrap: int | None = None) -> tuple[list[Rank], list[BaseException]]:
     """All ranks at once; what they raised."""
-    head = Rank(0)
+    head = Rank(0, wrap=wrap)
     threads = torch.get_num_threads()
-    ranks, raised = [head, *(Rank(k, head.memory) for k in range(1, RANKS))], []
+    ranks, raised = [head, *(Rank(k, head.memory, wrap) for k in range(1, RANKS))], []
 
     def run(one: Rank) -> None:
         torch.set_num_threads(threads)  # a new thread has another number, and bits depend on it
@@ -116,9 +116,10 @@ def there(layout: GradientLayout, row: bytes, flat: Tensor) -> list[Tensor]:
     return [flat[e.offset : e.stop].clone() for e, is_there in zip(layout.entries, row, strict=True) if is_there]
 
 
+@pytest.mark.parametrize("wrap", [None, 50])
 @pytest.mark.parametrize("lanes", [list(range(6)), [0, 1, 2, 3], [1, 2, 4, 5], [3]])
-def test_sums_have_the_bits_of_one_process(lanes: list[int]) -> None:
-    """Twice: the first lane of a head is another case."""
+def test_sums_have_the_bits_of_one_process(lanes: list[int], wrap: int | None) -> None:
+    """Twice: the first lane of a head is another case. By units, and by modules of some size."""
 
     def act(one: Rank) -> None:
         point = 0
@@ -135,7 +136,7 @@ def test_sums_have_the_bits_of_one_process(lanes: list[int]) -> None:
             point += 1
             one.store.meet(point, range(RANKS))
 
-    ranks, raised = in_threads(act)
+    ranks, raised = in_threads(act, wrap)
     assert not raised, raised
     expected = alone(lanes)
     found = {node: (row, there(ranks[0].layout, row, flat)) for node, row, flat in ranks[0].sums.results()}
@@ -164,7 +165,7 @@ def test_a_rank_that_leaves_a_pass_frees_the_others() -> None:
 
 def test_a_gradient_that_comes_twice_is_refused() -> None:
     one = Rank(0)
-    sums = RankSums(one.layout, one.model, LANES, one.store, whole_first=False)
+    sums = RankSums(one.layout, one.model, LANES, one.store, one.places.units, whole_first=False)
     sums.begin([0], fresh=True)
     sums.round([0], 1)
     sums.enter(0)
