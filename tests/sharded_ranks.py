@@ -14,7 +14,7 @@ from torch import Tensor
 
 from everstep.exact.shard_sums import ShardMesh
 
-_LIMIT_S = 60.0
+_LIMIT_S = 30.0
 
 
 class Turns:
@@ -73,7 +73,7 @@ def on_ranks(shards: int, degree: int, run: Callable[[ShardMesh], Any], *, seque
         finally:
             turns.pass_on(rank)
 
-    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(degree)]
+    threads = [threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(degree)]
     for thread in threads:
         thread.start()
     turns.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ def bounds(size: int, shards: int) -> list[tuple[int, int]]:
     """(first, stop) of each shard of an axis: the first `size % shards` shards have one more than the others."""
     least, more = divmod(size, shards)
     starts = [shard * least + min(shard, more) for shard in range(shards + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(pairwise(starts))
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,9 @@ def _refuse_twice(plan: ShardPlan, matched: Mapping[str, list[str]], between: Se
     for k, name in enumerate(taken):
         for other in taken[k + 1 :]:
             if name == other or name.startswith(f"{other}.") or other.startswith(f"{name}."):
-                raise ConfigError(f"cell.shards: the plan wraps {max(name, other, key=len)} twice: expected one rule for it")
+                raise ConfigError(
+                    f"cell.shards: the plan wraps {max(name, other, key=len)} twice: expected one rule for it"
+                )
 
 
 def _table(model: nn.Module, was: Mapping[int, str]) -> Iterator[tuple[str, Sharded]]:

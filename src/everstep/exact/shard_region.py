@@ -202,6 +202,8 @@ def _copy(owner: nn.Module, rule: RegionRule, made: dict[int, Any], shards: int)
     for number in rule.divided:
         count = vars(found)[number]
         if count % shards:
-            raise ConfigError(f"cell.shards: {rule.modules}.{number} is {count}: expected one that {shards} shards divide")
+            raise ConfigError(
+                f"cell.shards: {rule.modules}.{number} is {count}: expected one that {shards} shards divide"
+            )
         vars(found)[number] = count // shards
     return found

@@ -29,8 +29,10 @@ class VocabularyLogits:
 
         Raises: TaskError for targets that are no words.
         """
-        if targets.numel() and not (0 <= int(targets.min()) and int(targets.max()) < self.words):
-            raise TaskError(f"expected targets from 0 to {self.words - 1}, got {int(targets.min())} to {int(targets.max())}")
+        if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < self.words):
+            raise TaskError(
+                f"expected targets from 0 to {self.words - 1}, got {int(targets.min())} to {int(targets.max())}"
+            )
         logits = [own.float() for own in self.mine]
         most = torch.stack(self.mesh.gather([own.detach().amax(-1) for own in logits])).amax(0)
         above = [own - most.unsqueeze(-1) for own in logits]
@@ -59,7 +61,9 @@ class VocabularyShards:
         """(name of the weight that they were cut from, this rank's shards). Raises: ConfigError for too few words."""
         mesh = self._mesh
         if weight.shape[0] < mesh.shards:
-            raise ConfigError(f"cell.shards: {name} is {list(weight.shape)}: expected a word or more for {mesh.shards} shards")
+            raise ConfigError(
+                f"cell.shards: {name} is {list(weight.shape)}: expected a word or more for {mesh.shards} shards"
+            )
         if id(weight) not in self._made:
             made = {
                 str(shard): nn.Parameter(_ROWS.take(weight, shard, mesh.shards), requires_grad=weight.requires_grad)
@@ -87,13 +91,17 @@ class VocabularyEmbedding(_VocabularyModule):
         """name: of the module. Raises: ConfigError for what an embedding may do beyond looking up."""
         super().__init__(f"{name}.weight", inner.weight, mesh, made)
         if inner.max_norm is not None or inner.scale_grad_by_freq or inner.sparse:
-            raise ConfigError(f"cell.shards: {name}: expected an embedding without max_norm, scale_grad_by_freq and sparse")
+            raise ConfigError(
+                f"cell.shards: {name}: expected an embedding without max_norm, scale_grad_by_freq and sparse"
+            )
         self._padding = inner.padding_idx
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: (N, T) int64 -> (N, T, width). Raises: TaskError for tokens that are no words."""
-        if tokens.numel() and not (0 <= int(tokens.min()) and int(tokens.max()) < self._words):
-            raise TaskError(f"expected tokens from 0 to {self._words - 1}, got {int(tokens.min())} to {int(tokens.max())}")
+        if tokens.numel() and not (int(tokens.min()) >= 0 and int(tokens.max()) < self._words):
+            raise TaskError(
+                f"expected tokens from 0 to {self._words - 1}, got {int(tokens.min())} to {int(tokens.max())}"
+            )
         limits = bounds(self._words, self._mesh.shards)
         found = []
         for k, shard in enumerate(self._mesh.mine):

@@ -18,6 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, default_collate
 
 from everstep.base.errors import ConfigError, EverstepError, TaskError
+from everstep.exact.shard_region import Sharded
+from everstep.exact.shard_sums import ShardMesh
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
@@ -55,6 +57,13 @@ class Task:
     def cuts(self, model: nn.Module, parts: int) -> list[int] | None:
         """How many units each of so many parts should have, in order; None: balanced by their parameters."""
         return None
+
+    def parallelize(self, model: nn.Module, mesh: ShardMesh) -> dict[str, Sharded]:
+        """Cut the model into virtual shards, with `shard_model` and a plan; returns what it returns."""
+        raise ConfigError(
+            f"{type(self).__name__} must define parallelize(self, model, mesh), a plan of what is cut: set cell.tp=1 "
+            "without one"
+        )
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The micro-batch's mean loss (scalar), or (sum, weight), both scalars: weight is the number of tokens, say."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from tests.sharded_ranks import on_ranks
 from torch import Tensor, nn
 
-from everstep.exact.shard_plan import shard_model, whole_tensors
+from everstep.base.errors import ConfigError, TaskError
+from everstep.exact.shard_plan import ShardPlan, shard_model, whole_tensors
+from everstep.exact.shard_region import Column, RegionRule
 from everstep.exact.shard_sums import ShardMesh
+from everstep.train.task import Task
 from everstep.zoo.recipe import token_loss
 from everstep.zoo.shard_plans import hub_plan, transformer_plan
 from everstep.zoo.transformer import Transformer, TransformerConfig
-from tests.sharded_ranks import on_ranks
 
 WORDS, TOKENS, ROWS = 97, 16, 3
 
@@ -43,7 +47,7 @@ def _hub(config: Any) -> Made:
     model.make_chain(None)
 
     def chain() -> Callable[[Tensor], Any]:
-        model.make_chain(None)
+        model.renew_chain()
         return lambda tokens: model(tokens).logits
 
     return Made(model, hub_plan(config), chain)
@@ -132,3 +136,104 @@ def test_gradients_are_those_of_the_unsharded_model(kind: str, sequence: bool) -
     assert abs(own[0] - losses[0]) < 1e-5
     for name, gradient in wanted.items():
         assert (whole[name] - gradient).abs().max() <= 1e-6 * max(1.0, float(gradient.abs().max())), name
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_other_numbers_of_shards_add_up_alike(shards: int) -> None:
+    """Three shards: a tree that is not even, and a vocabulary that is."""
+
+    def made() -> Made:
+        torch.manual_seed(3)
+        model = Transformer(TransformerConfig(WORDS, TOKENS, 1, 24, 3, 0.0))
+        return Made(model, transformer_plan(model.config), lambda: model)
+
+    _, (_, wanted), _ = _trained(made(), None, 1)
+    _, (table, grads), _ = _trained(made(), ShardMesh(shards), 1)
+    whole = whole_tensors([grads], [table], shards)
+    assert all((whole[name] - gradient).abs().max() <= 1e-6 for name, gradient in wanted.items())
+
+
+def test_without_gradients_logits_are_whole() -> None:
+    plain, made = _zoo(0.0), _zoo(0.0)
+    shard_model(made.model, made.plan, ShardMesh(4))
+    with torch.no_grad():
+        tokens = _batch(0)[:, :-1]
+        assert torch.allclose(plain.model(tokens), made.model(tokens), atol=1e-5)
+
+
+def test_shards_draw_apart() -> None:
+    drawn = ShardMesh(4).each(lambda k: torch.rand(3), draws=True)
+    assert len({tuple(one.tolist()) for one in drawn}) == 4
+
+
+def _refusal(plan: Any, shards: int, model: nn.Module | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        shard_model(model or _zoo(0.0).model, plan, ShardMesh(shards))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_heads_that_the_shards_do_not_divide_are_named() -> None:
+    said = _refusal(_zoo(0.0).plan, 8)
+    assert "blocks.0.attention.qkv.weight is [96, 32], of 4 heads" in said and "8 shards" in said
+
+
+def test_grouped_heads_that_the_shards_do_not_divide_are_named() -> None:
+    made = _llama(0.0)
+    assert "k_proj.weight is [16, 32], of 4 heads" in _refusal(made.plan, 8, made.model)
+
+
+def test_a_size_that_the_shards_do_not_divide_is_named() -> None:
+    plan = ShardPlan([RegionRule("blocks.*", {"up": Column()}, ["down"], method="perceptron")], _zoo(0.0).plan.sequence)
+    assert "blocks.0.up.weight is [128, 32]: expected a size that 3 shards divide, got 128" in _refusal(plan, 3)
+
+
+def test_too_few_words_are_refused() -> None:
+    plan = ShardPlan([], _zoo(0.0).plan.sequence, "embedding.tokens")
+    assert "embedding.tokens.weight is [97, 32]" in _refusal(plan, 98)
+
+
+def test_a_plan_that_names_no_module_is_refused() -> None:
+    whole = _zoo(0.0).plan
+    assert "names blocks.*.mlp" in _refusal(replace(whole, regions=[RegionRule("blocks.*.mlp", {}, [])]), 4)
+    assert "names tokens" in _refusal(replace(whole, embedding="tokens"), 4)
+    rule = RegionRule("blocks.*.attention", {"query": Column()}, ["out"])
+    assert "names blocks.0.attention.query" in _refusal(replace(whole, regions=[rule]), 4)
+
+
+def test_a_module_that_is_wrapped_twice_is_refused() -> None:
+    made = _zoo(0.0)
+    again = [*made.plan.regions, made.plan.regions[0]]
+    assert "wraps blocks.0.attention twice" in _refusal(replace(made.plan, regions=again), 4)
+    shard_model(made.model, made.plan, ShardMesh(4))
+    assert "wrapped already" in _refusal(made.plan, 4, made.model)
+
+
+def test_what_a_plan_leaves_out_is_refused() -> None:
+    rule = RegionRule("blocks.*.attention", {}, ["out"])
+    assert "does not say how blocks.0.attention.qkv.weight" in _refusal(replace(_zoo(0.0).plan, regions=[rule]), 4)
+    rule = RegionRule("blocks.*", {"norm1": Column()}, ["down"], method="perceptron")
+    assert "is a LayerNorm" in _refusal(ShardPlan([rule], _zoo(0.0).plan.sequence), 4)
+
+
+def test_other_architectures_and_tasks_without_a_plan_are_refused() -> None:
+    with pytest.raises(ConfigError, match="got mistral"):
+        hub_plan(transformers.MistralConfig())
+    with pytest.raises(ConfigError, match="must define parallelize"):
+        Task().parallelize(nn.Linear(1, 1), ShardMesh(1))
+
+
+def test_shards_that_the_ranks_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cell.shards: expected a multiple of cell.tp=2, got 3"):
+        ShardMesh(3, 0, 2)
+
+
+def test_tokens_that_are_no_words_and_odd_sequences_are_refused() -> None:
+    made = _zoo(0.0)
+    shard_model(made.model, made.plan, ShardMesh(4, sequence=True))
+    with pytest.raises(TaskError, match="expected tokens from 0 to 96, got 0 to 97"):
+        made.model(torch.tensor([[0, 97]]))
+    with pytest.raises(TaskError, match="cell.sp: expected sequences whose length is a multiple of cell.shards=4"):
+        made.model(torch.zeros(1, 6, dtype=torch.int64))
+    with pytest.raises(TaskError, match="expected targets"):
+        made.model(torch.zeros(1, 8, dtype=torch.int64)).loss(torch.full((1, 8), -100))
