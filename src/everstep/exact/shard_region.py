@@ -48,7 +48,8 @@ class RegionRule:
 
 @dataclass(frozen=True)
 class Sharded:
-    """A parameter of the sharded model. name: of the parameter that it was cut from; shard, cut: None if it is whole."""
+    """Where a parameter of the sharded model comes from. name: of the one it was cut from; shard, cut: None for a whole
+    one."""
 
     name: str
     shard: int | None = None

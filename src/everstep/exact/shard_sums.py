@@ -8,7 +8,7 @@ is to be added is gathered by shard, never reduced on the way. So the bits are t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -49,7 +49,7 @@ class ShardMesh:
     shards: int
     rank: int = 0
     degree: int = 1
-    exchange: ShardExchange = AllHere()
+    exchange: ShardExchange = field(default_factory=AllHere)
     sequence: bool = False
 
     def __post_init__(self) -> None:

@@ -29,10 +29,7 @@ class VocabularyLogits:
 
         Raises: TaskError for targets that are no words.
         """
-        if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < self.words):
-            raise TaskError(
-                f"expected targets from 0 to {self.words - 1}, got {int(targets.min())} to {int(targets.max())}"
-            )
+        _refuse_unknown("targets", targets, self.words)
         logits = [own.float() for own in self.mine]
         most = torch.stack(self.mesh.gather([own.detach().amax(-1) for own in logits])).amax(0)
         above = [own - most.unsqueeze(-1) for own in logits]
@@ -98,10 +95,7 @@ class VocabularyEmbedding(_VocabularyModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: (N, T) int64 -> (N, T, width). Raises: TaskError for tokens that are no words."""
-        if tokens.numel() and not (int(tokens.min()) >= 0 and int(tokens.max()) < self._words):
-            raise TaskError(
-                f"expected tokens from 0 to {self._words - 1}, got {int(tokens.min())} to {int(tokens.max())}"
-            )
+        _refuse_unknown("tokens", tokens, self._words)
         limits = bounds(self._words, self._mesh.shards)
         found = []
         for k, shard in enumerate(self._mesh.mine):
@@ -121,3 +115,9 @@ class VocabularyHead(_VocabularyModule):
         found = tuple(functional.linear(own, self._weight(k)) for k, own in enumerate(self._mesh.spread(x)))
         logits = VocabularyLogits(self._mesh, self._words, found)
         return logits if torch.is_grad_enabled() else logits.whole()
+
+
+def _refuse_unknown(what: str, tokens: Tensor, words: int) -> None:
+    """A token that no shard has would count as a zero. Raises: TaskError."""
+    if tokens.numel() and not (int(tokens.min()) >= 0 and int(tokens.max()) < words):
+        raise TaskError(f"expected {what} from 0 to {words - 1}, got {int(tokens.min())} to {int(tokens.max())}")

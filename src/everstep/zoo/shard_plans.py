@@ -1,4 +1,4 @@
-"""Plans that cut known architectures into virtual shards: the zoo's transformer, and Llama and GPT-2 of transformers."""
+"""Plans that cut known architectures into virtual shards: the zoo's transformer; Llama and GPT-2 of transformers."""
 
 from __future__ import annotations
 
