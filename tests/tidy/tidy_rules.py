@@ -419,7 +419,7 @@ def unfinished(source: Source) -> Iterator[str]:
 
 def dead_modules(sources: Mapping[str, Source], entries: Iterable[str]) -> Iterator[str]:
     """Modules that nothing imports, names as a string ("module", "module:attribute", f"package.{...}") or lists."""
-    alive = {*entries, "everstep.integrations.lightning"}  # what scripts import
+    alive = {*entries, *(f"everstep.integrations.{name}" for name in ("accelerate", "lightning"))}  # for scripts
     for source in sources.values():
         names = {name for _, name in imports(source)}
         words = {node.value for node in source.nodes if _is_text(node)}

@@ -32,7 +32,6 @@ PRELOAD = (*DEFAULT_PRELOAD, "everstep.train.worker", "everstep.zoo.digits", "ev
 
 def main(context: WorkerContext) -> int:
     """Run one life of one worker; returns its exit code."""
-    from everstep.integrations.plain_use import refuse_plain_use
     from everstep.train.cell_limb import run_limb
     from everstep.train.first_place import expected
     from everstep.train.worker import run_worker
@@ -62,7 +61,6 @@ def main(context: WorkerContext) -> int:
 
     try:
         if is_script:
-            refuse_plain_use()
             return run_worker(context, None, context.task, injector.at, linked)
         return run_worker(context, load, None, injector.at, linked)
     finally:

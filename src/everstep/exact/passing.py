@@ -36,7 +36,7 @@ class PassingState:
                 self._look(number, block)
 
     def digests(self) -> list[str]:
-        """Of each entry, once all blocks have passed that are not this worker's own."""
+        """The digest of each entry, once all blocks have passed that are not this worker's own."""
         self._fill_up_to(block_count(self.entries))
         return [one.hexdigest() for one in self._hashes]
 

@@ -28,7 +28,7 @@ from everstep.integrations.training_state import CarriedTraining, without_times
 from everstep.train import join as joining
 from everstep.train.foreign_trainers import one_process
 from everstep.train.precision import autocast
-from everstep.train.run import Run, Step
+from everstep.train.run import Run, Step, gradient_norm_of, looking, view_of
 from everstep.train.script_errors import say_in_one_line
 from everstep.train.watched_life import IN_REHEARSAL
 
@@ -262,7 +262,7 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
 
     def _check_batch(self, run: Run, order: TrainingOrder, whole: bool) -> None:
         """Raises: ConfigError if the user of the command has set what the arguments say."""
-        config = run.loop.config
+        config = view_of(run).config
         each = order.global_batch // self.args.gradient_accumulation_steps
         if config.lanes * config.micro_batch != order.global_batch:
             raise ConfigError(
@@ -308,7 +308,7 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
         done = min((update + 1) * self.args.gradient_accumulation_steps, order.passes)
         vars(self.state).update(global_step=step.number, epoch=epoch + done / order.passes)
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-        norm = self._run.loop.grad_norm if self._run is not None else math.nan
+        norm = gradient_norm_of(self._run) if self._run is not None else math.nan
         about = (None if math.isnan(norm) else norm, self.model, None, epoch, ignore_keys, start, rate)
         self._maybe_log_save_evaluate(self._tr_loss, *about)
         if update + 1 == order.per_epoch or self.control.should_training_stop or step.number == order.steps:
@@ -334,7 +334,7 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
         `compute_metrics` gets all predictions."""
         if self._run is None:
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        with self._run.loop.looking(self.model) as tick:
+        with looking(self._run) as tick:
             return super().evaluation_loop(_Ticking(dataloader, tick), *args, **kwargs)
 
     # ---- what is told and written

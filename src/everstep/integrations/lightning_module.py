@@ -70,7 +70,7 @@ def optimizer_and_schedulers(module: Any) -> tuple[Any, list[Any]]:
     Raises: ConfigError for several optimizers, or a form that Lightning does not know.
     """
     from lightning.pytorch.core import optimizer as forms
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     given = module.configure_optimizers()
     of = f"{type(module).__name__}.configure_optimizers"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -17,12 +17,41 @@ from typing import Any
 
 from everstep.base.errors import ConfigError
 from everstep.base.foreign import left_alone
+from everstep.train.reachable import of_user
 
-_OURS = "everstep.integrations.huggingface"
-_INSTEAD = (
-    "{name}.train() would train in each worker by itself: write 'from everstep.integrations.huggingface import "
-    "Trainer' in place of 'from transformers import Trainer'"
-)
+_TRAINS = "{name} under 'everstep run' would train one model in each worker: write 'from {ours} import Trainer'"
+_PRECISIONS = ("fp16", "bf16")
+
+
+def instead_of_accelerate(mixed_precision: Any = None, accumulation: Any = 1) -> str:
+    """What to write in place of a loop of Accelerate's with these arguments, in one line."""
+    more = f", accumulate={accumulation}" if type(accumulation) is int and accumulation > 1 else ""
+    if isinstance(mixed_precision, str) and mixed_precision in _PRECISIONS:
+        more += f", precision={mixed_precision!r}"
+    return (
+        "accelerate.Accelerator is not carried, because its loop updates between batches that workers share here: "
+        "instead of prepare, accumulate, clip_grad_norm_, step and zero_grad write 'run = everstep.join(model, "
+        f"optimizer, dataloader, scheduler=scheduler{more}, clip_norm=1.0, epochs=3)', 'for step in run:', 'for batch "
+        "in step:', 'step.backward(loss)'; for gather_for_metrics run.evaluate, for is_main_process run.is_main; leave "
+        "out unwrap_model and save_state"
+    )
+
+
+def _of_accelerator(given: Mapping[str, Any]) -> str:
+    return instead_of_accelerate(given.get("mixed_precision"), given.get("gradient_accumulation_steps"))
+
+
+def _of_trainer(name: str, integration: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda given: _TRAINS.format(name=name, ours=f"everstep.integrations.{integration}")
+
+
+_REFUSED: dict[str, tuple[str, str, Callable[[Mapping[str, Any]], str]]] = {
+    "transformers.trainer": ("Trainer", "train", _of_trainer("transformers.Trainer", "huggingface")),
+    "lightning.pytorch.trainer.trainer": ("Trainer", "fit", _of_trainer("lightning.Trainer", "lightning")),
+    "pytorch_lightning.trainer.trainer": ("Trainer", "fit", _of_trainer("pytorch_lightning.Trainer", "lightning")),
+    "accelerate.accelerator": ("Accelerator", "__init__", _of_accelerator),
+}
+"""By module: the class, the method that begins its loop, and what is said, by its arguments."""
 
 
 def one_process() -> None:
@@ -32,9 +61,10 @@ def one_process() -> None:
 
 
 def watch_trainers() -> None:
-    """In a worker: `one_process`, and a trainer that would train by itself is refused when its `train` is called."""
+    """In a worker: `one_process`, and a script's own use of classes that would train by themselves is refused."""
     one_process()
-    after_import("transformers.trainer", _guarded)
+    for name in _REFUSED:
+        after_import(name, _guarded)
 
 
 def _apart(module: ModuleType) -> None:
@@ -46,13 +76,16 @@ def _apart(module: ModuleType) -> None:
 
 
 def _guarded(module: ModuleType) -> None:
-    def refusing(train: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = sys.modules.get(_OURS)
-        if ours is None or not isinstance(self, ours.Trainer):
-            raise ConfigError(_INSTEAD.format(name=type(self).__name__))
-        return train(self, *args, **kwargs)
+    name, method, words = _REFUSED[module.__name__]
 
-    _wrap(module.Trainer, "train", refusing)
+    def refusing(begin: Callable[..., Any], self: Any, *args: Any, **given: Any) -> Any:
+        ours = any(kind.__module__.startswith("everstep.") for kind in type(self).__mro__)
+        # other libraries have Accelerators, too: the frames behind this one are the wrapper's and its caller's
+        if not ours and (method != "__init__" or of_user(sys._getframe(2).f_code.co_filename)):
+            raise ConfigError(words(given))
+        return begin(self, *args, **given)
+
+    _wrap(getattr(module, name), method, refusing)
 
 
 def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
@@ -98,7 +131,7 @@ class _Waiting(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """As the finder of importlib."""
+        """The spec, with a loader that acts; None for modules for which nothing waits."""
         act = self.acts.get(fullname)
         if act is None:
             return None
@@ -119,10 +152,10 @@ class _Acting(Loader):
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the loader of importlib."""
+        """Create it as its own loader does."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the loader of importlib."""
+        """Run it as its own loader does, then act."""
         self._loader.exec_module(module)
         self._act(module)

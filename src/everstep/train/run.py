@@ -25,7 +25,9 @@ from everstep.base.plan import Plan
 from everstep.data.batch import to_device
 from everstep.data.given_loader import read_data
 from everstep.data.reading import by_index
+from everstep.exact.gradient import gradient_norm
 from everstep.exact.seeding import derive, preserve_rng, seed_all
+from everstep.exact.settings import evaluating
 from everstep.observe.logs import RAISED_IN
 from everstep.order.cursor import SampleOrder
 from everstep.order.ledger import use_digest
@@ -449,7 +451,7 @@ class Run:
         collate, batch_size = data.collate, data.batch_size or batch_size
         dataset = by_index(data.dataset, batch_size, session.view.config.seed)
         chunks = self._begin_evaluation(dataset, batch_size)
-        with self.loop.looking(self.model):
+        with looking(self):
             found = evaluate(
                 fn,
                 chunks,
@@ -504,6 +506,27 @@ class Run:
 def view_of(run: Run) -> WorkerView:
     """What this run's worker knows of the job: its directory, its order of samples."""
     return run._session.view
+
+
+def gradient_norm_of(run: Run) -> float:
+    """Norm of the newest step's gradient, before it was clipped; nan if it is not known (without clip_norm, or with a
+    scaled loss)."""
+    outcome, config = run._session.updates.outcome, run._session.view.config
+    if outcome is None or not outcome.weight or config.clip_norm is None or config.precision == "fp16":
+        return math.nan
+    return gradient_norm(outcome.sumsq, 1.0 / outcome.weight)
+
+
+@contextlib.contextmanager
+def looking(run: Run) -> Iterator[Callable[[], None]]:
+    """In the body, the model is in eval mode and what is computed leaves no trace, neither in buffers nor in random
+    numbers. Yields what a long computation calls now and then, so that it is not taken for one that hangs."""
+    session, view = run._session, run._session.view
+    guard = view.stages.only.lanes.passes[0].guard
+    if not view.ended:
+        view.phase("evaluate", view.step, view.plan)
+    with session.loop.paused(), evaluating(run.model), torch.no_grad(), preserve_rng(), guard.shielded():
+        yield view.tick
 
 
 def _chunk(session: Session, dataset: Any, index: int, batch_size: int, collate: Any) -> Any:

@@ -9,6 +9,7 @@ from everstep.base.cause import Cause
 from everstep.base.config import Config
 from everstep.base.config_keys import EarlyStopConfig
 from everstep.base.errors import ConfigError
+from everstep.protocol.driver.policy import evaluates_after
 from everstep.train.executor import StateJumped
 from everstep.train.run import Run, Step
 from everstep.train.task import Task, calling
@@ -78,10 +79,8 @@ def train(task: Task, run: Run, early_stop: EarlyStop) -> None:
 
 def _evaluates(config: Config, run: Run, step: Step) -> bool:
     """Whether an evaluation follows this step."""
-    if step.number == run.total_steps or (config.eval_every and step.number % config.eval_every == 0):
-        return True
-    epochs = step.epochs_over if config.eval_every_epochs else 0
-    return bool(epochs) and epochs % config.eval_every_epochs == 0
+    every = config.eval_every, config.eval_every_epochs
+    return step.number == run.total_steps or evaluates_after(step.number, step.epochs_over, *every)
 
 
 def _one_step(task: Task, run: Run, step: Step) -> None:

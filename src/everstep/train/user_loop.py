@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import dis
 import inspect
-import math
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -19,14 +18,7 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
-import torch
-from torch import nn
-
-from everstep.base.config import Config
 from everstep.base.errors import TaskError
-from everstep.exact.gradient import gradient_norm
-from everstep.exact.seeding import preserve_rng
-from everstep.exact.settings import evaluating
 from everstep.protocol.driver.operations import EndAsked
 from everstep.protocol.step_phases import Phase
 from everstep.train.executor import StateJumped
@@ -87,31 +79,6 @@ class UserLoop:
             while True:
                 with contextlib.suppress(StateJumped):
                     return self.end()
-
-    @property
-    def config(self) -> Config:
-        """The job's config, with what the script has said."""
-        return self._session.view.config
-
-    @property
-    def grad_norm(self) -> float:
-        """Norm of the newest step's gradient, before it was clipped; nan if it is not known (without clip_norm, or with
-        a scaled loss)."""
-        outcome, config = self._session.updates.outcome, self.config
-        if outcome is None or not outcome.weight or config.clip_norm is None or config.precision == "fp16":
-            return math.nan
-        return gradient_norm(outcome.sumsq, 1.0 / outcome.weight)
-
-    @contextlib.contextmanager
-    def looking(self, model: nn.Module) -> Generator[Callable[[], None]]:
-        """In the body, the model is in eval mode and what is computed leaves no trace, neither in buffers nor in random
-        numbers. Yields what a long computation calls now and then, so that it is not taken for one that hangs."""
-        view = self._session.view
-        guard = view.stages.only.lanes.passes[0].guard
-        if not view.ended:
-            view.phase("evaluate", view.step, view.plan)
-        with self._session.loop.paused(), evaluating(model), torch.no_grad(), preserve_rng(), guard.shielded():
-            yield view.tick
 
     def close(self) -> None:
         """The loop is over, perhaps because it raised."""

@@ -190,8 +190,8 @@ PHASES = ("notice", "decide", "unblock", "regroup", "settle", "redo", "heal")
 class JobProgress:
     """step: the newest step known to be committed. step_times_ms: durations of the last steps. lost_stages: stages
     that lost their whole pool, until their source is reported. sound: states after this step are tainted, and no
-    generation whose plan says so was entered yet; -1 if none is. voided: the newest
-    generation that was entered with such a plan. ended: how the job has ended, None if it has not."""
+    generation whose plan says so was entered yet; -1 if none is. voided: the newest generation that was entered with
+    such a plan. ended: how the job has ended, None if it has not."""
 
     def __init__(self, env: Environment, agreement: Agreement) -> None:
         self.step = 0

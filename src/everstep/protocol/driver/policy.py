@@ -150,6 +150,12 @@ class SaveSchedule:
         return Due(tiers, reason, cause)
 
 
+def evaluates_after(step: int, epochs: int, every: int, every_epochs: int) -> bool:
+    """Whether an evaluation follows a step that is not the last. epochs: that are over, if the step is the last one of
+    an epoch; else 0. every, every_epochs: steps, and epochs, between evaluations; 0: none."""
+    return bool(every and step % every == 0) or bool(every_epochs and epochs and epochs % every_epochs == 0)
+
+
 def _ruled(rule: TierConfig) -> bool:
     """Whether the config says when a tier takes a checkpoint; else it is taken automatically."""
     return any(every is not None for every in (rule.every_steps, rule.every_epochs, rule.every_minutes))

@@ -21,7 +21,7 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.ending import EndAlone
 from everstep.protocol.driver.operations import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
 from everstep.protocol.driver.outbox import Gathers, Outbox
-from everstep.protocol.driver.policy import COMPARE, END, Due, SaveSchedule, Tier
+from everstep.protocol.driver.policy import COMPARE, END, Due, SaveSchedule, Tier, evaluates_after
 from everstep.protocol.driver.records import StepOutcome, gathered
 from everstep.protocol.settling import from_shares
 from everstep.protocol.step_machine import StepMachine
@@ -60,10 +60,7 @@ class SavingRules:
 
     def evaluated(self, number: int) -> bool:
         """Whether an evaluation follows this step, if it is not the last one."""
-        if self.eval_every and number % self.eval_every == 0:
-            return True
-        epochs = self.epoch_ends(number) if self.eval_every_epochs else 0
-        return bool(epochs) and epochs % self.eval_every_epochs == 0
+        return evaluates_after(number, self.epoch_ends(number), self.eval_every, self.eval_every_epochs)
 
 
 class Saver:

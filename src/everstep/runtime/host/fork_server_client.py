@@ -59,7 +59,6 @@ class ForkServerClient:
             self.watch.answered()
         self._process = process
         self._buffer = heard.encode()
-        self._ending = 0  # forks that have answered and whose end was not told yet
 
     @classmethod
     def adopt(cls, handed: Handed) -> ForkServerClient:
@@ -85,13 +84,18 @@ class ForkServerClient:
         for fd in fds:
             os.close(fd)
 
-    def receive(self) -> list[dict[str, Any]]:
-        """Take the messages that it sent; call when `fd` is readable. Empty at the end of the stream."""
-        try:
-            data = self._sock.recv(1 << 16)
-        except OSError:
-            data = b""
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
+    def receive(self, *, whole: bool = False) -> list[dict[str, Any]]:
+        """Take the messages that it sent; call when `fd` is readable. Empty at the end of the stream. whole: wait for
+        the rest of a message that has begun."""
+        lines: list[bytes] = []
+        while not lines:
+            try:
+                data = self._sock.recv(1 << 16)
+            except OSError:
+                data = b""
+            *lines, self._buffer = (self._buffer + data).split(b"\n")
+            if not (data and whole):
+                break
         messages: list[dict[str, Any]] = [json.loads(line) for line in lines]
         for message in messages:
             if message["op"] == "ready":
@@ -111,14 +115,15 @@ class ForkServerClient:
         Raises: ForkEnded if there is no answer.
         """
         self._ask(op="call", entry=entry, question=question)
-        while messages := self.receive():
-            for number, message in enumerate(messages):  # the answer comes before the end
+        answers: list[Any] = []
+        while messages := self.receive(whole=True):
+            for message in messages:  # the answer comes before the end
                 if message["op"] == "answer":
-                    self._ending += 1 - sum(later["op"] == "called" for later in messages[number:])
-                    return message["answer"]
-                if message["op"] == "called" and not self._ending:
+                    answers.append(message["answer"])
+                elif message["op"] == "called" and answers:
+                    return answers[0]
+                elif message["op"] == "called":
                     raise ForkEnded(why_ended(os.waitstatus_to_exitcode(message["status"])).reason)
-                self._ending -= message["op"] == "called"
         code = self._process.wait() if self._process is not None else 0
         raise ForkEnded(f"the fork server: {why_ended(code).reason}")
 
