@@ -66,7 +66,9 @@ def on_ranks(shards: int, degree: int, run: Callable[[ShardMesh], Any], *, seque
         try:
             turns.await_turn(rank)
             exchange = TakingTurns(turns, rank)
-            found[rank] = run(ShardMesh(shards, rank, degree, exchange, sequence))
+            mesh = ShardMesh(shards, sequence=sequence)
+            with mesh.among(rank, degree, exchange):
+                found[rank] = run(mesh)
         except BaseException as error:
             turns.broken = True
             raised.append(error)

@@ -41,14 +41,25 @@ class ShardCut:
         if size // self.fused % shards:
             raise ConfigError(f"{about}: expected a size that {shards} shards divide, got {size // self.fused}")
 
-    def take(self, whole: Tensor, shard: int, shards: int) -> Tensor:
-        """One shard of the whole parameter, as a contiguous tensor of its own."""
-        parts = whole.detach().chunk(self.fused, self.axis) if self.fused > 1 else (whole.detach(),)
-        first, stop = bounds(parts[0].shape[self.axis], shards)[shard]
-        cut = [part.narrow(self.axis, first, stop - first) for part in parts]
-        return torch.cat(cut, self.axis).contiguous().clone()
+    def runs(self, size: int, shard: int, shards: int) -> list[tuple[int, int]]:
+        """Where a shard lies on the axis: (first, stop) in each fused part. size: of the axis."""
+        part = size // self.fused
+        first, stop = bounds(part, shards)[shard]
+        return [(k * part + first, k * part + stop) for k in range(self.fused)]
 
-    def join(self, found: Sequence[Tensor]) -> Tensor:
-        """Inverse of `take`: the whole parameter. found: one tensor for each shard, in order."""
-        fused = [shard.chunk(self.fused, self.axis) if self.fused > 1 else (shard,) for shard in found]
-        return torch.cat([shard[part] for part in range(self.fused) for shard in fused], self.axis)
+    def views(self, whole: Tensor, shard: int, shards: int) -> list[Tensor]:
+        """Views of the whole parameter that make up a shard, one for each fused part."""
+        runs = self.runs(whole.shape[self.axis], shard, shards)
+        return [whole.narrow(self.axis, first, stop - first) for first, stop in runs]
+
+    def take(self, whole: Tensor, shard: int, shards: int) -> Tensor:
+        """One shard of the whole parameter, as a contiguous tensor of its own: kernels choose their ways by strides."""
+        found = self.views(whole.detach(), shard, shards)
+        if len(found) == 1:
+            return found[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(found, self.axis)
+
+    def put(self, mine: Tensor, whole: Tensor, shard: int, shards: int) -> None:
+        """Inverse of `take`: copy a shard to its place in the whole tensor."""
+        for view, part in zip(self.views(whole, shard, shards), mine.chunk(self.fused, self.axis), strict=True):
+            view.copy_(part)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from everstep.base.errors import ConfigError
-from everstep.exact.shard_region import BySequence, RegionRule, Sharded, ShardedRegion
+from everstep.exact.shard_region import RegionRule, SequencePieces, ShardedRegion
 from everstep.exact.shard_sums import ShardMesh
-from everstep.exact.shard_vocabulary import VocabularyEmbedding, VocabularyHead, VocabularyShards
-
-ShardTable = Mapping[str, Sharded]
-"""Each parameter of the sharded model -> what it was cut from."""
+from everstep.exact.shard_vocabulary import VocabularyEmbedding, VocabularyHead
 
 
 @dataclass(frozen=True)
@@ -39,13 +36,13 @@ class ShardPlan:
     head_method: str = ""
 
 
-def shard_model(model: nn.Module, plan: ShardPlan, mesh: ShardMesh) -> dict[str, Sharded]:
-    """Cut the model in place; returns what each of its parameters was cut from.
+def shard_model(model: nn.Module, plan: ShardPlan, mesh: ShardMesh) -> None:
+    """Have the model compute by shards. Its parameters stay whole, under their names: `mesh.cuts` says how each is cut.
 
     Raises: ConfigError for what cannot be cut, naming it.
     """
     for name, module in model.named_modules():
-        if isinstance(module, ShardedRegion | BySequence | VocabularyEmbedding | VocabularyHead):
+        if any(isinstance(value, _WRAPPED) for value in vars(module).values()):
             raise ConfigError(f"cell.shards: {name} is wrapped already: expected a model that is not yet cut")
     matched = {rule.modules + rule.method: _matching(model, rule.modules) for rule in plan.regions}
     between = [name for pattern in plan.sequence.between for name in _matching(model, pattern)]
@@ -53,50 +50,47 @@ def shard_model(model: nn.Module, plan: ShardPlan, mesh: ShardMesh) -> dict[str,
     for name in lone:
         _matching(model, name)
     _refuse_twice(plan, matched, between)
-    was = {id(parameter): name for name, parameter in model.named_parameters()}
     for rule in plan.regions:
         for name in matched[rule.modules + rule.method]:
-            _put(model, name, rule.method, ShardedRegion(name, model.get_submodule(name), rule, mesh), _inside(rule))
-    _cut_vocabulary(model, plan, mesh)
+            owner = model.get_submodule(name)
+            _put(owner, rule.method, ShardedRegion(name, owner, rule, mesh))
+    if plan.embedding:
+        owner = model.get_submodule(plan.embedding)
+        _put(owner, "", VocabularyEmbedding(plan.embedding, owner, mesh))
+    if plan.head:
+        owner = model.get_submodule(plan.head)
+        _put(owner, plan.head_method, VocabularyHead(plan.head, owner, mesh))
     if mesh.sequence:
         for name in between:
-            _put(model, name, "", BySequence(model.get_submodule(name), mesh), ())
+            owner = model.get_submodule(name)
+            _put(owner, "", SequencePieces(owner, mesh))
         _hook(model.get_submodule(plan.sequence.enter), mesh.enter_sequence)
         _hook(model.get_submodule(plan.sequence.leave), mesh.leave_sequence)
-    return dict(_table(model, was))
+
+
+def gather_gradients(model: nn.Module, mesh: ShardMesh) -> None:
+    """Bring the gradients of a lane, of which each rank has its own shards, together at all of them."""
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    wanted = {id(by_name[name]): (by_name[name], cut) for name, cut in mesh.cuts.items()}
+    for parameter, cut in wanted.values():
+        gradient = parameter.grad
+        if gradient is None:
+            continue  # at all ranks alike
+        found = mesh.gather([cut.take(gradient, shard, mesh.shards) for shard in mesh.mine])
+        for shard, one in enumerate(found):
+            cut.put(one, gradient, shard, mesh.shards)
+
+
+_WRAPPED = (ShardedRegion, SequencePieces, VocabularyEmbedding, VocabularyHead)
+
+
+def _put(owner: nn.Module, method: str, made: Callable[..., Any]) -> None:
+    """Put `made` in the place of a module's method, "": of its forward pass."""
+    vars(owner)[method or "forward"] = made
 
 
 def _inside(rule: RegionRule) -> tuple[str, ...]:
     return (*rule.column, *rule.row, *rule.after) if rule.method else ()
-
-
-def _cut_vocabulary(model: nn.Module, plan: ShardPlan, mesh: ShardMesh) -> None:
-    made = VocabularyShards(mesh)
-    head = model.get_submodule(plan.head) if plan.head else None
-    if plan.embedding:
-        inner = model.get_submodule(plan.embedding)
-        if type(inner) is not nn.Embedding:
-            raise ConfigError(f"cell.shards: {plan.embedding} is a {type(inner).__name__}: expected an embedding")
-        _put(model, plan.embedding, "", VocabularyEmbedding(plan.embedding, inner, mesh, made), ())
-    if head is not None:
-        weight = getattr(head, "weight", None)
-        if not isinstance(weight, Tensor) or getattr(head, "bias", None) is not None:
-            raise ConfigError(f"cell.shards: {plan.head}: expected a head that has a weight and no bias")
-        found = VocabularyHead(f"{plan.head}.weight", weight, mesh, made)
-        _put(model, plan.head, plan.head_method, found, ("weight",) if plan.head_method else ())
-
-
-def _put(model: nn.Module, name: str, method: str, made: nn.Module, instead: Sequence[str]) -> None:
-    """Put a module in the place of one, or of one's method. instead: what the method alone has used."""
-    if not method:
-        model.set_submodule(name, made)
-        return
-    owner = model.get_submodule(name)
-    for path in instead:
-        owner._modules.pop(path, None)
-        owner._parameters.pop(path, None)
-    owner.add_module(f"sharded_{method}", made)
-    vars(owner)[method] = made
 
 
 def _hook(module: nn.Module, act: Any) -> None:
@@ -137,36 +131,3 @@ def _refuse_twice(plan: ShardPlan, matched: Mapping[str, list[str]], between: Se
                 raise ConfigError(
                     f"cell.shards: the plan wraps {max(name, other, key=len)} twice: expected one rule for it"
                 )
-
-
-def _table(model: nn.Module, was: Mapping[int, str]) -> Iterator[tuple[str, Sharded]]:
-    cut: dict[int, Sharded] = {}
-    for module in model.modules():
-        for path, sharded in getattr(module, "came_from", {}).items():
-            cut[id(_parameter(module, path))] = sharded
-    for name, parameter in model.named_parameters():
-        yield name, cut[id(parameter)] if id(parameter) in cut else Sharded(was[id(parameter)])
-
-
-def _parameter(module: nn.Module, path: str) -> Tensor:
-    owner, _, last = path.rpartition(".")
-    inner: Any = module.get_submodule(owner)
-    return cast(Tensor, inner[last] if isinstance(inner, nn.ParameterDict) else getattr(inner, last))
-
-
-def whole_tensors(found: Sequence[Mapping[str, Tensor]], table: Sequence[ShardTable], shards: int) -> dict[str, Tensor]:
-    """Tensors of the model that was cut, by its own names. found: for each rank tensors by the sharded model's names;
-    table: what they were cut from."""
-    pieces: dict[str, dict[int, Tensor]] = {}
-    cuts: dict[str, Any] = {}
-    whole: dict[str, Tensor] = {}
-    for tensors, names in zip(found, table, strict=True):
-        for name, tensor in tensors.items():
-            origin = names[name]
-            if origin.shard is None:
-                whole[origin.name] = tensor
-            else:
-                pieces.setdefault(origin.name, {})[origin.shard] = tensor
-                cuts[origin.name] = origin.cut
-    joined = {name: cuts[name].join([parts[shard] for shard in range(shards)]) for name, parts in pieces.items()}
-    return {**whole, **joined}

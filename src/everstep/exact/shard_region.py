@@ -1,6 +1,6 @@
 """A region of a model that is computed shard by shard: column-parallel layers, what lies between, row-parallel layers.
 
-The module's own forward pass runs once for each shard, on a copy whose layers are the shard's: so attention, with heads
+The module's own forward pass runs once for each shard, on a twin whose layers are the shard's: so attention, with heads
 of whatever grouping, and perceptrons of whatever kind need no second implementation. What the region gives is the sum
 over shards; biases of row-parallel layers and what comes after them are applied to the sum, once.
 """
@@ -46,115 +46,118 @@ class RegionRule:
     divided: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Sharded:
-    """Where a parameter of the sharded model comes from. name: of the one it was cut from; shard, cut: None for a whole
-    one."""
-
-    name: str
-    shard: int | None = None
-    cut: ShardCut | None = None
-
-
 class ShardLinear(nn.Module):
-    """One shard of a linear layer. turned: the weight is (inputs, outputs), as GPT-2's."""
+    """A linear layer that has one shard's weight during a call. turned: the weight is (inputs, outputs), as GPT-2's."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, turned: bool, trained: bool) -> None:
+    def __init__(self, *, turned: bool) -> None:
         super().__init__()
         self.turned = turned
-        self.weight = nn.Parameter(weight, requires_grad=trained)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=trained)
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    def hold(self, weight: Tensor | None, bias: Tensor | None) -> None:
+        """What the next call computes with."""
+        self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., inputs of the shard) -> (..., outputs of the shard)."""
-        return functional.linear(x, self.weight.t() if self.turned else self.weight, self.bias)
+        weight = cast(Tensor, self.weight)
+        return functional.linear(x, weight.t() if self.turned else weight, self.bias)
 
 
-class ShardedRegion(nn.Module):
-    """A region in the place of the module that it was."""
+class ShardedRegion:
+    """What a module computes, shard by shard, in the place of its `forward` or of another method. The module keeps its
+    parameters, whole, and its name."""
 
     def __init__(self, name: str, owner: nn.Module, rule: RegionRule, mesh: ShardMesh) -> None:
         """name: of the module in the model. Raises: ConfigError for what the rule cannot cut."""
-        super().__init__()
-        self._mesh, self._method = mesh, rule.method
-        self.came_from: dict[str, Sharded] = {}
-        self.shards = nn.ModuleDict()
-        layers = {layer: _layer(name, owner, layer) for layer in (*rule.column, *rule.row)}
-        _refuse_others(name, owner, rule, layers)
-        for shard in mesh.mine:
-            made: dict[int, Any] = {}
-            for layer, module in layers.items():
-                made[id(module)] = self._cut(f"{name}.{layer}", layer, module, rule.column.get(layer), shard)
-            self.shards[str(shard)] = _copy(owner, rule, made, mesh.shards)
-        self.bias: nn.Parameter | None = None
-        for layer in rule.row:
-            if layers[layer].bias is not None:
-                if self.bias is not None:
-                    raise ConfigError(f"cell.shards: {name} has several row-parallel layers with biases: expected one")
-                self.bias = cast(nn.Parameter, layers[layer].bias)
-                self.came_from["bias"] = Sharded(f"{name}.{layer}.bias")
-        self.after = nn.ModuleList(owner.get_submodule(path) for path in rule.after)
+        self._owner, self._mesh, self._method = owner, mesh, rule.method
+        self._layers = {layer: _layer(name, owner, layer) for layer in (*rule.column, *rule.row)}
+        _refuse_others(name, owner, rule, self._layers)
+        self._cuts = {
+            layer: self._cut(f"{name}.{layer}", module, rule.column.get(layer))
+            for layer, module in self._layers.items()
+        }
+        self._inner = {layer: ShardLinear(turned=not isinstance(one, nn.Linear)) for layer, one in self._layers.items()}
+        self._twin = _twin(
+            owner, rule, {id(self._layers[layer]): one for layer, one in self._inner.items()}, mesh.shards
+        )
+        biased = [self._layers[layer] for layer in rule.row if self._layers[layer].bias is not None]
+        if len(biased) > 1:
+            raise ConfigError(f"cell.shards: {name} has several row-parallel layers with biases: expected one")
+        self._biased = biased
+        after = [owner.get_submodule(path) for path in rule.after]
+        self._after = [SequencePieces(module, mesh) if mesh.sequence else module for module in after]
 
-    def _cut(self, name: str, layer: str, module: nn.Module, column: Column | None, shard: int) -> ShardLinear:
-        weight, turned = cast(Tensor, module.weight), not isinstance(module, nn.Linear)
-        outputs, shards = int(turned), self._mesh.shards
+    def _cut(self, name: str, module: nn.Module, column: Column | None) -> dict[str, ShardCut]:
+        """How a layer's parameters are cut."""
+        weight, mesh = cast(Tensor, module.weight), self._mesh
+        outputs = int(not isinstance(module, nn.Linear))
         cut = ShardCut(1 - outputs) if column is None else ShardCut(outputs, column.fused)
-        cut.require(f"{name}.weight", weight.shape, shards, 0 if column is None else column.heads)
-        place = f"shards.{shard}.{layer}"
-        self.came_from[f"{place}.weight"] = Sharded(f"{name}.weight", shard, cut)
-        bias = None
+        cut.require(f"{name}.weight", weight.shape, mesh.shards, 0 if column is None else column.heads)
+        found = {"weight": cut}
         if column is not None and module.bias is not None:
-            along = ShardCut(0, column.fused)
-            bias = along.take(cast(Tensor, module.bias), shard, shards)
-            self.came_from[f"{place}.bias"] = Sharded(f"{name}.bias", shard, along)
-        return ShardLinear(cut.take(weight, shard, shards), bias, turned=turned, trained=weight.requires_grad)
+            found["bias"] = ShardCut(0, column.fused)
+        mesh.cuts.update({f"{name}.{key}": one for key, one in found.items()})
+        return found
 
-    def forward(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         """What the module gives. Its first argument is the hidden state; the others are alike for all shards."""
         key = "" if args else next(iter(named))
         hidden = args[0] if args else named[key]
         for other in (*args[1:], *(value for name, value in named.items() if name != key)):
             if isinstance(other, Tensor) and other.requires_grad:
                 raise TaskError("cell.shards: a sharded module takes one tensor with a gradient, its first argument")
-        xs = self._mesh.spread_hidden(hidden)
+        mesh, training = self._mesh, self._owner.training
+        twin: Any = self._twin.train(training)
+        call = getattr(twin, self._method) if self._method else twin
+        weights = {layer: self._parts(layer) for layer in self._layers}
+        xs = mesh.spread_hidden(hidden)
 
         def act(k: int) -> Any:
-            module: Any = self.shards[str(self._mesh.mine[k])]
-            call = getattr(module, self._method) if self._method else module
+            for layer, inner in self._inner.items():
+                inner.hold(*weights[layer][k])
             return call(xs[k], *args[1:], **named) if args else call(**{**named, key: xs[k]})
 
-        found = self._mesh.each(act, draws=self.training)
+        found = mesh.each(act, draws=training)
+        for inner in self._inner.values():
+            inner.hold(None, None)
         first = found[0]
-        y = self._mesh.join_hidden([one[0] if isinstance(one, tuple) else one for one in found])
-        if self.bias is not None:
-            y = _add_bias(y, self.bias, self._mesh)
-        for module in self.after:
-            y = by_piece(module, y, self._mesh) if self._mesh.sequence else module(y)
+        y = mesh.join_hidden([one[0] if isinstance(one, tuple) else one for one in found])
+        for layer in self._biased:
+            y = _add_bias(y, cast(Tensor, layer.bias), mesh)
+        for after in self._after:
+            y = after(y)
         return (y, *(None for _ in first[1:])) if isinstance(first, tuple) else y
 
-
-class BySequence(nn.Module):
-    """A module between regions, such as a norm, where each shard has a part of the sequence."""
-
-    def __init__(self, inner: nn.Module, mesh: ShardMesh) -> None:
-        super().__init__()
-        self.inner, self._mesh = inner, mesh
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: this rank's part, (N, T, width) -> the same shape."""
-        return by_piece(self.inner, x, self._mesh)
+    def _parts(self, layer: str) -> list[tuple[Tensor, Tensor | None]]:
+        """(weight, bias) of each of this rank's shards."""
+        cuts, module, mesh = self._cuts[layer], self._layers[layer], self._mesh
+        weights = mesh.parts_of(cast(Tensor, module.weight), cuts["weight"])
+        if "bias" not in cuts:
+            return [(weight, None) for weight in weights]
+        return list(zip(weights, mesh.parts_of(cast(Tensor, module.bias), cuts["bias"]), strict=True))
 
 
-def by_piece(module: nn.Module, x: Tensor, mesh: ShardMesh) -> Tensor:
-    """What the module makes of each shard's part of the sequence; its gradients are sums over shards."""
-    pieces = mesh.pieces(x)
-    spread = {name: mesh.spread(parameter) for name, parameter in module.named_parameters()}
+class SequencePieces:
+    """What a module between regions makes of the sequence, such as a norm: each shard has a part of it."""
 
-    def act(k: int) -> Tensor:
-        given = {name: views[k] for name, views in spread.items()}
-        return cast(Tensor, functional_call(module, given, (pieces[k],)))
+    def __init__(self, owner: nn.Module, mesh: ShardMesh) -> None:
+        self._owner, self._mesh = owner, mesh
+        self._twin = copy.deepcopy(owner)
 
-    return mesh.together(mesh.each(act, draws=module.training))
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: this rank's part, (N, T, width) -> the same shape. Gradients of parameters are sums over shards."""
+        mesh = self._mesh
+        twin = self._twin.train(self._owner.training)
+        pieces = mesh.pieces(x)
+        spread = {name: mesh.spread(parameter) for name, parameter in self._owner.named_parameters()}
+
+        def act(k: int) -> Tensor:
+            given = {name: views[k] for name, views in spread.items()}
+            return cast(Tensor, functional_call(twin, given, (pieces[k],)))
+
+        return mesh.together(mesh.each(act, draws=self._owner.training))
 
 
 def _add_bias(y: Tensor, bias: Tensor, mesh: ShardMesh) -> Tensor:
@@ -187,8 +190,8 @@ def _refuse_others(name: str, owner: nn.Module, rule: RegionRule, layers: Mappin
             raise ConfigError(f"cell.shards: the plan does not say how {name}.{path} {list(value.shape)} is cut")
 
 
-def _copy(owner: nn.Module, rule: RegionRule, made: dict[int, Any], shards: int) -> nn.Module:
-    """The module with a shard's layers. made: these layers, by the identity of those that they stand for."""
+def _twin(owner: nn.Module, rule: RegionRule, made: dict[int, Any], shards: int) -> nn.Module:
+    """The module with layers of a shard. made: these layers, by the identity of those that they stand for."""
     memo = dict(made)
     memo.update({id(owner.get_submodule(path)): nn.Identity() for path in rule.after})
     if rule.method:  # the other modules are no part of the region

@@ -7,7 +7,8 @@ is to be added is gathered by shard, never reduced on the way. So the bits are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from everstep.base.errors import ConfigError, TaskError, check
+from everstep.base.errors import TaskError, check
 from everstep.exact.seeding import preserve_rng, seed_all, shard_seed
+from everstep.exact.shard_cut import ShardCut
 from everstep.placement.tree import fold
 
 _DRAWS = 2**62
@@ -42,24 +44,47 @@ class AllHere:
 
 
 @dataclass(frozen=True)
-class ShardMesh:
-    """Which shards this rank has. degree: ranks among which they are dealt; sequence: whether the hidden state between
-    sharded regions is cut along the sequence."""
+class _Seat:
+    """Which rank of how many this is, and how it learns of the others' shards."""
 
-    shards: int
     rank: int = 0
     degree: int = 1
     exchange: ShardExchange = field(default_factory=AllHere)
-    sequence: bool = False
 
-    def __post_init__(self) -> None:
-        """Raises: ConfigError for shards that the ranks do not divide."""
-        if self.shards < 1 or self.degree < 1 or self.shards % self.degree:
-            raise ConfigError(
-                f"cell.shards: expected a multiple of cell.tp={self.degree}, got {self.shards}: a rank computes as "
-                "many shards as any other"
-            )
-        check(0 <= self.rank < self.degree, f"rank {self.rank} is none of {self.degree}")
+
+class ShardMesh:
+    """Virtual shards, and which of them this rank has: all, unless it is `among` others.
+
+    shards: how many; sequence: whether the hidden state between sharded regions is cut along the sequence; cuts: the
+    parameters that are cut, by name.
+    """
+
+    def __init__(self, shards: int, *, sequence: bool = False) -> None:
+        check(shards >= 1, f"a model has one shard or more, not {shards}")
+        self.shards, self.sequence = shards, sequence
+        self.cuts: dict[str, ShardCut] = {}
+        self._seat = _Seat()
+
+    @contextmanager
+    def among(self, rank: int, degree: int, exchange: ShardExchange) -> Iterator[None]:
+        """Be one of so many ranks inside: all of them run the same passes."""
+        check(0 <= rank < degree, f"rank {rank} is none of {degree}")
+        check(self.shards % degree == 0, f"{degree} ranks do not divide {self.shards} shards")
+        before, self._seat = self._seat, _Seat(rank, degree, exchange)
+        try:
+            yield
+        finally:
+            self._seat = before
+
+    @property
+    def rank(self) -> int:
+        """Of this process among those that have a part of the shards."""
+        return self._seat.rank
+
+    @property
+    def degree(self) -> int:
+        """Ranks among which the shards are dealt."""
+        return self._seat.degree
 
     @property
     def mine(self) -> range:
@@ -69,7 +94,7 @@ class ShardMesh:
 
     def gather(self, mine: Sequence[Tensor]) -> list[Tensor]:
         """Tensors of all shards. mine: those of this rank's, in order."""
-        found = self.exchange.gather([tensor.detach().contiguous() for tensor in mine])
+        found = self._seat.exchange.gather([tensor.detach().contiguous() for tensor in mine])
         check(len(found) == self.shards, f"{len(found)} tensors came of {self.shards} shards")
         return found
 
@@ -92,6 +117,10 @@ class ShardMesh:
         return found
 
     # ---- differentiable
+
+    def parts_of(self, whole: Tensor, cut: ShardCut) -> tuple[Tensor, ...]:
+        """This rank's shards of a parameter. Its gradient has zeros in the place of shards that others have."""
+        return cast("tuple[Tensor, ...]", _Take.apply(self, cut, whole))  # type: ignore[no-untyped-call]
 
     def spread(self, x: Tensor) -> tuple[Tensor, ...]:
         """`x`, which is alike at all ranks, for each shard of this rank; its gradient is the sum over all shards."""
@@ -173,6 +202,21 @@ class _Together(Function):
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Tensor, ...]:
         return _cut(found[0], ctx.count)
+
+
+class _Take(Function):
+    @staticmethod
+    def forward(ctx: Any, mesh: ShardMesh, cut: ShardCut, whole: Tensor) -> tuple[Tensor, ...]:
+        ctx.mesh, ctx.cut, ctx.whole = mesh, cut, whole.detach()
+        return tuple(cut.take(whole, shard, mesh.shards) for shard in mesh.mine)
+
+    @staticmethod
+    def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
+        mesh, whole = ctx.mesh, ctx.whole
+        gradient = torch.empty_like(whole) if mesh.degree == 1 else torch.zeros_like(whole)
+        for shard, mine in zip(mesh.mine, found, strict=True):
+            ctx.cut.put(mine, gradient, shard, mesh.shards)
+        return None, None, gradient
 
 
 class _Spread(Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,6 @@ from torch.nn import functional
 
 from everstep.base.errors import ConfigError, TaskError
 from everstep.exact.shard_cut import ShardCut, bounds
-from everstep.exact.shard_region import Sharded
 from everstep.exact.shard_sums import ShardMesh
 
 _ROWS = ShardCut(0)
@@ -47,62 +47,47 @@ class VocabularyLogits:
         return torch.cat(self.mesh.gather(self.mine), -1)
 
 
-class VocabularyShards:
-    """The shards of each weight that has a row per word; those that two modules share are the same parameters."""
+class _VocabularyModule:
+    """In the place of a method of a module that has a weight with a row for each word."""
 
-    def __init__(self, mesh: ShardMesh) -> None:
-        self._mesh = mesh
-        self._made: dict[int, tuple[str, nn.ParameterDict]] = {}
-
-    def of(self, name: str, weight: Tensor) -> tuple[str, nn.ParameterDict]:
-        """(name of the weight that they were cut from, this rank's shards). Raises: ConfigError for too few words."""
-        mesh = self._mesh
+    def __init__(self, name: str, owner: nn.Module, mesh: ShardMesh) -> None:
+        """name: of the module. Raises: ConfigError for too few words."""
+        weight = cast(Tensor, owner.weight)
         if weight.shape[0] < mesh.shards:
             raise ConfigError(
-                f"cell.shards: {name} is {list(weight.shape)}: expected a word or more for {mesh.shards} shards"
+                f"cell.shards: {name}.weight is {list(weight.shape)}: expected a word or more for {mesh.shards} shards"
             )
-        if id(weight) not in self._made:
-            made = {
-                str(shard): nn.Parameter(_ROWS.take(weight, shard, mesh.shards), requires_grad=weight.requires_grad)
-                for shard in mesh.mine
-            }
-            self._made[id(weight)] = name, nn.ParameterDict(made)
-        return self._made[id(weight)]
+        self._owner, self._mesh, self._words = owner, mesh, weight.shape[0]
+        mesh.cuts[f"{name}.weight"] = _ROWS
 
-
-class _VocabularyModule(nn.Module):
-    def __init__(self, name: str, weight: Tensor, mesh: ShardMesh, made: VocabularyShards) -> None:
-        super().__init__()
-        self._mesh, self._words = mesh, weight.shape[0]
-        origin, self.shards = made.of(name, weight)
-        self.came_from = {f"shards.{shard}": Sharded(origin, shard, _ROWS) for shard in mesh.mine}
-
-    def _weight(self, k: int) -> Tensor:
-        return self.shards[str(self._mesh.mine[k])]
+    def _parts(self) -> tuple[Tensor, ...]:
+        return self._mesh.parts_of(cast(Tensor, self._owner.weight), _ROWS)
 
 
 class VocabularyEmbedding(_VocabularyModule):
     """An embedding; each shard looks its own words up, and the sum over shards is alike at all ranks."""
 
-    def __init__(self, name: str, inner: nn.Embedding, mesh: ShardMesh, made: VocabularyShards) -> None:
-        """name: of the module. Raises: ConfigError for what an embedding may do beyond looking up."""
-        super().__init__(f"{name}.weight", inner.weight, mesh, made)
-        if inner.max_norm is not None or inner.scale_grad_by_freq or inner.sparse:
+    def __init__(self, name: str, owner: nn.Module, mesh: ShardMesh) -> None:
+        """Raises: ConfigError for what an embedding may do beyond looking up."""
+        if type(owner) is not nn.Embedding:
+            raise ConfigError(f"cell.shards: {name} is a {type(owner).__name__}: expected an embedding")
+        super().__init__(name, owner, mesh)
+        if owner.max_norm is not None or owner.scale_grad_by_freq or owner.sparse:
             raise ConfigError(
                 f"cell.shards: {name}: expected an embedding without max_norm, scale_grad_by_freq and sparse"
             )
-        self._padding = inner.padding_idx
+        self._padding = owner.padding_idx
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: (N, T) int64 -> (N, T, width). Raises: TaskError for tokens that are no words."""
-        _refuse_unknown("tokens", tokens, self._words)
+    def __call__(self, input: Tensor) -> Tensor:
+        """input: tokens, (N, T) int64 -> (N, T, width). Raises: TaskError for tokens that are no words."""
+        _refuse_unknown("tokens", input, self._words)
         limits = bounds(self._words, self._mesh.shards)
         found = []
-        for k, shard in enumerate(self._mesh.mine):
+        for shard, weight in zip(self._mesh.mine, self._parts(), strict=True):
             first, stop = limits[shard]
-            inside = (tokens >= first) & (tokens < stop)
+            inside = (input >= first) & (input < stop)
             padding = None if self._padding is None or not first <= self._padding < stop else self._padding - first
-            looked = functional.embedding((tokens - first).clamp(0, stop - first - 1), self._weight(k), padding)
+            looked = functional.embedding((input - first).clamp(0, stop - first - 1), weight, padding)
             found.append(looked * inside.unsqueeze(-1))
         return self._mesh.join(found)
 
@@ -110,10 +95,18 @@ class VocabularyEmbedding(_VocabularyModule):
 class VocabularyHead(_VocabularyModule):
     """Logits: `VocabularyLogits` where gradients are wanted, else the tensor of all."""
 
-    def forward(self, x: Tensor) -> VocabularyLogits | Tensor:
+    def __init__(self, name: str, owner: nn.Module, mesh: ShardMesh) -> None:
+        """Raises: ConfigError for a head that has more than a weight."""
+        if not isinstance(getattr(owner, "weight", None), Tensor) or getattr(owner, "bias", None) is not None:
+            raise ConfigError(f"cell.shards: {name}: expected a head that has a weight and no bias")
+        super().__init__(name, owner, mesh)
+
+    def __call__(self, x: Tensor) -> VocabularyLogits | Tensor:
         """x: (N, T, width), alike at all ranks."""
-        found = tuple(functional.linear(own, self._weight(k)) for k, own in enumerate(self._mesh.spread(x)))
-        logits = VocabularyLogits(self._mesh, self._words, found)
+        pairs = zip(self._mesh.spread(x), self._parts(), strict=True)
+        logits = VocabularyLogits(
+            self._mesh, self._words, tuple(functional.linear(own, weight) for own, weight in pairs)
+        )
         return logits if torch.is_grad_enabled() else logits.whole()
 
 

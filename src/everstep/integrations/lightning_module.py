@@ -69,8 +69,8 @@ def optimizer_and_schedulers(module: Any) -> tuple[Any, list[Any]]:
 
     Raises: ConfigError for several optimizers, or a form that Lightning does not know.
     """
-    from lightning.pytorch.core import optimizer as forms
     from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.core import optimizer as forms
 
     given = module.configure_optimizers()
     of = f"{type(module).__name__}.configure_optimizers"

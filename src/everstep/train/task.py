@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, default_collate
 
 from everstep.base.errors import ConfigError, EverstepError, TaskError
-from everstep.exact.shard_region import Sharded
 from everstep.exact.shard_sums import ShardMesh
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -58,11 +57,11 @@ class Task:
         """How many units each of so many parts should have, in order; None: balanced by their parameters."""
         return None
 
-    def parallelize(self, model: nn.Module, mesh: ShardMesh) -> dict[str, Sharded]:
-        """Cut the model into virtual shards, with `shard_model` and a plan; returns what it returns."""
+    def parallelize(self, model: nn.Module, mesh: ShardMesh) -> None:
+        """Cut the model into virtual shards, in place: `shard_model(model, plan, mesh)`. Its parameters stay whole."""
         raise ConfigError(
-            f"{type(self).__name__} must define parallelize(self, model, mesh), a plan of what is cut: set cell.tp=1 "
-            "without one"
+            f"cell.shards: {type(self).__name__} has no plan of what is cut, got {mesh.shards} shards: define "
+            "parallelize(self, model, mesh), or set cell.tp=1 and cell.shards=1"
         )
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

@@ -141,13 +141,9 @@ class ChainedDecoder:
 
         Raises: ConfigError if the weights do not fit.
         """
-        self.renew_chain()
+        self.chain = _chain(self)
         self.weights = weights
         self.files = {} if weights is None else names_in_files(self, weights)
-
-    def renew_chain(self) -> None:
-        """Make the units again, after modules have been replaced."""
-        self.chain = _chain(self)
 
     def forward(self, input_ids: Tensor) -> CausalLMOutputWithPast:
         """input_ids: (N, T) int64 -> logits (N, T, vocabulary)."""

@@ -19,7 +19,6 @@ from everstep.base.errors import ConfigError
 from everstep.data.tokenised import Tokens, TokenWindows, read_tokens
 from everstep.exact.seeding import build_seed
 from everstep.exact.shard_plan import shard_model
-from everstep.exact.shard_region import Sharded
 from everstep.exact.shard_sums import ShardMesh
 from everstep.train.stage import build_by_module
 from everstep.zoo.adapters import adapter_content, add_adapter, has_adapter
@@ -189,13 +188,11 @@ class HuggingFace(ReadyTask):
         """Units: embedding, blocks, norm with head; the whole model for an architecture that is not cut."""
         return [model] if self.whole else list(model.chain)  # type: ignore[arg-type]
 
-    def parallelize(self, model: nn.Module, mesh: ShardMesh) -> dict[str, Sharded]:
+    def parallelize(self, model: nn.Module, mesh: ShardMesh) -> None:
         plan = hub_plan(self.model_config)
         if self.whole:
             raise ConfigError(f"cell.tp: expected a model that is cut into units: {self.whole}")
-        table = shard_model(model, plan, mesh)
-        model.renew_chain()  # type: ignore[operator]
-        return table
+        shard_model(model, plan, mesh)
 
     def notes(self) -> list[str]:
         lines = []

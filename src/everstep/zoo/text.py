@@ -22,7 +22,6 @@ from everstep.data.token_stream import (
     standard_library,
 )
 from everstep.exact.shard_plan import shard_model
-from everstep.exact.shard_region import Sharded
 from everstep.exact.shard_sums import ShardMesh
 from everstep.zoo.recipe import (
     ReadyTask,
@@ -94,8 +93,8 @@ class TransformerText(ReadyTask):
         """Units: embedding, blocks, head."""
         return model.units()  # type: ignore[operator, no-any-return]
 
-    def parallelize(self, model: nn.Module, mesh: ShardMesh) -> dict[str, Sharded]:
-        return shard_model(model, transformer_plan(model.config), mesh)  # type: ignore[arg-type]
+    def parallelize(self, model: nn.Module, mesh: ShardMesh) -> None:
+        shard_model(model, transformer_plan(model.config), mesh)  # type: ignore[arg-type]
 
     def build_dataset(self, split: str) -> Dataset[Any]:
         if split not in ("train", "test"):
