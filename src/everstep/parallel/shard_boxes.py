@@ -1,7 +1,7 @@
-"""How the ranks of a cell learn of each other's shards: through boxes in the memory that they share.
+"""How the ranks that compute a lane together learn of each other's shards: by boxes in the memory of their cell.
 
-Each shard has two boxes, which take turns, so that one meeting per exchange is enough: who writes a box again knows
-that all others have met since they read it.
+Each shard has two boxes, which take turns, so that one meeting for each exchange is enough: who writes a box again
+knows that all others have met since they read it.
 """
 
 from __future__ import annotations
@@ -12,71 +12,58 @@ import torch
 from torch import Tensor
 
 from everstep.base.errors import check
-from everstep.exact.layout import ALIGN_BYTES, round_up
-from everstep.parallel.cell_memory import CellMemory, SharedPlace
-from everstep.parallel.mapping import PAGE
 
+SHARD_BOX_BYTES = 4 << 20
+"""A larger tensor goes in several turns."""
 _HEADER_BYTES = 128
 _MOST_AXES = 8
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 """What is exchanged. A tensor's dtype is told by its place in here."""
 
 
-class ShardBoxes:
-    """Where the boxes of all shards lie. box_bytes: of a box; a larger tensor goes in several turns."""
+class BoxExchange:
+    """One rank's exchange. The others have the same boxes, and come to the same points."""
 
-    def __init__(self, shards: int, box_bytes: int, offset: int = PAGE) -> None:
-        self.room = round_up(box_bytes, ALIGN_BYTES)
-        size = round_up(self.room + _HEADER_BYTES, PAGE)
-        self.places = [
-            [SharedPlace(offset + (2 * shard + turn) * size, self.room + _HEADER_BYTES) for turn in range(2)]
-            for shard in range(shards)
-        ]
-        self.stop = offset + 2 * shards * size
+    def __init__(self, boxes: Sequence[Sequence[Tensor]], mine: range, meet: Callable[[int], None]) -> None:
+        """boxes: two for each shard, flat uint8. mine: this rank's shards. meet: waits until all have come to a
+        point."""
+        self._boxes, self._mine, self._meet = boxes, mine, meet
+        self._room = len(boxes[0][0]) - _HEADER_BYTES
+        self._point = 0
 
+    @property
+    def point(self) -> int:
+        """The last point that this rank has come to."""
+        return self._point
 
-class MemoryExchange:
-    """One rank's exchange. All ranks make it with the same boxes and the same first point, which their cell's other
-    meetings are before."""
-
-    def __init__(
-        self,
-        memory: CellMemory,
-        boxes: ShardBoxes,
-        mine: range,
-        ranks: Sequence[int],
-        tick: Callable[[], None],
-        first_point: int = 0,
-    ) -> None:
-        self._memory, self._mine, self._ranks, self._tick = memory, mine, ranks, tick
-        self._room = boxes.room
-        self._boxes = [[memory.tensor(place, torch.uint8) for place in pair] for pair in boxes.places]
-        self.point = first_point
+    def start(self, point: int) -> None:
+        """Go on from this point, which is after those at which any rank has been; no rank is in an exchange."""
+        self._point = point
 
     def gather(self, mine: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of all shards. Raises: PassBroken if another rank has left the pass."""
+        """Tensors of all shards, in order. mine: those of this rank's. Raises: PassBroken if another rank has left."""
         check(len(mine) == len(self._mine), f"{len(mine)} tensors for {len(self._mine)} shards")
         sent = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in mine]
         found: list[Tensor] = []
         at = 0
         while True:
-            self.point += 1
-            turn = self.point % 2
+            self._point += 1
+            turn = self._point % 2
             for shard, tensor, data in zip(self._mine, mine, sent, strict=True):
                 box = self._boxes[shard][turn]
                 if not at:
                     box[:_HEADER_BYTES].view(torch.int64)[: _MOST_AXES + 2].copy_(_header(tensor))
                 piece = data[at : at + self._room]
                 box[_HEADER_BYTES : _HEADER_BYTES + len(piece)].copy_(piece)
-            self._memory.meet(self.point, self._ranks, self._tick)
+            self._meet(self._point)
             if not at:
                 found = [_empty(pair[turn]) for pair in self._boxes]
-            for data, pair in zip(found, self._boxes, strict=True):
-                into = data.reshape(-1).view(torch.uint8)[at : at + self._room]
+            for tensor, pair in zip(found, self._boxes, strict=True):
+                into = tensor.reshape(-1).view(torch.uint8)[at : at + self._room]
                 into.copy_(pair[turn][_HEADER_BYTES : _HEADER_BYTES + len(into)])
             at += self._room
-            if all(at >= data.nbytes for data in found):
-                return [data.to(mine[0].device) for data in found]
+            if all(at >= tensor.nbytes for tensor in found):
+                return [tensor.to(mine[0].device) for tensor in found]
 
 
 def _header(tensor: Tensor) -> Tensor:
