@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from everstep.base.errors import TaskError, check
+from everstep.base.errors import ConfigError, check
 from everstep.exact.seeding import preserve_rng, seed_all, shard_seed
 from everstep.exact.shard_cut import ShardCut
 from everstep.placement.tree import fold
@@ -141,10 +141,10 @@ class ShardMesh:
     def enter_sequence(self, x: Tensor) -> Tensor:
         """This rank's part of the sequence. x: (N, T, width), alike at all ranks.
 
-        Raises: TaskError for a length that the shards do not divide.
+        Raises: ConfigError for a length that the shards do not divide.
         """
         if x.shape[_SEQUENCE] % self.shards:
-            raise TaskError(
+            raise ConfigError(
                 f"cell.sp: expected sequences whose length is a multiple of cell.shards={self.shards}, got "
                 f"{x.shape[_SEQUENCE]} tokens: change task.context, or set cell.sp=false"
             )

@@ -223,7 +223,7 @@ def test_tokens_that_are_no_words_and_odd_sequences_are_refused() -> None:
     shard_model(made.model, made.plan, ShardMesh(4, sequence=True))
     with pytest.raises(TaskError, match="expected tokens from 0 to 96, got 0 to 97"):
         made.model(torch.tensor([[0, 97]]))
-    with pytest.raises(TaskError, match=r"cell\.sp: expected sequences whose length is a multiple of cell.shards=4"):
+    with pytest.raises(ConfigError, match=r"cell\.sp: expected sequences whose length is a multiple of cell.shards=4"):
         made.model(torch.zeros(1, 6, dtype=torch.int64))
     with pytest.raises(TaskError, match="expected targets"):
         made.model(torch.zeros(1, 8, dtype=torch.int64)).loss(torch.full((1, 8), -100))
