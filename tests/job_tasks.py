@@ -341,10 +341,10 @@ class Text(_Task):
 class Sharded(Text):
     """The zoo's transformer, which is cut into virtual shards; a vocabulary that they do not divide."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {**Text.defaults, "lanes": 4, "steps": 12}
+    defaults: ClassVar[Mapping[str, Any]] = {**Text.defaults, "lanes": 4, "steps": 10}
 
     def build_model(self) -> nn.Module:
-        return Transformer(TransformerConfig(37, 8, 2, 16, 4, 0.2))
+        return Transformer(TransformerConfig(37, 8, 1, 16, 4, 0.2))
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         assert isinstance(model, Transformer)

@@ -33,14 +33,14 @@ class VocabularyLogits:
         logits = [own.float() for own in self.mine]
         most = torch.stack(self.mesh.gather([own.detach().amax(-1) for own in logits])).amax(0)
         above = [own - most.unsqueeze(-1) for own in logits]
-        masses = self.mesh.join([own.exp().sum(-1) for own in above])
         limits = [bounds(self.words, self.mesh.shards)[shard] for shard in self.mesh.mine]
         wanted = []
         for own, (first, stop) in zip(above, limits, strict=True):
             inside = (targets >= first) & (targets < stop)
             place = (targets - first).clamp(0, stop - first - 1).unsqueeze(-1)
-            wanted.append(own.gather(-1, place).squeeze(-1) * inside)
-        return (masses.log() - self.mesh.join(wanted)).sum()
+            wanted.append(torch.stack([own.exp().sum(-1), own.gather(-1, place).squeeze(-1) * inside]))
+        masses, logit = self.mesh.join(wanted)
+        return (masses.log() - logit).sum()
 
     def whole(self) -> Tensor:
         """All logits, without gradient: (N, T, words)."""

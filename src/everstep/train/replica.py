@@ -246,7 +246,7 @@ class StageReplica:
     def update_pieces(self, step: int, factor: float, reduced: Reduced, pieces: Ranges) -> None:
         """At a limb: update these pieces with the reduced gradient, times `factor`. Raises: as the optimizer does."""
         nothing: Ranges = {p: () for group in self.parts.optimizer.param_groups for p in group["params"]}
-        self._handover.hand_over(reduced, factor, None, {**nothing, **pieces})
+        self._handover.hand_over(reduced, factor, None, {**nothing, **pieces}, self._config.clip_value)
         self.update.make(step, derive(self._config.seed, step, _UPDATE_SEED), None, pieces)
         self._handover.clear()
 
