@@ -41,11 +41,11 @@ from everstep.checkpoint.reader import (
     manifests_of,
     newest_complete,
     open_checkpoint,
-    set_aside_after,
     set_aside_and_say,
     steps_in,
 )
 from everstep.checkpoint.repair import Copy, Elsewhere, Lost, Repairer, Source
+from everstep.checkpoint.retention import discard_after
 from everstep.checkpoint.signing import Signer, sums_signed
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.transfer import Uploader, open_object_tier, open_uploader
@@ -201,7 +201,7 @@ class Checkpointer:
             self._manifests.abandon(why)
 
     def invalidate(self, sound: int, *, with_objects: bool) -> None:
-        """The states of steps after `sound` were wrong: their checkpoints are set aside, on disk and (with_objects, in
+        """The states of steps after `sound` were wrong: their checkpoints are discarded, on disk and (with_objects, in
         the background) in the object store; none that is under way is completed."""
         if self._manifests is not None:
             self._manifests.abandon(Why(Cause.CORRUPT, "its state was discarded"))
@@ -210,7 +210,7 @@ class Checkpointer:
         self._sound = {step for step in self._sound if step <= sound}
         self._base = Base()
         with suppress(EverstepError):  # what cannot be written cannot be read either, or is found out when it is read
-            set_aside_after(self.store, sound)
+            discard_after(self.store, sound)
         if with_objects and self._config.object.url is not None:
             with suppress(EverstepError):
                 self._the_uploader().invalidate(sound)

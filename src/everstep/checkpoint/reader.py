@@ -317,21 +317,6 @@ def set_aside(store: BlobStore, step: int) -> str:
     return name
 
 
-def set_aside_after(store: BlobStore, sound: int) -> None:
-    """All checkpoints of later steps; no pointer names one of them any more. Several may do so at once.
-
-    Raises: StoreError.
-    """
-    for step in steps_in(store):
-        if step > sound:
-            with suppress(BlobMissing):
-                set_aside(store, step)
-    for name in (LATEST, BEST):
-        with suppress(BlobMissing, CheckpointCorrupt):
-            if (read_pointer(store, name) or 0) > sound:
-                store.delete(name)
-
-
 def set_aside_and_say(store: BlobStore, step: int) -> str:
     """Set a damaged checkpoint aside. Returns a clause about that; "" if another worker has done it."""
     try:

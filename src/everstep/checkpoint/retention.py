@@ -13,8 +13,8 @@ from everstep.base.config_keys import TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
 from everstep.checkpoint.manifest import Manifest, decode
 from everstep.checkpoint.names import BEST, LATEST, is_damaged, is_part, manifest_name, step_name, step_of
-from everstep.checkpoint.pointers import read_pins, read_sealed, write_pointer
-from everstep.checkpoint.reader import open_checkpoint, steps_in
+from everstep.checkpoint.pointers import read_pins, read_pointer, read_sealed, write_pointer
+from everstep.checkpoint.reader import open_checkpoint, set_aside, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.protocol.driver.policy import best_of, kept
 
@@ -60,6 +60,11 @@ class Shelf:
     def steps(self) -> list[int]:
         return sorted(self.files)
 
+    @property
+    def needed(self) -> frozenset[str]:
+        """Parts that manifests name, those that were set aside among them."""
+        return self.aside.union(*self.files.values())
+
     def point(self, mode: str) -> None:
         """Point `latest` and `best` at the right checkpoints. Raises: StoreError."""
         write_pointer(self.store, LATEST, self.steps[-1])
@@ -96,8 +101,7 @@ class Shelf:
         """
         if self.broken or not self.files:
             return
-        names = self.store.list("step-")
-        needed = self.aside.union(*self.files.values())
+        names, needed = self.store.list("step-"), self.needed
         aside = {step_of(name) for name in names if is_damaged(name)}
         newest = max(self.files)
         for name in names:
@@ -110,6 +114,29 @@ class Shelf:
             for step in {step_of(path.name) for path in self.store.path.glob("step-*")}:
                 if step is not None and step < newest and step not in busy:
                     self.store.drop_temporaries(step_name(step))
+
+
+def discard_after(store: BlobStore, sound: int) -> None:
+    """The states of steps after `sound` were wrong: their checkpoints are set aside, and no pointer names one of them
+    any more. Several workers may do so at once.
+
+    Parts of theirs that no manifest names are deleted: a worker that was frozen before it wrote the manifest may wake
+    later and write it, and that checkpoint must not look whole then.
+
+    Raises: StoreError.
+    """
+    shelf = Shelf.read(store)
+    for step in (step for step in steps_in(store) if step > sound):
+        with suppress(BlobMissing):
+            set_aside(store, step)
+    for name in (LATEST, BEST):
+        with suppress(BlobMissing, CheckpointCorrupt):
+            if (read_pointer(store, name) or 0) > sound:
+                store.delete(name)
+    needed = shelf.needed
+    for name in store.list("step-") if not shelf.broken else ():
+        if (step_of(name) or 0) > sound and name not in needed and is_part(name):
+            store.delete(name)
 
 
 def would_go(store: BlobStore, rule: TierConfig, metric: str | None = None, mode: str = "max") -> list[int]:

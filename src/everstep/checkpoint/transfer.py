@@ -29,8 +29,8 @@ from everstep.checkpoint.manifest import Manifest, PartFile, decode
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.object_store import ObjectOptions, ObjectStore, StoreRefused
 from everstep.checkpoint.pointers import read_sealed
-from everstep.checkpoint.reader import checked_bytes, open_checkpoint, read_manifest, set_aside_after, steps_in
-from everstep.checkpoint.retention import Shelf
+from everstep.checkpoint.reader import checked_bytes, open_checkpoint, read_manifest, steps_in
+from everstep.checkpoint.retention import Shelf, discard_after
 from everstep.checkpoint.store import BlobStore, BytesLike
 from everstep.checkpoint.stores.store_table import open_store
 from everstep.exact.image import BLOCK_BYTES
@@ -359,7 +359,7 @@ class Uploader:
 
     def _set_aside(self, sound: int) -> None:
         try:
-            set_aside_after(self._target, sound)
+            discard_after(self._target, sound)
         except EverstepError as error:
             text = f"checkpoints after step {sound} are discarded, but could not be deleted: {error}"
             self._troubled(sound, _Trouble.of(error, text))

@@ -239,6 +239,46 @@ def test_what_turned_out_wrong_is_set_aside_and_may_be_saved_anew(start: Callabl
     assert job.workers[1].restorable(limit=2) == (2,) and job.workers[1].restorable() == (3,)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_frozen_leader_that_wakes_completes_nothing_that_was_discarded(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """It has all parts and is about to write the manifest when the others find that this state was wrong. again: a
+    checkpoint of that step had been discarded before, so its folder holds something that was set aside."""
+    asked, wakes, write = threading.Event(), threading.Event(), DirectoryStore.write
+
+    def frozen(self: DirectoryStore, name: str, *args: Any, **options: Any) -> None:
+        if "step-0000000003/manifest" in name and threading.current_thread().name == "everstep-manifest" and not held:
+            held.append(name)
+            asked.set()
+            wakes.wait(60.0)
+        write(self, name, *args, **options)
+
+    held: list[str] = ["not this time"] if again else []
+    monkeypatch.setattr(DirectoryStore, "write", frozen)
+    job = start(2)
+    for step in (1, 2, *([3] if again else [])):
+        job.save(step)
+        job.update(step)
+        job.wait_told(step)
+    if again:
+        job.workers[1].invalidate(2, with_objects=False)
+        held.clear()
+        job.plan = plan_of(2, generation=2)
+    job.save(3)
+    job.update(3)
+    assert asked.wait(60.0)
+    job.workers[1].invalidate(2, with_objects=False)
+    wakes.set()
+    assert job.workers[0].drain(60.0)
+    assert 3 in steps_in(job.workers[1].store)  # its manifest was written, and must count for nothing
+    assert job.workers[1].restorable() == (2,)
+    job.plan = plan_of(2, generation=3)
+    job.save(3)
+    job.update(9)
+    assert job.workers[0].drain(60.0) and job.workers[1].restorable() == (3,)
+
+
 def test_draining_waits_for_what_began(start: Callable[..., Job]) -> None:
     job = start(3)
     job.save(5, Due(("disk",), "SIGTERM"))

@@ -17,7 +17,8 @@ from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, St
 from everstep.checkpoint.names import LATEST, manifest_name
 from everstep.checkpoint.object_store import ObjectStore, StoreRefused
 from everstep.checkpoint.pointers import read_pointer, write_pins
-from everstep.checkpoint.reader import newest_complete, open_checkpoint, set_aside_after, steps_in, verify_blocks
+from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks
+from everstep.checkpoint.retention import discard_after
 from everstep.checkpoint.store import BytesLike, DirectoryStore
 from everstep.checkpoint.stores.s3 import open_s3
 from everstep.checkpoint.stores.store_table import open_store
@@ -322,7 +323,7 @@ def test_what_is_invalidated_is_set_aside_and_may_come_again(source: DirectorySt
         write_step(source, step, seed=step)
         uploader.offer(step)
         events.wait("checkpoint_completed", step)
-    set_aside_after(source, 1)
+    discard_after(source, 1)
     assert steps_in(source) == [1] and read_pointer(source, LATEST) is None
     uploader.invalidate(1)
     while not uploader.idle:
