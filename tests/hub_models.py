@@ -29,10 +29,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 WHOLE = {"gpt_neox": ("GPTNeoX", {k: v for k, v in _ROTARY.items() if k != "num_key_value_heads"})}
 
 
-def made(folder: Path, name: str) -> Path:
-    """The directory of a model with weights of its own."""
+def made(folder: Path, name: str, **more: Any) -> Path:
+    """The directory of a model with weights of its own. more: settings of its config."""
     kind, sizes = {**CONFIGS, **WHOLE}[name]
-    config = getattr(transformers, f"{kind}Config")(**sizes)
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **more})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -23,9 +23,14 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from everstep import Task
+from everstep.exact.shard_plan import shard_model
+from everstep.exact.shard_sums import ShardMesh
 from everstep.observe.events import parse_events
 from everstep.parallel.socket_mesh import BlockNote, SocketMesh
 from everstep.zoo.digits import ResNet50Digits
+from everstep.zoo.recipe import token_loss
+from everstep.zoo.shard_plans import transformer_plan
+from everstep.zoo.transformer import Transformer, TransformerConfig
 
 PACE = "EVERSTEP_TEST_PACE"
 STRIKE = "EVERSTEP_TEST_STRIKE"
@@ -331,6 +336,30 @@ class Text(_Task):
         logits, target = model(batch[:, :-1]), batch[:, 1:]
         losses = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0, reduction="sum")
         return losses, (target != 0).sum()
+
+
+class Sharded(Text):
+    """The zoo's transformer, which is cut into virtual shards; a vocabulary that they do not divide."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {**Text.defaults, "lanes": 4, "steps": 10}
+
+    def build_model(self) -> nn.Module:
+        return Transformer(TransformerConfig(37, 8, 1, 16, 4, 0.2))
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        assert isinstance(model, Transformer)
+        return model.units()
+
+    def parallelize(self, model: nn.Module, mesh: ShardMesh) -> None:
+        assert isinstance(model, Transformer)
+        shard_model(model, transformer_plan(model.config), mesh)
+
+    def lane_loss(self, model: nn.Module, batch: Any) -> Any:
+        return token_loss(model(batch[:, :-1]), batch[:, 1:]), batch[:, 1:].numel()
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        loss = token_loss(model(batch[:, :-1]), batch[:, 1:]).double()
+        return {"loss": torch.stack([loss, torch.tensor(float(batch[:, 1:].numel()), dtype=torch.float64)])}
 
 
 class _Branches(nn.Module):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
 from everstep.base.config_fields import Kind, convert, free, shown, variable
-from everstep.base.config_keys import NO_MPI, CellConfig
+from everstep.base.config_keys import MAX_RANKS, NO_MPI, CellConfig
 from everstep.base.config_keys import Config as Config
 from everstep.base.doors import check_private, is_loopback, parse_ports
 from everstep.base.errors import ConfigError, nearest
@@ -80,6 +80,7 @@ def load_config(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Config:
     wrong type or range, or values that contradict each other.
     """
     values = read_layers(layers)
+    values.setdefault("cell.shards", values.get("cell.tp", 1))
     wanted = default_workers(values) if "workers" not in values else None
     config: Config = _build(Config, values if wanted is None else {**values, "workers": wanted}, ())
     check_together(config)
@@ -418,10 +419,11 @@ def _check_zero(config: Config) -> None:
 
 def _check_cell(config: Config) -> None:
     """A worker of several processes is on one host's CPUs, has the whole model, and shares one state there."""
-    if config.cell.fsdp == 1:
+    _check_shards(config)
+    name, n = config.cell.key, config.cell.ranks
+    if n == 1:
         return
-    n = config.cell.fsdp
-    for name, expected, got, why in (
+    for other, expected, got, why in (
         ("device", "cpu", config.device, "its processes share parameters in the memory of the host"),
         ("stages", "1", config.stages, "a model is divided either way"),
         ("hosts.min", "1", config.hosts.min, "its workers are on one host"),
@@ -431,12 +433,34 @@ def _check_cell(config: Config) -> None:
     ):
         if str(got) != expected:
             raise ConfigError(
-                f"cell.fsdp: expected 1 with {name}={got}, got {n}: {why}; set {name}={expected}, or cell.fsdp=1"
+                f"{name}: expected 1 with {other}={got}, got {n}: {why}; set {other}={expected}, or {name}=1"
             )
-    if n > config.lanes:
+    if config.cell.fsdp > config.lanes:
         raise ConfigError(
-            f"cell.fsdp: expected at most {config.lanes} for {config.lanes} lanes, got {n}: use fewer processes, or "
-            f"raise 'lanes' to {n}"
+            f"cell.fsdp: expected at most {config.lanes} for {config.lanes} lanes, got {config.cell.fsdp}: use fewer "
+            f"processes, or raise 'lanes' to {config.cell.fsdp}"
+        )
+    if config.cell.ranks > MAX_RANKS:
+        raise ConfigError(
+            f"cell.tp: expected at most {MAX_RANKS} processes in a worker, got {n} (cell.fsdp={config.cell.fsdp} "
+            f"x cell.tp={config.cell.tp}): lower either"
+        )
+
+
+def _check_shards(config: Config) -> None:
+    """Each rank of those that compute a lane has as many shards as any other, of a model that is not split."""
+    cell = config.cell
+    if cell.shards % cell.tp:
+        raise ConfigError(
+            f"cell.shards: expected a multiple of cell.tp={cell.tp}, got {cell.shards}: a process computes as many "
+            f"shards as any other; set cell.tp to a divisor of {cell.shards}"
+        )
+    if cell.sp and cell.shards == 1:
+        raise ConfigError("cell.sp: expected cell.shards or cell.tp above 1, got 1 shard: set either, or cell.sp=false")
+    if cell.shards > 1 and config.stages > 1:
+        raise ConfigError(
+            f"cell.shards: expected 1 with stages={config.stages}, got {cell.shards}: a model is cut either way; set "
+            "stages=1, or cell.tp=1 and cell.shards=1"
         )
 
 
@@ -445,7 +469,7 @@ def cell_notes(config: Config) -> list[str]:
     cell, plain = config.cell, CellConfig()
     shared = "parameters lie once in memory that all processes of a worker read"
     found = {
-        "wrap": ("a worker of one process exchanges nothing", cell.fsdp == 1),
+        "wrap": ("a worker of one process exchanges nothing", cell.ranks == 1),
         "offload": ("parameters and the optimizer's state are in the host's memory already", True),
         "prefetch": (f"nothing is gathered: {shared}", True),
         "reshard_after_forward": (f"there are no copies to let go of: {shared}", True),

@@ -21,6 +21,8 @@ NO_MPI = (
     "transport=mpi is not available: an MPI world can neither lose nor gain a process; use transport=auto, which also "
     "works under mpirun"
 )
+MAX_RANKS = 32
+"""Most processes of a worker."""
 SINKS = ("tensorboard", "wandb", "mlflow", "otel")
 NOTICES = "notify"
 """The sink behind `notify.*`, which is not named among the others."""
@@ -218,14 +220,14 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class CellConfig:
-    """Processes that serve as one worker. None of it changes a bit."""
+    """Processes that serve as one worker. `shards` and `sp` alone change bits."""
 
     fsdp: int = key(
         1,
         "processes of each worker, which divide its parameters, its optimizer's state and its lanes among them; when "
         "one of them dies, all do",
         low=1,
-        high=32,
+        high=MAX_RANKS,
     )
     wrap: str = key(
         "units",
@@ -251,6 +253,34 @@ class CellConfig:
     def least(self) -> int | None:
         """Parameters of the modules that are exchanged at once; None: those of units."""
         return None if self.wrap == "units" else int(self.wrap)
+
+    tp: int = key(
+        1,
+        "processes that compute each lane together, each some of the model's cell.shards; it divides cell.shards, and "
+        "changes no bit. A worker has cell.fsdp x cell.tp processes",
+        low=1,
+        high=MAX_RANKS,
+    )
+    shards: int = key(
+        1,
+        "virtual shards into which layers are cut, each computed by itself; if unset: cell.tp of the job's first start",
+        low=1,
+        high=64,
+        numerics=True,
+    )
+    sp: bool = key(
+        False, "cut what lies between sharded layers, such as norms, along the sequence, by shards", numerics=True
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Processes of each worker."""
+        return self.fsdp * self.tp
+
+    @property
+    def key(self) -> str:
+        """The key that makes a worker one of several processes, for messages."""
+        return "cell.fsdp" if self.fsdp > 1 else "cell.tp"
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,7 @@ def _refuse(config: Config, request: Request) -> None:
         "accumulate": (config.accumulate > 1, config.accumulate, "it chooses the number of lanes, too"),
         "stages": (config.stages > 1, config.stages, "it looks at one lane of the whole model"),
         "cell.fsdp": (config.cell.fsdp > 1, config.cell.fsdp, "it looks at one lane of the whole model"),
+        "cell.tp": (config.cell.tp > 1, config.cell.tp, "it looks at one process"),
         "batch": (config.batch != "constant", config.batch, "it keeps the global batch"),
         "hosts.min": (config.hosts.min > 1, config.hosts.min, "it looks at the devices of this host alone"),
     }

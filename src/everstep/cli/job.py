@@ -131,6 +131,11 @@ def effective_config(defaults: Mapping[str, Any], request: Request, *, script: b
             f"stages: expected 1 for a script that calls everstep.join, got {config.stages}: its loop computes the "
             "whole model; write a Task (file.py:Class) to split it"
         )
+    if script and config.cell.shards > 1:
+        raise ConfigError(
+            f"cell.shards: expected 1 for a script that calls everstep.join, got {config.cell.shards}: its loop makes "
+            "and computes the model; write a Task (file.py:Class) with parallelize to cut it"
+        )
     if config.steps is None and config.epochs is None and not script:
         raise ConfigError("the job has no end: give --steps or --epochs")
     if config.early_stop.metric is not None and not (config.eval_every or config.eval_every_epochs) and not script:
@@ -253,6 +258,17 @@ def _said_later(old: JobFile, new: JobFile) -> set[str]:
         return set()
     follows = old.batch_size is not None and old.batch_size == new.batch_size
     return {"lanes", "micro_batch"} if follows else {"lanes"}
+
+
+def with_shards(request: Request, run_dir: Path) -> Request:
+    """The request with the virtual shards of the job that goes on here, if it is one and the request names none."""
+    try:
+        kept = read_job(run_dir, joined=False).config.cell.shards
+    except ConfigError:
+        return request  # no job is here, or whoever goes on with it says what is wrong
+    if "cell.shards" in read_layers(request.layers):
+        return request
+    return replace(request, layers=((JOB_FILE, {"cell.shards": kept}), *request.layers))
 
 
 def about_to_run(job: JobFile) -> str:

@@ -47,11 +47,16 @@ def placement_rows(config: Config, probe: Probe) -> list[dict[str, Any]]:
 
 
 def _cell(config: Config, lanes: Sequence[int]) -> list[dict[str, Any]]:
-    """The processes of one worker, the head first: role, and lanes in the order of the rounds."""
-    ranks = config.cell.fsdp
-    return [
-        {"rank": rank, "role": "limb" if rank else "head", "lanes": list(lanes[rank::ranks])} for rank in range(ranks)
-    ]
+    """The processes of one worker, the head first: role, lanes in the order of the rounds, and shards of the model that
+    it computes of each."""
+    cell, found = config.cell, []
+    for rank in range(cell.ranks):
+        seat, part = divmod(rank, cell.tp)
+        own = cell.shards // cell.tp
+        shards = list(range(part * own, (part + 1) * own)) if cell.shards > 1 else []
+        role = "limb" if rank else "head"
+        found.append({"rank": rank, "role": role, "lanes": list(lanes[seat :: cell.fsdp]), "shards": shards})
+    return found
 
 
 def _device(config: Config, pool: list[int]) -> str:
@@ -88,7 +93,7 @@ def print_placement(config: Config, probe: Probe, *, as_json: bool) -> None:
         names = (str(row["stage"]), parts or "?", _layers(row["units"]), parameters)
         lines.append((*names, leader, backups, row["device"], lanes, *time))
     print("\n".join(aligned(lines)))
-    if config.cell.fsdp > 1:
+    if config.cell.ranks > 1:
         for line in _cell_lines(rows):
             print(line)
     batch = config.lanes * config.micro_batch
@@ -100,9 +105,12 @@ def print_placement(config: Config, probe: Probe, *, as_json: bool) -> None:
 
 
 def _cell_lines(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [("cell", "rank", "", "lanes")]
+    sharded = any(one["shards"] for row in rows for ranks in row["cells"].values() for one in ranks)
+    lines: list[tuple[str, ...]] = [("cell", "rank", "", "lanes") + ("shards",) * sharded]
     for worker_id, ranks in (item for row in rows for item in row["cells"].items()):
-        lines += [(worker_id, str(one["rank"]), one["role"], span(one["lanes"])) for one in ranks]
+        for one in ranks:
+            shards = (span(one["shards"]),) if sharded else ()
+            lines.append((worker_id, str(one["rank"]), one["role"], span(one["lanes"]), *shards))
     return ["", *aligned(lines), "parameters and the optimizer's state lie once in each cell's shared memory", ""]
 
 

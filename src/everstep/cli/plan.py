@@ -186,6 +186,11 @@ def _split(known: _Known, asked: Mapping[str, Any]) -> Split:
 def _cell(model: Model, split: Split, config: Config, exchanged: int) -> CellMemoryUse | None:
     """What each process of a worker of several needs; None of workers of one."""
     ranks, lanes = config.cell.fsdp, split.lanes
+    if config.cell.tp > 1:
+        raise ConfigError(
+            f"--set cell.tp: expected 1, got {config.cell.tp}: the memory of processes that compute a lane together is "
+            "not planned; leave it out, and plan with cell.fsdp"
+        )
     if ranks == 1:
         return None
     runs = [range(k * lanes // split.workers, (k + 1) * lanes // split.workers) for k in range(split.workers)]

@@ -124,6 +124,7 @@ def look(task_text: str, request: Request, units: bool) -> Probe:
         size = reading_of(dataset).size
         check_metric(task)
         _check_parts(task)
+        _check_shards(task)
         notes = task.notes()
     probe, digest = Probe(defaults, size, notes=notes), ""
     with _left_to_workers():
@@ -212,6 +213,14 @@ def _check_parts(task: Task) -> None:
     model = _build(task)
     optimizer = task.build_optimizer(list(model.parameters()))
     refuse_unsupported(model, optimizer, task.build_scheduler(optimizer))
+
+
+def _check_shards(task: Task) -> None:
+    """Raises: ConfigError if the model cannot be cut into as many virtual shards."""
+    from everstep.train.stage import cut_into_shards
+
+    if task.config.cell.shards > 1:
+        cut_into_shards(task, _build(task), task.config)
 
 
 def check_metric(task: Task) -> None:

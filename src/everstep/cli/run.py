@@ -43,6 +43,7 @@ from everstep.cli.job import (
     make_job,
     with_chaos,
     with_cut,
+    with_shards,
     write_job,
 )
 from everstep.cli.leading import UserView, see_through
@@ -347,6 +348,9 @@ def _check_sign_key(path: str | None) -> None:
 
 def _run_or_show(invocation: Invocation) -> int:
     invocation = dataclasses.replace(invocation, request=with_device(invocation.request, invocation.server))
+    if not invocation.asked.fresh:
+        request = with_shards(invocation.request, invocation.begun.folder)
+        invocation = dataclasses.replace(invocation, request=request)
     if invocation.auto_lane:
         invocation = _with_lane(invocation)
     if invocation.asked.dry_run:

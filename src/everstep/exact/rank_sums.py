@@ -1,9 +1,10 @@
 """The sums of a worker's lanes, made by all of its processes together: unit by unit, while backward passes run.
 
-In a round each rank computes one lane. When a unit's gradients are final at a rank, they go into its *box* in the
-memory that the ranks share, and out of `.grad`; when they are there from all ranks, each rank adds up its own range of
-the unit, by the rule of the lane tree, into *slots*. So no rank ever holds a whole gradient. All ranks come to the
-units in the same order, from the last to the first.
+In a round each rank computes one lane, or several ranks have a *seat* and compute one together, each some of its
+shards. When a unit's gradients are final at a rank, they go into its seat's *box* in the memory that the ranks share,
+and out of `.grad`; when they are there from all ranks, each rank adds up its own range of the unit, by the rule of the
+lane tree, into *slots*. So no rank ever holds a whole gradient. All ranks come to the units in the same order, from the
+last to the first.
 
 A unit is final when each of its parameters has had its gradient, or when the backward pass is over: so where a lane
 does not use a parameter, its unit and those before it wait for the end. Absent gradients stay absent: each box has a
@@ -24,21 +25,23 @@ from everstep.base.ports import Node
 from everstep.exact.lane_statistics import LaneStatistics
 from everstep.exact.layout import GradientLayout
 from everstep.exact.lending import written_twice
+from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.wrapping import Wrapped
 from everstep.placement.ranks import Add, Folding, SumPlace, part_of
 from everstep.placement.tree import cover
 
 
 class Shelves(Protocol):
-    """What the ranks of a worker share for their sums. rank: of this process."""
+    """What the ranks of a worker share for their sums. rank: of this process. Ranks that compute a lane have a seat
+    together, and one box."""
 
     rank: int
 
-    def box(self, rank: int, turn: int) -> Tensor:
-        """A rank's box for this turn (0 or 1), float32, as large as the largest unit."""
+    def box(self, seat: int, turn: int) -> Tensor:
+        """A seat's box for this turn (0 or 1), float32, as large as the largest unit."""
 
     def row(self, rank: int, turn: int) -> Tensor:
-        """The presence of what is in that box, uint8, one for each entry of the layout."""
+        """The presence of what a rank has put into that box, uint8, one for each entry of the layout."""
 
     def slot(self, number: int) -> Tensor:
         """A slot, float32, as large as the layout."""
@@ -61,12 +64,20 @@ class RankSums:
         units: Sequence[Wrapped],
         *,
         whole_first: bool,
+        mesh: ShardMesh | None = None,
+        degree: int = 1,
     ) -> None:
         """layout: of this very model, which is one stage. units: of it, or smaller parts that are exchanged one by one.
-        whole_first: the first lane is computed twice for comparison, so its gradients stay in `.grad` until `add`."""
+        whole_first: the first lane is computed twice for comparison, so its gradients stay in `.grad` until `add`.
+        mesh: of a model that is cut; degree: ranks that compute each lane together, each its own shards."""
         by_name = dict(model.named_parameters(remove_duplicate=False))
         self._layout, self._n_lanes, self._shelves = layout, n_lanes, shelves
         self._params: dict[int, nn.Parameter] = {i: by_name[layout.entries[i].name] for i in layout.params}
+        cuts = {} if mesh is None else {id(by_name[name]): cut for name, cut in mesh.cuts.items()}
+        self._cuts = {i: cuts[id(p)] for i, p in self._params.items() if id(p) in cuts} if degree > 1 else {}
+        self._mesh, self._degree = mesh, degree
+        self._seat, rank = divmod(shelves.rank, degree)
+        self._leads = rank == 0
         self._units = units
         self._unit_of = {i: k for k, unit in enumerate(units) for i in unit.entries}
         self._order = list(reversed(range(len(units))))
@@ -93,8 +104,8 @@ class RankSums:
             self._statistics.begin_step()
 
     def round(self, lanes: Sequence[int], point: int) -> None:
-        """A round begins. lanes: by rank. point: before the first at which the ranks meet in it."""
-        self._ranks, self._point = range(len(lanes)), point
+        """A round begins. lanes: by seat. point: before the first at which the ranks meet in it."""
+        self._ranks, self._point = range(len(lanes) * self._degree), point
         self._adds = self._folding.round(lanes)
 
     def enter(self, lane: int) -> None:
@@ -166,9 +177,17 @@ class RankSums:
         gradient, entry = self._params[i].grad, self._layout.entries[i]
         if gradient is None or gradient.layout is not torch.strided:
             return
-        box = self._shelves.box(self._shelves.rank, self._lane.at % 2)
+        box = self._shelves.box(self._seat, self._lane.at % 2)
         at = entry.offset - self._units[self._unit_of[i]].start
-        box.as_strided(entry.shape, entry.stride, box.storage_offset() + at).copy_(gradient)
+        into = box.as_strided(entry.shape, entry.stride, box.storage_offset() + at)
+        cut, mesh = self._cuts.get(i), self._mesh
+        if cut is not None and mesh is not None:
+            for shard in mesh.mine:
+                pairs = zip(cut.views(into, shard, mesh.shards), cut.views(gradient, shard, mesh.shards), strict=True)
+                for view, own in pairs:
+                    view.copy_(own)
+        elif self._leads:
+            into.copy_(gradient)
         self._params[i].grad = None
         self._lane.moved.add(i)
 
@@ -179,9 +198,9 @@ class RankSums:
         mine, entries = shelves.row(shelves.rank, turn), self._entries[unit]
         there = [i in lane.moved if i in self._params else True for i in entries]
         mine[entries[0] : entries[-1] + 1] = torch.tensor(there, dtype=torch.uint8)
-        box, start = shelves.box(shelves.rank, turn), self._units[unit].start
+        box, start = shelves.box(self._seat, turn), self._units[unit].start
         for region, value in zip(self._statistics.regions, lane.statistics, strict=False):
-            if self._unit_of[region.entries[0]] == unit:
+            if self._leads and self._unit_of[region.entries[0]] == unit:
                 box[region.start - start : region.stop - start].copy_(value)
         self._point += 1
         shelves.meet(self._point, self._ranks)
@@ -192,9 +211,15 @@ class RankSums:
         """Make the round's additions, of this rank's range of a unit."""
         entries, bounds = self._entries[unit], self._units[unit]
         first, last = entries[0], entries[-1] + 1
-        rows = {
-            SumPlace("box", rank): bytes(self._shelves.row(rank, turn)[first:last].tolist()) for rank in self._ranks
-        } | {SumPlace("slot", slot): bytes(row[first:last]) for slot, row in self._rows.items()}
+        by_rank = [bytes(self._shelves.row(rank, turn)[first:last].tolist()) for rank in self._ranks]
+        for rank in self._ranks:
+            if by_rank[rank] != by_rank[rank // self._degree * self._degree]:
+                raise TaskError(
+                    "cell.tp: the processes that computed a lane together have gradients of different parameters: let "
+                    "the loss use the same ones for every shard"
+                )
+        rows = {SumPlace("box", seat): row for seat, row in enumerate(by_rank[:: self._degree])}
+        rows |= {SumPlace("slot", slot): bytes(row[first:last]) for slot, row in self._rows.items()}
         lo, hi = part_of(bounds.start, bounds.stop, len(self._ranks), self._shelves.rank)
         for add in self._adds:
             left, right = rows[add.left], rows[add.right] if add.right is not None else bytes(last - first)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 _MASK = (1 << 64) - 1
-_LANE, _UNIT, _SAMPLE, _BUILD, _BACKWARD, _MODULE = 1, 2, 3, 4, 5, 6
+_LANE, _UNIT, _SAMPLE, _BUILD, _BACKWARD, _MODULE, _SHARD = 1, 2, 3, 4, 5, 6, 7
 """First number of a derivation, so that seeds for different purposes never coincide by construction. A lane's is for
 its draws outside units; a unit's counts its forward passes within the lane, from 0."""
 
@@ -62,6 +62,11 @@ def module_seed(seed: int, path: str) -> int:
 def sample_seed(seed: int, epoch: int, index: int) -> int:
     """Seed for fetching one sample of the dataset (augmentation)."""
     return derive(_SAMPLE, seed, epoch, index)
+
+
+def shard_seed(drawn: int, shard: int) -> int:
+    """Seed for what one virtual shard draws. drawn: from the stream around it, alike for all shards."""
+    return derive(_SHARD, drawn, shard)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor
 from everstep.base.errors import EverstepError, MembershipError, check
 from everstep.parallel.mapping import PAGE, Mapping, load_fence, pages
 
-_COUNTS_AT, _WORDS_AT = 1024, 2048
+_COUNTS_AT, _INNER_AT, _WORDS_AT = 1024, 1536, 2048
 _MOST_RANKS = 64
 _SLEEP_S = 0.002
 _SPINS = 20
@@ -49,6 +49,7 @@ class CellMemory(Mapping):
         self.rank = rank
         super().__init__(mmap.mmap(fd, size_bytes))
         self._counts = self.array(ctypes.c_int64, _MOST_RANKS, _COUNTS_AT)
+        self._inner = self.array(ctypes.c_int64, _MOST_RANKS, _INNER_AT)
         self._words = self.array(ctypes.c_int64, 2, _WORDS_AT)
 
     @classmethod
@@ -104,18 +105,20 @@ class CellMemory(Mapping):
         """The head is about to give a command: no process is in a pass."""
         self._words[1] = 0
 
-    def meet(self, point: int, ranks: Sequence[int], tick: Callable[[], None]) -> None:
+    def meet(self, point: int, ranks: Sequence[int], tick: Callable[[], None], *, inner: bool = False) -> None:
         """Come to a point, and wait until all these ranks, this one among them, have come to it or to a later one. What
         one has written before, the others can read after.
 
-        point: grows from one to the next, also from command to command. Raises: PassBroken if one has left the pass.
+        point: grows from one to the next, also from command to command. inner: points of ranks that compute one lane
+        together, which are counted apart. Raises: PassBroken if one has left the pass.
         """
-        self._counts[self.rank] = point
+        counts = self._inner if inner else self._counts
+        counts[self.rank] = point
         self._ring()
         waits = 0
         while True:
             seen = self.bell
-            if all(self._counts[rank] >= point for rank in ranks):
+            if all(counts[rank] >= point for rank in ranks):
                 load_fence()
                 return
             if self._words[1]:

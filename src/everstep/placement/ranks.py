@@ -46,7 +46,7 @@ def update_ranges(sizes: Sequence[int], ranks: int) -> list[list[list[tuple[int,
 
 
 class SumPlace(NamedTuple):
-    """Where a sum is: in the box of a rank (its lane of the round), or in a slot that outlives the round."""
+    """Where a sum is: in the box of a seat (its lane of the round), or in a slot that outlives the round."""
 
     kind: str
     number: int
@@ -70,7 +70,7 @@ class Folding:
         """Complete subtrees, and the slots that hold their sums."""
 
     def round(self, lanes: Sequence[int]) -> list[Add]:
-        """The additions of a round, in order. lanes: by rank. Afterwards the boxes hold nothing that counts."""
+        """The additions of a round, in order. lanes: by seat. Afterwards the boxes hold nothing that counts."""
         places = {node: SumPlace("slot", slot) for node, slot in self.slots.items()}
         adds: list[Add] = []
         for rank, lane in enumerate(lanes):

@@ -1,7 +1,8 @@
 """The head of a cell: has its limbs take part in the lanes and in the update of each step.
 
 The head drives, saves, heals and talks like any worker, since all of the state lies in its memory. What its limbs do is
-two operations: they compute lanes, and they update parts. They hear of the state in neither by messages: the parameters
+two operations: they compute lanes (with cell.tp, several ranks the same one, each some of the model's shards), and they
+update parts. They hear of the state in neither by messages: the parameters
 and the optimizer's state are the same memory. A generation that ends is noticed at the gate before each pass.
 """
 
@@ -15,17 +16,17 @@ from torch import nn
 
 from everstep.base import errors
 from everstep.base.config import Config
-from everstep.base.errors import ConfigError, EverstepError, TaskError
+from everstep.base.errors import ConfigError, DeterminismError, EverstepError, TaskError
 from everstep.base.ports import Piece, Reduced
 from everstep.exact.extra_state import has_extra_state
 from everstep.exact.pieces import Ranges
-from everstep.exact.rank_sums import RankSums
 from everstep.parallel.cell_memory import CellMemory, PassBroken
 from everstep.placement.ranks import rounds
 from everstep.protocol.driver.records import LaneReport
 from everstep.protocol.step_types import LaneSaid
 from everstep.runtime.host.cell import Head
-from everstep.train.cell_store import CellPlaces, CellStore
+from everstep.train.cell_lanes import SharedLanes, places_of
+from everstep.train.cell_store import CellStore
 from everstep.train.cell_update import CellUpdate
 from everstep.train.optimizer_update import refuse_in_cell
 from everstep.train.replica import StageReplica
@@ -44,12 +45,14 @@ class CellHead:
         parts = replica.parts
         refuse_in_cell(parts.optimizer, config.seed)
         _refuse_model(parts.model)
-        self._head, self._replica, self._ranks = head, replica, config.cell.fsdp
-        places = CellPlaces(replica.layout, parts.model, self._ranks, config.lanes, config.cell.least)
+        self._head, self._replica, self._cell = head, replica, config.cell
+        self._ranks, self._seats = config.cell.ranks, config.cell.fsdp
+        places = places_of(replica, config)
         self._store = CellStore(CellMemory.create(places.size), places, tick, self._look)
         self._store.move_in(parts.model)
         self._update = CellUpdate(parts.optimizer, self._store, self._ranks)
-        self._sums = RankSums(replica.layout, parts.model, config.lanes, self._store, places.units, whole_first=True)
+        self._shared = SharedLanes(replica, config, self._store)
+        self._sums = self._shared.sums
         self._point = 0
         self._finished: list[tuple[LaneReport, Any]] = []
         self._told: tuple[int, int] | None = None
@@ -61,11 +64,14 @@ class CellHead:
 
     def own(self, lanes: Sequence[int]) -> Sequence[int]:
         """Those of these lanes that the head itself computes."""
-        return lanes[:: self._ranks]
+        return lanes[:: self._seats]
 
-    def passes(self, step: int, lanes: Sequence[int], told: Collection[int], over: Callable[[], bool]) -> Iterator[int]:
+    def passes(
+        self, step: int, lanes: Sequence[int], told: Collection[int], over: Callable[[], bool], *, due: bool
+    ) -> Iterator[int]:
         """Hand out the head's own lanes, in rounds in which each limb computes one, too. Once all are done, or `over`
-        says so before a round, the sums are the replica's. told: lanes whose results other workers compare.
+        says so before a round, the sums are the replica's. told: lanes whose results other workers compare; due: a lane
+        is to be computed twice.
 
         Raises: what the passes of a limb have raised.
         """
@@ -77,20 +83,21 @@ class CellHead:
             replica.lanes.settle_buffers()  # another worker's lane may have been computed on trial
             self._store.give_buffers(replica.parts.model)
         scale = replica.loop.loss_scale
-        about = {"step": step, "fresh": fresh, "lanes": list(lanes), "told": sorted(told), "scale": scale}
-        self._head.begin(LANES, point=self._point, **about)
+        about = {"step": step, "fresh": fresh, "lanes": list(lanes), "told": sorted(told), "scale": scale, "due": due}
+        self._head.begin(LANES, point=self._point, inner=self._shared.restart(), **about)
         sums.begin(lanes, fresh=fresh)
         whole, done = False, len(lanes)
         try:
-            for number, turn in enumerate(rounds(lanes, self._ranks)):
+            for number, turn in enumerate(rounds(lanes, self._seats)):
                 memory.open_gate(not over())
                 self._point += 1
                 self._store.meet(self._point, range(self._ranks))
                 if not memory.go:
-                    done = number * self._ranks
+                    done = number * self._seats
                     break
                 sums.round(turn, self._point)
-                yield turn[0]
+                with self._shared.together():
+                    yield turn[0]
                 self._point += sums.points
             whole = True
         finally:
@@ -107,12 +114,30 @@ class CellHead:
         for rank, answer in enumerate(_raise_first(self._head.answers()), 1):
             note = self._store.read_note(rank, answer["note"])
             reports = [LaneReport(*report) for report in note["reports"]]
+            if rank % self._cell.tp:
+                self._compare(rank, reports)
+                continue
             for report in reports:
                 self._replica.lanes.note(report)
             loop.note_buffers(rank, note["buffers"])
             self._finished += [(report, note["said"].get(str(report.lane))) for report in reports]
         for node, row, flat in self._sums.results():
             loop.take(node, row, flat)
+
+    def _compare(self, rank: int, reports: Sequence[LaneReport]) -> None:
+        """A rank has computed these lanes together with the first one of its seat. Raises: DeterminismError."""
+        mine = {report.lane: report for report in self._replica.lanes.reports([report.lane for report in reports])}
+        for report in reports:
+            theirs = mine[report.lane].loss
+            if report.loss.hex() != theirs.hex():
+                raise DeterminismError(
+                    f"cell.tp: rank {rank} of this worker has a loss of {report.loss!r} in lane {report.lane}, and the "
+                    f"rank that computed it, too, has {theirs!r}: the loss depends on the process, or memory is damaged"
+                )
+
+    def gather_gradients(self) -> None:
+        """Inside a pass: the lane's gradients, of which each rank has a part, are to be compared with others'."""
+        self._shared.gather_gradients()
 
     def took(self) -> list[tuple[LaneReport, LaneSaid | None]]:
         """Reports of the lanes that limbs have computed since the last call, and what is to be compared of them."""

@@ -16,7 +16,6 @@ from everstep.base.config import Config
 from everstep.base.errors import ConfigError, check
 from everstep.data.batch import to_device
 from everstep.data.loader import LaneLoader, Recipe
-from everstep.exact.rank_sums import RankSums
 from everstep.observe.logs import set_up_worker_log
 from everstep.order.ledger import use_digest
 from everstep.parallel.cell_memory import CellMemory
@@ -24,7 +23,8 @@ from everstep.placement.ranks import rounds
 from everstep.runtime.host.cell import Limb
 from everstep.runtime.link.context import WorkerContext
 from everstep.train.cell_head import ADOPT, ATTACH, LANES, UPDATE, limb_gradient
-from everstep.train.cell_store import CellPlaces, CellStore
+from everstep.train.cell_lanes import SharedLanes, places_of
+from everstep.train.cell_store import CellStore
 from everstep.train.cell_update import CellUpdate
 from everstep.train.job_parts import BuiltTask
 from everstep.train.replica import StageReplica
@@ -61,7 +61,7 @@ class CellLimb:
         self._order = built.order()
         self._loader = LaneLoader(Recipe(built.dataset, self._order, task.collate, config.seed), config.loader)
         self._store: CellStore | None = None
-        self._sums: RankSums | None = None
+        self._shared: SharedLanes | None = None
         self._update: CellUpdate | None = None
 
     def commands(self) -> dict[str, Callable[..., Any]]:
@@ -72,44 +72,56 @@ class CellLimb:
 
     def attach(self, path: str, size: int, likeness: str) -> dict[str, Any]:
         """Have the model where the head has it. Raises: ConfigError if that is another one."""
-        model, lanes = self._replica.parts.model, self._config.lanes
-        places = CellPlaces(self._replica.layout, model, self._config.cell.fsdp, lanes, self._config.cell.least)
+        model = self._replica.parts.model
+        places = places_of(self._replica, self._config)
         if (places.size, places.likeness) != (size, likeness):
             raise ConfigError(
-                "cell.fsdp: expected the same model in all processes of a worker, but build_model has made different "
-                "ones: let it depend on the config and torch's generators alone"
+                f"{self._config.cell.key}: expected the same model in all processes of a worker, but build_model has "
+                "made different ones: let it depend on the config and torch's generators alone"
             )
         self._store = CellStore(CellMemory.attach(path, self._rank, size), places, self._row.tick)
         self._store.move_in(model)
-        self._update = CellUpdate(self._replica.parts.optimizer, self._store, self._config.cell.fsdp)
-        self._sums = RankSums(self._replica.layout, model, lanes, self._store, places.units, whole_first=False)
-        self._replica.loop.use(self._sums)
+        self._update = CellUpdate(self._replica.parts.optimizer, self._store, self._config.cell.ranks)
+        self._shared = SharedLanes(self._replica, self._config, self._store)
+        self._replica.loop.use(self._shared.sums)
         return {}
 
     def lanes(
-        self, point: int, step: int, fresh: bool, lanes: Sequence[int], told: Sequence[int], scale: float
+        self,
+        point: int,
+        inner: int,
+        step: int,
+        fresh: bool,
+        lanes: Sequence[int],
+        told: Sequence[int],
+        scale: float,
+        due: bool,
     ) -> dict[str, Any]:
         """Compute this rank's lanes of the rounds that are made, and say what they gave."""
-        store, sums, replica = self._shared()
+        store, shared, replica = self._attached()
+        sums, ranks, seats = shared.sums, self._config.cell.ranks, self._config.cell.fsdp
         if fresh:
             replica.abandon()
             store.take_buffers(replica.parts.model)
             replica.begin_lanes(step, scale)
-        mine = lanes[self._rank :: self._config.cell.fsdp]
+        shared.restart(inner)
+        mine = lanes[shared.seat :: seats]
         self._loader.schedule(step, mine)
         said: dict[str, tuple[str, str]] = {}
         done: list[int] = []
         try:
             sums.begin(lanes, fresh=fresh)
-            for turn in rounds(lanes, self._config.cell.fsdp):
+            for turn in rounds(lanes, seats):
                 point += 1
-                store.meet(point, range(self._config.cell.fsdp))
+                store.meet(point, range(ranks))
                 if not store.memory.go:
                     break
                 sums.round(turn, point)
-                if self._rank < len(turn):
-                    self._lane(step, turn[self._rank], said, is_told=turn[self._rank] in told)
-                    done.append(turn[self._rank])
+                if shared.seat < len(turn):
+                    lane = turn[shared.seat]
+                    with shared.together():
+                        self._lane(step, lane, said, is_told=lane in told, due=due)
+                    done.append(lane)
                 point += sums.points
         except BaseException:
             sums.leave()
@@ -121,25 +133,36 @@ class CellLimb:
         (buffers,) = replica.lanes.buffer_reports()
         return {"note": store.write_note({"reports": reports, "said": said, "buffers": buffers})}
 
-    def _lane(self, step: int, lane: int, said: dict[str, tuple[str, str]], *, is_told: bool) -> None:
-        loop, model = self._replica.loop, self._replica.parts.model
+    def _lane(self, step: int, lane: int, said: dict[str, tuple[str, str]], *, is_told: bool, due: bool) -> None:
+        """One lane, as `Step` has it at the head: what a head computes together with this rank, it does so often."""
+        loop, beside = self._replica.loop, self._config.cell.tp > 1
         self._row.set(step=step - 1, phase="load")
         batch, samples = self._loader.batch(step, lane)
         batch = to_device(batch, self._device)
-        loop.enter(step, lane, apart=is_told)
-        self._row.set(phase="forward")
-        loss = calling(self._task, "loss", model, batch)
-        self._row.set(phase="backward")
-        loss, weight = loss if isinstance(loss, tuple) else (loss, None)
-        loop.backward(loss, weight, len(samples) / self._order.micro_batch)
+        loop.enter(step, lane, apart=is_told or (beside and due))
+        twice = beside and loop.probes(due)
+        self._pass(batch, len(samples))
+        if twice:
+            loop.again()
+            self._pass(batch, len(samples))
+            loop.compare()
+        if is_told or (due and twice):
+            self._attached()[1].gather_gradients()
         if is_told:
             told = loop.said(batch)
             said[str(lane)] = told.data, told.gave
         loop.leave(lane, len(samples), use_digest(samples))
 
+    def _pass(self, batch: Any, count: int) -> None:
+        self._row.set(phase="forward")
+        loss = calling(self._task, "loss", self._replica.parts.model, batch)
+        self._row.set(phase="backward")
+        loss, weight = loss if isinstance(loss, tuple) else (loss, None)
+        self._replica.loop.backward(loss, weight, count / self._order.micro_batch)
+
     def update(self, step: int, factor: float, note: int) -> dict[str, Any]:
         """Update this rank's part with the gradient that the head has left."""
-        store, _, replica = self._shared()
+        store, _, replica = self._attached()
         self._row.set(phase="update")
         said = store.read_note(0, note)
         check(self._update is not None, "a limb attaches before it updates")
@@ -152,13 +175,13 @@ class CellLimb:
 
     def adopt(self, note: int) -> dict[str, Any]:
         """Put what an update has made where the others find it."""
-        store, _, _ = self._shared()
+        store, _, _ = self._attached()
         self._update.follow(store.read_note(0, note), None)  # type: ignore[union-attr]
         return {}
 
-    def _shared(self) -> tuple[CellStore, RankSums, StageReplica]:
-        check(self._store is not None and self._sums is not None, "a limb attaches before anything else")
-        return self._store, self._sums, self._replica  # type: ignore[return-value]
+    def _attached(self) -> tuple[CellStore, SharedLanes, StageReplica]:
+        check(self._store is not None and self._shared is not None, "a limb attaches before anything else")
+        return self._store, self._shared, self._replica  # type: ignore[return-value]
 
     def close(self) -> None:
         """End the loader's processes."""

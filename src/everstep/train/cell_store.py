@@ -20,6 +20,7 @@ from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, GradientLayout, m
 from everstep.exact.wrapping import wrapped
 from everstep.parallel.cell_memory import CellMemory, PassBroken, SharedPlace
 from everstep.parallel.mapping import PAGE
+from everstep.parallel.shard_boxes import SHARD_BOX_BYTES, BoxExchange
 
 _NOTE_BYTES = 64 << 20
 _MOST_STATE = 16
@@ -30,24 +31,39 @@ _FLOAT = 4
 class CellPlaces:
     """Extents in the memory of one worker. model: whole, with its parameters and buffers as they are before the first
     step; n_slots: sums that are kept at a time, at most; wrap: elements of the modules that are exchanged together,
-    None for units."""
+    None for units. degree: ranks that compute each lane together, which have a box together, and boxes for their
+    shards."""
 
     def __init__(
-        self, layout: GradientLayout, model: nn.Module, ranks: int, n_slots: int, wrap: int | None = None
+        self,
+        layout: GradientLayout,
+        model: nn.Module,
+        ranks: int,
+        n_slots: int,
+        wrap: int | None = None,
+        degree: int = 1,
+        shards: int = 1,
     ) -> None:
         self.size = PAGE
         self.units = wrapped(layout, wrap)
         self.notes = [self._take(_NOTE_BYTES) for _ in range(ranks)]
         self.rows = [[self._take(len(layout.entries)) for _ in range(2)] for _ in range(ranks)]
         largest = max((unit.stop - unit.start for unit in self.units), default=0)
-        self.boxes = [[self._take(_FLOAT * largest) for _ in range(2)] for _ in range(ranks)]
+        seats = ranks // degree
+        self.boxes = [[self._take(_FLOAT * largest) for _ in range(2)] for _ in range(seats)]
+        self.shard_boxes: list[list[list[SharedPlace]]] = [
+            [[self._take(SHARD_BOX_BYTES) for _ in range(2)] for _ in range(shards)]
+            for _ in range(seats * (degree > 1))
+        ]
         self.slots = [self._take(_FLOAT * layout.numel) for _ in range(n_slots)]
         self.parameters = [self._take(_within(group[0])) for group in leaves_of(model.parameters())]
         self.buffers = self._take(sum(round_up(b.nbytes, ALIGN_BYTES) for b in model.buffers()))
         elements = sum(round_up(p.numel() * _FLOAT, BLOCK_ELEMENTS) for p in model.parameters())
         self.state = self._take(_MOST_STATE * elements)
         named = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-        self.likeness = digest_bytes(repr((layout.fingerprint(), named, ranks, n_slots, wrap, self.size)).encode())
+        self.likeness = digest_bytes(
+            repr((layout.fingerprint(), named, ranks, degree, shards, n_slots, wrap, self.size)).encode()
+        )
 
     def _take(self, size: int) -> SharedPlace:
         found = SharedPlace(self.size, size)
@@ -76,12 +92,12 @@ class CellStore:
 
     # ---- as `exact.rank_sums.Shelves`
 
-    def box(self, rank: int, turn: int) -> Tensor:
-        """A rank's box for this turn."""
-        return self._boxes[rank][turn]
+    def box(self, seat: int, turn: int) -> Tensor:
+        """The box for this turn of the ranks that compute a lane."""
+        return self._boxes[seat][turn]
 
     def row(self, rank: int, turn: int) -> Tensor:
-        """The presence of what is in that box."""
+        """The presence of what a rank has put into that box."""
         return self._rows[rank][turn]
 
     def slot(self, number: int) -> Tensor:
@@ -92,8 +108,19 @@ class CellStore:
 
     def meet(self, point: int, ranks: Sequence[int]) -> None:
         """Wait until all these ranks have come to this point. Raises: PassBroken."""
+        self._meet(point, ranks, inner=False)
+
+    def exchange(self, shards: int, degree: int) -> BoxExchange:
+        """How this rank learns of the shards of the ranks that compute its lanes with it."""
+        seat, rank = divmod(self.rank, degree)
+        boxes = [[self.memory.tensor(one, torch.uint8) for one in pair] for pair in self.places.shard_boxes[seat]]
+        mine = range(rank * shards // degree, (rank + 1) * shards // degree)
+        ranks = range(seat * degree, (seat + 1) * degree)
+        return BoxExchange(boxes, mine, lambda point: self._meet(point, ranks, inner=True))
+
+    def _meet(self, point: int, ranks: Sequence[int], *, inner: bool) -> None:
         try:
-            self.memory.meet(point, ranks, self._tick)
+            self.memory.meet(point, ranks, self._tick, inner=inner)
         except PassBroken:
             self._broken()
             raise

@@ -25,7 +25,7 @@ from everstep.train.replica import StageReplica
 from everstep.train.run import Run
 from everstep.train.saving import Whole
 from everstep.train.session import Session
-from everstep.train.stage import Parts, build_model, chosen_cut, cut_out
+from everstep.train.stage import Parts, build_model, chosen_cut, cut_into_shards, cut_out
 from everstep.train.task import Task, calling
 from everstep.train.trainer import EarlyStop
 from everstep.train.unsupported import refuse_group, refuse_unsupported
@@ -47,15 +47,21 @@ def assemble(
 
     Raises: ConfigError if the job has several stages, or a script's worker is to have several processes.
     """
-    if link.config.cell.fsdp > 1 and link.cell_head is None:
+    key, ranks = link.config.cell.key, link.config.cell.ranks
+    if ranks > 1 and link.cell_head is None:
         raise ConfigError(
-            "cell.fsdp: expected workers that everstep run has started with as many processes, got "
-            f"{link.config.cell.fsdp} processes for one that has one: start it with everstep run, or set cell.fsdp=1"
+            f"{key}: expected workers that everstep run has started with as many processes, got {ranks} processes for "
+            f"one that has one: start it with everstep run, or set {key}=1"
         )
-    if link.config.cell.fsdp > 1 and not rewindable:
+    if ranks > 1 and not rewindable:
         raise ConfigError(
-            "cell.fsdp: a script that calls everstep.join runs its model's forward pass itself, so no other process "
-            f"can take part in it, got {link.config.cell.fsdp}: write an everstep.Task, or set cell.fsdp=1"
+            f"{key}: a script that calls everstep.join runs its model's forward pass itself, so no other process can "
+            f"take part in it, got {ranks}: write an everstep.Task, or set {key}=1"
+        )
+    if link.config.cell.shards > 1 and parts.mesh is None:
+        raise ConfigError(
+            "cell.shards: a script that calls everstep.join makes its model itself, so it cannot be cut into "
+            f"{link.config.cell.shards} shards: write an everstep.Task, or set cell.shards=1"
         )
     if link.config.stages > 1:
         raise ConfigError(
@@ -85,7 +91,7 @@ def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
     built = BuiltTask(task, config, link.me.worker_id)
     device, early_stop = built.device, built.early_stop
     parts = built.make(() if config.meta_init and config.stages > 1 else None)
-    if config.cell.fsdp > 1:
+    if config.cell.ranks > 1:
         built.order()  # which not all datasets have
     if config.stages == 1:
         return assemble(link, parts, built.dataset, task.collate, device, rewindable=True), early_stop
@@ -110,8 +116,8 @@ class BuiltTask:
         """The samples of each lane; call `make` before. Raises: ConfigError if they are read as a stream."""
         if reading_of(self.dataset).streamed:
             raise ConfigError(
-                "cell.fsdp: expected 1 for a stream, whose length the processes of a worker would each have to find "
-                "out: give the dataset __len__ and __getitem__"
+                f"{self._config.cell.key}: expected 1 for a stream, whose length the processes of a worker would "
+                "each have to find out: give the dataset __len__ and __getitem__"
             )
         return sample_order(self._config, self.dataset)
 
@@ -126,7 +132,8 @@ class BuiltTask:
         scheduler = calling(task, "build_scheduler", optimizer)
         refuse_unsupported(model, optimizer, scheduler)
         refuse_group()
-        return Parts(model, optimizer, scheduler, units, {"everstep.early_stop": self.early_stop})
+        mesh = cut_into_shards(task, model, self._config)
+        return Parts(model, optimizer, scheduler, units, {"everstep.early_stop": self.early_stop}, mesh)
 
     def stages(self, first: Parts, data: JobData, *, checked: bool) -> Stages:
         """The stages of a split job.

@@ -141,7 +141,8 @@ class Step:
             yield from itertools.takewhile(lambda lane: not over(), own)
             return
         full = [lane for lane in own if lanes.samples(number, lane)]
-        yield from cell.passes(number, full, [lane for lane in told if lane in full], over)
+        due = self._alone_due(operation.plan)
+        yield from cell.passes(number, full, [lane for lane in told if lane in full], over, due=due)
         for report, said in cell.took():
             if said is not None:
                 lanes.note(number, report.lane, 0, said)
@@ -178,6 +179,8 @@ class Step:
             except DeterminismError as error:
                 raise witness.explained(error) from None
         link.computes("")
+        if (is_told or (due and twice)) and self._session.cell is not None:
+            self._session.cell.gather_gradients()
         if is_told or (due and twice):
             self._session.lanes.note(self.number, lane, 0, loop.said(batch))
         if link.watches:

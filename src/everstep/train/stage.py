@@ -22,6 +22,7 @@ from everstep.base.stage_map import parse_map
 from everstep.exact.layout import GradientLayout, align_parameters, untie
 from everstep.exact.reduce import Tied, TiePlace
 from everstep.exact.seeding import module_seed, preserve_rng, seed_all
+from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.state import Share
 from everstep.placement.cuts import ModelCut, choose, of_sizes
 from everstep.train.task import Task, calling
@@ -29,13 +30,15 @@ from everstep.train.task import Task, calling
 
 @dataclass(frozen=True)
 class Parts:
-    """The user's objects: everything that is trained, and its companions. `extras`: more state to keep."""
+    """The user's objects: everything that is trained, and its companions. extras: more state to keep. mesh: of a model
+    that is cut into virtual shards."""
 
     model: nn.Module
     optimizer: Optimizer
     scheduler: Any
     units: Sequence[nn.Module]
     extras: Mapping[str, Any] = field(default_factory=dict)
+    mesh: ShardMesh | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,23 @@ def build_model(
         )
     model = calling(task, "build_model").to(device)
     return model, calling(task, "units", model)
+
+
+def cut_into_shards(task: Task, model: nn.Module, config: Config) -> ShardMesh | None:
+    """Have the model compute by virtual shards, as the task's plan says; None if it has one shard, the whole.
+
+    Raises: ConfigError for a model that cannot be cut so.
+    """
+    if config.cell.shards == 1:
+        return None
+    mesh = ShardMesh(config.cell.shards, sequence=config.cell.sp)
+    calling(task, "parallelize", model, mesh)
+    if not mesh.cuts:
+        raise ConfigError(
+            f"cell.shards: {type(task).__name__}.parallelize has cut nothing, got {mesh.shards} shards: let it call "
+            "shard_model(model, plan, mesh), or set cell.tp=1 and cell.shards=1"
+        )
+    return mesh
 
 
 def chosen_cut(config: Config, task: Task, model: nn.Module, unit_ms: Sequence[float] = ()) -> ModelCut:

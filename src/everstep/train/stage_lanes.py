@@ -69,7 +69,7 @@ class StageLanes:
                 self._call,  # type: ignore[arg-type]
                 loss,  # type: ignore[arg-type]
                 LaneAccumulator(layout, parts.model, here, lets_go=config.zero.stage > 1),
-                BufferGuard(parts.model, modules, shared=config.workers + config.spares + config.cell.fsdp > 2),
+                BufferGuard(parts.model, modules, shared=config.workers + config.spares + config.cell.ranks > 2),
                 ParameterWatch(parts.model, units),
                 self.seeder,
                 lambda: autocast(config.precision, device),

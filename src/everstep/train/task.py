@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, default_collate
 
 from everstep.base.errors import ConfigError, EverstepError, TaskError
+from everstep.exact.shard_sums import ShardMesh
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
@@ -55,6 +56,13 @@ class Task:
     def cuts(self, model: nn.Module, parts: int) -> list[int] | None:
         """How many units each of so many parts should have, in order; None: balanced by their parameters."""
         return None
+
+    def parallelize(self, model: nn.Module, mesh: ShardMesh) -> None:
+        """Cut the model into virtual shards, in place: `shard_model(model, plan, mesh)`. Its parameters stay whole."""
+        raise ConfigError(
+            f"cell.shards: {type(self).__name__} has no plan of what is cut, got {mesh.shards} shards: define "
+            "parallelize(self, model, mesh), or set cell.tp=1 and cell.shards=1"
+        )
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The micro-batch's mean loss (scalar), or (sum, weight), both scalars: weight is the number of tokens, say."""

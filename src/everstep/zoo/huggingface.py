@@ -11,7 +11,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -19,10 +18,20 @@ from torch.utils.data import Dataset
 from everstep.base.errors import ConfigError
 from everstep.data.tokenised import Tokens, TokenWindows, read_tokens
 from everstep.exact.seeding import build_seed
+from everstep.exact.shard_plan import shard_model
+from everstep.exact.shard_sums import ShardMesh
 from everstep.train.stage import build_by_module
 from everstep.zoo.adapters import adapter_content, add_adapter, has_adapter
 from everstep.zoo.hub_directory import HubDirectory
-from everstep.zoo.recipe import ReadyTask, classification_metrics, decay_groups, total_steps, warmup_cosine
+from everstep.zoo.recipe import (
+    ReadyTask,
+    classification_metrics,
+    decay_groups,
+    token_loss,
+    total_steps,
+    warmup_cosine,
+)
+from everstep.zoo.shard_plans import hub_plan
 
 _TEST_EVERY = 20
 _RATES = {"fresh": 5e-4, "read": 5e-5, "adapter": 2e-4}
@@ -179,6 +188,12 @@ class HuggingFace(ReadyTask):
         """Units: embedding, blocks, norm with head; the whole model for an architecture that is not cut."""
         return [model] if self.whole else list(model.chain)  # type: ignore[arg-type]
 
+    def parallelize(self, model: nn.Module, mesh: ShardMesh) -> None:
+        plan = hub_plan(self.model_config)
+        if self.whole:
+            raise ConfigError(f"cell.tp: expected a model that is cut into units: {self.whole}")
+        shard_model(model, plan, mesh)
+
     def notes(self) -> list[str]:
         lines = []
         if self.directory.weights() is None:
@@ -271,8 +286,7 @@ class HuggingFace(ReadyTask):
         """Loss: (sum over tokens, number of tokens). batch: (N, context + 1) int64."""
         logits = model(input_ids=batch[:, :-1]).logits
         targets = batch[:, 1:]
-        total = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        return total, torch.tensor(float(targets.numel()))
+        return token_loss(logits, targets), torch.tensor(float(targets.numel()))
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Metrics: loss per token, in nats, and the share of tokens predicted right."""

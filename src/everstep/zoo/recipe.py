@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from everstep.base.config import dotted
 from everstep.base.errors import ConfigError, did_you_mean
+from everstep.exact.shard_vocabulary import VocabularyLogits
 from everstep.order.cursor import SampleOrder
 from everstep.train.task import Task
 from everstep.zoo.resnet import ResNet
@@ -143,6 +144,13 @@ def decay_groups(params: Iterable[nn.Parameter], weight_decay: float) -> list[di
         {"params": [p for p in params if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
     ]
+
+
+def token_loss(logits: torch.Tensor | VocabularyLogits, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy, summed over tokens. logits: (N, T, words), or shards of them; targets: (N, T) int64."""
+    if isinstance(logits, VocabularyLogits):
+        return logits.loss(targets)
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
 
 def classification_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:

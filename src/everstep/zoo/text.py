@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -22,7 +21,17 @@ from everstep.data.token_stream import (
     read_text,
     standard_library,
 )
-from everstep.zoo.recipe import ReadyTask, classification_metrics, decay_groups, total_steps, warmup_cosine
+from everstep.exact.shard_plan import shard_model
+from everstep.exact.shard_sums import ShardMesh
+from everstep.zoo.recipe import (
+    ReadyTask,
+    classification_metrics,
+    decay_groups,
+    token_loss,
+    total_steps,
+    warmup_cosine,
+)
+from everstep.zoo.shard_plans import transformer_plan
 from everstep.zoo.transformer import Transformer, TransformerConfig
 
 _TEST_EVERY = 20
@@ -84,6 +93,9 @@ class TransformerText(ReadyTask):
         """Units: embedding, blocks, head."""
         return model.units()  # type: ignore[operator, no-any-return]
 
+    def parallelize(self, model: nn.Module, mesh: ShardMesh) -> None:
+        shard_model(model, transformer_plan(model.config), mesh)  # type: ignore[arg-type]
+
     def build_dataset(self, split: str) -> Dataset[Any]:
         if split not in ("train", "test"):
             raise ConfigError(f'expected the split "train" or "test", got {split!r}')
@@ -102,8 +114,7 @@ class TransformerText(ReadyTask):
         """Loss: (sum over tokens, number of tokens). batch: (N, context + 1) int64."""
         inputs, targets = batch[:, :-1], batch[:, 1:]
         logits = model(inputs)
-        total = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        return total, torch.tensor(float(targets.numel()))
+        return token_loss(logits, targets), torch.tensor(float(targets.numel()))
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Metrics: loss per token, in nats, and the share of tokens predicted right."""

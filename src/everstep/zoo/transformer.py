@@ -60,11 +60,11 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (N, T, width) -> the same shape."""
-        n, t, width = x.shape
-        q, k, v = self.qkv(x).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        n, t, _ = x.shape
+        q, k, v = self.qkv(x).view(n, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-        return cast(torch.Tensor, self.out(mixed.transpose(1, 2).reshape(n, t, width)))
+        return cast(torch.Tensor, self.out(mixed.transpose(1, 2).reshape(n, t, -1)))
 
 
 class Block(nn.Module):
@@ -82,7 +82,11 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (N, T, width) -> the same shape."""
         x = x + self.dropout(self.attention(self.norm1(x)))
-        return cast(torch.Tensor, x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x))))))
+        return cast(torch.Tensor, x + self.dropout(self.perceptron(self.norm2(x))))
+
+    def perceptron(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (N, T, width) -> the same shape. Apart because it may be computed shard by shard."""
+        return cast(torch.Tensor, self.down(functional.gelu(self.up(x))))
 
 
 class TransformerHead(nn.Module):
@@ -99,7 +103,11 @@ class TransformerHead(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (N, T, width) -> logits (N, T, vocabulary)."""
-        return functional.linear(self.norm(x), self.weight)
+        return self.logits(self.norm(x))
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (N, T, width), normed -> (N, T, vocabulary). Apart because it may be computed shard by shard."""
+        return functional.linear(x, self.weight)
 
 
 class Transformer(nn.Module):

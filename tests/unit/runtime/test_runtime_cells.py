@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
+from everstep.base.config_keys import MAX_RANKS
 from everstep.base.errors import InvariantViolation, ProtocolError
 from everstep.base.plan import Rank
 from everstep.protocol.messages import WorkerLife
 from everstep.runtime.host import cell as channels
 from everstep.runtime.host.agent_link import Pulses
-from everstep.runtime.host.board import MAX_RANKS, ROW_BYTES, Board
+from everstep.runtime.host.board import ROW_BYTES, Board
 from everstep.runtime.host.cell import Head, Limb, LimbLost
 from everstep.runtime.host.collector import Collector, Sampler, process_usage
 from everstep.runtime.host.fork_server import ForkedCell, first_to_go

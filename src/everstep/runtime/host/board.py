@@ -13,12 +13,11 @@ import os
 import time
 from dataclasses import dataclass, replace
 
+from everstep.base.config_keys import MAX_RANKS
 from everstep.base.errors import ConfigError, check
 
 ROW_BYTES = 512
 MAX_ROWS = 4096
-MAX_RANKS = 32
-"""Most ranks of one worker."""
 PHASES = (
     *("idle", "starting", "load", "forward", "backward", "transfer", "reduce", "agree", "update"),
     *("stall", "heal", "settle", "evaluate", "finish"),

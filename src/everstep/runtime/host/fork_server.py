@@ -47,8 +47,9 @@ from typing import Any
 
 from everstep.base.below import APPEND, open_below
 from everstep.base.cause import Why
+from everstep.base.config_keys import MAX_RANKS
 from everstep.base.errors import cause_of, one_line
-from everstep.runtime.host.board import MAX_RANKS, Board
+from everstep.runtime.host.board import Board
 from everstep.runtime.host.stacks import show_on_signal
 from everstep.runtime.link.context import WorkerContext
 from everstep.runtime.process import (

@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config
+from everstep.base.config_keys import MAX_RANKS
 from everstep.base.errors import check
 from everstep.protocol.messages import WorkerLife
 from everstep.runtime.host.agent_link import AgentLink
-from everstep.runtime.host.board import MAX_RANKS, Board
+from everstep.runtime.host.board import Board
 from everstep.runtime.host.collector import Collector
 from everstep.runtime.host.fork_server_client import ForkServerClient
 from everstep.runtime.host.stacks import SHOW_STACKS
@@ -48,7 +49,7 @@ class Workers:
         notify: Callable[..., None],
         collector: Collector,
     ) -> None:
-        ranks = max(joining.ranks, config.cell.fsdp)
+        ranks = max(joining.ranks, config.cell.ranks)
         check(1 <= ranks <= MAX_RANKS, f"a worker has 1 to {MAX_RANKS} ranks, asked for {ranks}")
         self._board = board
         self._entry = joining.entry

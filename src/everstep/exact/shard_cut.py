@@ -1,0 +1,65 @@
+"""How a parameter is cut into virtual shards: along one axis, evenly, or, as a vocabulary is, by one fixed rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from everstep.base.errors import ConfigError
+
+
+def bounds(size: int, shards: int) -> list[tuple[int, int]]:
+    """(first, stop) of each shard of an axis: the first `size % shards` shards have one more than the others."""
+    least, more = divmod(size, shards)
+    starts = [shard * least + min(shard, more) for shard in range(shards + 1)]
+    return list(pairwise(starts))
+
+
+@dataclass(frozen=True)
+class ShardCut:
+    """One parameter's cut. axis: that is cut; fused: equal parts of the axis that are cut each, such as 3 where query,
+    key and value lie in one matrix."""
+
+    axis: int
+    fused: int = 1
+
+    def require(self, name: str, shape: Sequence[int], shards: int, heads: int = 0) -> None:
+        """Refuse what cannot be cut evenly. name: of the parameter; heads: along the axis of one fused part, 0: none.
+
+        Raises: ConfigError naming the parameter and its size.
+        """
+        size = shape[self.axis]
+        about = f"cell.shards: {name} is {list(shape)}"
+        if size % self.fused:
+            raise ConfigError(f"{about}: expected an axis of {self.fused} equal parts, got {size}")
+        if heads and heads % shards:
+            raise ConfigError(f"{about}, of {heads} heads: expected a number of heads that {shards} shards divide")
+        if size // self.fused % shards:
+            raise ConfigError(f"{about}: expected a size that {shards} shards divide, got {size // self.fused}")
+
+    def runs(self, size: int, shard: int, shards: int) -> list[tuple[int, int]]:
+        """Where a shard lies on the axis: (first, stop) in each fused part. size: of the axis."""
+        part = size // self.fused
+        first, stop = bounds(part, shards)[shard]
+        return [(k * part + first, k * part + stop) for k in range(self.fused)]
+
+    def views(self, whole: Tensor, shard: int, shards: int) -> list[Tensor]:
+        """Views of the whole parameter that make up a shard, one for each fused part."""
+        runs = self.runs(whole.shape[self.axis], shard, shards)
+        return [whole.narrow(self.axis, first, stop - first) for first, stop in runs]
+
+    def take(self, whole: Tensor, shard: int, shards: int) -> Tensor:
+        """One shard of the whole parameter, as a contiguous tensor of its own: kernels choose their ways by strides."""
+        found = self.views(whole.detach(), shard, shards)
+        if len(found) == 1:
+            return found[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(found, self.axis)
+
+    def put(self, mine: Tensor, whole: Tensor, shard: int, shards: int) -> None:
+        """Inverse of `take`: copy a shard to its place in the whole tensor."""
+        for view, part in zip(self.views(whole, shard, shards), mine.chunk(self.fused, self.axis), strict=True):
+            view.copy_(part)

@@ -1,0 +1,133 @@
+"""A plan says which modules of a model are cut into virtual shards; `shard_model` carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from everstep.base.errors import ConfigError
+from everstep.exact.shard_region import RegionRule, SequencePieces, ShardedRegion
+from everstep.exact.shard_sums import ShardMesh
+from everstep.exact.shard_vocabulary import VocabularyEmbedding, VocabularyHead
+
+
+@dataclass(frozen=True)
+class SequenceRule:
+    """Where the hidden state is cut along the sequence. enter, leave: modules whose first argument begins to be cut,
+    and is whole again; between: modules that are computed by parts of the sequence."""
+
+    enter: str
+    leave: str
+    between: Sequence[str]
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """A plan. Names are those of modules, "*" for any one part. embedding, head: of the vocabulary, "" for none;
+    head_method: what computes the logits, if it is not the whole module."""
+
+    regions: Sequence[RegionRule]
+    sequence: SequenceRule
+    embedding: str = ""
+    head: str = ""
+    head_method: str = ""
+
+
+def shard_model(model: nn.Module, plan: ShardPlan, mesh: ShardMesh) -> None:
+    """Have the model compute by shards. Its parameters stay whole, under their names: `mesh.cuts` says how each is cut.
+
+    Raises: ConfigError for what cannot be cut, naming it.
+    """
+    for name, module in model.named_modules():
+        if any(isinstance(value, _WRAPPED) for value in vars(module).values()):
+            raise ConfigError(f"cell.shards: {name} is wrapped already: expected a model that is not yet cut")
+    matched = {rule.modules + rule.method: _matching(model, rule.modules) for rule in plan.regions}
+    between = [name for pattern in plan.sequence.between for name in _matching(model, pattern)]
+    lone = [name for name in (plan.embedding, plan.head, plan.sequence.enter, plan.sequence.leave) if name]
+    for name in lone:
+        _matching(model, name)
+    _refuse_twice(plan, matched, between)
+    for rule in plan.regions:
+        for name in matched[rule.modules + rule.method]:
+            owner = model.get_submodule(name)
+            _put(owner, rule.method, ShardedRegion(name, owner, rule, mesh))
+    if plan.embedding:
+        owner = model.get_submodule(plan.embedding)
+        _put(owner, "", VocabularyEmbedding(plan.embedding, owner, mesh))
+    if plan.head:
+        owner = model.get_submodule(plan.head)
+        _put(owner, plan.head_method, VocabularyHead(plan.head, owner, mesh))
+    if mesh.sequence:
+        for name in between:
+            owner = model.get_submodule(name)
+            _put(owner, "", SequencePieces(owner, mesh))
+        _hook(model.get_submodule(plan.sequence.enter), mesh.enter_sequence)
+        _hook(model.get_submodule(plan.sequence.leave), mesh.leave_sequence)
+
+
+def gather_gradients(model: nn.Module, mesh: ShardMesh) -> None:
+    """Bring the gradients of a lane, of which each rank has its own shards, together at all of them."""
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    wanted = {id(by_name[name]): (by_name[name], cut) for name, cut in mesh.cuts.items()}
+    for parameter, cut in wanted.values():
+        gradient = parameter.grad
+        if gradient is None:
+            continue  # at all ranks alike
+        found = mesh.gather([cut.take(gradient, shard, mesh.shards) for shard in mesh.mine])
+        for shard, one in enumerate(found):
+            cut.put(one, gradient, shard, mesh.shards)
+
+
+_WRAPPED = (ShardedRegion, SequencePieces, VocabularyEmbedding, VocabularyHead)
+
+
+def _put(owner: nn.Module, method: str, made: Callable[..., Any]) -> None:
+    """Put `made` in the place of a module's method, "": of its forward pass."""
+    vars(owner)[method or "forward"] = made
+
+
+def _inside(rule: RegionRule) -> tuple[str, ...]:
+    return (*rule.column, *rule.row, *rule.after) if rule.method else ()
+
+
+def _hook(module: nn.Module, act: Any) -> None:
+    """Have the module's first argument go through `act` before its forward pass."""
+
+    def change(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (act(args[0]), *args[1:]), named
+        first = next(iter(named))
+        return args, {**named, first: act(named[first])}
+
+    module.register_forward_pre_hook(change, with_kwargs=True)
+
+
+def _matching(model: nn.Module, pattern: str) -> list[str]:
+    """Names that a pattern means. Raises: ConfigError if there is none."""
+    wanted = pattern.split(".")
+    found = [
+        name
+        for name, _ in model.named_modules()
+        if len(parts := name.split(".")) == len(wanted)
+        and all(want in ("*", part) for want, part in zip(wanted, parts, strict=True))
+    ]
+    if not found:
+        raise ConfigError(f"cell.shards: the plan names {pattern}, but the model has no such module")
+    return found
+
+
+def _refuse_twice(plan: ShardPlan, matched: Mapping[str, list[str]], between: Sequence[str]) -> None:
+    """Raises: ConfigError for a module that two rules wrap, or one inside another."""
+    taken = [name for name in (*between, plan.embedding, "" if plan.head_method else plan.head) if name]
+    for rule in plan.regions:
+        for name in matched[rule.modules + rule.method]:
+            taken += [f"{name}.{layer}" for layer in _inside(rule)] if rule.method else [name]
+    for k, name in enumerate(taken):
+        for other in taken[k + 1 :]:
+            if name == other or name.startswith(f"{other}.") or other.startswith(f"{name}."):
+                raise ConfigError(
+                    f"cell.shards: the plan wraps {max(name, other, key=len)} twice: expected one rule for it"
+                )

@@ -1,0 +1,213 @@
+"""A region of a model that is computed shard by shard: column-parallel layers, what lies between, row-parallel layers.
+
+The module's own forward pass runs once for each shard, on a twin whose layers are the shard's: so attention, with heads
+of whatever grouping, and perceptrons of whatever kind need no second implementation. What the region gives is the sum
+over shards; biases of row-parallel layers and what comes after them are applied to the sum, once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from everstep.base.errors import ConfigError, TaskError
+from everstep.exact.shard_cut import ShardCut
+from everstep.exact.shard_sums import ShardMesh
+
+
+@dataclass(frozen=True)
+class Column:
+    """A layer whose outputs are cut. fused: as in `ShardCut`; heads: among its outputs, of one fused part."""
+
+    fused: int = 1
+    heads: int = 0
+
+
+@dataclass(frozen=True)
+class RegionRule:
+    """How one region is cut.
+
+    modules: its name in the model, "*" for any one part of it; method: what is computed, if it is not the whole module;
+    column, row: layers in it; after: modules that are applied to what the last row-parallel layer gives; divided:
+    numbers of the module that count what a shard has only its share of.
+    """
+
+    modules: str
+    column: Mapping[str, Column]
+    row: Sequence[str]
+    method: str = ""
+    after: Sequence[str] = ()
+    divided: Sequence[str] = ()
+
+
+class ShardLinear(nn.Module):
+    """A linear layer that has one shard's weight during a call. turned: the weight is (inputs, outputs), as GPT-2's."""
+
+    def __init__(self, *, turned: bool) -> None:
+        super().__init__()
+        self.turned = turned
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    def hold(self, weight: Tensor | None, bias: Tensor | None) -> None:
+        """What the next call computes with."""
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., inputs of the shard) -> (..., outputs of the shard)."""
+        weight = cast(Tensor, self.weight)
+        return functional.linear(x, weight.t() if self.turned else weight, self.bias)
+
+
+class ShardedRegion:
+    """What a module computes, shard by shard, in the place of its `forward` or of another method. The module keeps its
+    parameters, whole, and its name."""
+
+    def __init__(self, name: str, owner: nn.Module, rule: RegionRule, mesh: ShardMesh) -> None:
+        """name: of the module in the model. Raises: ConfigError for what the rule cannot cut."""
+        self._owner, self._mesh, self._method = owner, mesh, rule.method
+        self._layers = {layer: _layer(name, owner, layer) for layer in (*rule.column, *rule.row)}
+        _refuse_others(name, owner, rule, self._layers)
+        self._cuts = {
+            layer: self._cut(f"{name}.{layer}", module, rule.column.get(layer))
+            for layer, module in self._layers.items()
+        }
+        self._inner = {layer: ShardLinear(turned=not isinstance(one, nn.Linear)) for layer, one in self._layers.items()}
+        self._twin = _twin(
+            owner, rule, {id(self._layers[layer]): one for layer, one in self._inner.items()}, mesh.shards
+        )
+        biased = [self._layers[layer] for layer in rule.row if self._layers[layer].bias is not None]
+        if len(biased) > 1:
+            raise ConfigError(f"cell.shards: {name} has several row-parallel layers with biases: expected one")
+        self._biased = biased
+        after = [owner.get_submodule(path) for path in rule.after]
+        self._after = [SequencePieces(module, mesh) if mesh.sequence else module for module in after]
+
+    def _cut(self, name: str, module: nn.Module, column: Column | None) -> dict[str, ShardCut]:
+        """How a layer's parameters are cut."""
+        weight, mesh = cast(Tensor, module.weight), self._mesh
+        outputs = int(not isinstance(module, nn.Linear))
+        cut = ShardCut(1 - outputs) if column is None else ShardCut(outputs, column.fused)
+        cut.require(f"{name}.weight", weight.shape, mesh.shards, 0 if column is None else column.heads)
+        found = {"weight": cut}
+        if column is not None and module.bias is not None:
+            found["bias"] = ShardCut(0, column.fused)
+        mesh.cuts.update({f"{name}.{key}": one for key, one in found.items()})
+        return found
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """What the module gives. Its first argument is the hidden state; the others are alike for all shards."""
+        key = "" if args else next(iter(named))
+        hidden = args[0] if args else named[key]
+        for other in (*args[1:], *(value for name, value in named.items() if name != key)):
+            if isinstance(other, Tensor) and other.requires_grad:
+                raise TaskError("cell.shards: a sharded module takes one tensor with a gradient, its first argument")
+        mesh, training = self._mesh, self._owner.training
+        twin: Any = self._twin.train(training)
+        call = getattr(twin, self._method) if self._method else twin
+        weights = {layer: self._parts(layer) for layer in self._layers}
+        xs = mesh.spread_hidden(hidden)
+
+        def act(k: int) -> Any:
+            for layer, inner in self._inner.items():
+                inner.hold(*weights[layer][k])
+            return call(xs[k], *args[1:], **named) if args else call(**{**named, key: xs[k]})
+
+        found = mesh.each(act, draws=training)
+        for inner in self._inner.values():
+            inner.hold(None, None)
+        first = found[0]
+        y = mesh.join_hidden([one[0] if isinstance(one, tuple) else one for one in found])
+        for layer in self._biased:
+            y = _add_bias(y, cast(Tensor, layer.bias), mesh)
+        for after in self._after:
+            y = after(y)
+        return (y, *(None for _ in first[1:])) if isinstance(first, tuple) else y
+
+    def _parts(self, layer: str) -> list[tuple[Tensor, Tensor | None]]:
+        """(weight, bias) of each of this rank's shards."""
+        cuts, module, mesh = self._cuts[layer], self._layers[layer], self._mesh
+        weights = mesh.parts_of(cast(Tensor, module.weight), cuts["weight"])
+        if "bias" not in cuts:
+            return [(weight, None) for weight in weights]
+        return list(zip(weights, mesh.parts_of(cast(Tensor, module.bias), cuts["bias"]), strict=True))
+
+
+class SequencePieces:
+    """What a module between regions makes of the sequence, such as a norm: each shard has a part of it."""
+
+    def __init__(self, owner: nn.Module, mesh: ShardMesh) -> None:
+        self._owner, self._mesh = owner, mesh
+        self._twin = copy.deepcopy(owner)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: this rank's part, (N, T, width) -> the same shape. Gradients of parameters are sums over shards."""
+        mesh = self._mesh
+        twin = self._twin.train(self._owner.training)
+        pieces = mesh.pieces(x)
+        spread = {name: mesh.spread(parameter) for name, parameter in self._owner.named_parameters()}
+
+        def act(k: int) -> Tensor:
+            given = {name: views[k] for name, views in spread.items()}
+            return cast(Tensor, functional_call(twin, given, (pieces[k],)))
+
+        return mesh.together(mesh.each(act, draws=self._owner.training))
+
+
+def _add_bias(y: Tensor, bias: Tensor, mesh: ShardMesh) -> Tensor:
+    if not mesh.sequence:
+        return y + bias
+    return mesh.together([piece + own for piece, own in zip(mesh.pieces(y), mesh.spread(bias), strict=True)])
+
+
+def _layer(name: str, owner: nn.Module, layer: str) -> nn.Module:
+    """A linear layer, or one of GPT-2's, which are turned."""
+    try:
+        module = owner.get_submodule(layer)
+    except AttributeError:
+        raise ConfigError(f"cell.shards: the plan names {name}.{layer}, which the model does not have") from None
+    if type(module) is not nn.Linear and type(module).__name__ != "Conv1D":
+        raise ConfigError(
+            f"cell.shards: {name}.{layer} is a {type(module).__name__}: expected a linear layer, which can be cut"
+        )
+    return module
+
+
+def _refuse_others(name: str, owner: nn.Module, rule: RegionRule, layers: Mapping[str, nn.Module]) -> None:
+    """Refuse parameters and buffers in the region that no rule cuts: each shard would change its own copy."""
+    if rule.method:
+        return
+    known = {id(value) for module in layers.values() for value in module.parameters()}
+    known |= {id(value) for path in rule.after for value in owner.get_submodule(path).parameters()}
+    for path, value in (*owner.named_parameters(), *owner.named_buffers()):
+        if id(value) not in known:
+            raise ConfigError(f"cell.shards: the plan does not say how {name}.{path} {list(value.shape)} is cut")
+
+
+def _twin(owner: nn.Module, rule: RegionRule, made: dict[int, Any], shards: int) -> nn.Module:
+    """The module with layers of a shard. made: these layers, by the identity of those that they stand for."""
+    memo = dict(made)
+    memo.update({id(owner.get_submodule(path)): nn.Identity() for path in rule.after})
+    if rule.method:  # the other modules are no part of the region
+        memo.update({id(child): nn.Identity() for child in owner.children() if id(child) not in memo})
+    config = getattr(owner, "config", None)
+    if config is not None:
+        memo[id(config)] = config
+    found = copy.deepcopy(owner, memo)
+    if rule.method:
+        for layer in [path for path, child in found.named_children() if isinstance(child, nn.Identity)]:
+            del found._modules[layer]
+    for number in rule.divided:
+        count = vars(found)[number]
+        if count % shards:
+            raise ConfigError(
+                f"cell.shards: {rule.modules}.{number} is {count}: expected one that {shards} shards divide"
+            )
+        vars(found)[number] = count // shards
+    return found

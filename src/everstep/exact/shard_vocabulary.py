@@ -1,0 +1,117 @@
+"""Embedding, logits and loss of a vocabulary that is cut into virtual shards. No rank has all logits in training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from everstep.base.errors import ConfigError, TaskError
+from everstep.exact.shard_cut import ShardCut, bounds
+from everstep.exact.shard_sums import ShardMesh
+
+_ROWS = ShardCut(0)
+
+
+@dataclass(frozen=True)
+class VocabularyLogits:
+    """Logits in training: for each shard of this rank (N, T, words of the shard)."""
+
+    mesh: ShardMesh
+    words: int
+    mine: tuple[Tensor, ...]
+
+    def loss(self, targets: Tensor) -> Tensor:
+        """Cross-entropy, summed over tokens. targets: (N, T) int64.
+
+        Raises: TaskError for targets that are no words.
+        """
+        _refuse_unknown("targets", targets, self.words)
+        logits = [own.float() for own in self.mine]
+        most = torch.stack(self.mesh.gather([own.detach().amax(-1) for own in logits])).amax(0)
+        above = [own - most.unsqueeze(-1) for own in logits]
+        limits = [bounds(self.words, self.mesh.shards)[shard] for shard in self.mesh.mine]
+        wanted = []
+        for own, (first, stop) in zip(above, limits, strict=True):
+            inside = (targets >= first) & (targets < stop)
+            place = (targets - first).clamp(0, stop - first - 1).unsqueeze(-1)
+            wanted.append(torch.stack([own.exp().sum(-1), own.gather(-1, place).squeeze(-1) * inside]))
+        masses, logit = self.mesh.join(wanted)
+        loss: Tensor = (masses.log() - logit).sum()
+        return loss
+
+    def whole(self) -> Tensor:
+        """All logits, without gradient: (N, T, words)."""
+        return torch.cat(self.mesh.gather(self.mine), -1)
+
+
+class _VocabularyModule:
+    """In the place of a method of a module that has a weight with a row for each word."""
+
+    def __init__(self, name: str, owner: nn.Module, mesh: ShardMesh) -> None:
+        """name: of the module. Raises: ConfigError for too few words."""
+        weight = cast(Tensor, owner.weight)
+        if weight.shape[0] < mesh.shards:
+            raise ConfigError(
+                f"cell.shards: {name}.weight is {list(weight.shape)}: expected a word or more for {mesh.shards} shards"
+            )
+        self._owner, self._mesh, self._words = owner, mesh, weight.shape[0]
+        mesh.cuts[f"{name}.weight"] = _ROWS
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        return self._mesh.parts_of(cast(Tensor, self._owner.weight), _ROWS)
+
+
+class VocabularyEmbedding(_VocabularyModule):
+    """An embedding; each shard looks its own words up, and the sum over shards is alike at all ranks."""
+
+    def __init__(self, name: str, owner: nn.Module, mesh: ShardMesh) -> None:
+        """Raises: ConfigError for what an embedding may do beyond looking up."""
+        if type(owner) is not nn.Embedding:
+            raise ConfigError(f"cell.shards: {name} is a {type(owner).__name__}: expected an embedding")
+        super().__init__(name, owner, mesh)
+        if owner.max_norm is not None or owner.scale_grad_by_freq or owner.sparse:
+            raise ConfigError(
+                f"cell.shards: {name}: expected an embedding without max_norm, scale_grad_by_freq and sparse"
+            )
+        self._padding = owner.padding_idx
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """input: tokens, (N, T) int64 -> (N, T, width). Raises: TaskError for tokens that are no words."""
+        _refuse_unknown("tokens", input, self._words)
+        limits = bounds(self._words, self._mesh.shards)
+        found = []
+        for shard, weight in zip(self._mesh.mine, self._parts(), strict=True):
+            first, stop = limits[shard]
+            inside = (input >= first) & (input < stop)
+            padding = None if self._padding is None or not first <= self._padding < stop else self._padding - first
+            looked = functional.embedding((input - first).clamp(0, stop - first - 1), weight, padding)
+            found.append(looked * inside.unsqueeze(-1))
+        return self._mesh.join(found)
+
+
+class VocabularyHead(_VocabularyModule):
+    """Logits: `VocabularyLogits` where gradients are wanted, else the tensor of all."""
+
+    def __init__(self, name: str, owner: nn.Module, mesh: ShardMesh) -> None:
+        """Raises: ConfigError for a head that has more than a weight."""
+        if not isinstance(getattr(owner, "weight", None), Tensor) or getattr(owner, "bias", None) is not None:
+            raise ConfigError(f"cell.shards: {name}: expected a head that has a weight and no bias")
+        super().__init__(name, owner, mesh)
+
+    def __call__(self, x: Tensor) -> VocabularyLogits | Tensor:
+        """x: (N, T, width), alike at all ranks."""
+        pairs = zip(self._mesh.spread(x), self._parts(), strict=True)
+        logits = VocabularyLogits(
+            self._mesh, self._words, tuple(functional.linear(own, weight) for own, weight in pairs)
+        )
+        return logits if torch.is_grad_enabled() else logits.whole()
+
+
+def _refuse_unknown(what: str, tokens: Tensor, words: int) -> None:
+    """A token that no shard has would count as a zero. Raises: TaskError."""
+    if tokens.numel() and not (int(tokens.min()) >= 0 and int(tokens.max()) < words):
+        raise TaskError(f"expected {what} from 0 to {words - 1}, got {int(tokens.min())} to {int(tokens.max())}")

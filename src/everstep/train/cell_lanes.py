@@ -1,0 +1,66 @@
+"""Lanes that the processes of one worker compute together, in the same way at its head and at its limbs.
+
+With cell.tp several ranks have a seat together: they run the same passes at the same time, each for its own shards of
+the model, and learn of the others' shards in between. Outside such passes each of them has all shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from everstep.base.config import Config
+from everstep.exact.rank_sums import RankSums
+from everstep.exact.shard_plan import gather_gradients
+from everstep.parallel.shard_boxes import BoxExchange
+from everstep.train.cell_store import CellPlaces, CellStore
+from everstep.train.replica import StageReplica
+
+
+def places_of(replica: StageReplica, config: Config) -> CellPlaces:
+    """Where this worker's processes have what they share."""
+    cell = config.cell
+    return CellPlaces(replica.layout, replica.parts.model, cell.ranks, config.lanes, cell.least, cell.tp, cell.shards)
+
+
+class SharedLanes:
+    """One rank's part in the lanes. sums: of the lanes; seat, rank: of those that compute a lane together."""
+
+    def __init__(self, replica: StageReplica, config: Config, store: CellStore) -> None:
+        cell, parts = config.cell, replica.parts
+        self._model, self._mesh, self._degree = parts.model, parts.mesh, cell.tp
+        self.seat, self.rank = divmod(store.rank, cell.tp)
+        first = store.rank == 0 or cell.tp > 1  # the head's, and what is computed together with its lanes
+        self.sums = RankSums(
+            replica.layout,
+            parts.model,
+            config.lanes,
+            store,
+            store.places.units,
+            whole_first=first,
+            mesh=parts.mesh,
+            degree=cell.tp,
+        )
+        self._exchange: BoxExchange | None = store.exchange(cell.shards, cell.tp) if cell.tp > 1 else None
+
+    def restart(self, point: int | None = None) -> int:
+        """Begin to count the exchanges again, from `point` or, at the head, from one after all that were; returns it.
+        A pass that was left in its middle has left the ranks at different ones."""
+        if self._exchange is None:
+            return 0
+        self._exchange.start(self._exchange.point + 1 if point is None else point)
+        return self._exchange.point
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, this rank computes its own shards, as the others of its seat do."""
+        if self._mesh is None or self._exchange is None:
+            yield
+            return
+        with self._mesh.among(self.rank, self._degree, self._exchange):
+            yield
+
+    def gather_gradients(self) -> None:
+        """Have all of a lane's gradients at each rank of the seat. All of them call it, inside `together`."""
+        if self._mesh is not None and self._exchange is not None:
+            gather_gradients(self._model, self._mesh)

@@ -1,0 +1,229 @@
+"""Models that are cut into virtual shards: the same bits at every degree, and the unsharded model's gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.sharded_ranks import on_ranks
+from torch import Tensor, nn
+
+from everstep.base.errors import ConfigError, TaskError
+from everstep.exact.shard_plan import ShardPlan, gather_gradients, shard_model
+from everstep.exact.shard_region import Column, RegionRule
+from everstep.exact.shard_sums import ShardMesh
+from everstep.train.task import Task
+from everstep.zoo.recipe import token_loss
+from everstep.zoo.shard_plans import hub_plan, transformer_plan
+from everstep.zoo.transformer import Transformer, TransformerConfig
+
+WORDS, TOKENS, ROWS = 97, 16, 3
+
+
+class Made:
+    """A model before it is cut, its plan, and what makes logits of it."""
+
+    def __init__(self, model: nn.Module, plan: Any, forward: Callable[[Tensor], Any]) -> None:
+        self.model, self.plan, self.forward = model, plan, forward
+
+
+def _zoo(dropout: float) -> Made:
+    torch.manual_seed(3)
+    model = Transformer(TransformerConfig(WORDS, TOKENS, 2, 32, 4, dropout))
+    return Made(model, transformer_plan(model.config), model)
+
+
+def _hub(config: Any) -> Made:
+    from everstep.zoo.decoder_units import chained_class
+
+    config.use_cache = False
+    torch.manual_seed(3)
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model = chained_class(kind)(config).train()
+    model.make_chain(None)
+
+    return Made(model, hub_plan(config), lambda tokens: model(tokens).logits)
+
+
+def _llama(dropout: float, **more: Any) -> Made:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 4, "vocab_size": WORDS, "max_position_embeddings": TOKENS}
+    return _hub(transformers.LlamaConfig(**sizes, attention_dropout=dropout, attention_bias=True, **more))
+
+
+def _gpt2(dropout: float) -> Made:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": TOKENS, "vocab_size": WORDS}
+    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    return _hub(transformers.GPT2Config(**sizes, **drops))
+
+
+def _tied(dropout: float) -> Made:
+    return _llama(dropout, tie_word_embeddings=True)
+
+
+KINDS = {"transformer": _zoo, "llama": _llama, "llama, tied": _tied, "gpt2": _gpt2}
+
+
+def _batch(step: int) -> Tensor:
+    return torch.randint(WORDS, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(step))
+
+
+def _loss(logits: Any, batch: Tensor) -> Tensor:
+    return token_loss(logits, batch[:, 1:]) / batch[:, 1:].numel()
+
+
+def _trained(made: Made, mesh: ShardMesh | None, updates: int) -> dict[str, Tensor]:
+    """Parameters, the last gradients and the losses."""
+    if mesh is not None:
+        shard_model(made.model, made.plan, mesh)
+    optimizer = torch.optim.AdamW(made.model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(updates):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        loss = _loss(made.forward(_batch(step)[:, :-1]), _batch(step))
+        loss.backward()  # type: ignore[no-untyped-call]
+        if mesh is not None:
+            gather_gradients(made.model, mesh)
+        optimizer.step()
+        losses.append(loss.detach())
+    found = {"losses": torch.stack(losses)}
+    for name, parameter in made.model.named_parameters():
+        assert parameter.grad is not None, name
+        found |= {name: parameter.detach(), f"gradient of {name}": parameter.grad}
+    return found
+
+
+def _at_degree(kind: str, shards: int, degree: int, dropout: float, *, sequence: bool) -> dict[str, Tensor]:
+    """What a run on so many ranks gives: at all of them the same."""
+    ranks = on_ranks(shards, degree, lambda mesh: _trained(KINDS[kind](dropout), mesh, 3), sequence=sequence)
+    for found in ranks[1:]:
+        assert _differing(ranks[0], found) == []
+    return dict(ranks[0])
+
+
+def _differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_degree_gives_the_same_bits(kind: str, sequence: bool) -> None:
+    one = _at_degree(kind, 4, 1, 0.1, sequence=sequence)
+    for degree in (2, 4):
+        assert _differing(one, _at_degree(kind, 4, degree, 0.1, sequence=sequence)) == []
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_the_unsharded_model(kind: str, sequence: bool) -> None:
+    wanted = _trained(KINDS[kind](0.0), None, 1)
+    found = _trained(KINDS[kind](0.0), ShardMesh(4, sequence=sequence), 1)
+    _compare_gradients(found, wanted)
+
+
+def _compare_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert torch.allclose(found["losses"], wanted["losses"], atol=1e-5)
+    for name, gradient in wanted.items():
+        if name.startswith("gradient of"):
+            assert (found[name] - gradient).abs().max() <= 1e-6 * max(1.0, float(gradient.abs().max())), name
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_other_numbers_of_shards_add_up_alike(shards: int) -> None:
+    """Three shards: a tree that is not even, and a vocabulary that is."""
+
+    def made() -> Made:
+        torch.manual_seed(3)
+        model = Transformer(TransformerConfig(WORDS, TOKENS, 1, 24, 3, 0.0))
+        return Made(model, transformer_plan(model.config), model)
+
+    _compare_gradients(_trained(made(), ShardMesh(shards), 1), _trained(made(), None, 1))
+
+
+def test_without_gradients_logits_are_whole() -> None:
+    plain, made = _zoo(0.0), _zoo(0.0)
+    shard_model(made.model, made.plan, ShardMesh(4))
+    with torch.no_grad():
+        tokens = _batch(0)[:, :-1]
+        assert torch.allclose(plain.model(tokens), made.model(tokens), atol=1e-5)
+
+
+def test_shards_draw_apart() -> None:
+    drawn = ShardMesh(4).each(lambda k: torch.rand(3), draws=True)
+    assert len({tuple(one.tolist()) for one in drawn}) == 4
+
+
+def _refusal(plan: Any, shards: int, model: nn.Module | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        shard_model(model or _zoo(0.0).model, plan, ShardMesh(shards))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_heads_that_the_shards_do_not_divide_are_named() -> None:
+    said = _refusal(_zoo(0.0).plan, 8)
+    assert "blocks.0.attention.qkv.weight is [96, 32], of 4 heads" in said and "8 shards" in said
+
+
+def test_grouped_heads_that_the_shards_do_not_divide_are_named() -> None:
+    made = _llama(0.0)
+    assert "k_proj.weight is [16, 32], of 4 heads" in _refusal(made.plan, 8, made.model)
+
+
+def test_a_size_that_the_shards_do_not_divide_is_named() -> None:
+    plan = ShardPlan([RegionRule("blocks.*", {"up": Column()}, ["down"], method="perceptron")], _zoo(0.0).plan.sequence)
+    assert "blocks.0.up.weight is [128, 32]: expected a size that 3 shards divide, got 128" in _refusal(plan, 3)
+
+
+def test_too_few_words_are_refused() -> None:
+    plan = ShardPlan([], _zoo(0.0).plan.sequence, "embedding.tokens")
+    assert "embedding.tokens.weight is [97, 32]" in _refusal(plan, 98)
+
+
+def test_a_plan_that_names_no_module_is_refused() -> None:
+    whole = _zoo(0.0).plan
+    assert "names blocks.*.mlp" in _refusal(replace(whole, regions=[RegionRule("blocks.*.mlp", {}, [])]), 4)
+    assert "names tokens" in _refusal(replace(whole, embedding="tokens"), 4)
+    rule = RegionRule("blocks.*.attention", {"query": Column()}, ["out"])
+    assert "names blocks.0.attention.query" in _refusal(replace(whole, regions=[rule]), 4)
+
+
+def test_a_module_that_is_wrapped_twice_is_refused() -> None:
+    made = _zoo(0.0)
+    again = [*made.plan.regions, made.plan.regions[0]]
+    assert "wraps blocks.0.attention twice" in _refusal(replace(made.plan, regions=again), 4)
+    shard_model(made.model, made.plan, ShardMesh(4))
+    assert "wrapped already" in _refusal(made.plan, 4, made.model)
+
+
+def test_what_a_plan_leaves_out_is_refused() -> None:
+    rule = RegionRule("blocks.*.attention", {}, ["out"])
+    assert "does not say how blocks.0.attention.qkv.weight" in _refusal(replace(_zoo(0.0).plan, regions=[rule]), 4)
+    rule = RegionRule("blocks.*", {"norm1": Column()}, ["down"], method="perceptron")
+    sequence = replace(_zoo(0.0).plan.sequence, between=[])
+    assert "is a LayerNorm" in _refusal(ShardPlan([rule], sequence), 4)
+
+
+def test_other_architectures_and_tasks_without_a_plan_are_refused() -> None:
+    with pytest.raises(ConfigError, match="got mistral"):
+        hub_plan(transformers.MistralConfig())
+    with pytest.raises(ConfigError, match="Task has no plan of what is cut"):
+        Task().parallelize(nn.Linear(1, 1), ShardMesh(1))
+
+
+def test_tokens_that_are_no_words_and_odd_sequences_are_refused() -> None:
+    made = _zoo(0.0)
+    shard_model(made.model, made.plan, ShardMesh(4, sequence=True))
+    with pytest.raises(TaskError, match="expected tokens from 0 to 96, got 0 to 97"):
+        made.model(torch.tensor([[0, 97]]))
+    with pytest.raises(ConfigError, match=r"cell\.sp: expected sequences whose length is a multiple of cell.shards=4"):
+        made.model(torch.zeros(1, 6, dtype=torch.int64))
+    with pytest.raises(TaskError, match="expected targets"):
+        made.model(torch.zeros(1, 8, dtype=torch.int64)).loss(torch.full((1, 8), -100))
