@@ -110,7 +110,7 @@ e2e: $(VENV)/.prometheus
 PROCESSES ?= 4
 processes: $(STAMP)
 	EVERSTEP_TEST_KILLS=$(KILLS) $(PYTEST) -n $(PROCESSES) --dist loadfile \
-	  tests/integration tests/chaos tests/e2e tests/hosts tests/engines
+	  tests/integration tests/chaos tests/e2e tests/engines
 
 integration e2e: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile tests/$@

@@ -1,4 +1,4 @@
-"""`make test`: the tiers that compute, one after the other, beside the one that waits for processes most of the time.
+"""`make test`: the tiers that compute, one after the other, beside the one that waits for processes; then hosts.
 
 A tier is a target of the Makefile. One that passes leaves a stamp in build/test, in a folder named for what the tree
 holds and what is installed, and is not run again; with CI=true all are run. What a tier prints is kept there, too, and
@@ -27,6 +27,8 @@ TIERS = {
     # They leave the processors to what waits: a process that is woken late looks like one that hangs.
     "computing": (("lint",), ("types",), ("fast",), ("split",), ("sim",)),
     "waiting": (("processes", "KILLS=20"),),
+    # Afterwards: its tests say how soon the loss of a host is noticed.
+    "alone": (("hosts",),),
 }
 
 
@@ -107,8 +109,9 @@ def main(names: list[str]) -> int:
     tiers, began_s = Tiers(folder, again=os.environ.get("CI") == "true"), time.monotonic()
     with ThreadPoolExecutor(len(TIERS)) as pool:
         try:
-            for done in [pool.submit(tiers.run, kind, set(names) or known) for kind in TIERS]:
-                done.result()
+            for kinds in (("computing", "waiting"), ("alone",)):
+                for done in [pool.submit(tiers.run, kind, set(names) or known) for kind in kinds]:
+                    done.result()
         except KeyboardInterrupt:
             tiers.end()
             return 130
