@@ -278,8 +278,8 @@ def command(
 
 
 def _begin(asked: Asked, request: Request, port: int | None, autos: tuple[bool, bool]) -> int:
-    """Be the host on which the job begins. port: where agents of other hosts may join, None: they may not. autos: auto_lane
-    and auto_device, as `Invocation` has them."""
+    """Be the host on which the job begins. port: where agents of other hosts may join, None: they may not. autos:
+    auto_lane and auto_device, as `Invocation` has them."""
     run_dir, given, slots = _usable(asked), read_layers(request.layers), asked.slots
     if port is not None and not is_loopback(given["network.address"]):
         slots = slots or slots_here(given, asked.world_size)
