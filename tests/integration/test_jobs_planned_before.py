@@ -42,14 +42,17 @@ class Wide(everstep.Task):
 """
 
 
+QUIET = os.cpu_count() or 1
+"""A load below this leaves the processors to the test."""
+
+
 def step_s(job: Job) -> float:
     """Median time between the commits of two steps, the first two aside; where processors are short, the least: other
     programs only ever add to it."""
     assert job.end() == 0, job.account()
     at_ns = [event["time_unix_ns"] for event in job.of_kind("step_committed")]
     gaps = [(after - before) / 1e9 for before, after in pairwise(at_ns[2:])]
-    quiet = os.getloadavg()[0] < (os.cpu_count() or 1)
-    return statistics.median(gaps) if quiet else min(gaps)
+    return statistics.median(gaps) if os.getloadavg()[0] < QUIET else min(gaps)
 
 
 def said(*options: str) -> dict[str, object]:
@@ -69,8 +72,11 @@ def test_two_plans_of_one_job_and_what_it_takes(jobs: Jobs) -> None:
         settings = {"stages": stages, "emulate_compute_ms": wait_ms}
         measured[stages] = step_s(jobs.start("Text", workers=WORKERS, numerics=numerics, settings=settings))
     assert planned == pytest.approx({1: 2 * 3 * WAIT_S, 3: (LANES + 2) * WAIT_S})
-    for stages, seconds in planned.items():
-        assert abs(measured[stages] / seconds - 1) < 0.1, (planned, measured)
+    off = [measured[stages] / seconds - 1 for stages, seconds in planned.items()]
+    assert min(off) > -0.1, (planned, measured)
+    if max(off) > 0.1 and (load := os.getloadavg()[0]) > 4 * QUIET:
+        pytest.skip(f"a load of {load:.0f}: other programs are measured, not the job ({planned} planned, {measured})")
+    assert max(off) < 0.1, (planned, measured)
     chosen = min(planned, key=lambda stages: planned[stages])
     assert measured[chosen] < 1.05 * min(measured.values()), measured
 

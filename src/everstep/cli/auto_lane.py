@@ -40,12 +40,14 @@ class AutoLane(NamedTuple):
     words: str
 
 
-def take_auto(layers: Sequence[tuple[str, dict[str, Any]]]) -> tuple[list[tuple[str, dict[str, Any]]], bool]:
-    """The layers without `micro_batch: auto`, and whether that is what they say last."""
-    said = [layer[KEY] for _, layer in layers if KEY in layer]
+def take_auto(
+    layers: Sequence[tuple[str, dict[str, Any]]], name: str = KEY
+) -> tuple[list[tuple[str, dict[str, Any]]], bool]:
+    """The layers without `NAME: auto`, and whether that is what they say last."""
+    said = [layer[name] for _, layer in layers if name in layer]
     if not said or not _is_auto(said[-1]):
         return [*layers], False
-    return [(name, {key: value for key, value in layer.items() if key != KEY}) for name, layer in layers], True
+    return [(source, {key: value for key, value in layer.items() if key != name}) for source, layer in layers], True
 
 
 def _is_auto(value: Any) -> bool:

@@ -135,7 +135,8 @@ def _read(run_dir: Path) -> _Run:
             "let the job run longer"
         )
     workers = max(measured, key=lambda n: (measured[n][2], n))
-    shape = online.JobShape(config.lanes, config.micro_batch, config.stages, config.chunks if config.stages > 1 else 1)
+    chunks = config.chunks if config.stages > 1 else 1
+    shape = online.JobShape(config.lanes, config.micro_batch, config.stages, chunks, config.cell.fsdp)
     lives = [
         online.WorkerTimes(_amount(one.row.get("passes")), {k: _amount(v) for k, v in _seconds(one.row).items()})
         for one in history.usage.workers.values()

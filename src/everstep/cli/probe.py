@@ -72,15 +72,12 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_device(request: Request, server: EarlyForkServer) -> Request:
-    """The request with the device of this host in the place of `device: auto`: cuda where torch sees a GPU, else cpu.
+    """The request with the device that `device: auto` stands for: cuda where torch sees a GPU, else cpu.
 
     A job that goes on has its device in job.json, and another one is refused as any other change of it.
 
     Raises: ConfigError if torch cannot be asked.
     """
-    said = [layer["device"] for _, layer in request.layers if "device" in layer]
-    if not said or said[-1] != "auto":
-        return request
     try:
         found: str = server.call(f"{__name__}:device_here", None)
     except ForkEnded as error:

@@ -131,7 +131,7 @@ class Asked:
 @dataclasses.dataclass(frozen=True)
 class Invocation:
     """The parsed command. request: its config; trust: of checkpoints; begun: facts of this host. auto_lane: the largest
-    lane that fits is to be found; notes: to tell the user."""
+    lane that fits is to be found; auto_device: torch is to say which device; notes: to tell the user."""
 
     asked: Asked
     request: Request
@@ -139,6 +139,7 @@ class Invocation:
     begun: Start
     server: EarlyForkServer
     auto_lane: bool = False
+    auto_device: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -261,6 +262,7 @@ def command(
             )
         return adopt(foreign, spec.short, click.get_current_context().meta[_ARGS], load_config(layers))
     layers, auto_lane = take_auto(layers)
+    layers, auto_device = take_auto(layers, "device")
     if auto_lane and (asked.is_script or asked.no_local_workers or rank is not None):
         what = "a script" if asked.is_script else "--no-local-workers" if asked.no_local_workers else "--rank"
         raise ConfigError(
@@ -273,12 +275,12 @@ def command(
         *(asked.listen, asked.told, given), local=asked.local, slots=asked.slots, world_size=asked.world_size
     )
     request = Request((*layers, ("options", options | doors)), asked.batch_size, asked.simulate_failure)
-    return _begin(asked, request, port, auto_lane)
+    return _begin(asked, request, port, (auto_lane, auto_device))
 
 
-def _begin(asked: Asked, request: Request, port: int | None, auto_lane: bool) -> int:
-    """Be the host on which the job begins. port: where agents of other hosts may join, None: they may not. auto_lane:
-    as `Invocation` has it."""
+def _begin(asked: Asked, request: Request, port: int | None, autos: tuple[bool, bool]) -> int:
+    """Be the host on which the job begins. port: where agents of other hosts may join, None: they may not. autos:
+    auto_lane and auto_device, as `Invocation` has them."""
     run_dir, given, slots = _usable(asked), read_layers(request.layers), asked.slots
     if port is not None and not is_loopback(given["network.address"]):
         slots = slots or slots_here(given, asked.world_size)
@@ -295,7 +297,7 @@ def _begin(asked: Asked, request: Request, port: int | None, auto_lane: bool) ->
     server = EarlyForkServer(threads if isinstance(threads, int) else 1, ("torch",) if asked.dry_run else PRELOAD)
     with contextlib.closing(server):
         begun = dataclasses.replace(begun, early=server)
-        return _run_or_show(Invocation(asked, request, trust, begun, server, auto_lane))
+        return _run_or_show(Invocation(asked, request, trust, begun, server, *autos))
 
 
 def _or_stand_by(begun: Start, given: Mapping[str, Any]) -> Start:
@@ -347,7 +349,8 @@ def _check_sign_key(path: str | None) -> None:
 
 
 def _run_or_show(invocation: Invocation) -> int:
-    invocation = dataclasses.replace(invocation, request=with_device(invocation.request, invocation.server))
+    if invocation.auto_device:
+        invocation = dataclasses.replace(invocation, request=with_device(invocation.request, invocation.server))
     if not invocation.asked.fresh:
         request = with_shards(invocation.request, invocation.begun.folder)
         invocation = dataclasses.replace(invocation, request=request)

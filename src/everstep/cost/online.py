@@ -33,16 +33,17 @@ class WorkerTimes:
 
 @dataclass(frozen=True)
 class JobShape:
-    """How a job is divided: lanes of the global batch, samples of a lane, stages and parts of each."""
+    """How a job is divided: lanes of the global batch, samples of a lane, stages and parts of each, ranks of a cell."""
 
     lanes: int
     micro_batch: int
     stages: int = 1
     chunks: int = 1
+    ranks: int = 1
 
     def most_lanes(self, workers: int) -> int:
-        """Lanes of the worker that has most of them."""
-        return -(-self.lanes // max(1, workers // self.stages))
+        """Lanes of the worker that has most of them; of a cell, whose ranks compute one each at a time, its rounds."""
+        return -(-self.lanes // (max(1, workers // self.stages) * self.ranks))
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,9 @@ class Calibrated:
         """A step with so many workers, cut into so many stages (as the job is). The exchange grows as a ring does,
         (n - 1) / n for n members of a pool; of one member alone nothing is known of it."""
         stages = self.shape.stages if stages is None else stages
-        shape = JobShape(self.shape.lanes, self.shape.micro_batch, stages, self.shape.chunks if stages > 1 else 1)
+        shape = JobShape(
+            self.shape.lanes, self.shape.micro_batch, stages, self.shape.chunks if stages > 1 else 1, self.shape.ranks
+        )
         lane_s = self.lane_s * self.shape.stages / stages
         compute_s = lane_s * shape.most_lanes(workers)
         share = bubble_share(stages, shape.most_lanes(workers), shape.chunks)

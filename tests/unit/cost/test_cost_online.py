@@ -72,3 +72,9 @@ def test_what_is_looked_at() -> None:
     assert online.worth_trying(1, 1) == [1]
     assert online.stages_to_try(6) == [1, 2, 3, 6]
     assert online.off(1.1, 1.0) == pytest.approx(0.1) and online.off(1.0, 0.0) is None
+
+
+def test_ranks_of_a_cell_share_its_lanes() -> None:
+    cell = JobShape(8, 4, ranks=2)
+    assert (cell.most_lanes(1), cell.most_lanes(2), cell.most_lanes(3)) == (4, 2, 2)
+    assert Calibrated(cell, 2, 0.1, 0.0, 0.0).parts(1).compute_s == pytest.approx(0.4)
