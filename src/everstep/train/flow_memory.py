@@ -366,9 +366,14 @@ class RoundMemory:
 
     def remembers(self, place: Origin) -> bool:
         """Whether the content of a place is a function of the key that it is written under, at any time."""
+
+        def varies(dep: Origin) -> bool:
+            inner = dep[1] if dep[0] == "if" else dep
+            return inner[0] in _VARYING or inner in self.written
+
         stores = self.stores.get(place, [])
         return bool(stores) and all(
-            d == ("if", place) or not self._varies(d) or (d[1] if d[0] == "if" else d) in store.keys
+            d == ("if", place) or not varies(d) or (d[1] if d[0] == "if" else d) in store.keys
             for store in stores
             for d in store.deps
         )
@@ -380,7 +385,3 @@ class RoundMemory:
             return True
         thing = self.kept.get(place[1]) if place[0] in ("object", "attr") else None
         return thing is not None and "carried" in self.judge.flags(thing)
-
-    def _varies(self, dep: Origin) -> bool:
-        place = dep[1] if dep[0] == "if" else dep
-        return place[0] in _VARYING or place in self.written
