@@ -14,7 +14,10 @@ _ROTARY |= {"num_key_value_heads": 1, "max_position_embeddings": 16, **_SIZES}
 _HEADS = {**_ROTARY, "head_dim": 8}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _ROTARY),
-    "llama, tied": ("Llama", {**_ROTARY, "tie_word_embeddings": True}),
+    "llama, tied": (
+        "Llama",
+        {**_ROTARY, "tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 2},
+    ),
     "mistral, sliding": ("Mistral", {**_ROTARY, "sliding_window": 4}),
     "qwen2": ("Qwen2", _ROTARY),
     "qwen2, partly sliding": (
@@ -29,10 +32,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 WHOLE = {"gpt_neox": ("GPTNeoX", {k: v for k, v in _ROTARY.items() if k != "num_key_value_heads"})}
 
 
-def made(folder: Path, name: str, **more: Any) -> Path:
-    """The directory of a model with weights of its own. more: settings of its config."""
+def made(folder: Path, name: str) -> Path:
+    """The directory of a model with weights of its own."""
     kind, sizes = {**CONFIGS, **WHOLE}[name]
-    config = getattr(transformers, f"{kind}Config")(**{**sizes, **more})
+    config = getattr(transformers, f"{kind}Config")(**sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -25,7 +25,7 @@ def run(jobs: Jobs, tmp_path: Path) -> Run:
     data = text(tmp_path)
 
     def started(name: str, run_dir: str, *options: str) -> Job:
-        folder = tmp_path / name.replace(" ", "-")
+        folder = tmp_path / name.replace(", ", "-")
         if not folder.exists():
             made(folder, name)
         where = tmp_path / run_dir
@@ -36,6 +36,8 @@ def run(jobs: Jobs, tmp_path: Path) -> Run:
 
 
 KILL = ("--chaos", "kill:target=worker:1,at=3,phase=backward")
+SHARDS = ("--set", "cell.shards=2")
+TOGETHER = ("--workers", "2", "--set", "cell.tp=2", *KILL)
 SPLIT = ("--stages", "2", "--pool", "2", *KILL)
 
 
@@ -45,10 +47,12 @@ SPLIT = ("--stages", "2", "--pool", "2", *KILL)
         pytest.param("gpt2", (), SPLIT, marks=pytest.mark.longer),  # it has dropout and a tied weight
         ("llama", ("--set", "task.lora.rank=2"), SPLIT),
         pytest.param("gpt_neox", (), ("--workers", "2", *KILL), marks=pytest.mark.longer),
+        pytest.param("gpt2", (*SHARDS, "--set", "cell.sp=true"), TOGETHER, marks=pytest.mark.longer),
+        ("llama, tied", SHARDS, TOGETHER),
     ],
 )
 def test_kills(run: Run, name: str, alike: tuple[str, ...], placed: tuple[str, ...]) -> None:
-    if alike:
+    if any("lora" in option for option in alike):
         pytest.importorskip("peft")
     alone, job = run(name, "alone", *alike), run(name, "placed", *alike, *placed)
     assert alone.end() == 0, alone.account()

@@ -39,7 +39,7 @@ class VocabularyLogits:
             inside = (targets >= first) & (targets < stop)
             place = (targets - first).clamp(0, stop - first - 1).unsqueeze(-1)
             wanted.append(torch.stack([own.exp().sum(-1), own.gather(-1, place).squeeze(-1) * inside]))
-        masses, logit = self.mesh.join(wanted)
+        masses, logit = self.mesh.join(wanted).unbind(0)
         loss: Tensor = (masses.log() - logit).sum()
         return loss
 
