@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from job_harness import Job, Jobs, healed
+from sampling import mostly_longer
 
 FOUR = {"cell.shards": 4}
 SCRIPT = """
@@ -24,19 +25,29 @@ for step in everstep.join(model, torch.optim.SGD(model.parameters(), lr=0.1), da
 
 @pytest.mark.parametrize(
     ("settings", "workers"),
-    [({"cell.tp": 4}, 1), ({"cell.tp": 2, "cell.fsdp": 3}, 1), ({"verify_every": 4}, 2), ({"zero.stage": 1}, 2)],
+    mostly_longer(
+        [({"cell.tp": 4}, 1), ({"cell.tp": 2, "cell.fsdp": 3}, 1), ({"verify_every": 4}, 2), ({"zero.stage": 1}, 2)],
+        lambda case: "cell.fsdp" in case[0],
+    ),
 )
 def test_any_degree_and_number_of_workers(jobs: Jobs, settings: dict[str, Any], workers: int) -> None:
     jobs.run("Sharded", workers=workers, numerics=FOUR, settings=settings)
 
 
-@pytest.mark.parametrize("numerics", [{"cell.sp": True}, {"precision": "bf16", "clip_value": 0.01}])
+@pytest.mark.parametrize(
+    "numerics",
+    mostly_longer(
+        [{"cell.sp": True}, {"precision": "bf16", "clip_value": 0.01}], lambda numerics: "cell.sp" in numerics
+    ),
+)
 def test_parts_of_the_sequence_and_narrow_types(jobs: Jobs, numerics: dict[str, Any]) -> None:
     settings = {"cell.tp": 2, "verify_every": 3, "eval_every": 6}
     jobs.run("Sharded", workers=2, numerics={**FOUR, **numerics}, settings=settings)
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "update"])
+@pytest.mark.parametrize(
+    "phase", mostly_longer(["forward", "backward", "reduce", "update"], lambda phase: phase == "backward")
+)
 def test_any_rank_is_killed_and_its_cell_comes_back(jobs: Jobs, phase: str) -> None:
     chaos = f"kill:target=worker:1/1,at=4,phase={phase}; kill:target=leader:0,at=8,phase={phase}"
     pace = [healed(1), {"kind": "worker_healed", "count": 2}]
