@@ -24,7 +24,13 @@ for step in everstep.join(model, torch.optim.SGD(model.parameters(), lr=0.1), da
 
 @pytest.mark.parametrize(
     ("settings", "workers"),
-    [({"cell.tp": 4}, 1), ({"cell.tp": 2, "cell.fsdp": 3}, 1), ({"verify_every": 4}, 2), ({"zero.stage": 1}, 2)],
+    [
+        ({"cell.tp": 4}, 1),
+        ({"cell.tp": 2, "cell.fsdp": 3}, 1),
+        ({"verify_every": 4}, 2),
+        ({"cell.tp": 2, "cell.fsdp": 2, "verify_every": 1}, 2),
+        ({"zero.stage": 1}, 2),
+    ],
 )
 def test_any_degree_and_number_of_workers(jobs: Jobs, settings: dict[str, Any], workers: int) -> None:
     jobs.run("Sharded", workers=workers, numerics=FOUR, settings=settings)
