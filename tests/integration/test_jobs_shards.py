@@ -26,8 +26,14 @@ for step in everstep.join(model, torch.optim.SGD(model.parameters(), lr=0.1), da
 @pytest.mark.parametrize(
     ("settings", "workers"),
     mostly_longer(
-        [({"cell.tp": 4}, 1), ({"cell.tp": 2, "cell.fsdp": 3}, 1), ({"verify_every": 4}, 2), ({"zero.stage": 1}, 2)],
-        lambda case: "cell.fsdp" in case[0],
+        [
+            ({"cell.tp": 4}, 1),
+            ({"cell.tp": 2, "cell.fsdp": 3}, 1),
+            ({"verify_every": 4}, 2),
+            ({"cell.tp": 2, "cell.fsdp": 2, "verify_every": 1}, 2),
+            ({"zero.stage": 1}, 2),
+        ],
+        lambda case: "verify_every" in case[0] and "cell.fsdp" in case[0],
     ),
 )
 def test_any_degree_and_number_of_workers(jobs: Jobs, settings: dict[str, Any], workers: int) -> None:

@@ -31,11 +31,6 @@ class BoxExchange:
         self._room = len(boxes[0][0]) - _HEADER_BYTES
         self._point = 0
 
-    @property
-    def point(self) -> int:
-        """The last point that this rank has come to."""
-        return self._point
-
     def start(self, point: int) -> None:
         """Go on from this point, which is after those at which any rank has been; no rank is in an exchange."""
         self._point = point

@@ -53,7 +53,7 @@ class CellHead:
         self._update = CellUpdate(parts.optimizer, self._store, self._ranks)
         self._shared = SharedLanes(replica, config, self._store)
         self._sums = self._shared.sums
-        self._point = 0
+        self._point = self._commands = 0
         self._finished: list[tuple[LaneReport, Any]] = []
         self._told: tuple[int, int] | None = None
         _raise_first(head.command(ATTACH, path=self._store.memory.path, size=places.size, likeness=places.likeness))
@@ -84,7 +84,9 @@ class CellHead:
             self._store.give_buffers(replica.parts.model)
         scale = replica.loop.loss_scale
         about = {"step": step, "fresh": fresh, "lanes": list(lanes), "told": sorted(told), "scale": scale, "due": due}
-        self._head.begin(LANES, point=self._point, inner=self._shared.restart(), **about)
+        self._commands += 1
+        self._shared.restart(self._commands)
+        self._head.begin(LANES, point=self._point, command=self._commands, **about)
         sums.begin(lanes, fresh=fresh)
         whole, done = False, len(lanes)
         try:

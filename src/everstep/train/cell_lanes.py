@@ -16,6 +16,9 @@ from everstep.parallel.shard_boxes import BoxExchange
 from everstep.train.cell_store import CellPlaces, CellStore
 from everstep.train.replica import StageReplica
 
+_EXCHANGES_BITS = 32
+"""A command has fewer exchanges than 2 to the power of this."""
+
 
 def places_of(replica: StageReplica, config: Config) -> CellPlaces:
     """Where this worker's processes have what they share."""
@@ -43,13 +46,11 @@ class SharedLanes:
         )
         self._exchange: BoxExchange | None = store.exchange(cell.shards, cell.tp) if cell.tp > 1 else None
 
-    def restart(self, point: int | None = None) -> int:
-        """Begin to count the exchanges again, from `point` or, at the head, from one after all that were; returns it.
-        A pass that was left in its middle has left the ranks at different ones."""
-        if self._exchange is None:
-            return 0
-        self._exchange.start(self._exchange.point + 1 if point is None else point)
-        return self._exchange.point
+    def restart(self, command: int) -> None:
+        """Count the exchanges of a command from a point that no rank has come to: seats make different numbers of them,
+        and a pass that was left in its middle has left the ranks of a seat at different ones. command: its number."""
+        if self._exchange is not None:
+            self._exchange.start(command << _EXCHANGES_BITS)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -89,7 +89,7 @@ class CellLimb:
     def lanes(
         self,
         point: int,
-        inner: int,
+        command: int,
         step: int,
         fresh: bool,
         lanes: Sequence[int],
@@ -104,7 +104,7 @@ class CellLimb:
             replica.abandon()
             store.take_buffers(replica.parts.model)
             replica.begin_lanes(step, scale)
-        shared.restart(inner)
+        shared.restart(command)
         mine = lanes[shared.seat :: seats]
         self._loader.schedule(step, mine)
         said: dict[str, tuple[str, str]] = {}

@@ -12,6 +12,11 @@ from everstep.base.config import describe
 from everstep.cli.main import run_command
 
 
+@pytest.fixture(autouse=True)
+def narrow_terminals_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def test_causes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["config", "causes", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)

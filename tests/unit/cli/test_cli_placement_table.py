@@ -52,12 +52,25 @@ def test_processes_of_each_worker_are_drawn(capsys: pytest.CaptureFixture[str]) 
     task.config = config(**{"workers": 2, "lanes": 6, "cell.fsdp": 2})
     (row,) = placement_rows(task.config, looked(task))
     assert row["cells"]["1"] == [
-        {"rank": 0, "role": "head", "lanes": [3, 5]},
-        {"rank": 1, "role": "limb", "lanes": [4]},
+        {"rank": 0, "role": "head", "lanes": [3, 5], "shards": []},
+        {"rank": 1, "role": "limb", "lanes": [4], "shards": []},
     ]
     print_placement(task.config, Probe(), as_json=False)
     said = capsys.readouterr().out
     assert "limb" in said and "lie once in each cell's shared memory" in said
+
+
+def test_shards_of_each_process_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    task = Four()
+    task.config = config(**{"lanes": 4, "cell.fsdp": 2, "cell.tp": 2, "cell.shards": 4})
+    print_placement(task.config, looked(task), as_json=False)
+    drawn = [line.split() for line in capsys.readouterr().out.splitlines() if "limb" in line or "head" in line]
+    assert drawn == [
+        ["0", "0", "head", "0,2", "0-1"],
+        ["0", "1", "limb", "0,2", "2-3"],
+        ["0", "2", "limb", "1,3", "0-1"],
+        ["0", "3", "limb", "1,3", "2-3"],
+    ]
 
 
 def test_a_map_says_units_leader_and_roles(capsys: pytest.CaptureFixture[str]) -> None:
