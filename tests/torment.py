@@ -231,7 +231,7 @@ class Torment:
     def _start(self, number: int, life: Life) -> Job:
         pace = self.run_dir.with_name(f"pace-{number}.jsonl")
         pace.touch()
-        lane_s = STEP_S / 8 * max(1, life.workers // life.stages)
+        lane_s = STEP_S / 8 * max(1, life.workers * life.fsdp // life.stages)
         environment = {
             MARK: self._mark,
             "TMPDIR": str(self._scratch),
@@ -241,7 +241,8 @@ class Torment:
         }
         argv = ["run", f"{HERE / 'job_tasks.py'}:{self._plan.task}", "--run-dir", str(self.run_dir), "--json"]
         argv += ["--workers", str(life.workers), "--stages", str(life.stages), "--spares", str(life.spares)]
-        for name, value in {**self._plan.numerics, **self._plan.settings}.items():
+        cell = {"cell.fsdp": life.fsdp, "cell.tp": life.tp}
+        for name, value in {**self._plan.numerics, **self._plan.settings, **cell}.items():
             argv += ["--set", f"{name}={json.dumps(value) if isinstance(value, bool) else value}"]
         for end in (".code", ".out", ".err"):
             with contextlib.suppress(FileNotFoundError):
@@ -345,15 +346,21 @@ class Torment:
 
     def _targets(self, harm: Harm, roles: Mapping[str, list[int]]) -> Iterator[tuple[int, str]]:
         """Process and name of each; none where there is nobody of that role."""
-        ids = {event["pid"]: event["worker_id"] for event in self._told.events if event["kind"] == "worker_joined"}
+        joined = [event for event in self._told.events if event["kind"] == "worker_joined"]
+        ids = {
+            pid: (event["worker_id"], rank)
+            for event in joined
+            for rank, pid in enumerate(event.get("pids", [event["pid"]]))
+        }
         for name in harm.whom:
             role, _, index = name.partition(":")
             pids = roles.get(role, [])
             if role == "worker":
-                pids = sorted(pids, key=lambda pid: (ids.get(pid, len(ids)), pid))
+                pids = sorted(pids, key=lambda pid: (ids.get(pid, (len(ids), 0)), pid))
             if pids:
                 pid = pids[int(index or 0) % len(pids)]
-                yield pid, f"worker {ids.get(pid, 'not joined')} (pid {pid})" if role == "worker" else role
+                worker = "{} rank {}".format(*ids[pid]) if pid in ids else "not joined"
+                yield pid, f"worker {worker} (pid {pid})" if role == "worker" else role
 
     # ---- the verdict
 

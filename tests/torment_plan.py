@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 STEPS = 40
@@ -21,7 +21,12 @@ UNSPLIT = (
 )  # fmt: skip
 SPLIT = {"Pictures": 3, "PicturesOneCycle": 3, "Text": 3, "Layers": 6, "SparseStages": 3, "MuonText": 2}
 """Tasks that can be cut, and into how many units."""
-PRECISIONS = {"MuonText": ("fp32", "bf16"), "Text": ("fp32", "fp32", "fp16"), "Layers": ("fp32", "fp32", "bf16")}
+CELLS = ("Sharded", "Sharded", "Layers", "Sparse", "Text", "Pictures", "PicturesEpochs")
+"""Tasks whose workers may be of several processes; the first can be cut into shards, too."""
+PRECISIONS = {
+    "MuonText": ("fp32", "bf16"), "Text": ("fp32", "fp32", "fp16"), "Layers": ("fp32", "fp32", "bf16"),
+    "Sharded": ("fp32", "bf16", "fp16"),
+}  # fmt: skip
 
 PLACED: tuple[dict[str, Any], ...] = (
     {"zero.stage": 1}, {"zero.stage": 2}, {"zero.stage": 1, "zero.copies": 1}, {"zero.stage": 2, "zero.copies": 1},
@@ -38,8 +43,9 @@ class Harm:
     when: `steps` (so many, `count`, were committed since the harm before), `begin` (of the command), `last_step` (is
     committed), or the kind of an event of which `count` have come since then, `AT_LATEST` steps later at the latest;
     `delay_s` later it is done. do: `kill`, `stop` (`for_s`: until it goes on, None: never), `scale`, `drain`,
-    `checkpoint`, or the name of a signal to the command. whom: `worker:K` (the K-th of those that run, counted around),
-    `loader:K`, `coordinator`, `agent`, `fork_server`, `launcher`; all at once. number: of `scale` and `drain`.
+    `checkpoint`, or the name of a signal to the command. whom: `worker:K` (the K-th process of all the workers that
+    run, heads before their limbs, counted around), `loader:K`, `coordinator`, `agent`, `fork_server`, `launcher`; all
+    at once. number: of `scale` and `drain`.
     """
 
     when: str
@@ -59,7 +65,7 @@ class Harm:
 @dataclass(frozen=True)
 class Life:
     """One command, and what is done while it runs. cold: a process that imports everything itself. at_once: it is
-    started as soon as the command before it is over, whatever of that still runs."""
+    started as soon as the command before it is over, whatever of that still runs. fsdp, tp: of each worker's cell."""
 
     workers: int
     stages: int = 1
@@ -67,6 +73,8 @@ class Life:
     cold: bool = False
     at_once: bool = False
     harms: tuple[Harm, ...] = ()
+    fsdp: int = 1
+    tp: int = 1
 
 
 @dataclass(frozen=True)
@@ -82,9 +90,10 @@ class Plan:
 def draw(seed: int) -> Plan:
     """The plan of a seed."""
     rng = random.Random(f"torment {seed}")
-    split = rng.random() < 0.4
-    task = rng.choice(sorted(SPLIT) if split else UNSPLIT)
-    settings = _settings(rng, task, split)
+    split, cells = rng.random() < 0.4, rng.random() < 0.3
+    split = split and not cells
+    task = rng.choice(CELLS if cells else sorted(SPLIT) if split else UNSPLIT)
+    settings = _settings(rng, task, split, cells)
     lives: list[Life] = []
     harms = rng.choice((1, 2, 2, 3, 3, 4, 5))
     while harms > 0:
@@ -95,7 +104,21 @@ def draw(seed: int) -> Plan:
         lives = _with_harm_at_the_end(rng, lives)
     if lives[-1].harms and lives[-1].harms[-1].ends:
         lives.append(_command(rng, task, split, settings, first=False))
-    return Plan(task, _numerics(rng, task, settings), settings, tuple(lives))
+    numerics = _numerics(rng, task, settings)
+    if cells:
+        lives = [_as_cells(rng, task, life) for life in lives]
+        if task == "Sharded":
+            numerics |= {"cell.shards": rng.choice((2, 4)), "cell.sp": rng.random() < 0.3}
+        if rng.random() < 0.3:
+            numerics["clip_value"] = 0.01
+    return Plan(task, numerics, settings, tuple(lives))
+
+
+def _as_cells(rng: random.Random, task: str, life: Life) -> Life:
+    """The same command with workers of several processes, at most 8 in all."""
+    tp = rng.choice((1, 2, 2)) if task == "Sharded" else 1
+    fsdp = rng.randint(1 if tp > 1 else 2, 3) if rng.random() < 0.9 else 1
+    return replace(life, fsdp=fsdp, tp=tp, workers=max(1, min(life.workers, 8 // (fsdp * tp))))
 
 
 def _numerics(rng: random.Random, task: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,12 +126,12 @@ def _numerics(rng: random.Random, task: str, settings: Mapping[str, Any]) -> dic
     found: dict[str, Any] = {} if task == "PicturesEpochs" else {"steps": STEPS}
     if settings.get("batch") != "per_worker":
         found["precision"] = rng.choice(PRECISIONS.get(task, ("fp32",)))
-    if rng.random() < 0.25 and task.startswith("Pictures"):
+    if rng.random() < 0.25 and task.startswith(("Pictures", "Sharded")):
         found["eval_every"] = 7
     return found
 
 
-def _settings(rng: random.Random, task: str, split: bool) -> dict[str, Any]:
+def _settings(rng: random.Random, task: str, split: bool, cells: bool) -> dict[str, Any]:
     """What changes no bit, except for one kind of batch, of which there is no undisturbed run."""
     found: dict[str, Any] = {"hang_limit_s": 5, "heartbeat.interval_s": 0.2, "backoff.initial_s": 0.05}
     found["on_failure"] = rng.choice(("replace", "replace", "shrink", "wait"))
@@ -132,9 +155,11 @@ def _settings(rng: random.Random, task: str, split: bool) -> dict[str, Any]:
             found["redundancy"] = 1
         elif task == "Layers" and rng.random() < 0.3:
             found |= {"schedule": "interleaved", "chunks": 2}
+    elif cells:
+        found |= {"cell.wrap": 300} if rng.random() < 0.4 else {}
     elif rng.random() < 0.05:
         found["batch"] = "per_worker"
-    if rng.random() < 0.5 and "batch" not in found:
+    if rng.random() < 0.5 and "batch" not in found and not cells:
         found |= rng.choice(PLACED if not split else PLACED[:-2])
     if rng.random() < 0.15:
         found["checkpoint.staging_mb"] = rng.choice((0, 1))
@@ -171,7 +196,7 @@ def _life(rng: random.Random, task: str, split: bool, settings: Mapping[str, Any
         harms.append(harm)
         if harm.ends and harm.do != "kill" and rng.random() < 0.3:  # once more ends at once
             harms.append(Harm("begin", rng.choice(tuple(ENDING)), delay_s=rng.choice((0.0, 0.01, 0.1, 0.5))))
-    return Life(life.workers, life.stages, life.spares, life.cold, life.at_once, tuple(harms))
+    return replace(life, harms=tuple(harms))
 
 
 def _when(rng: random.Random) -> dict[str, Any]:
@@ -230,7 +255,7 @@ def _with_harm_at_the_end(rng: random.Random, lives: list[Life]) -> list[Life]:
     )
     what, _, role = do.partition(" ")
     harm = Harm(**when, do=what, whom=_whom(rng, role) if role else ())
-    return [*lives[:-1], Life(last.workers, last.stages, last.spares, last.cold, last.at_once, (*last.harms, harm))]
+    return [*lives[:-1], replace(last, harms=(*last.harms, harm))]
 
 
 def from_json(data: Mapping[str, Any]) -> Plan:

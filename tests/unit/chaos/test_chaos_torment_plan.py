@@ -11,6 +11,7 @@ import pytest
 from everstep.base.config import load_config
 from everstep.base.config_keys import Config
 from torment_plan import (
+    CELLS,
     ENDING,
     KINDS,
     LOST_AFTER,
@@ -59,6 +60,10 @@ def test_all_kinds_of_harm_and_of_jobs_are_drawn() -> None:
         (stages, workers) for stages in (1, 2) for workers in (1, 2, 3, 4, 5)
     }
     assert all(any(plan.settings.items() >= placed.items() for plan in plans) for placed in PLACED)
+    assert {plan.task for plan in plans if any(life.fsdp * life.tp > 1 for life in plan.lives)} == set(CELLS)
+    cells = {(life.fsdp, life.tp, life.workers > 1) for plan in plans for life in plan.lives}
+    assert cells >= {(fsdp, tp, many) for fsdp, tp in ((1, 2), (2, 1), (2, 2), (3, 1)) for many in (False, True)}
+    assert (3, 2, False) in cells and {plan.numerics.get("cell.shards") for plan in plans} == {None, 2, 4}
     assert {harm.when for harm in harms} >= {"begin", "steps", "last_step", "job_completed", "worker_evicted"}
 
 
@@ -68,6 +73,7 @@ def test_every_setting_is_one_that_the_config_knows() -> None:
         for life in plan.lives:
             values = {**plan.numerics, **plan.settings}
             values |= {"workers": life.workers, "stages": life.stages, "spares": life.spares}
+            values |= {"cell.fsdp": life.fsdp, "cell.tp": life.tp}
             assert isinstance(load_config([("drawn", values)]), Config)
 
 
