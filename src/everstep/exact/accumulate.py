@@ -466,10 +466,15 @@ class LaneAccumulator:
 
 def _dense(gradient: Tensor, entry: Entry) -> Tensor:
     if gradient.layout is not torch.strided:
-        raise ConfigError(f"parameter {entry.name} has a sparse gradient ({gradient.layout}); use sparse=False")
+        raise sparse_gradient(entry.name, gradient)
     if gradient.is_contiguous():
         return gradient
     return torch.empty_strided(entry.shape, entry.stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+
+def sparse_gradient(name: str, gradient: Tensor) -> ConfigError:
+    """Why a sparse gradient is refused."""
+    return ConfigError(f"parameter {name} has a sparse gradient ({gradient.layout}); use sparse=False")
 
 
 def _add_in_place(left: Leaf, right: Leaf) -> Leaf:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from everstep.base.errors import TaskError
 from everstep.base.ports import Node
+from everstep.exact.accumulate import sparse_gradient
 from everstep.exact.lane_statistics import LaneStatistics
 from everstep.exact.layout import GradientLayout
 from everstep.exact.lending import written_twice
@@ -126,7 +127,8 @@ class RankSums:
     def add(self, lane: int) -> None:
         """The lane's backward pass is over: what is left of its gradients goes the way of the others.
 
-        Raises: TaskError naming a parameter that had two gradients; what `Shelves.meet` raises.
+        Raises: ConfigError naming a parameter with a sparse gradient; TaskError naming one that had two gradients; what
+        `Shelves.meet` raises.
         """
         self.watches = False
         self._lane.end()
@@ -175,8 +177,10 @@ class RankSums:
     def _move(self, i: int) -> None:
         """Out of `.grad`, into the box of the present unit."""
         gradient, entry = self._params[i].grad, self._layout.entries[i]
-        if gradient is None or gradient.layout is not torch.strided:
+        if gradient is None:
             return
+        if gradient.layout is not torch.strided:
+            raise sparse_gradient(entry.name, gradient)
         box = self._shelves.box(self._seat, self._lane.at % 2)
         at = entry.offset - self._units[self._unit_of[i]].start
         into = box.as_strided(entry.shape, entry.stride, box.storage_offset() + at)

@@ -25,6 +25,7 @@ from everstep.placement.ranks import rounds
 from everstep.protocol.driver.records import LaneReport
 from everstep.protocol.step_types import LaneSaid
 from everstep.runtime.host.cell import Head
+from everstep.train.cell_beside import beside_lanes, groups_of
 from everstep.train.cell_lanes import SharedLanes, places_of
 from everstep.train.cell_store import CellStore
 from everstep.train.cell_update import CellUpdate
@@ -83,7 +84,8 @@ class CellHead:
             replica.lanes.settle_buffers()  # another worker's lane may have been computed on trial
             self._store.give_buffers(replica.parts.model)
         scale = replica.loop.loss_scale
-        about = {"step": step, "fresh": fresh, "lanes": list(lanes), "told": sorted(told), "scale": scale, "due": due}
+        note = self._store.write_note(beside_lanes(replica)) if fresh else 0
+        about = {"step": step, "lanes": list(lanes), "told": sorted(told), "scale": scale, "due": due, "note": note}
         self._commands += 1
         self._shared.restart(self._commands)
         self._head.begin(LANES, point=self._point, command=self._commands, **about)
@@ -159,7 +161,11 @@ class CellHead:
             for piece in reduced.pieces:
                 gradient[piece.start : piece.stop].copy_(piece.data)
         update = self._update
-        note = {"presence": reduced.presence, "groups": update.groups(), "kept": update.describe()}
+        note = {
+            "presence": reduced.presence,
+            "groups": groups_of(self._replica.parts.optimizer),
+            "kept": update.describe(),
+        }
         self._head.begin(UPDATE, step=step, factor=factor, note=self._store.write_note(note))
         return update.pieces
 

@@ -22,6 +22,7 @@ from everstep.parallel.cell_memory import CellMemory
 from everstep.placement.ranks import rounds
 from everstep.runtime.host.cell import Limb
 from everstep.runtime.link.context import WorkerContext
+from everstep.train.cell_beside import take_beside, take_groups
 from everstep.train.cell_head import ADOPT, ATTACH, LANES, UPDATE, limb_gradient
 from everstep.train.cell_lanes import SharedLanes, places_of
 from everstep.train.cell_store import CellStore
@@ -84,6 +85,7 @@ class CellLimb:
         self._update = CellUpdate(self._replica.parts.optimizer, self._store, self._config.cell.ranks)
         self._shared = SharedLanes(self._replica, self._config, self._store)
         self._replica.loop.use(self._shared.sums)
+        self._replica.state.settings.begin()
         return {}
 
     def lanes(
@@ -91,17 +93,19 @@ class CellLimb:
         point: int,
         command: int,
         step: int,
-        fresh: bool,
         lanes: Sequence[int],
         told: Sequence[int],
         scale: float,
         due: bool,
+        note: int,
     ) -> dict[str, Any]:
-        """Compute this rank's lanes of the rounds that are made, and say what they gave."""
+        """Compute this rank's lanes of the rounds that are made, and say what they gave. note: its size, where the
+        step's lanes begin anew."""
         store, shared, replica = self._attached()
         sums, ranks, seats = shared.sums, self._config.cell.ranks, self._config.cell.fsdp
-        if fresh:
+        if note:
             replica.abandon()
+            take_beside(replica, store.read_note(0, note))
             store.take_buffers(replica.parts.model)
             replica.begin_lanes(step, scale)
         shared.restart(command)
@@ -110,7 +114,7 @@ class CellLimb:
         said: dict[str, tuple[str, str]] = {}
         done: list[int] = []
         try:
-            sums.begin(lanes, fresh=fresh)
+            sums.begin(lanes, fresh=note > 0)
             for turn in rounds(lanes, seats):
                 point += 1
                 store.meet(point, range(ranks))
@@ -166,7 +170,8 @@ class CellLimb:
         self._row.set(phase="update")
         said = store.read_note(0, note)
         check(self._update is not None, "a limb attaches before it updates")
-        self._update.follow(said["kept"], said["groups"])  # type: ignore[union-attr]
+        take_groups(replica.parts.optimizer, said["groups"])
+        self._update.follow(said["kept"], adopts=False)  # type: ignore[union-attr]
         pieces = self._update.pieces  # type: ignore[union-attr]
         gradient = limb_gradient(store, step, said["presence"], replica.layout.numel)
         replica.update_pieces(step, factor, gradient, pieces)
@@ -176,7 +181,7 @@ class CellLimb:
     def adopt(self, note: int) -> dict[str, Any]:
         """Put what an update has made where the others find it."""
         store, _, _ = self._attached()
-        self._update.follow(store.read_note(0, note), None)  # type: ignore[union-attr]
+        self._update.follow(store.read_note(0, note), adopts=True)  # type: ignore[union-attr]
         return {}
 
     def _attached(self) -> tuple[CellStore, SharedLanes, StageReplica]:

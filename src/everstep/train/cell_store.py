@@ -57,6 +57,7 @@ class CellPlaces:
         ]
         self.slots = [self._take(_FLOAT * layout.numel) for _ in range(n_slots)]
         self.parameters = [self._take(_within(group[0])) for group in leaves_of(model.parameters())]
+        self.forms = forms_of(model)
         self.buffers = self._take(sum(round_up(b.nbytes, ALIGN_BYTES) for b in model.buffers()))
         elements = sum(round_up(p.numel() * _FLOAT, BLOCK_ELEMENTS) for p in model.parameters())
         self.state = self._take(_MOST_STATE * elements)
@@ -167,14 +168,16 @@ class CellStore:
         self._each_buffer(model, lambda buffer, shared: buffer.copy_(shared))
 
     def _each_buffer(self, model: nn.Module, act: Callable[[Tensor, Tensor], object]) -> None:
-        at, end = self.places.buffers.offset, self.places.buffers.offset + self.places.buffers.size
+        at, forms = self.places.buffers.offset, forms_of(model)
+        if forms != self.places.forms:
+            name = next(iter(forms.items() ^ self.places.forms.items()))[0]
+            raise ConfigError(
+                f"cell.fsdp: expected buffers of the shapes and dtypes that they had before the first step, but {name} "
+                f"is {forms.get(name, 'gone')} and was {self.places.forms.get(name, 'not there')}: keep it as it is, "
+                "or set cell.fsdp=1"
+            )
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if at + buffer.nbytes > end:
-                    raise ConfigError(
-                        f"cell.fsdp: expected buffers of the sizes that they had before the first step, but {name} has "
-                        "become larger: keep its size, or set cell.fsdp=1"
-                    )
+            for _, buffer in model.named_buffers():
                 if buffer.numel():
                     shared = self.memory.tensor(SharedPlace(at, buffer.nbytes), buffer.dtype)
                     act(buffer, shared.view(buffer.shape))
@@ -188,6 +191,11 @@ class CellStore:
 def give_back() -> None:
     """Give memory that this process has freed back to the system: the allocator would keep it for ever."""
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def forms_of(model: nn.Module) -> dict[str, str]:
+    """Shape and dtype of each buffer, for people, too."""
+    return {name: f"{tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()}
 
 
 def leaves_of(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -6,7 +6,7 @@ follows at each of them. Parameters that cannot be cut are updated by the head a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -105,28 +105,22 @@ class CellUpdate:
             self._used += size
         return self._places[number, key]
 
-    def groups(self) -> list[dict[str, Any]]:
-        """The groups' values, for `follow`."""
-        return [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-
     # ---- a limb
 
-    def follow(self, kept: KeptForEach, groups: Sequence[Mapping[str, Any]] | None) -> None:
-        """Have the optimizer keep what the head's keeps. groups: None after an update, when each process has its own
-        part of the tensors that the update has made: these parts go where the others find them."""
+    def follow(self, kept: KeptForEach, *, adopts: bool) -> None:
+        """Have the optimizer keep what the head's keeps. adopts: after an update, when each process has its own part of
+        the tensors that the update has made: these parts go where the others find them."""
         check(
             len(kept) == len(self._divided),
             f"{len(kept)} parameters are divided at the head, {len(self._divided)} here",
         )
-        for group, values in zip(self._optimizer.param_groups, groups or (), strict=groups is not None):
-            group |= {k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in values.items()}
         for (parameter, runs), values in zip(self._mine, kept, strict=True):
             before = self._optimizer.state.pop(parameter, {})
             found: dict[Any, Any] = {}
             for key, (kind, *what) in values.items():
                 if kind == "shared":
                     found[key] = self._shared(parameter, what[0])
-                    if groups is None and not self._is_shared(before[key]):
+                    if adopts and not self._is_shared(before[key]):
                         _copy(before[key], found[key], runs)
                 elif kind == "tensor":
                     dtype, shape, data = what
@@ -136,7 +130,7 @@ class CellUpdate:
             if found:
                 self._optimizer.state[parameter] = found
         before = {}
-        if groups is None or not any(kept):  # the state has been moved, or is about to be made
+        if adopts or not any(kept):  # the state has been moved, or is about to be made
             give_back()
 
     # ---- memory

@@ -243,8 +243,9 @@ class Updates:
         self.given.drop(effect.step)
         for replica in self._view.stages.values():
             if effect.undone:
-                replica.lanes.settle_buffers()
-            replica.lanes.discard()
+                replica.lanes.abandon()
+            else:
+                replica.lanes.discard()
         if effect.undone:  # it is done again, from the same state
             self.forget()
 

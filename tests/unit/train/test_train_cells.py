@@ -175,6 +175,18 @@ def test_a_gradient_that_comes_twice_is_refused() -> None:
         one.model(torch.randn(4, 6), 0).square().mean().backward()
 
 
+def test_a_sparse_gradient_is_refused() -> None:
+    one = Rank(0)
+    sums = RankSums(one.layout, one.model, LANES, one.store, one.places.units, whole_first=False)
+    sums.begin([0], fresh=True)
+    sums.round([0], 1)
+    sums.enter(0)
+    rows = nn.functional.embedding(torch.tensor([1, 2]), one.model.middle.weight, sparse=True)
+    with pytest.raises(ConfigError, match=r"middle.weight has a sparse gradient .*; use sparse=False"):
+        (rows.sum() + one.model.last(rows.detach()).sum()).backward()
+        sums.add(0)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
 def test_updates_have_the_bits_of_one_process(kind: Any) -> None:
     """All of the state lies at the head afterwards, as one process would have it."""
@@ -191,15 +203,15 @@ def test_updates_have_the_bits_of_one_process(kind: Any) -> None:
             for parameter in parameters:
                 parameter.grad = gradient if gradient is None else gradient.clone()
         optimizer.step()
-        kept, groups = parts[0].describe(), parts[0].groups()
+        kept = parts[0].describe()
         for part in parts[1:]:
-            part.follow(kept, groups)
+            part.follow(kept, adopts=False)
         for part, own in zip(parts, optimizers, strict=True):
             PieceUpdate(own).make([part.pieces])
         made = parts[0].new()
         for part in parts[1:]:
             if made is not None:
-                part.follow(made, None)
+                part.follow(made, adopts=True)
     assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), head.model.parameters(), strict=True))
     for mine, theirs in zip(head.model.parameters(), reference.parameters(), strict=True):
         for key, value in optimizer.state[theirs].items():
@@ -222,6 +234,9 @@ def test_notes_and_buffers_go_through_memory() -> None:
     head.store.give_buffers(head.model)
     limb.store.take_buffers(limb.model)
     assert all(torch.equal(a, b) for a, b in zip(head.model.buffers(), limb.model.buffers(), strict=True))
-    head.model.first[1].running_mean = torch.zeros(4000)
-    with pytest.raises(ConfigError, match="has become larger"):
-        head.store.give_buffers(head.model)
+    for other in (torch.zeros(4000), torch.zeros(40, dtype=torch.float64), torch.zeros(39)):
+        head.model.first[1].running_mean = other
+        with pytest.raises(
+            ConfigError, match=r"but first.1.running_mean is .* and was \(40,\) torch.float32: keep it"
+        ):
+            head.store.give_buffers(head.model)
