@@ -30,6 +30,35 @@ class Raises(Text):
             raise ValueError("a limb cannot read this")
         return super().lane_loss(model, batch)
 """
+DRIVEN = """
+import torch
+from job_tasks import Pictures
+
+class Anneals(torch.optim.lr_scheduler.ExponentialLR):
+    def __init__(self, optimizer, model):
+        self.owned = [model]
+        super().__init__(optimizer, 0.9)
+
+    def step(self, *args):
+        super().step(*args)
+        self.owned[0][2][1].p = 0.4 / (1 + self.last_epoch)
+
+    def state_dict(self):
+        return {key: value for key, value in super().state_dict().items() if key != "owned"}
+
+class Driven(Pictures):
+    def build_model(self):
+        self.model = super().build_model()
+        return self.model
+
+    def build_scheduler(self, optimizer):
+        self.scheduler = Anneals(optimizer, self.model)
+        return self.scheduler
+
+    def lane_loss(self, model, batch):
+        rate = self.scheduler.optimizer.param_groups[0]["lr"]
+        return super().lane_loss(model, batch) * (1 + rate + 0.01 * self.scheduler.last_epoch)
+"""
 
 
 def cells(ranks: int, **more: Any) -> dict[str, Any]:
@@ -81,6 +110,14 @@ def test_a_spare_cell_takes_over_and_a_rank_that_is_stopped_hangs(jobs: Jobs) ->
     evicted = job.wait_for("worker_evicted", worker_id=1)
     assert evicted["cause"] == "hung" and "its rank 1" in evicted["reason"], job.account()
     jobs.check(job, "Pictures")
+
+
+def test_lanes_of_limbs_read_what_a_scheduler_has_changed(jobs: Jobs, tmp_path: Path) -> None:
+    """The scheduler itself, a learning rate, and dropout that the scheduler anneals."""
+    (tmp_path / "driven.py").write_text(DRIVEN)
+    chaos = "kill:target=worker:1/1,at=6,phase=forward"
+    task = f"{tmp_path / 'driven.py'}:Driven"
+    jobs.run(task, workers=2, numerics={"steps": 12}, settings=cells(2), chaos=chaos)
 
 
 def test_it_is_resumed_in_other_shapes(jobs: Jobs) -> None:

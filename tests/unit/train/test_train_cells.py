@@ -236,7 +236,5 @@ def test_notes_and_buffers_go_through_memory() -> None:
     assert all(torch.equal(a, b) for a, b in zip(head.model.buffers(), limb.model.buffers(), strict=True))
     for other in (torch.zeros(4000), torch.zeros(40, dtype=torch.float64), torch.zeros(39)):
         head.model.first[1].running_mean = other
-        with pytest.raises(
-            ConfigError, match=r"but first.1.running_mean is .* and was \(40,\) torch.float32: keep it"
-        ):
+        with pytest.raises(ConfigError, match=r"but first.1.running_mean is .* and was \(40,\) torch.float32: keep it"):
             head.store.give_buffers(head.model)

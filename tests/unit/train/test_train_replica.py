@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from everstep.base.errors import InvariantViolation, TaskError
 from everstep.base.ports import Node, Reduced
 from everstep.protocol.driver.nonfinite import Nonfinite
 from everstep.protocol.driver.records import SETTING_BYTES, SETTINGS, StepOutcome
+from everstep.protocol.step_types import Discard
 from everstep.train.replica import StageReplica
 from everstep.train.stage import Parts, StageSpec
+from everstep.train.updates import Updates
 
 DATA = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(1))
 
@@ -69,6 +73,18 @@ def test_a_sum_with_lanes_that_went_to_another_worker_is_made_anew_with_the_same
     compute(worker, (0, 1))
     assert list(worker.lanes.presence(1, (0, 1))) == [Node(0, 2)]
     assert torch.equal(memory.sums[Node(0, 2)], expected.sums[Node(0, 2)])
+
+
+def test_a_step_that_is_undone_begins_anew() -> None:
+    """Its first lane may be computed twice again, as at a limb, which forgets all of it."""
+    worker = replica()
+    memory = Memory(worker.layout.numel)
+    for _ in range(2):
+        worker.lanes.begin(1, (0,), memory)
+        assert worker.loop.probes(due=True)
+        compute(worker, (0,))
+        view: Any = SimpleNamespace(stages={0: worker})
+        Updates(view, *[MagicMock() for _ in range(5)]).discard(Discard(1, undone=True))
 
 
 def test_a_lane_on_trial_leaves_nothing_behind() -> None:
