@@ -83,16 +83,17 @@ def kind_of(optimizer: Optimizer, seed: int, *, dealt: bool = False, made_up: bo
 
     of_all = {p: [(0, p.numel())] for p in parameters if dealt and not divisible(p)}
     in_pieces = differs([_cut(parameters, k) | of_all for k in (0, 1)])
-    if not in_pieces:
-        return OptimizerKind("elements", "", *more)
     alone = [{p: [(0, p.numel())] for p in parameters[k::2]} for k in (0, 1)]
     witnessed = [
         {p: [(0, p.numel())] if n % 2 == k or kept.get(p) is None else [] for n, p in enumerate(parameters)}
         for k in (0, 1)
     ]
+    follows = not differs(witnessed)
+    if not in_pieces:
+        return OptimizerKind("elements", "", *more, follows=follows)
     if together := differs(alone):
         return OptimizerKind("nothing", together, *more)
-    return OptimizerKind("matrices", in_pieces, *more, follows=not differs(witnessed))
+    return OptimizerKind("matrices", in_pieces, *more, follows=follows)
 
 
 def _sample_of(optimizer: Optimizer) -> list[list[Tensor]]:

@@ -269,6 +269,11 @@ def refuse_in_cell(optimizer: Optimizer, seed: int) -> None:
             f"from that of the whole ({kind.why}); set cell.fsdp=1, or use an optimizer that treats each element by "
             "itself"
         )
+    if not kind.follows:
+        raise ConfigError(
+            f"cell.fsdp: expected an optimizer that updates parameters of no elements, too, as a process may have none "
+            f"of one, got {name}, which keeps nothing for them: set cell.fsdp=1"
+        )
     values = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
     if kind.at_once or any(isinstance(value, Tensor) for value in values):
         raise ConfigError(

@@ -10,7 +10,9 @@ import torch
 from torch import nn, optim
 
 import optimizers_divided as cases
-from everstep.train.optimizer_kind import kind_of
+from everstep.base.errors import ConfigError
+from everstep.train.optimizer_kind import expected_kind, kind_of
+from everstep.train.optimizer_update import refuse_in_cell
 
 SHAPES = ((300, 200), (7,), (16, 3, 3, 3), (1000, 70), (1,), ())
 ELEMENTS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD")
@@ -35,7 +37,8 @@ def test_element_wise_ones_can_be_divided_anywhere(name: str, how: str) -> None:
     optimizer = getattr(optim, name)(
         parameters(), **({"lr": 0.1, "momentum": 0.9} if name == "SGD" else {}), **HOW[how]
     )
-    assert kind_of(optimizer, 3)[:2] == ("elements", "")
+    kind = kind_of(optimizer, 3)
+    assert kind[:2] == ("elements", "") and kind.follows
 
 
 def test_so_can_those_of_narrow_parameters_and_frozen_ones() -> None:
@@ -171,3 +174,23 @@ def test_what_others_hold_of_gradients_and_state_says_nothing() -> None:
             if value is not None and value.numel() > 1:
                 value.fill_(torch.nan)
     assert kind_of(one.optimizer, 3, dealt=True).divides == "matrices"
+
+
+class SkipsEmpty(torch.optim.SGD):
+    """Keeps nothing for a parameter of no elements."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None if not parameter.numel() else parameter.grad
+        return super().step(closure)
+
+
+def test_an_optimizer_that_skips_a_part_without_elements_is_not_for_a_cell() -> None:
+    """No parameter here is so small that one owner has none of it when it is cut."""
+    parameters = [nn.Parameter(torch.ones(8, 16)) for _ in range(3)]
+    kind = expected_kind(SkipsEmpty(parameters, lr=0.1, momentum=0.9), 1)
+    assert (kind.divides, kind.follows) == ("elements", False)
+    with pytest.raises(ConfigError, match=r"SkipsEmpty, which keeps nothing for them: set cell.fsdp=1"):
+        refuse_in_cell(SkipsEmpty(parameters, lr=0.1, momentum=0.9), 1)
+    refuse_in_cell(torch.optim.SGD(parameters, lr=0.1, momentum=0.9), 1)
