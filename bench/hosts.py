@@ -79,7 +79,7 @@ class Run:
         self.etcd = etcd_on(self.net.hosts) if lease_s else None
         command = [*EVERSTEP, "run", TASK, "--run-dir", str(self.run_dir), "--workers", str(self.workers), "--json"]
         command += ["--listen", f"{head.address}:{PORT}", "--slots", str(slots), "--set", f"steps={steps}"]
-        command += [] if local else ["--no-local-workers"]
+        command += ["--set", "hosts.min=3"] if local else ["--set", "hosts.min=2", "--no-local-workers"]
         if self.etcd is not None:
             command += ["--set", f"control.etcd={self.etcd.url()}", "--set", f"control.lease_s={lease_s}"]
         self.process = head.start(command, self._log, self._environment)
