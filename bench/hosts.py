@@ -1,6 +1,8 @@
 """What the loss, the drain and the return of a host cost: three network-namespace hosts, two workers each. Needs root.
 
-    python bench/hosts.py [--runs 3] [--only killed,crashed,...] [--lease 2] [--out FILE]
+    python bench/hosts.py [--runs 3] [--steps 1500] [--only killed,crashed,...] [--lease 2] [--out FILE]
+
+Fewer steps make a short run, for a look at whether all of it works: a job has to last longer than what is done to it.
 
 - killed: from SIGKILL to all processes of a host to the next committed step; crashed: its link goes down first;
   cut: its link goes down, and its processes live.
@@ -77,7 +79,7 @@ class Run:
         self.etcd = etcd_on(self.net.hosts) if lease_s else None
         command = [*EVERSTEP, "run", TASK, "--run-dir", str(self.run_dir), "--workers", str(self.workers), "--json"]
         command += ["--listen", f"{head.address}:{PORT}", "--slots", str(slots), "--set", f"steps={steps}"]
-        command += [] if local else ["--no-local-workers"]
+        command += ["--set", "hosts.min=3"] if local else ["--set", "hosts.min=2", "--no-local-workers"]
         if self.etcd is not None:
             command += ["--set", f"control.etcd={self.etcd.url()}", "--set", f"control.lease_s={lease_s}"]
         self.process = head.start(command, self._log, self._environment)
@@ -261,9 +263,8 @@ def torchrun(folder: Path, options: Sequence[str]) -> dict[str, float]:
         return {"next_step_s": (end - begin) / 1e9, "ordinary_s": ordinary_step_s(commits([folder / "commits"]), begin)}
 
 
-def ours(folder: Path, what: str, number: int, lease_s: float) -> tuple[dict[str, float], bool]:
+def ours(folder: Path, what: str, number: int, steps: int, lease_s: float) -> tuple[dict[str, float], bool]:
     """What is measured of one job, and whether it ended as one worker on one host does."""
-    steps = 2500 if what == "returned" else 1500
     single = folder / f"single-{steps}"
     if not single.exists():
         command = [*EVERSTEP, "run", TASK, "--workers", "1", "--steps", str(steps), "--run-dir", str(single)]
@@ -284,6 +285,7 @@ def ours(folder: Path, what: str, number: int, lease_s: float) -> tuple[dict[str
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1500, help="of a job; 5/3 of them where a host returns")
     parser.add_argument("--only", default=",".join(TARGETS))
     parser.add_argument("--lease", type=float, default=2.0, help="of the head, in seconds")
     parser.add_argument("--out")
@@ -302,7 +304,8 @@ def main() -> int:
                 if what.startswith("torchrun"):
                     found.append(torchrun(folder / f"{what}-{n}", TUNED if what == "torchrun-tuned" else []))
                 else:
-                    one, alike = ours(folder, what, n, arguments.lease)
+                    steps = arguments.steps * 5 // 3 if what == "returned" else arguments.steps
+                    one, alike = ours(folder, what, n, steps, arguments.lease)
                     found.append(one)
                     bits &= alike
                 print(f"{what}: {found[-1]}", file=sys.stderr, flush=True)

@@ -40,7 +40,7 @@ SIZE = 203
 class Pace:
     """Each lane takes `lane_s` seconds longer, until the events satisfy all conditions. Given as JSON by `PACE`.
 
-    A condition is what an event must bear, and `count`: of how many events.
+    A condition is what an event must bear, `count`: of how many events, and `lane_s`: what lanes take until then.
     """
 
     def __init__(self, text: str) -> None:
@@ -54,9 +54,14 @@ class Pace:
 
     def lane(self) -> None:
         """A lane is being computed."""
-        end = time.monotonic() + self.lane_s
-        while not self.over and not self._satisfied() and time.monotonic() < end:
+        begin = time.monotonic()
+        while not self.over and not self._satisfied() and time.monotonic() < begin + self._longest_s():
             time.sleep(0.004)
+
+    def _longest_s(self) -> float:
+        """What a lane takes now."""
+        asked = zip(self._seen, self.until, strict=True)
+        return max(w.get("lane_s", self.lane_s) for seen, w in asked if seen < w.get("count", 1))
 
     def _satisfied(self) -> bool:
         """Whether what has come since the last look is the last that was waited for."""
@@ -67,7 +72,7 @@ class Pace:
         self._position += len(data)
         for event in parse_events(data):
             for n, wanted in enumerate(self.until):
-                self._seen[n] += all(event.get(k) == v for k, v in wanted.items() if k != "count")
+                self._seen[n] += all(event.get(k) == v for k, v in wanted.items() if k not in ("count", "lane_s"))
         self.over = all(seen >= wanted.get("count", 1) for seen, wanted in zip(self._seen, self.until, strict=True))
         return self.over
 

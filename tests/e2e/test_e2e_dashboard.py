@@ -432,6 +432,10 @@ def test_a_folder_of_runs_is_sorted_noted_and_compared(over: Path, browser: Any,
         page.get_by_role("button", name="run", exact=True).click()
         sync_api.expect(names).to_have_text(["c", "b", "a"])
         assert serious(page) == []
+        page.get_by_label("compare b").check()
+        sync_api.expect(page.locator("#name")).to_have_text("b")
+        page.get_by_label("compare b").uncheck()  # the list has stayed open
+        sync_api.expect(page.locator("#hero")).to_be_hidden()
         names.nth(2).click()
         sync_api.expect(page.locator("#name")).to_have_text("a")
         sync_api.expect(page.locator("#state")).to_have_text("completed")

@@ -239,7 +239,7 @@ def test_what_the_job_makes_of_how_a_pod_ends(pods: Pods, net: Net) -> None:
 def test_a_job_that_fails_is_not_begun_again(net: Net, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FAILS)
-    pods = Pods(net, tmp_path, script, "--set", "max_restarts=0", "--set", "quorum_wait_s=20")
+    pods = Pods(net, tmp_path, script, "--set", "max_restarts=0", "--set", "quorum_wait_s=60")
     own, agent = pods.start(0, 1), pods.start(1, 2)
     assert [pods.reading(own.code()), pods.reading(agent.code())] == ["FailJob", "done"], pods.account()
 

@@ -29,7 +29,7 @@ def slurm(net: Net) -> Iterator[Slurm]:
 
 def test_a_host_of_srun_dies(slurm: Slurm, net: Net, tmp_path: Path, script: Path, alone: Path) -> None:
     run_dir = tmp_path / "run"
-    held = hold(run_dir, 1.0)
+    held = hold(run_dir, 4.0)
     environment = {**slurm.environment, "EVERSTEP_TOKEN": secrets.token_hex(32), "OMP_NUM_THREADS": "1"}
     submit = net.hosts[0]
     options = ["srun", "--no-kill", "--kill-on-bad-exit=0", "-N", "3", "-n", "3", "-c", "1"]

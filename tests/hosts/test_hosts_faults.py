@@ -18,12 +18,14 @@ BACK: list[Event] = [
     {"kind": "generation_started", "workers": list(range(6)), "count": 2},
 ]
 AGAIN: list[Event] = [{"kind": "generation_started", "workers": list(range(6)), "count": 3}]
+FULL: Event = {"kind": "generation_started", "workers": list(range(6)), "lane_s": 0.5}
 MANY = 400
 
 
 def running(on_hosts: HostJobs, until: list[Event], steps: int = STEPS) -> Job:
-    """Six members on three hosts have computed some steps; the agents came in another order than their numbers."""
-    job = on_hosts.head(until=until, steps=steps)
+    """Six members on three hosts have computed some steps; the agents came in another order than their numbers. Before
+    all are members a step takes seconds, so that the first cannot do them all."""
+    job = on_hosts.head(until=[FULL, *until], steps=steps)
     on_hosts.agent(3)
     on_hosts.agent(2)
     job.wait_for("generation_started", lambda e: len(e["workers"]) == 6)

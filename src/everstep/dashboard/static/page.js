@@ -23,6 +23,7 @@ let keyed = []; // and what the list calls them
 let folder = null; // whose runs are listed; null: those here are all
 let wanted = new URLSearchParams(location.search).getAll("run"); // of the list, what is asked for
 let ticks = [...wanted];
+let ticking = false; // the first run was opened by its box: the list stays open for the next one
 let current = told("run"); // of what is asked for, the one to be shown
 let lostMs = null; // since when, by our clock, the server has not been heard of; null: it is there
 
@@ -152,6 +153,7 @@ function show(key) {
     return $("hero").scrollIntoView({ block: "start" });
   }
   depart();
+  ticking = false;
   wanted = ticks.includes(key) ? ticks : [key];
   current = key;
   request();
@@ -162,6 +164,7 @@ function tick(key, yes) {
   ticks = yes ? [...ticks, key] : ticks.filter((other) => other !== key);
   if (folder === null) return several();
   wanted = ticks;
+  ticking = yes;
   if (!wanted.includes(current)) current = wanted[0] ?? null;
   request();
 }
@@ -177,7 +180,7 @@ function several() {
   const listed = list.rows.size > 0 || folder !== null;
   $("overview").hidden = !listed;
   const view = runs.length ? "run" : "list";
-  if (folder !== null && document.body.dataset.view !== view) fold($("overview"), view === "run");
+  if (folder !== null && document.body.dataset.view !== view) fold($("overview"), view === "run" && !ticking);
   document.body.dataset.view = view;
   list.mark(ticks, keyed[selected]);
   const nav = $("runs"), names = runs.length > 1 ? runs : [];
