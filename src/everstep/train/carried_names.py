@@ -163,7 +163,9 @@ def _verdict(memory: RoundMemory, names: Mapping[int, str], trained: Trained, no
         title = _title(place, memory, names)
         if any(title == given or title.startswith((f"{given}.", f"{given}[")) for given in ignored):
             continue
-        needed = ("if", place) in reaching or (place in reaching and not memory.remembers(place))
+        needed = ("if", place) in reaching or (
+            place in reaching and not (memory.remembers(place) and memory.recalls(place, reaching))
+        )
         if needed or _is_average(place, thing, memory, trained):
             found.setdefault(title, (title, _kind(place, thing), file, line))
         else:
