@@ -440,13 +440,24 @@ CLEAN = [
     ),
     Loop(
         "memo_limited",
-        setup="cache = {}\ndef rate(n):\n    if n in cache: return cache[n]\n    v = 0.1 / (1 + n)\n    if len(cache) < 100: cache[n] = v\n    return v",
+        setup="cache = {}\n"
+        "def rate(n):\n"
+        "    if n in cache: return cache[n]\n"
+        "    v = 0.1 / (1 + n)\n"
+        "    if len(cache) < 100: cache[n] = v\n"
+        "    return v",
         before="optimizer.param_groups[0]['lr'] = rate(step.number)",
         after="print(len(cache), sum(cache.values()))",
     ),
     Loop(
         "memo_tried",
-        setup="cache = {}\ndef rate(n):\n    try:\n        return cache[n]\n    except KeyError:\n        cache[n] = 0.1 / (1 + n)\n        return cache[n]",
+        setup="cache = {}\n"
+        "def rate(n):\n"
+        "    try:\n"
+        "        return cache[n]\n"
+        "    except KeyError:\n"
+        "        cache[n] = 0.1 / (1 + n)\n"
+        "        return cache[n]",
         before="optimizer.param_groups[0]['lr'] = rate(step.number)",
     ),
     Loop(

@@ -514,13 +514,15 @@ BAD = [
     Loop(
         "dict_by_step_counted",
         setup="scales = {}",
-        before="if step.number not in scales: scales[step.number] = 1\noptimizer.param_groups[0]['lr'] = 0.1 / len(scales)",
+        before="if step.number not in scales: scales[step.number] = 1\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 / len(scales)",
         refused=("scales",),
     ),
     Loop(
         "dict_by_step_looked_back",
         setup="scales = {}",
-        before="scales[step.number] = 0.1 * step.number\noptimizer.param_groups[0]['lr'] = scales.get(step.number - 2, 0.1)",
+        before="scales[step.number] = 0.1 * step.number\n"
+        "optimizer.param_groups[0]['lr'] = scales.get(step.number - 2, 0.1)",
         refused=("scales",),
     ),
     Loop(
@@ -545,7 +547,11 @@ BAD = [
     ),
     Loop(
         "dict_by_step_of_an_object",
-        setup="class S:\n    def __init__(self): self.d = {}\n    def put(self, n): self.d.setdefault(n, 0.1 * n)\n    def total(self): return sum(v for k, v in self.d.items())\ns = S()",
+        setup="class S:\n"
+        "    def __init__(self): self.d = {}\n"
+        "    def put(self, n): self.d.setdefault(n, 0.1 * n)\n"
+        "    def total(self): return sum(v for k, v in self.d.items())\n"
+        "s = S()",
         before="s.put(step.number)\noptimizer.param_groups[0]['lr'] = s.total()",
         refused=("s.d",),
     ),

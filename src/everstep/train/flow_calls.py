@@ -26,6 +26,7 @@ from everstep.train.flow_memory import (
     Origin,
     RoundMemory,
     Value,
+    entry_of,
     joined,
 )
 from everstep.train.flow_reader import Reader, Scope, bare
@@ -264,7 +265,7 @@ class Calls:
         homes = self._homes(base) if name in ALIASING or in_place else NOTHING
         asked = bare(given.plain[0]) if name in LOOKING and given.plain else None
         return Value(
-            (memory.use(base) if asked is None else memory.entry(base, asked)) | whole,
+            (memory.use(base) if asked is None else entry_of(memory, base, asked)) | whole,
             homes=homes,
             flags=flags,
             title=title if not homes else base.title,

@@ -194,11 +194,6 @@ class RoundMemory:
             found |= self.use(inner)
         return found | {TRAINED} if "trained" in value.flags else found
 
-    def entry(self, value: Value, keys: frozenset[Origin]) -> frozenset[Origin]:
-        """Everything that one entry of a container depends on. keys: under which it is looked up."""
-        own = value.homes | {("object", id(thing)) for thing in value.objects}
-        return (self.use(value) - {("read", place, None) for place in own}) | {("read", place, keys) for place in own}
-
     def attribute(self, thing: Any, name: str) -> tuple[Origin, Any]:
         """Place and value of an attribute of a live object; MISSING if there is none."""
         self.kept[id(thing)] = thing
@@ -386,14 +381,6 @@ class RoundMemory:
             for d in store.deps
         )
 
-    def recalls(self, place: Origin, reaching: set[Origin]) -> bool:
-        """Whether a container that remembers gives the training only entries of keys that this round writes: the rest
-        depends on the rounds before."""
-        keys = {key for store in self.stores[place] for key in store.keys if key[0] != "arg"}
-        read = {d[2] for d in reaching if d[0] == "read" and d[1] == place}
-        read |= {d[1][2] for d in reaching if d[0] == "if" and d[1][:2] == ("read", place)}
-        return not keys or all(one is not None and keys == {key for key in one if key[0] != "arg"} for one in read)
-
     def is_plain(self, dep: Origin) -> bool:
         """Whether this is no place whose content is lost in another life: batches, shapes, carried objects."""
         place = dep[1] if dep[0] == "if" else dep
@@ -402,3 +389,18 @@ class RoundMemory:
             return True
         thing = self.kept.get(place[1]) if place[0] in ("object", "attr") else None
         return thing is not None and "carried" in self.judge.flags(thing)
+
+
+def entry_of(memory: RoundMemory, value: Value, keys: frozenset[Origin]) -> frozenset[Origin]:
+    """Everything that one entry of a container depends on. keys: under which it is looked up."""
+    own = value.homes | {("object", id(thing)) for thing in value.objects}
+    return (memory.use(value) - {("read", place, None) for place in own}) | {("read", place, keys) for place in own}
+
+
+def recalls(memory: RoundMemory, place: Origin, reaching: set[Origin]) -> bool:
+    """Whether a container that remembers gives the training only entries of keys that this round writes: the rest
+    depends on the rounds before."""
+    keys = {key for store in memory.stores[place] for key in store.keys if key[0] != "arg"}
+    read = {d[2] for d in reaching if d[0] == "read" and d[1] == place}
+    read |= {d[1][2] for d in reaching if d[0] == "if" and d[1][:2] == ("read", place)}
+    return not keys or all(one is not None and keys == {key for key in one if key[0] != "arg"} for one in read)
