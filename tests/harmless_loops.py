@@ -438,4 +438,36 @@ CLEAN = [
         setup="now = [0.0, 0.0]",
         after="now[0] = step.number\nnow[1] = step.number + 1\noptimizer.param_groups[0]['lr'] = 0.1 / sum(now)",
     ),
+    Loop(
+        "memo_limited",
+        setup="cache = {}\n"
+        "def rate(n):\n"
+        "    if n in cache: return cache[n]\n"
+        "    v = 0.1 / (1 + n)\n"
+        "    if len(cache) < 100: cache[n] = v\n"
+        "    return v",
+        before="optimizer.param_groups[0]['lr'] = rate(step.number)",
+        after="print(len(cache), sum(cache.values()))",
+    ),
+    Loop(
+        "memo_tried",
+        setup="cache = {}\n"
+        "def rate(n):\n"
+        "    try:\n"
+        "        return cache[n]\n"
+        "    except KeyError:\n"
+        "        cache[n] = 0.1 / (1 + n)\n"
+        "        return cache[n]",
+        before="optimizer.param_groups[0]['lr'] = rate(step.number)",
+    ),
+    Loop(
+        "memo_set_by_default",
+        setup="cache = {}",
+        before="optimizer.param_groups[0]['lr'] = cache.setdefault(step.number, 0.1 / step.number)",
+    ),
+    Loop(
+        "memo_looked_up_by_get",
+        setup="masks = {}",
+        batch="n = x.shape[0]\nm = masks.get(n)\nif m is None: m = masks[n] = torch.arange(n) % 2\nx = x * m.sum()",
+    ),
 ]

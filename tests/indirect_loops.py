@@ -506,6 +506,56 @@ BAD = [
         refused=("data.weights",),
     ),
     Loop(
+        "dict_by_step_summed",
+        setup="scales = {}",
+        before="scales[step.number] = 0.1 * step.number\noptimizer.param_groups[0]['lr'] = sum(scales.values())",
+        refused=("scales",),
+    ),
+    Loop(
+        "dict_by_step_counted",
+        setup="scales = {}",
+        before="if step.number not in scales: scales[step.number] = 1\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 / len(scales)",
+        refused=("scales",),
+    ),
+    Loop(
+        "dict_by_step_looked_back",
+        setup="scales = {}",
+        before="scales[step.number] = 0.1 * step.number\n"
+        "optimizer.param_groups[0]['lr'] = scales.get(step.number - 2, 0.1)",
+        refused=("scales",),
+    ),
+    Loop(
+        "dict_by_step_by_another_key",
+        setup="scales, kept = {}, everstep.state(k=1)",
+        given="state=kept",
+        before="scales[step.number] = 0.1 * step.number\noptimizer.param_groups[0]['lr'] = scales.get(kept.k, 0.1)",
+        refused=("scales",),
+    ),
+    Loop(
+        "dict_by_step_later",
+        setup="scales = {}",
+        before="scales[step.number] = 0.1 * step.number\n",
+        after="if step.number > 100 and max(scales.values()) > 5: halve()",
+        refused=("scales",),
+    ),
+    Loop(
+        "table_by_step",
+        setup="table = torch.zeros(99)",
+        before="table[step.number] = 0.1 * step.number\noptimizer.param_groups[0]['lr'] = float(table.mean())",
+        refused=("table",),
+    ),
+    Loop(
+        "dict_by_step_of_an_object",
+        setup="class S:\n"
+        "    def __init__(self): self.d = {}\n"
+        "    def put(self, n): self.d.setdefault(n, 0.1 * n)\n"
+        "    def total(self): return sum(v for k, v in self.d.items())\n"
+        "s = S()",
+        before="s.put(step.number)\noptimizer.param_groups[0]['lr'] = s.total()",
+        refused=("s.d",),
+    ),
+    Loop(
         "ring_of_losses",
         setup="ring = [0.0] * 10",
         after="ring[step.number % 10] = step.loss\nif step.number > 100 and sum(ring) > 5: halve()",

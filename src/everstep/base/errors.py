@@ -5,6 +5,7 @@ EverstepError
 ├── TaskError              the user's task raised (build_model, loss, dataset, ...)
 ├── Uncarried              the loop changed state that no checkpoint holds; a resumed worker would lack it
 ├── DeterminismError       the same work gave different bits
+│   └── LaneCarried        the user's code leaves something from one batch to the next
 ├── StateTainted           the workers' states differ, so all steps since they last matched are void
 ├── MembershipError        the membership does not allow the request
 │   ├── StaleGeneration    a message or a worker of an older generation
@@ -113,6 +114,12 @@ class DeterminismError(EverstepError):
     """The same work, done twice, gave different bits."""
 
     cause = Cause.NONDETERMINISTIC
+
+
+class LaneCarried(DeterminismError):
+    """The user's code leaves something from one batch to the next."""
+
+    exit_code = 2
 
 
 class NonFinite(EverstepError):

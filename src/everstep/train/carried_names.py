@@ -25,7 +25,7 @@ from everstep.exact.attributes import plain
 from everstep.exact.several import optimizers_of, schedulers_of
 from everstep.train.flow_calls import BesideLoop, Calls
 from everstep.train.flow_functions import Functions, unwrapped
-from everstep.train.flow_memory import Judge, Origin, RoundMemory, Value
+from everstep.train.flow_memory import Judge, Origin, RoundMemory, Value, recalls
 from everstep.train.flow_reader import Reader, Scope
 from everstep.train.flow_sources import SyntaxTrees
 from everstep.train.flow_syntax import SYNTAX
@@ -163,7 +163,9 @@ def _verdict(memory: RoundMemory, names: Mapping[int, str], trained: Trained, no
         title = _title(place, memory, names)
         if any(title == given or title.startswith((f"{given}.", f"{given}[")) for given in ignored):
             continue
-        needed = ("if", place) in reaching or (place in reaching and not memory.remembers(place))
+        needed = ("if", place) in reaching or (
+            place in reaching and not (memory.remembers(place) and recalls(memory, place, reaching))
+        )
         if needed or _is_average(place, thing, memory, trained):
             found.setdefault(title, (title, _kind(place, thing), file, line))
         else:

@@ -26,9 +26,10 @@ from everstep.train.flow_memory import (
     Origin,
     RoundMemory,
     Value,
+    entry_of,
     joined,
 )
-from everstep.train.flow_reader import Reader, Scope
+from everstep.train.flow_reader import Reader, Scope, bare
 from everstep.train.flow_words import (
     ALIASING,
     CHANGING,
@@ -38,6 +39,7 @@ from everstep.train.flow_words import (
     EXITS,
     FIRST_CHANGED,
     FORGETTING,
+    LOOKING,
     PASSING,
     READS,
     REFUSING,
@@ -261,7 +263,13 @@ class Calls:
         if name in COPIES and "trained" in base.flags:
             flags |= {"copy"}
         homes = self._homes(base) if name in ALIASING or in_place else NOTHING
-        return Value(memory.use(base) | whole, homes=homes, flags=flags, title=title if not homes else base.title)
+        asked = bare(given.plain[0]) if name in LOOKING and given.plain else None
+        return Value(
+            (memory.use(base) if asked is None else entry_of(memory, base, asked)) | whole,
+            homes=homes,
+            flags=flags,
+            title=title if not homes else base.title,
+        )
 
     def _homes(self, base: Value) -> frozenset[Origin]:
         alone = base.objects if "trained" not in base.flags else ()

@@ -16,7 +16,7 @@ from typing import Any
 Origin = tuple[Any, ...]
 """("name", scope, NAME), ("attr", id, NAME), ("object", id), ("file", PATH), ("count", LINE, N); or something that
 varies without being a place: ("step",), ("random",), ("trained",), ("arg", ...); ("if", PLACE): decisions of that
-place."""
+place; ("read", PLACE, KEYS): what a read finds in a container: the entry under these keys, or, KEYS being None, all."""
 
 STEP, RANDOM, TRAINED = ("step",), ("random",), ("trained",)
 _VARYING = ("step", "random", "trained", "arg")
@@ -166,6 +166,7 @@ class RoundMemory:
             return NOTHING
         place = ("object", id(thing))
         found = self.values[place].deps if place in self.values else frozenset((place,))
+        found |= {("read", place, None)}
         found = found.union(*(self.values[inner].deps for inner in self._set.get(id(thing), ())))
         names = getattr(thing, "__dict__", None)
         if isinstance(names, dict) and self.judge.of_user(thing) and "trained" not in self.judge.flags(thing):
@@ -237,7 +238,8 @@ class RoundMemory:
         if "copy" in value.flags:
             self.copies.add(place)
         own = bool(value.title and (value.objects or value.homes))
-        self.values[place] = replace(value, deps=normal(value.deps), title=value.title if own else title)
+        kept = normal(value.deps) - {("if", ("read", place, None))}  # a limit of its size says nothing of its entries
+        self.values[place] = replace(value, deps=kept, title=value.title if own else title)
 
     def mutate(
         self,
@@ -360,8 +362,9 @@ class RoundMemory:
             place = one[1] if one[0] == "if" else one
             value = self.values.get(place)
             if place in self.written and value is not None:
+                own = ("if", place), ("if", ("read", place, None))
                 left += value.deps
-                left += [d for store in self.stores.get(place, ()) for d in store.deps if d != ("if", place)]
+                left += [d for store in self.stores.get(place, ()) for d in store.deps if d not in own]
         return found
 
     def remembers(self, place: Origin) -> bool:
@@ -381,7 +384,23 @@ class RoundMemory:
     def is_plain(self, dep: Origin) -> bool:
         """Whether this is no place whose content is lost in another life: batches, shapes, carried objects."""
         place = dep[1] if dep[0] == "if" else dep
+        place = place[1] if place[0] == "read" else place
         if place in (STEP, RANDOM, TRAINED) or place[:2] == ("arg", "shape"):
             return True
         thing = self.kept.get(place[1]) if place[0] in ("object", "attr") else None
         return thing is not None and "carried" in self.judge.flags(thing)
+
+
+def entry_of(memory: RoundMemory, value: Value, keys: frozenset[Origin]) -> frozenset[Origin]:
+    """Everything that one entry of a container depends on. keys: under which it is looked up."""
+    own = value.homes | {("object", id(thing)) for thing in value.objects}
+    return (memory.use(value) - {("read", place, None) for place in own}) | {("read", place, keys) for place in own}
+
+
+def recalls(memory: RoundMemory, place: Origin, reaching: set[Origin]) -> bool:
+    """Whether a container that remembers gives the training only entries of keys that this round writes: the rest
+    depends on the rounds before."""
+    keys = {key for store in memory.stores[place] for key in store.keys if key[0] != "arg"}
+    read = {d[2] for d in reaching if d[0] == "read" and d[1] == place}
+    read |= {d[1][2] for d in reaching if d[0] == "if" and d[1][:2] == ("read", place)}
+    return not keys or all(one is not None and keys == {key for key in one if key[0] != "arg"} for one in read)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from everstep.train.flow_memory import CHOSEN, MISSING, NOTHING, SCALARS, Origin, Value, decided, joined
+from everstep.train.flow_memory import CHOSEN, MISSING, NOTHING, SCALARS, Origin, Value, decided, entry_of, joined
 from everstep.train.flow_reader import Closure, Reader, Scope, bare, part_of
 from everstep.train.flow_words import OPERATORS, SHAPES
 
@@ -178,7 +178,7 @@ def _subscript(reader: Reader, node: ast.Subscript, scope: Scope) -> Value:
     base, index = reader.value(node.value, scope), reader.value(node.slice, scope)
     memory = reader.memory
     title = f"{base.title}[{ast.unparse(node.slice)}]"
-    deps = memory.use(base) | memory.use(index)
+    deps = entry_of(memory, base, bare(index)) | memory.use(index)
     if base.key and isinstance(node.slice, ast.Constant) and all(d[:2] == ("arg", "shape") for d in base.key):
         return _shape(reader, base, node)
     if base.items is not None and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int):
@@ -249,7 +249,9 @@ def _operation(reader: Reader, node: Any, scope: Scope) -> Value:
     names = [name for op in ops for name in OPERATORS.get(type(op).__name__, ())]
     deps: frozenset[Origin] = NOTHING
     for k, value in enumerate(values):
-        deps |= reader.memory.use(value) | reader.operate(value, names, *values[:k], *values[k + 1 :])
+        asked = k > 0 and isinstance(ops[k - 1], ast.In | ast.NotIn)
+        deps |= entry_of(reader.memory, value, bare(values[k - 1])) if asked else reader.memory.use(value)
+        deps |= reader.operate(value, names, *values[:k], *values[k + 1 :])
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr) and isinstance(node.right, ast.Dict):
         return Value(deps, flags=_copies(reader, values[:1], values[1:]))
     return Value(deps, flags=frozenset(f for v in values for f in v.flags & {"copy"}))

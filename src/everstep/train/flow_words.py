@@ -17,6 +17,8 @@ CHANGING = _words(
 """Methods that change their object."""
 FORGETTING = _words("clear popitem")
 """Methods that remove content."""
+LOOKING = _words("get setdefault pop __getitem__ __contains__ move_to_end")
+"""Methods whose result tells of one entry of a container, which their first argument names."""
 SILENT = _words("append appendleft extend extendleft insert clear sort reverse __setitem__ __setattr__")
 """Methods whose result tells nothing."""
 SILENT_HERE = _words("add update remove discard")

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everstep.base.errors import DeterminismError
+from everstep.base.errors import DeterminismError, LaneCarried
 from everstep.exact.digest import tensor_digest
 from everstep.train.flow_sources import SyntaxTrees
-from everstep.train.reachable import of_user, users_class
+from everstep.train.reachable import GENERATORS, generator_state, of_user, users_class
 
 _DEEP = 3
 _MOST_ITEMS = 1000
@@ -41,14 +41,20 @@ class LaneWitness:
         now, before = self._look_at_modules(), self._attributes
         found = [f"{title}{place}" for title, (digest, place) in now.items() if digest != before.get(title, ("",))[0]]
         if found:
-            return DeterminismError(
+            return LaneCarried(
                 f"{head}: {_listed(found)} changes with each forward pass, and a lane must not depend on those before "
                 "it: keep such a count in the loop (step.number), or in a buffer that all batches change alike"
             )
         present = self._look_at_loop()
         found = [f"{name}{place}" for name, (digest, place) in present.items() if digest != self._values[name][0]]
+        drawn = [f"{name}{place}" for name, (_, place) in present.items() if isinstance(self._value(name), GENERATORS)]
+        if found and set(found) <= set(drawn):
+            return LaneCarried(
+                f"{head}: {_listed(found)} goes on from one batch to the next, and a lane must not depend on those "
+                "before it: draw from torch's, numpy's or random's global generators, which are seeded for each lane"
+            )
         if found:
-            return DeterminismError(
+            return LaneCarried(
                 f"{head}: {_listed(found)} is carried from one batch to the next, and a lane must not depend on those "
                 "before it, which other workers may compute: begin each batch anew, or change it once per step, after "
                 "the batches"
@@ -66,6 +72,9 @@ class LaneWitness:
                         found[title] = _picture(value, _DEEP), _place_in_class(type(module), name)
         return found
 
+    def _value(self, name: str) -> Any:
+        return next((f.f_locals.get(name, f.f_globals.get(name)) for f in self._frames), None)
+
     def _look_at_loop(self) -> dict[str, tuple[str, str]]:
         """Digest and place, by name, of values that the code for a batch may read before it writes them."""
         found: dict[str, tuple[str, str]] = {}
@@ -73,7 +82,7 @@ class LaneWitness:
             loop = SyntaxTrees().loop(frame)
             file = os.path.basename(frame.f_code.co_filename)
             for name, line in _carried(loop).items() if loop is not None else ():
-                value = frame.f_locals.get(name, frame.f_globals.get(name))
+                value = self._value(name)
                 if not (isinstance(value, nn.Module) or callable(value) or inspect.ismodule(value)):
                     found[name] = _picture(value, _DEEP), f" ({file}:{line})"
         return found
@@ -135,6 +144,9 @@ def _picture(value: Any, depth: int) -> str:
     """A comparable form of a value; objects that cannot be compared are all alike."""
     if isinstance(value, Tensor):
         return tensor_digest(value)
+    if isinstance(value, GENERATORS):
+        state = generator_state(value)
+        return tensor_digest(state) if isinstance(state, Tensor) else repr(state)
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
     fields = vars(value) if depth and users_class(type(value)) and hasattr(value, "__dict__") else None

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import random
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import everstep
-from everstep.base.errors import DeterminismError
+from everstep.base.errors import DeterminismError, LaneCarried
 
 DATA: Any = [torch.full((4,), float(i)) for i in range(32)]
-OWN = random.Random()
 
 
 class Counting(nn.Module):
@@ -72,12 +72,21 @@ def test_a_container_that_grows() -> None:
     assert said(refused).startswith("seen (test_train_lane_witness.py:71) is carried from one batch to the next, and ")
 
 
+def test_a_generator_of_the_loop_is_named() -> None:
+    model, own = nn.Linear(4, 4), np.random.default_rng(1)
+    with pytest.raises(LaneCarried) as refused:
+        for step in steps(model):
+            for x in step:
+                step.backward(model(x).sum() * own.random())
+    assert said(refused).startswith("own (test_train_lane_witness.py:80) goes on from one batch to the next, and ")
+
+
 def test_a_random_source_is_still_called_one() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(DeterminismError) as refused:
         for step in steps(model):
             for x in step:
-                step.backward(model(x).sum() * OWN.random())
+                step.backward(model(x).sum() * int.from_bytes(os.urandom(4)))
     assert "a random source that is not deterministic" in said(refused)
 
 
