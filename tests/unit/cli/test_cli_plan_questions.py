@@ -61,6 +61,22 @@ def test_goodput_by_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert other[0]["goodput_of_paid_devices"] == other[0]["goodput"] * 10000 / 10040
 
 
+def test_spares_for_a_wanted_goodput(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("goodput", "--devices", "1000", "--days", "30", "--mtbf", "2000h", "--runs", "4")
+    policies = ("--policy", "ours", "--policy", "restart")
+    few = answered(capsys, *options, *policies, "--wanted", "99%")["spares_wanted"]
+    more = answered(capsys, *options, *policies, "--wanted", "99.9%")["spares_wanted"]
+    assert few["ours"] is not None and more["ours"] >= few["ours"] and more["restart"] is None
+    spares = ("--spares", str(more["ours"]))
+    assert answered(capsys, *options, *policies, *spares)["policies"][0]["goodput"] >= 0.999
+    assert answered(capsys, *options, *policies)["spares_wanted"] == {}
+
+
+def test_time_lost_beside_llama3(capsys: pytest.CaptureFixture[str]) -> None:
+    lost = answered(capsys, "failures", "--nodes", "64", "--hours", "168")["time_lost"]
+    assert 0 < lost["restarts"] < lost["published_at_most"] == 0.1
+
+
 def test_recovery_times_are_the_measured_ones_and_can_be_others(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["goodput", "--devices", "64", "--days", "9", "--mtbf", "8h", "--runs", "9", "--spares", "64"]
     asked += ["--policy", "restart", "--repair", "1h"]
@@ -268,6 +284,8 @@ REFUSED = [
     (["goodput", "--devices", "8", "--policy", "recycel"], "did you mean recycle"),
     (["goodput", "--devices", "8", "--time", "ours_next_stp=1s"], "did you mean ours_next_step"),
     (["goodput", "--devices", "8", "--time", "ours_head=1"], "--time ours_head: expected a time"),
+    (["goodput", "--devices", "8", "--wanted", "99.9"], "less than 100%, such as 99.9%, got '99.9'"),
+    (["goodput", "--devices", "8", "--wanted", "101%"], "got '101%'"),
     (["goodput", "--devices", "8", "--replica", "16"], "at most --devices (8), got 16"),
     (["goodput", "--devices", "1000000", "--mtbf", "1min"], "expected at most 2,000,000 failures"),
     (["failures", "--nodes", "8", "--hours", "1", "--checkpoint-cost", "-3s"], "--checkpoint-cost: expected a time"),
