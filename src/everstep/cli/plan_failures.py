@@ -7,7 +7,16 @@ from typing import Any
 
 import click
 
-from everstep.cli.plan_inputs import MOST_NODES, hours_within, json_option, mtbf_hours, recovery_times, say, table
+from everstep.cli.plan_inputs import (
+    MOST_NODES,
+    hours_within,
+    json_option,
+    mtbf_hours,
+    not_given,
+    recovery_times,
+    say,
+    table,
+)
 from everstep.cost import failures, save_interval
 from everstep.cost.goodput import HARMS, Cluster, closed_form, recovery_policies
 from everstep.cost.quantities import parse_seconds, time_words
@@ -64,7 +73,13 @@ def command(nodes: int, hours: float, mtbf: str, per_node: int, checkpoint_cost:
         "time_lost": llama3_time_lost(),
         "checkpoint_interval": intervals,
         "fits": None,
-        "assumed": [f"{per_node} devices per node", f"a checkpoint takes {time_words(cost_s)} of training"],
+        "assumed": not_given(
+            {
+                "mtbf": f"a failure of each node per {mtbf}",
+                "per_node": f"{per_node} devices per node",
+                "checkpoint_cost": f"a checkpoint takes {time_words(cost_s)} of training",
+            }
+        ),
     }
     say(result, as_json, _lines(result))
     return 0

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from everstep.base.errors import ConfigError, did_you_mean
-from everstep.cli.plan_inputs import MOST_HOURS, json_option, mtbf_hours, recovery_times, say, table
+from everstep.cli.plan_inputs import MOST_HOURS, json_option, mtbf_hours, not_given, recovery_times, say, table
 from everstep.cost import failures
 from everstep.cost.goodput import HARMS, Cluster, GoodputFound, Policy, closed_form, recovery_policies, simulate
 from everstep.cost.quantities import parse_bytes, parse_rate, parse_seconds, time_words
@@ -88,12 +88,28 @@ def command(names: Sequence[str], days: float, runs: int, seed: int, as_json: bo
         "source": "event simulation, exponential failures, 95 % confidence by Student's t over the runs",
         "assumed": [
             f"harms as in {failures.LLAMA3.source}",
-            f"a device or host that broke is back after {time_words(cluster.repair_s)}",
-            f"a step takes {time_words(cluster.step_s)}, a checkpoint {time_words(cluster.checkpoint_s)}",
+            *_assumed(cluster, days, asked["mtbf"]),
         ],
     }
     say(result, as_json, _lines(result))
     return 0
+
+
+def _assumed(cluster: Cluster, days: float, mtbf: str) -> list[str]:
+    return not_given(
+        {
+            "days": f"{days:g} days",
+            "per_node": f"{cluster.per_node} devices per node",
+            "mtbf": f"a failure of each node per {mtbf}",
+            "spares": "no spares",
+            "repair": f"a device or host that broke is back after {time_words(cluster.repair_s)}",
+            "step": f"a step takes {time_words(cluster.step_s)}",
+            "state": "no state to copy to a replacement",
+            "network": f"{cluster.link * 8 / 1e9:g} Gb/s into each device",
+            "replica": f"replicas of torchft are {cluster.replica} devices",
+            "checkpoint_cost": f"a checkpoint takes {time_words(cluster.checkpoint_s)} of training",
+        }
+    )
 
 
 def _wanted(text: str | None) -> float | None:

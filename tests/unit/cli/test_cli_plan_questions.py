@@ -43,7 +43,7 @@ def test_failures_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["plan", "failures", "--nodes", "8", "--hours", "24", "--per-node", "4"]) == 0
     text = capsys.readouterr().out
     assert "a week        64     168    10.19%        0.108" in text and "is no expected number" in text
-    assert "assumed: 4 devices per node" in text and "Llama 3's rates, 32 devices" in text
+    assert "devices per node" not in text and "Llama 3's rates, 32 devices" in text
 
 
 def test_goodput_by_policy(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +75,15 @@ def test_spares_for_a_wanted_goodput(capsys: pytest.CaptureFixture[str]) -> None
 def test_time_lost_beside_llama3(capsys: pytest.CaptureFixture[str]) -> None:
     lost = answered(capsys, "failures", "--nodes", "64", "--hours", "168")["time_lost"]
     assert 0 < lost["restarts"] < lost["published_at_most"] == 0.1
+
+
+def test_what_is_given_is_not_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("failures", "--nodes", "8", "--hours", "24")
+    assert answered(capsys, *few)["assumed"][:2] == ["a failure of each node per 100000h", "8 devices per node"]
+    assert len(answered(capsys, *few, "--mtbf", "5000h", "--per-node", "4")["assumed"]) == 1
+    many = ("goodput", "--devices", "64", "--runs", "2", "--policy", "ours")
+    without, given = (answered(capsys, *many, *more)["assumed"] for more in ((), ("--spares", "1", "--step", "3s")))
+    assert "no spares" in without and "a step takes 10 s" in without and len(given) == len(without) - 2
 
 
 def test_recovery_times_are_the_measured_ones_and_can_be_others(capsys: pytest.CaptureFixture[str]) -> None:
