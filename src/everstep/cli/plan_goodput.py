@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
 
 from everstep.base.errors import ConfigError, did_you_mean
-from everstep.cli.plan_inputs import MOST_HOURS, json_option, mtbf_hours, recovery_times, say, table
+from everstep.cli.plan_inputs import MOST_HOURS, json_option, mtbf_hours, not_given, recovery_times, say, table
 from everstep.cost import failures
 from everstep.cost.goodput import HARMS, Cluster, GoodputFound, Policy, closed_form, recovery_policies, simulate
 from everstep.cost.quantities import parse_bytes, parse_rate, parse_seconds, time_words
@@ -36,6 +37,7 @@ MOST_FAILURES = 2_000_000
 )
 @click.option("--policy", "names", multiple=True, help="Policy to simulate; may be repeated (all).")
 @click.option("--time", "changed", multiple=True, metavar="NAME=TIME", help="Another recovery time; may be repeated.")
+@click.option("--wanted", metavar="PERCENT", help="Show the fewest spares that give this goodput: 99.9%.")
 @click.option("--runs", type=click.IntRange(2, 1000), default=20, show_default=True, help="Simulated jobs per policy.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the simulation.")
 @json_option
@@ -51,7 +53,9 @@ def command(names: Sequence[str], days: float, runs: int, seed: int, as_json: bo
         if name not in known:
             near = did_you_mean(name, known, "{}")
             raise ConfigError(f"--policy: expected one of {', '.join(known)}, got {name[:40]!r}{near}")
-    expected = cluster.rate * days * 86400 * runs
+    wanted = _wanted(asked["wanted"])
+    tried = 1 if wanted is None else 1 + cluster.devices.bit_length()
+    expected = cluster.rate * days * 86400 * runs * tried
     if expected > MOST_FAILURES:
         most = max(2, int(MOST_FAILURES / expected * runs))
         raise ConfigError(
@@ -63,6 +67,12 @@ def command(names: Sequence[str], days: float, runs: int, seed: int, as_json: bo
         for name, policy in known.items()
         if not names or name in names
     }
+
+    def enough(name: str, spares: int) -> bool:
+        changed = replace(cluster, spares=spares)
+        policy = next(one for one in recovery_policies(times, changed) if one.name == name)
+        return simulate(policy, changed, days * 86400, runs, random.Random(seed).random).goodput >= (wanted or 0.0)
+
     result: dict[str, Any] = {
         "kind": "goodput",
         **asdict(cluster),
@@ -70,18 +80,55 @@ def command(names: Sequence[str], days: float, runs: int, seed: int, as_json: bo
         "seed": seed,
         "runs": runs,
         "mtbf_job_s": 1 / cluster.rate,
+        "wanted": wanted,
         "policies": [_policy(cluster, *one) for one in found.values()],
+        "spares_wanted": {} if wanted is None else {name: _fewest(name, cluster.devices, enough) for name in found},
         "times": about,
         "fits": None,
         "source": "event simulation, exponential failures, 95 % confidence by Student's t over the runs",
         "assumed": [
             f"harms as in {failures.LLAMA3.source}",
-            f"a device or host that broke is back after {time_words(cluster.repair_s)}",
-            f"a step takes {time_words(cluster.step_s)}, a checkpoint {time_words(cluster.checkpoint_s)}",
+            *_assumed(cluster, days, asked["mtbf"]),
         ],
     }
     say(result, as_json, _lines(result))
     return 0
+
+
+def _assumed(cluster: Cluster, days: float, mtbf: str) -> list[str]:
+    return not_given(
+        {
+            "days": f"{days:g} days",
+            "per_node": f"{cluster.per_node} devices per node",
+            "mtbf": f"a failure of each node per {mtbf}",
+            "spares": "no spares",
+            "repair": f"a device or host that broke is back after {time_words(cluster.repair_s)}",
+            "step": f"a step takes {time_words(cluster.step_s)}",
+            "state": "no state to copy to a replacement",
+            "network": f"{cluster.link * 8 / 1e9:g} Gb/s into each device",
+            "replica": f"replicas of torchft are {cluster.replica} devices",
+            "checkpoint_cost": f"a checkpoint takes {time_words(cluster.checkpoint_s)} of training",
+        }
+    )
+
+
+def _wanted(text: str | None) -> float | None:
+    """A goodput in 0..1 from percent."""
+    if text is None:
+        return None
+    try:
+        share = float(text.removesuffix("%")) / 100 if text.endswith("%") else 0.0
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise ConfigError(f"--wanted: expected more than 0% and less than 100%, such as 99.9%, got {text[:40]!r}")
+    return share
+
+
+def _fewest(name: str, most: int, enough: Callable[[str, int], bool]) -> int | None:
+    """Fewest spares that are enough, by halving; None if as many as the job's devices are not."""
+    found = bisect.bisect_left(range(most + 1), True, key=lambda spares: enough(name, spares))
+    return found if found <= most else None
 
 
 def _cluster(asked: Mapping[str, Any]) -> Cluster:
@@ -140,5 +187,14 @@ def _lines(result: dict[str, Any]) -> list[str]:
         f"{time_words(result['mtbf_job_s'])}, {result['runs']} runs from seed {result['seed']}",
         *table([head, *rows]),
         *table([[one["name"], one["about"], one["source"]] for one in result["policies"]]),
+        *_wanted_lines(result),
         *(f"assumed: {one}" for one in result["assumed"]),
     ]
+
+
+def _wanted_lines(result: dict[str, Any]) -> list[str]:
+    if result["wanted"] is None:
+        return []
+    head = ["policy", f"spares for {100 * result['wanted']:g}%"]
+    none = f"not with {result['devices']:,}"
+    return table([head, *([name, none if n is None else f"{n:,}"] for name, n in result["spares_wanted"].items())])

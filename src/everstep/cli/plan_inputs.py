@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from everstep.base.errors import ConfigError, did_you_mean
 from everstep.cli.config_file import read_config_file
@@ -287,6 +288,12 @@ def hours_within(value: float, what: str) -> float:
 def mtbf_hours(text: str) -> float:
     """Hours between failures, from --mtbf."""
     return quantities.parse_seconds(text, "--mtbf") / 3600
+
+
+def not_given(words: Mapping[str, str]) -> list[str]:
+    """Of words by the parameter that they tell of, those of parameters of the running command that were left out."""
+    asked = click.get_current_context()
+    return [said for name, said in words.items() if asked.get_parameter_source(name) is ParameterSource.DEFAULT]
 
 
 def recovery_times(changed: Sequence[str]) -> tuple[dict[str, float], list[dict[str, Any]]]:

@@ -236,7 +236,7 @@ def _memory(run: _Run) -> dict[str, Any]:
         "resident_bytes": round(max(rss, default=0.0)),
         "device_reserved_bytes": round(max(device, default=0.0)) or None,
         "source": "layout of this product's memory for a state as large as its checkpoint, with Adam; activations left "
-        "out. Resident counts pages that workers share for each of them",
+        "out; its part of pages that workers share (PSS). Resident memory counts such pages in full for each of them",
     }
 
 
@@ -381,7 +381,11 @@ def _other_lines(result: dict[str, Any]) -> list[str]:
         ["time between checkpoints", _seconds_text(saved["interval_s"]), time_words(saved["ours_s"])],
         ["training that stood still for one", _seconds_text(saved["cost_s"]), "-"],
         ["goodput", told, f"{goodput['predicted']:.1%}"],
-        ["memory of a worker", size_text(memory["resident_bytes"]), "-" if predicted is None else size_text(predicted)],
+        [
+            "memory of a worker: resident, PSS",
+            size_text(memory["resident_bytes"]),
+            "-" if predicted is None else size_text(predicted),
+        ],
     ]
     return [
         "",

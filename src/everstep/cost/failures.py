@@ -119,6 +119,8 @@ LLAMA3 = Observed(
     16384,
     "Llama 3 (arXiv 2407.21783, table 5): 54 days on 16,384 GPUs; which harm a cause does is our reading",
 )
+LLAMA3_LOST = 0.1
+"""Share of the time that was lost, at most: "more than 90 % effective training time" (section 3.3.4)."""
 
 
 class TimeToFailure(NamedTuple):

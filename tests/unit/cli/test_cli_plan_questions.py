@@ -43,7 +43,7 @@ def test_failures_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["plan", "failures", "--nodes", "8", "--hours", "24", "--per-node", "4"]) == 0
     text = capsys.readouterr().out
     assert "a week        64     168    10.19%        0.108" in text and "is no expected number" in text
-    assert "assumed: 4 devices per node" in text and "Llama 3's rates, 32 devices" in text
+    assert "devices per node" not in text and "Llama 3's rates, 32 devices" in text
 
 
 def test_goodput_by_policy(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +59,31 @@ def test_goodput_by_policy(capsys: pytest.CaptureFixture[str]) -> None:
         "missing"
     ]
     assert other[0]["goodput_of_paid_devices"] == other[0]["goodput"] * 10000 / 10040
+
+
+def test_spares_for_a_wanted_goodput(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("goodput", "--devices", "1000", "--days", "30", "--mtbf", "2000h", "--runs", "4")
+    policies = ("--policy", "ours", "--policy", "restart")
+    few = answered(capsys, *options, *policies, "--wanted", "99%")["spares_wanted"]
+    more = answered(capsys, *options, *policies, "--wanted", "99.9%")["spares_wanted"]
+    assert few["ours"] is not None and more["ours"] >= few["ours"] and more["restart"] is None
+    spares = ("--spares", str(more["ours"]))
+    assert answered(capsys, *options, *policies, *spares)["policies"][0]["goodput"] >= 0.999
+    assert answered(capsys, *options, *policies)["spares_wanted"] == {}
+
+
+def test_time_lost_beside_llama3(capsys: pytest.CaptureFixture[str]) -> None:
+    lost = answered(capsys, "failures", "--nodes", "64", "--hours", "168")["time_lost"]
+    assert 0 < lost["restarts"] < lost["published_at_most"] == 0.1
+
+
+def test_what_is_given_is_not_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("failures", "--nodes", "8", "--hours", "24")
+    assert answered(capsys, *few)["assumed"][:2] == ["a failure of each node per 100000h", "8 devices per node"]
+    assert len(answered(capsys, *few, "--mtbf", "5000h", "--per-node", "4")["assumed"]) == 1
+    many = ("goodput", "--devices", "64", "--runs", "2", "--policy", "ours")
+    without, given = (answered(capsys, *many, *more)["assumed"] for more in ((), ("--spares", "1", "--step", "3s")))
+    assert "no spares" in without and "a step takes 10 s" in without and len(given) == len(without) - 2
 
 
 def test_recovery_times_are_the_measured_ones_and_can_be_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,6 +293,8 @@ REFUSED = [
     (["goodput", "--devices", "8", "--policy", "recycel"], "did you mean recycle"),
     (["goodput", "--devices", "8", "--time", "ours_next_stp=1s"], "did you mean ours_next_step"),
     (["goodput", "--devices", "8", "--time", "ours_head=1"], "--time ours_head: expected a time"),
+    (["goodput", "--devices", "8", "--wanted", "99.9"], "less than 100%, such as 99.9%, got '99.9'"),
+    (["goodput", "--devices", "8", "--wanted", "101%"], "got '101%'"),
     (["goodput", "--devices", "8", "--replica", "16"], "at most --devices (8), got 16"),
     (["goodput", "--devices", "1000000", "--mtbf", "1min"], "expected at most 2,000,000 failures"),
     (["failures", "--nodes", "8", "--hours", "1", "--checkpoint-cost", "-3s"], "--checkpoint-cost: expected a time"),
