@@ -70,7 +70,7 @@ class VocabularyEmbedding(_VocabularyModule):
 
     def __init__(self, name: str, owner: nn.Module, mesh: ShardMesh) -> None:
         """Raises: ConfigError for what an embedding may do beyond looking up."""
-        if type(owner) is not nn.Embedding:
+        if type(owner) is not nn.Embedding and type(owner).__name__ != "GemmaTextScaledWordEmbedding":
             raise ConfigError(f"cell.shards: {name} is a {type(owner).__name__}: expected an embedding")
         super().__init__(name, owner, mesh)
         if owner.max_norm is not None or owner.scale_grad_by_freq or owner.sparse:
@@ -90,7 +90,9 @@ class VocabularyEmbedding(_VocabularyModule):
             padding = None if self._padding is None or not first <= self._padding < stop else self._padding - first
             looked = functional.embedding((input - first).clamp(0, stop - first - 1), weight, padding)
             found.append(looked * inside.unsqueeze(-1))
-        return self._mesh.join(found)
+        joined = self._mesh.join(found)
+        scale = getattr(self._owner, "embed_scale", None)  # Gemma's
+        return joined if scale is None else joined * scale.to(joined.dtype)
 
 
 class VocabularyHead(_VocabularyModule):

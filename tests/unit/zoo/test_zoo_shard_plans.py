@@ -49,10 +49,28 @@ def _hub(config: Any) -> Made:
     return Made(model, hub_plan(config), lambda tokens: model(tokens).logits)
 
 
-def _llama(dropout: float, **more: Any) -> Made:
+def _rotary(kind: str, dropout: float, **more: Any) -> Made:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
     sizes |= {"num_key_value_heads": 4, "vocab_size": WORDS, "max_position_embeddings": TOKENS}
-    return _hub(transformers.LlamaConfig(**sizes, attention_dropout=dropout, attention_bias=True, **more))
+    return _hub(getattr(transformers, f"{kind}Config")(**sizes, attention_dropout=dropout, **more))
+
+
+def _llama(dropout: float, **more: Any) -> Made:
+    return _rotary("Llama", dropout, attention_bias=True, **more)
+
+
+def _mistral(dropout: float) -> Made:
+    return _rotary("Mistral", dropout, sliding_window=4)
+
+
+def _qwen2(dropout: float) -> Made:
+    """Biases of query, key and value are zeros at first; a window in the second of two layers."""
+    return _rotary("Qwen2", dropout, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+
+
+def _gemma(dropout: float) -> Made:
+    """Tied to an embedding that is scaled, with heads of a size of their own."""
+    return _rotary("Gemma", dropout, head_dim=8)
 
 
 def _gpt2(dropout: float) -> Made:
@@ -66,6 +84,7 @@ def _tied(dropout: float) -> Made:
 
 
 KINDS = {"transformer": _zoo, "llama": _llama, "llama, tied": _tied, "gpt2": _gpt2}
+KINDS |= {"mistral, sliding": _mistral, "qwen2, partly sliding": _qwen2, "gemma": _gemma}
 
 
 def _batch(step: int) -> Tensor:
@@ -212,8 +231,8 @@ def test_what_a_plan_leaves_out_is_refused() -> None:
 
 
 def test_other_architectures_and_tasks_without_a_plan_are_refused() -> None:
-    with pytest.raises(ConfigError, match="got mistral"):
-        hub_plan(transformers.MistralConfig())
+    with pytest.raises(ConfigError, match="got qwen3"):
+        hub_plan(transformers.Qwen3Config())
     with pytest.raises(ConfigError, match="Task has no plan of what is cut"):
         Task().parallelize(nn.Linear(1, 1), ShardMesh(1))
 
