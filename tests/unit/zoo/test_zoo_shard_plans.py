@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from tests.hub_models import made
 from tests.sharded_ranks import on_ranks
 from torch import Tensor, nn
 
+from everstep.base.config import load_config
 from everstep.base.errors import ConfigError, TaskError
 from everstep.exact.shard_plan import ShardPlan, gather_gradients, shard_model
 from everstep.exact.shard_region import Column, RegionRule
 from everstep.exact.shard_sums import ShardMesh
 from everstep.train.task import Task
+from everstep.zoo.huggingface import HuggingFace
 from everstep.zoo.recipe import token_loss
 from everstep.zoo.shard_plans import hub_plan, transformer_plan
+from everstep.zoo.text import TransformerText
 from everstep.zoo.transformer import Transformer, TransformerConfig
 
 WORDS, TOKENS, ROWS = 97, 16, 3
@@ -235,6 +240,22 @@ def test_other_architectures_and_tasks_without_a_plan_are_refused() -> None:
         hub_plan(transformers.Qwen3Config())
     with pytest.raises(ConfigError, match="Task has no plan of what is cut"):
         Task().parallelize(nn.Linear(1, 1), ShardMesh(1))
+
+
+def test_lora_and_a_context_that_the_shards_do_not_divide_are_refused(tmp_path: Path) -> None:
+    made(tmp_path, "llama, tied")
+
+    def refusal(task: HuggingFace | TransformerText, **options: Any) -> str:
+        given = {f"task.{name.replace('__', '.')}": value for name, value in options.items()}
+        task.config = load_config([("defaults", task.defaults), ("test", given)])
+        with pytest.raises(ConfigError) as caught:
+            task.parallelize(nn.Linear(1, 1), ShardMesh(4, sequence=True))
+        return str(caught.value)
+
+    said = refusal(HuggingFace(str(tmp_path)), lora__rank=2)
+    assert said.startswith("task.lora: expected a model without adapters for cell.shards=4")
+    hub, text = (refusal(task, context=6) for task in (HuggingFace(str(tmp_path)), TransformerText()))
+    assert "multiple of cell.shards=4, got 6 tokens" in hub and hub == text
 
 
 def test_tokens_that_are_no_words_and_odd_sequences_are_refused() -> None:
