@@ -77,7 +77,7 @@ class VocabularyEmbedding(_VocabularyModule):
             raise ConfigError(
                 f"cell.shards: {name}: expected an embedding without max_norm, scale_grad_by_freq and sparse"
             )
-        self._padding = owner.padding_idx
+        self._padding: int | None = cast(nn.Embedding, owner).padding_idx
 
     def __call__(self, input: Tensor) -> Tensor:
         """input: tokens, (N, T) int64 -> (N, T, width). Raises: TaskError for tokens that are no words."""
