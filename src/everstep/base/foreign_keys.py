@@ -252,11 +252,16 @@ FOREIGN_KEYS = (
     ),
     # ---- other kinds of parallelism
     ForeignKey(
-        "a model is split by stages alone, into a pipeline",
+        "here it is cell.tp, the processes of a worker that compute each lane together; cell.sp cuts the sequence, too",
         "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size sp sp_size "
-        "sequence_parallel sequence_parallel_size cp cp_size context_parallel_size context_parallel_degree ep ep_size "
-        "expert_parallel_size expert_model_parallel_size expert_parallel_degree",
-        ("stages",),
+        "sequence_parallel sequence_parallel_size",
+        ("cell.tp", "cell.sp"),
+    ),
+    ForeignKey(
+        "a model is split by stages, into a pipeline, or by cell.tp",
+        "cp cp_size context_parallel_size context_parallel_degree ep ep_size expert_parallel_size "
+        "expert_model_parallel_size expert_parallel_degree",
+        ("stages", "cell.tp"),
     ),
     ForeignKey(
         "zero.stage=1 divides the optimizer's state among workers, 2 gradients, too; cell.fsdp divides parameters "

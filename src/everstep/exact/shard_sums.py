@@ -138,16 +138,20 @@ class ShardMesh:
         """`join` to a hidden state, of which each shard may have a part of the sequence."""
         return cast(Tensor, _JoinSequence.apply(self, *mine)) if self.sequence else self.join(mine)  # type: ignore[no-untyped-call]
 
+    def require_length(self, tokens: int) -> None:
+        """Raises: ConfigError for a sequence of so many tokens, if it is to be cut and the shards do not divide it."""
+        if self.sequence and tokens % self.shards:
+            raise ConfigError(
+                f"cell.sp: expected sequences whose length is a multiple of cell.shards={self.shards}, got "
+                f"{tokens} tokens: change task.context, or set cell.sp=false"
+            )
+
     def enter_sequence(self, x: Tensor) -> Tensor:
         """This rank's part of the sequence. x: (N, T, width), alike at all ranks.
 
         Raises: ConfigError for a length that the shards do not divide.
         """
-        if x.shape[_SEQUENCE] % self.shards:
-            raise ConfigError(
-                f"cell.sp: expected sequences whose length is a multiple of cell.shards={self.shards}, got "
-                f"{x.shape[_SEQUENCE]} tokens: change task.context, or set cell.sp=false"
-            )
+        self.require_length(x.shape[_SEQUENCE])
         return cast(Tensor, _EnterSequence.apply(self, x))  # type: ignore[no-untyped-call]
 
     def leave_sequence(self, x: Tensor) -> Tensor:

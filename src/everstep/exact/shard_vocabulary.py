@@ -70,14 +70,14 @@ class VocabularyEmbedding(_VocabularyModule):
 
     def __init__(self, name: str, owner: nn.Module, mesh: ShardMesh) -> None:
         """Raises: ConfigError for what an embedding may do beyond looking up."""
-        if type(owner) is not nn.Embedding:
+        if type(owner) is not nn.Embedding and type(owner).__name__ != "GemmaTextScaledWordEmbedding":
             raise ConfigError(f"cell.shards: {name} is a {type(owner).__name__}: expected an embedding")
         super().__init__(name, owner, mesh)
         if owner.max_norm is not None or owner.scale_grad_by_freq or owner.sparse:
             raise ConfigError(
                 f"cell.shards: {name}: expected an embedding without max_norm, scale_grad_by_freq and sparse"
             )
-        self._padding = owner.padding_idx
+        self._padding: int | None = cast(nn.Embedding, owner).padding_idx
 
     def __call__(self, input: Tensor) -> Tensor:
         """input: tokens, (N, T) int64 -> (N, T, width). Raises: TaskError for tokens that are no words."""
@@ -90,7 +90,9 @@ class VocabularyEmbedding(_VocabularyModule):
             padding = None if self._padding is None or not first <= self._padding < stop else self._padding - first
             looked = functional.embedding((input - first).clamp(0, stop - first - 1), weight, padding)
             found.append(looked * inside.unsqueeze(-1))
-        return self._mesh.join(found)
+        joined = self._mesh.join(found)
+        scale = getattr(self._owner, "embed_scale", None)  # Gemma's
+        return joined if scale is None else joined * scale.to(joined.dtype)
 
 
 class VocabularyHead(_VocabularyModule):

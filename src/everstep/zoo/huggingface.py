@@ -192,6 +192,12 @@ class HuggingFace(ReadyTask):
         plan = hub_plan(self.model_config)
         if self.whole:
             raise ConfigError(f"cell.tp: expected a model that is cut into units: {self.whole}")
+        if self._adapted:
+            raise ConfigError(
+                f"task.lora: expected a model without adapters for cell.shards={mesh.shards}, whose plan does not say "
+                "how LoRA's matrices are cut: set cell.tp=1 and cell.shards=1, or leave task.lora out"
+            )
+        mesh.require_length(self._context())
         shard_model(model, plan, mesh)
 
     def notes(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Plans that cut known architectures into virtual shards: the zoo's transformer; Llama and GPT-2 of transformers."""
+"""Plans that cut known architectures into virtual shards: the zoo's transformer, and some of transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def transformer_plan(config: TransformerConfig) -> ShardPlan:
     return ShardPlan([attention, perceptron], sequence, "embedding.tokens", "head", "logits")
 
 
-def _llama(config: Any) -> ShardPlan:
+def _rotary(config: Any) -> ShardPlan:
+    """Of Llama and those built alike, with biases or without: attention of grouped heads, then a gated perceptron."""
     own, grouped = Column(heads=config.num_attention_heads), Column(heads=config.num_key_value_heads)
     columns = {"q_proj": own, "k_proj": grouped, "v_proj": grouped}
     attention = RegionRule("model.layers.*.self_attn", columns, ["o_proj"])
@@ -43,7 +44,7 @@ def _gpt2(config: Any) -> ShardPlan:
     return ShardPlan([attention, perceptron], sequence, "transformer.wte", "lm_head")
 
 
-PLANS = {"llama": _llama, "gpt2": _gpt2}
+PLANS = {**dict.fromkeys(("llama", "mistral", "qwen2", "gemma"), _rotary), "gpt2": _gpt2}
 """Plans of architectures of transformers, by model_type."""
 
 

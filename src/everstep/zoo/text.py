@@ -94,6 +94,7 @@ class TransformerText(ReadyTask):
         return model.units()  # type: ignore[operator, no-any-return]
 
     def parallelize(self, model: nn.Module, mesh: ShardMesh) -> None:
+        mesh.require_length(int(self.option("context")))
         shard_model(model, transformer_plan(model.config), mesh)  # type: ignore[arg-type]
 
     def build_dataset(self, split: str) -> Dataset[Any]:

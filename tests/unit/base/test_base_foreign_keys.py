@@ -75,7 +75,7 @@ BATCH, OPTIMIZER, PRECISION = (
         ("bucket_cap_mb", "there is no DistributedDataParallel"),
         ("gradient_checkpointing", "here it is recompute"),
         ("zero_stage", "zero.stage=1 divides"),
-        ("tensor_parallel_degree", "a model is split by stages alone"),
+        ("tensor_parallel_degree", "here it is cell.tp"),
         ("--num-workers", LOADER),
         ("Learning_Rate", OPTIMIZER),
         ("optimizer.params.lr", OPTIMIZER),

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from tests.hub_models import made
 from tests.sharded_ranks import on_ranks
 from torch import Tensor, nn
 
+from everstep.base.config import load_config
 from everstep.base.errors import ConfigError, TaskError
 from everstep.exact.shard_plan import ShardPlan, gather_gradients, shard_model
 from everstep.exact.shard_region import Column, RegionRule
 from everstep.exact.shard_sums import ShardMesh
 from everstep.train.task import Task
+from everstep.zoo.huggingface import HuggingFace
 from everstep.zoo.recipe import token_loss
 from everstep.zoo.shard_plans import hub_plan, transformer_plan
+from everstep.zoo.text import TransformerText
 from everstep.zoo.transformer import Transformer, TransformerConfig
 
 WORDS, TOKENS, ROWS = 97, 16, 3
@@ -49,10 +54,28 @@ def _hub(config: Any) -> Made:
     return Made(model, hub_plan(config), lambda tokens: model(tokens).logits)
 
 
-def _llama(dropout: float, **more: Any) -> Made:
+def _rotary(kind: str, dropout: float, **more: Any) -> Made:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
     sizes |= {"num_key_value_heads": 4, "vocab_size": WORDS, "max_position_embeddings": TOKENS}
-    return _hub(transformers.LlamaConfig(**sizes, attention_dropout=dropout, attention_bias=True, **more))
+    return _hub(getattr(transformers, f"{kind}Config")(**sizes, attention_dropout=dropout, **more))
+
+
+def _llama(dropout: float, **more: Any) -> Made:
+    return _rotary("Llama", dropout, attention_bias=True, **more)
+
+
+def _mistral(dropout: float) -> Made:
+    return _rotary("Mistral", dropout, sliding_window=4)
+
+
+def _qwen2(dropout: float) -> Made:
+    """Biases of query, key and value are zeros at first; a window in the second of two layers."""
+    return _rotary("Qwen2", dropout, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+
+
+def _gemma(dropout: float) -> Made:
+    """Tied to an embedding that is scaled, with heads of a size of their own."""
+    return _rotary("Gemma", dropout, head_dim=8)
 
 
 def _gpt2(dropout: float) -> Made:
@@ -66,6 +89,7 @@ def _tied(dropout: float) -> Made:
 
 
 KINDS = {"transformer": _zoo, "llama": _llama, "llama, tied": _tied, "gpt2": _gpt2}
+KINDS |= {"mistral, sliding": _mistral, "qwen2, partly sliding": _qwen2, "gemma": _gemma}
 
 
 def _batch(step: int) -> Tensor:
@@ -212,10 +236,26 @@ def test_what_a_plan_leaves_out_is_refused() -> None:
 
 
 def test_other_architectures_and_tasks_without_a_plan_are_refused() -> None:
-    with pytest.raises(ConfigError, match="got mistral"):
-        hub_plan(transformers.MistralConfig())
+    with pytest.raises(ConfigError, match="got qwen3"):
+        hub_plan(transformers.Qwen3Config())
     with pytest.raises(ConfigError, match="Task has no plan of what is cut"):
         Task().parallelize(nn.Linear(1, 1), ShardMesh(1))
+
+
+def test_lora_and_a_context_that_the_shards_do_not_divide_are_refused(tmp_path: Path) -> None:
+    made(tmp_path, "llama, tied")
+
+    def refusal(task: HuggingFace | TransformerText, **options: Any) -> str:
+        given = {f"task.{name.replace('__', '.')}": value for name, value in options.items()}
+        task.config = load_config([("defaults", task.defaults), ("test", given)])
+        with pytest.raises(ConfigError) as caught:
+            task.parallelize(nn.Linear(1, 1), ShardMesh(4, sequence=True))
+        return str(caught.value)
+
+    said = refusal(HuggingFace(str(tmp_path)), lora__rank=2)
+    assert said.startswith("task.lora: expected a model without adapters for cell.shards=4")
+    hub, text = (refusal(task, context=6) for task in (HuggingFace(str(tmp_path)), TransformerText()))
+    assert "multiple of cell.shards=4, got 6 tokens" in hub and hub == text
 
 
 def test_tokens_that_are_no_words_and_odd_sequences_are_refused() -> None:
