@@ -86,6 +86,18 @@ def test_gives_up_after_the_quorum_wait():
     assert world.report("job_failed")["reason"].startswith("gave up")
 
 
+def test_enough_that_come_late_are_not_given_up_while_the_others_get_a_little_time():
+    world = World(quorum_wait_ns=30 * S, min_workers=2)
+    world.agent(0, 1, 2)
+    world.wait(25 * S)
+    world.hello(0)
+    world.hello(1)
+    world.wait(6 * S)
+    assert world.last(m.JobEnded) is None and world.coordinator.status()["generation"] == 0
+    world.wait(5 * S)
+    assert world.plan.worker_ids == (0, 1)
+
+
 # ---- deaths
 
 

@@ -101,6 +101,11 @@ class Quorum:
         if self._first_came_ns is not None:
             self._env.alarms.set(Alarm.START, self._first_came_ns + START_PATIENCE_NS)
 
+    def look_again(self) -> None:
+        """Ring about the quorum once the workers after the first have had enough time."""
+        if self._first_came_ns is not None:
+            self._env.alarms.set(Alarm.QUORUM, self._first_came_ns + START_PATIENCE_NS + SECOND_NS)
+
     def start_over(self) -> None:
         """All state is lost: workers that come from now on count."""
         if not self.starting_over:

@@ -405,6 +405,9 @@ def quorum_due(job: JobState, about: Any) -> None:
     agreement, waiting = job.agreement, job.quorum.waiting
     if (agreement.plan is not NO_PLAN and not agreement.broken) or not job.quorum.over():
         return
+    if job.quorum.patient and len(candidates(job)) >= job.slots.least:  # enough came; the others get a little time
+        job.quorum.look_again()
+        return
     waited_s = job.env.config.quorum_wait_ns / 1e9
     came = f"{len(candidates(job))} of {job.slots.expected()} workers came"
     text = f"gave up after waiting {waited_s:g} s for workers: {waiting.reason if waiting else came}"
