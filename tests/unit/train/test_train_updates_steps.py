@@ -347,6 +347,5 @@ def test_what_a_step_that_is_done_again_was_reduced_to_is_dropped(monkeypatch, u
     at.updates._reduced = {4: (3, {})}
     at.updates.given.note(4, 2, 0, LaneSaid("data"))
     at.updates.handlers()[Discard](Discard(4, undone))
-    each = [f"lanes {k}.{what}" for k in (0, 1) for what in ["settle_buffers"] * undone + ["discard"]]
-    assert at.names() == each
+    assert at.names() == [f"lanes {k}.{'abandon' if undone else 'discard'}" for k in (0, 1)]
     assert not at.updates.given.has(4, 2) and bool(at.updates._reduced) is not undone
