@@ -248,7 +248,7 @@ def _given(named: Mapping[str, str], asked: Mapping[str, Any]) -> _Known:
         count = shape_of_config(named["model_name"])[0].parameters
     workers = asked["workers"] or 1
     lanes = asked["lanes"] or max(Config().lanes, workers)
-    assumed = ["an optimizer like Adam", f"{lanes} lanes"]
+    assumed = ["an optimizer like Adam", *([] if asked["lanes"] else [f"{lanes} lanes"])]
     config = load_config((("--workers", {"workers": workers, "lanes": lanes}), *_set_by(asked)))
     if config.cell.fsdp > 1 and config.cell.least is None:
         assumed.append("a model of one unit, whose gradients are exchanged at once: give --set cell.wrap=N for smaller")

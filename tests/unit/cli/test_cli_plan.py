@@ -29,6 +29,11 @@ def test_of_a_number_of_parameters_the_papers_table_comes_first(capsys: pytest.C
     assert "1910.02054" in said["source"] and said["assumed"] == ["an optimizer like Adam", "64 lanes"]
 
 
+def test_lanes_that_are_given_are_not_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["plan", "memory", "--params", "1B", "--lanes", "64", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["assumed"] == ["an optimizer like Adam"]
+
+
 def test_a_task_is_counted_and_ours_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     said = planned(capsys, "mlp-digits", "--workers", "4")
     assert said["parameters"] == 8970 and said["per_worker_bytes"]["parameters"] == 4 * 8970
