@@ -67,6 +67,7 @@ def journal(name: str, *argv: str, cwd: Path) -> subprocess.CompletedProcess[str
     return subprocess.run([*command, *argv], cwd=cwd, env=variables, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.longer
 def test_the_journals_command_line(tmp_path: Path) -> None:
     wanted = ("--epochs", "1", "--batch-size", "720", "--lr", "0.02", "--momentum", "0.8", "--log-dir", "logs")
     wanted += ("--log-interval", "1", "--weight-decay", "0", "--checkpoint-freq", "2", "--eval-freq", "1")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from held_memory import Limit
 from job_harness import LIMIT_S, Jobs, same
 
@@ -69,6 +71,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.longer
 def test_twice_the_parameters_are_trained_where_plain_data_parallelism_is_killed(jobs: Jobs, tmp_path: Path) -> None:
     """With gradients and the optimizer's state divided, to the bits of one worker without a limit."""
     for name, text in (("plain_model", MODEL), ("ours", OURS), ("theirs", THEIRS)):

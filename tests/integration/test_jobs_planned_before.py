@@ -81,6 +81,7 @@ def test_two_plans_of_one_job_and_what_it_takes(jobs: Jobs) -> None:
     assert measured[chosen] < 1.05 * min(measured.values()), measured
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("stages", [1, 3])
 def test_a_job_holds_as_much_memory_as_planned(jobs: Jobs, tmp_path: Path, stages: int) -> None:
     """All its processes together at the most. Nothing is emulated, for emulated stages have no gradients."""
