@@ -465,7 +465,7 @@ def _check_shards(config: Config) -> None:
 
 
 def cell_notes(config: Config) -> list[str]:
-    """What is set of `cell.*` and changes nothing here, a sentence for each key."""
+    """A sentence for each key of `cell.*` that is set and changes nothing here."""
     cell, plain = config.cell, CellConfig()
     shared = "parameters lie once in memory that all processes of a worker read"
     found = {

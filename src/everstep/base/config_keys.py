@@ -249,11 +249,6 @@ class CellConfig:
         True, "let go of a unit's parameters after its forward pass. It changes nothing, as with cell.prefetch"
     )
 
-    @property
-    def least(self) -> int | None:
-        """Parameters of the modules that are exchanged at once; None: those of units."""
-        return None if self.wrap == "units" else int(self.wrap)
-
     tp: int = key(
         1,
         "processes that compute each lane together, each some of the model's cell.shards; it divides cell.shards, and "
@@ -271,6 +266,11 @@ class CellConfig:
     sp: bool = key(
         False, "cut what lies between sharded layers, such as norms, along the sequence, by shards", numerics=True
     )
+
+    @property
+    def least(self) -> int | None:
+        """Parameters of the modules that are exchanged at once; None: those of units."""
+        return None if self.wrap == "units" else int(self.wrap)
 
     @property
     def ranks(self) -> int:

@@ -121,7 +121,8 @@ def discard_after(store: BlobStore, sound: int) -> None:
     any more. Several workers may do so at once.
 
     Parts of theirs that no manifest names are deleted: a worker that was frozen before it wrote the manifest may wake
-    later and write it, and that checkpoint must not look whole then.
+    later and write it, and that checkpoint must not look whole then. They stay while there is a manifest that cannot be
+    read, since it may name them.
 
     Raises: StoreError.
     """

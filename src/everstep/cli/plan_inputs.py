@@ -291,7 +291,7 @@ def mtbf_hours(text: str) -> float:
 
 
 def not_given(words: Mapping[str, str]) -> list[str]:
-    """Of words by the parameter that they tell of, those of parameters of the running command that were left out."""
+    """What is assumed for parameters of the running command that were left out. words: by parameter."""
     asked = click.get_current_context()
     return [said for name, said in words.items() if asked.get_parameter_source(name) is ParameterSource.DEFAULT]
 

@@ -161,7 +161,7 @@ class CellMemoryUse:
 
     @property
     def total(self) -> int:
-        """Of one process."""
+        """Bytes of one process."""
         return sum(self.per_rank_bytes.values())
 
 

@@ -20,6 +20,9 @@ from everstep.base.errors import ConfigError, TaskError
 from everstep.exact.shard_cut import ShardCut
 from everstep.exact.shard_sums import ShardMesh
 
+_PLAIN = (bool, int, float, str, type(None))
+"""Types of settings of modules."""
+
 
 @dataclass(frozen=True)
 class Column:
@@ -86,6 +89,7 @@ class ShardedRegion:
         if len(biased) > 1:
             raise ConfigError(f"cell.shards: {name} has several row-parallel layers with biases: expected one")
         self._biased = biased
+        self._pairs = _pairs(owner, self._twin, rule.divided)
         after = [owner.get_submodule(path) for path in rule.after]
         self._after = [SequencePieces(module, mesh) if mesh.sequence else module for module in after]
 
@@ -108,8 +112,7 @@ class ShardedRegion:
         for other in (*args[1:], *(value for name, value in named.items() if name != key)):
             if isinstance(other, Tensor) and other.requires_grad:
                 raise TaskError("cell.shards: a sharded module takes one tensor with a gradient, its first argument")
-        mesh, training = self._mesh, self._owner.training
-        twin: Any = self._twin.train(training)
+        mesh, twin, draws = self._mesh, self._twin, _set_as_owner(self._pairs)
         call = getattr(twin, self._method) if self._method else twin
         weights = {layer: self._parts(layer) for layer in self._layers}
         xs = mesh.spread_hidden(hidden)
@@ -119,7 +122,7 @@ class ShardedRegion:
                 inner.hold(*weights[layer][k])
             return call(xs[k], *args[1:], **named) if args else call(**{**named, key: xs[k]})
 
-        found = mesh.each(act, draws=training)
+        found = mesh.each(act, draws=draws)
         for inner in self._inner.values():
             inner.hold(None, None)
         first = found[0]
@@ -145,11 +148,11 @@ class SequencePieces:
     def __init__(self, owner: nn.Module, mesh: ShardMesh) -> None:
         self._owner, self._mesh = owner, mesh
         self._twin = copy.deepcopy(owner)
+        self._pairs = _pairs(owner, self._twin)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: this rank's part, (N, T, width) -> the same shape. Gradients of parameters are sums over shards."""
-        mesh = self._mesh
-        twin = self._twin.train(self._owner.training)
+        mesh, twin, draws = self._mesh, self._twin, _set_as_owner(self._pairs)
         pieces = mesh.pieces(x)
         spread = {name: mesh.spread(parameter) for name, parameter in self._owner.named_parameters()}
 
@@ -157,7 +160,24 @@ class SequencePieces:
             given = {name: views[k] for name, views in spread.items()}
             return cast(Tensor, functional_call(twin, given, (pieces[k],)))
 
-        return mesh.together(mesh.each(act, draws=self._owner.training))
+        return mesh.together(mesh.each(act, draws=draws))
+
+
+_Pairs = list[tuple[nn.Module, nn.Module, Sequence[str]]]
+"""Modules of a twin, those that they stand for, and settings that are the twin's own."""
+
+
+def _pairs(owner: nn.Module, twin: nn.Module, own: Sequence[str] = ()) -> _Pairs:
+    found = [(module, owner.get_submodule(name)) for name, module in twin.named_modules()]
+    return [(one, other, own if one is twin else ()) for one, other in found if type(one) is type(other)]
+
+
+def _set_as_owner(pairs: _Pairs) -> bool:
+    """Give the modules of a twin the modes and plain settings that the model has by now, such as a dropout rate that
+    a scheduler changes. Returns whether one of them is in training, so that it may draw."""
+    for module, other, own in pairs:
+        vars(module).update({k: v for k, v in vars(other).items() if type(v) in _PLAIN and k not in own})
+    return any(module.training for module, _, _ in pairs)
 
 
 def _add_bias(y: Tensor, bias: Tensor, mesh: ShardMesh) -> Tensor:

@@ -78,7 +78,7 @@ class ShardMesh:
 
     @property
     def rank(self) -> int:
-        """Of this process among those that have a part of the shards."""
+        """Number of this process among those that have a part of the shards."""
         return self._seat.rank
 
     @property

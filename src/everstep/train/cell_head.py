@@ -2,8 +2,8 @@
 
 The head drives, saves, heals and talks like any worker, since all of the state lies in its memory. What its limbs do is
 two operations: they compute lanes (with cell.tp, several ranks the same one, each some of the model's shards), and they
-update parts. They hear of the state in neither by messages: the parameters
-and the optimizer's state are the same memory. A generation that ends is noticed at the gate before each pass.
+update parts. The parameters and the optimizer's state are the same memory for all of them; the head tells the rest that
+changes from step to step (`cell_beside`). A generation that ends is noticed at the gate before each pass.
 """
 
 from __future__ import annotations

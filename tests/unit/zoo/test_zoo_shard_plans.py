@@ -151,6 +151,34 @@ def test_gradients_are_those_of_the_unsharded_model(kind: str, sequence: bool) -
     _compare_gradients(found, wanted)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_settings_that_change_once_the_model_is_cut_count(kind: str, sequence: bool) -> None:
+    """A dropout rate, as a scheduler may change it, and a module that no longer draws."""
+
+    def change(model: nn.Module) -> None:
+        for module in model.modules():
+            for key in ("p", "dropout", "attention_dropout"):
+                if type(vars(module).get(key)) is float:
+                    setattr(module, key, 0.4)
+        next(m for m in reversed(list(model.modules())) if isinstance(m, nn.Dropout | nn.Linear)).eval()
+
+    def trained(mesh: ShardMesh, *, before: bool, changes: bool = True) -> dict[str, Tensor]:
+        made = KINDS[kind](0.1)
+        if before:
+            change(made.model)
+        shard_model(made.model, made.plan, mesh)
+        if changes and not before:
+            change(made.model)
+        return _trained(made, None, 2)
+
+    def here(**options: bool) -> dict[str, Tensor]:
+        return trained(ShardMesh(4, sequence=sequence), **options)
+
+    wanted, found = here(before=True), here(before=False)
+    assert _differing(wanted, found) == [] and _differing(found, here(before=False, changes=False)) != []
+
+
 def _compare_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     assert torch.allclose(found["losses"], wanted["losses"], atol=1e-5)
