@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.hub_models import made
-from tests.sharded_ranks import on_ranks
 from torch import Tensor, nn
 
 from everstep.base.config import load_config
@@ -25,6 +23,8 @@ from everstep.zoo.recipe import token_loss
 from everstep.zoo.shard_plans import hub_plan, transformer_plan
 from everstep.zoo.text import TransformerText
 from everstep.zoo.transformer import Transformer, TransformerConfig
+from hub_models import made
+from sharded_ranks import on_ranks
 
 WORDS, TOKENS, ROWS = 97, 16, 3
 
