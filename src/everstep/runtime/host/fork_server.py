@@ -65,24 +65,30 @@ from everstep.runtime.process import (
 log = logging.getLogger(__name__)
 
 DEFAULT_PRELOAD = (
-    "torch",  # first, because forks for calls that come meanwhile need it
+    "torch._dynamo",  # first, for the forks that are called meanwhile: an optimizer imports it, which takes 1 s
+    "torch",
     "numpy",
     "torch.utils.data",
     "torch.distributed",
     "torch.optim",
-    "torch._dynamo",  # the first optimizer of a process imports it, which takes 1 to 2 s
     "torch.nn.utils.stateless",
 )
 
 
 def preload(names: list[str], between: Callable[[], None] = lambda: None) -> list[str]:
-    """Import modules that workers will need, and call `between` after each. Returns failures with reasons."""
+    """Import modules that workers will need, and call `between` after each. Returns failures with reasons.
+
+    The garbage collector leaves alone what they make: looking for garbage there took a fifth of the time.
+    """
     skipped = []
     for name in names:
+        gc.disable()
         try:
             importlib.import_module(name)
         except Exception as error:
             skipped.append(f"{name}: {type(error).__name__}: {error}")
+        gc.freeze()
+        gc.enable()
         between()
     return skipped
 
@@ -320,8 +326,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         names = [name for name in arguments.preload.split(",") if name]
         skipped = preload(names, fork_server.between_imports)
-        gc.collect()
-        gc.freeze()
         fork_server.tell(
             op="ready", seconds=round(time.monotonic() - start, 3), threads=thread_count(), skipped=skipped
         )
