@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from everstep.base.config import Config, load_config, parse_set
+from everstep.base.doors import at_port, canonical, is_loopback
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.etcd_address import SCHEMES
 from everstep.base.exit_codes import NO_HEAD
@@ -110,7 +111,7 @@ def command(
         raise ConfigError("--run-dir: expected none with --join file://DIR, which already names the directory")
     config = own_settings(settings)
     if own is not None:
-        check_own("--address", own)
+        own = check_own("--address", own)
     if host_name is not None:
         _check_name(host_name)
     if task is not None:
@@ -223,9 +224,9 @@ def place(rank: int | None, size: int | None, address: str | None, port: int | N
         raise ConfigError("--listen: expected none with --rank, as host 0 listens on --master-addr")
     if rank >= size:
         raise ConfigError(f"--rank: expected 0 to {size - 1} (--world-size {size}), got {rank}")
-    if size > 1 and (str(address).startswith("127.") or address == "localhost"):
+    if size > 1 and is_loopback(str(address)):
         raise ConfigError(f"--master-addr: expected an address that {size} hosts can reach, got {address} (loopback)")
-    return f"{address}:{port}"
+    return at_port(canonical(str(address)), int(port or 0))
 
 
 def _token(token_file: Path | None, run_dir: Path | None) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from everstep.base.config import Config, load_config, to_dict
-from everstep.base.doors import is_loopback
+from everstep.base.doors import at_port, host_of, is_loopback
 from everstep.base.errors import ConfigError, EverstepError, NoHead, ProtocolError
 from everstep.base.etcd_address import EtcdAddress
 from everstep.cli.beside import parse_listen
@@ -207,7 +207,7 @@ def _is_over(etcd: Etcd) -> bool:
 def _own(etcd: Etcd, config: Config) -> str:
     """Address of this host: that of network.interface, else the one on the way to the coordinator, or to etcd while
     there is no coordinator."""
-    seen, there = etcd.ask(Look()), etcd.address.members[0].rpartition(":")[0]
+    seen, there = etcd.ask(Look()), host_of(etcd.address.members[0])
     if isinstance(seen, HolderSeen) and seen.holder is not None and seen.holder.where:
         there = str(seen.holder.where.get("host"))
     try:
@@ -239,7 +239,7 @@ def takeover(run_dir: Path, listen: str | None, slots: int | None) -> int:
     if is_loopback(own) and not is_loopback(job.config.network.address):
         raise ConfigError(
             f"--listen: expected an address that the job's other hosts can reach, as {job.config.network.address} was, "
-            f"got {own} (loopback): give one of 'ip -4 addr'"
+            f"got {own} (loopback): give one of 'ip addr'"
         )
     try:
         token = wire.read_token(run_dir / TOKEN_FILE)
@@ -266,8 +266,8 @@ def _refuse_if_led(begun: Start) -> None:
         return
     if found is not None:
         raise ConfigError(
-            f"the coordinator of {begun.folder} answers at {there.host}:{there.port}: takeover is only for a job whose "
-            "coordinator is lost"
+            f"the coordinator of {begun.folder} answers at {at_port(there.host, there.port)}: takeover is only for a "
+            "job whose coordinator is lost"
         )
 
 

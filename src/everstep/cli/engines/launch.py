@@ -58,6 +58,11 @@ class Launch(NamedTuple):
         return f"agent --join {join} --stay --refill {workers} --slots {self.slots} --host-name {name}{own}"
 
 
+def in_brackets(name: str) -> str:
+    """Line of a shell script that puts an IPv6 address in a variable into brackets, as it stands before a port."""
+    return f'case "${name}" in [[]*) ;; *:*) {name}="[${name}]" ;; esac\n'
+
+
 FINAL = (1, 2, 126, 127)
 """Exit codes after which no other try helps: failed, refused; the interpreter cannot be run, or is not there."""
 

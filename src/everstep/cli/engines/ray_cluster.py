@@ -10,7 +10,6 @@ import contextlib
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from everstep.base.doors import at_port, host_of
 from everstep.base.errors import ConfigError
 from everstep.cli.engines.launch import Launch
 from everstep.cli.engines.ray_placement import RayBundle, RayPlaces
@@ -44,11 +44,10 @@ class HostProcess:
 
     def where(self, towards: str) -> tuple[str, int]:
         """This host's address on its way to another one, and a port that is free there."""
-        from everstep.runtime.link.rendezvous import address_towards
+        from everstep.runtime.link.rendezvous import address_towards, reserve
 
         own = address_towards(towards)
-        with socket.socket() as sock:
-            sock.bind((own, 0))
+        with reserve(own) as sock:
             return own, int(sock.getsockname()[1])
 
     def run(self, launch: tuple[Any, ...], job_at: str, towards: str, token: str) -> int:
@@ -192,7 +191,7 @@ class _Driver:
         kind = self._ray.remote(max_concurrency=2, max_restarts=0, **room)(HostProcess)
         actor = kind.options(scheduling_strategy=place).remote(number)
         self._actors[number] = actor
-        towards = self._head or self._ray.get_runtime_context().gcs_address.rpartition(":")[0]
+        towards = self._head or host_of(self._ray.get_runtime_context().gcs_address)
         if number == 0:
             where = actor.where.remote(towards)
             while not self._ray.wait([where], timeout=_LOOK_S)[0]:
@@ -203,7 +202,7 @@ class _Driver:
             except self._ray.exceptions.RayActorError:
                 self._lost(number)
                 return
-            self._job_at, self._head = f"{own}:{port}", own
+            self._job_at, self._head = at_port(own, port), own
         self._running[number] = actor.run.remote(tuple(self._launch), self._job_at, towards, self._token)
 
     def _ended(self, number: int | None) -> int | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
+from everstep.base.doors import at_port
 from everstep.base.errors import ConfigError
 from everstep.base.readable import readable
 from everstep.cli.engines.launch import Launch
@@ -49,9 +50,9 @@ exit "$code"
 def remote_words(launch: Launch, number: int, address: str, port: int) -> str:
     """Script for the shell of host `number`. address, port: where the job listens, on host 0."""
     if number == 0:
-        words = launch.job_words(f"{shlex.quote(address)}:{port}")
+        words = launch.job_words(f"{shlex.quote(at_port(address, port))}")
     else:
-        words = launch.agent_words(f"{shlex.quote(address)}:{port}", f"host-{number}")
+        words = launch.agent_words(f"{shlex.quote(at_port(address, port))}", f"host-{number}")
     words = (
         "".join(f"{name}={shlex.quote(value)} " for name, value in launch.variables)
         + f"{shlex.join(launch.everstep)} {words}"

@@ -26,6 +26,7 @@ from everstep.protocol.messages import AnyMessage, Heartbeat, JobEnded, Progress
 from everstep.protocol.telling import Listener
 from everstep.runtime.link.address import read_address
 from everstep.runtime.link.handshake import Seals
+from everstep.runtime.link.interfaces import found_at
 from everstep.runtime.link.silence import CONTROL_SILENT_S, notice_silence
 from everstep.runtime.link.tls import Tls
 from everstep.runtime.link.wire import HANDSHAKE_TIMEOUT_S, FrameReader, frame, handshake_client, sealed, secured
@@ -439,9 +440,17 @@ class ControlClient:
 def _called(place: tuple[str, int], unwanted: Callable[[], bool]) -> socket.socket:
     """A blocking connection to this place. unwanted: whether another place is to be tried by now; the kernel of a lost
     host does not refuse. Raises: OSError."""
-    end_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
-    address = socket.getaddrinfo(*place, socket.AF_INET, socket.SOCK_STREAM)[0][4]
-    sock = socket.socket()
+    end_s, (*others, last) = time.monotonic() + HANDSHAKE_TIMEOUT_S, found_at(*place)
+    for one in others:  # a name may have addresses at which the head does not listen
+        with contextlib.suppress(OSError):
+            return _called_at(*one, unwanted, end_s)
+    return _called_at(*last, unwanted, end_s)
+
+
+def _called_at(
+    family: socket.AddressFamily, address: tuple[str, int], unwanted: Callable[[], bool], end_s: float
+) -> socket.socket:
+    sock = socket.socket(family)
     try:
         sock.setblocking(False)
         error = sock.connect_ex(address)
