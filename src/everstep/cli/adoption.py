@@ -80,7 +80,8 @@ def _meet(foreign: Foreign, name: str, args: Sequence[str], token: bytes, config
         _leave_launcher()
         where = ",".join(at_port(place.host, port) for port in place.ports)
         begun = start_of_agent(config, where, room=foreign.local_size, host=host_name)
-        return take_part_in(begun, patient=True)  # until the job is there, other programs may listen at these ports
+        # Until the job is there, other programs may listen at these ports. mpirun would kill it for another's bad end.
+        return take_part_in(begun, patient=True, apart=True)
 
 
 def _place(foreign: Foreign) -> LauncherPlace:

@@ -157,9 +157,12 @@ def start_of_agent(
     return replace(begun, token=given_token() or b"" if in_folder else _token(token_file, begun.run_dir))
 
 
-def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None, patient: bool = False) -> int:
-    """Be an agent of the job until it is over. Returns the exit code. patient: keep waiting if a process answers that
-    does not prove the token, because one that does may follow it."""
+def take_part_in(
+    begun: Start, *, stay: bool = False, refill: int | None = None, patient: bool = False, apart: bool = False
+) -> int:
+    """Be an agent of the job until it is over. Returns the exit code: that of the job if it failed. patient: keep
+    waiting if a process answers that does not prove the token, because one that does may follow it. apart: 0 for a job
+    that failed, as its own host says so, and may not have ended yet."""
     from everstep.runtime.host.host_agent import take_part
 
     folder, look, follows = folder_of(begun.where), looking(begun), moves(begun.where)
@@ -180,7 +183,7 @@ def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None,
             elif left.words:
                 print(left.words, file=sys.stderr, flush=True)
             if not stay or not (left.later or left.exit_code == NO_HEAD):
-                return left.exit_code
+                return 0 if apart and left.failed else left.exit_code
             patient = True
             time.sleep(_AGAIN_S)  # the process that answered may still be there
 

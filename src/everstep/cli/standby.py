@@ -18,6 +18,7 @@ from everstep.base.config import Config, load_config, to_dict
 from everstep.base.doors import at_port, host_of, is_loopback
 from everstep.base.errors import ConfigError, EverstepError, NoHead, ProtocolError
 from everstep.base.etcd_address import EtcdAddress
+from everstep.base.exit_codes import JOB_FAILED, WORKERS_MISSING
 from everstep.cli.beside import parse_listen
 from everstep.cli.conclusion import ENDS
 from everstep.cli.doors import check_own_ports
@@ -115,7 +116,7 @@ def _wait_until_over(etcd: Etcd, lease_s: int) -> None:
 
 
 def _still(etcd: Etcd, holder: Holder) -> str:
-    where = f"{holder.where.get('host')}:{holder.where.get('port')}"
+    where = at_port(str(holder.where.get("host")), int(holder.where.get("port", 0)))
     return f"a job is still running under {etcd.address}: its coordinator is at {where}; wait, or stop it"
 
 
@@ -145,7 +146,8 @@ def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
         print(f"{begun.host} stands by for the job in {shown}{how}; {about_to_run(job)}", file=sys.stderr, flush=True)
         exit_code = see_through(replace(begun, run_dir=shown, succession=succession), job)
         private = shown == private_folder(word[:16], f"{begun.host}-standby")
-        if private and not (exit_code or shared or word_in(shown)):  # the job is over, and was led elsewhere
+        over = exit_code in (0, JOB_FAILED, WORKERS_MISSING)
+        if private and over and not (shared or word_in(shown)):  # it was led elsewhere
             shutil.rmtree(shown, ignore_errors=True)
         return exit_code
 

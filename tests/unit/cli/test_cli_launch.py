@@ -450,6 +450,9 @@ def test_hosts_over_ssh_are_tried_again_later_and_later() -> None:
     remote.begun(now_s)
     assert remote.ended(2, now_s) == "b was refused and is left out" and remote.over
     assert Remote("c").ended(0, 0.0) == ""
+    agent = Remote("d")
+    assert agent.ended(1, 0.0) == "" and agent.due_s == 10.0, "if its job failed, the job's own host is about to end"
+    assert agent.ended(1, 0.0) == "d ended with 1: again in 20 s"
 
 
 def test_a_host_that_hears_nothing_any_more_ends_with_the_others(

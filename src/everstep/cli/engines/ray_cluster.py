@@ -19,7 +19,8 @@ from typing import Any
 
 from everstep.base.doors import at_port, host_of
 from everstep.base.errors import ConfigError
-from everstep.cli.engines.launch import Launch
+from everstep.base.exit_codes import JOB_FAILED, WORKERS_MISSING
+from everstep.cli.engines.launch import JOB_ENDS_S, Launch
 from everstep.cli.engines.ray_placement import RayBundle, RayPlaces
 from everstep.runtime.process import die_with_parent, own_command
 
@@ -138,7 +139,7 @@ class _Driver:
         self._token = token.hex()
         self._bundle = bundle
         self._places = RayPlaces(_RayGroups(ray), bundle, launch.hosts, least, time.monotonic())
-        self._due: set[int] = set()
+        self._due: dict[int, float] = {}  # host -> the time from which it is to begin
         self._actors: dict[int, Any] = {}
         self._running: dict[int, Any] = {}
         self._job_at = ""
@@ -163,12 +164,13 @@ class _Driver:
     def _turn(self) -> int | None:
         """Start hosts that have a node, and take in ends. Returns the job's exit code if it is over."""
         parted = self._places.alone
-        self._due.update(self._places.look(time.monotonic()))
+        now_s = time.monotonic()
+        self._due.update(dict.fromkeys(self._places.look(now_s), now_s))
         if self._places.alone and not parted:
             self._say("some nodes are missing: the job begins without them, and they join when they come")
-        for number in sorted(self._due):
+        for number in sorted(number for number, at_s in self._due.items() if at_s <= now_s):
             if number == 0 or 0 in self._running or self._launch.etcd:  # that one knows where the job is
-                self._due.remove(number)
+                del self._due[number]
                 self._begin(number)
         if self._signal and 0 not in self._running:
             return 128 + self._signal
@@ -216,7 +218,9 @@ class _Driver:
             return None
         if number == 0 and code in (0, 1, 2, 3, 4, 128 + signal.SIGINT, 128 + signal.SIGTERM):
             return code
-        if number == 0 or code not in (0, 2):
+        if number and code in (JOB_FAILED, WORKERS_MISSING):  # if the job has failed, host 0 is about to end
+            self._again(number, JOB_ENDS_S)
+        elif number == 0 or code not in (0, 2):
             self._say(f"the process of host {number} ended with {code}: again")
             self._again(number)
         return None
@@ -228,10 +232,10 @@ class _Driver:
         if number == 0 and not self._launch.etcd:
             self._all_again()
 
-    def _again(self, number: int) -> None:
+    def _again(self, number: int, after_s: float = 0.0) -> None:
         """Start a host again on its node."""
         self._give_up(number)
-        self._due.add(number)
+        self._due[number] = time.monotonic() + after_s
         if number == 0 and not self._launch.etcd:
             self._all_again()
 
@@ -240,7 +244,7 @@ class _Driver:
         self._head = ""
         for other in list(self._running):
             self._give_up(other)
-            self._due.add(other)
+            self._due[other] = time.monotonic()
 
     def _give_up(self, number: int) -> None:
         """Give a host up, which frees its bundle."""

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from everstep.base.doors import at_port
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.base.plan import Plan
 from everstep.base.readable import readable
@@ -87,7 +88,7 @@ class AnnouncedPlace:
     def read(self) -> tuple[str, int]:
         """The present address. Raises: OSError, ProtocolError if there is none."""
         place = self._said if isinstance(self._said, tuple) else self._in_file(Path(self._said))
-        self.tried = f"{place[0]}:{place[1]}"
+        self.tried = at_port(*place)
         return place
 
     def _in_file(self, path: Path) -> tuple[str, int]:
@@ -107,7 +108,7 @@ class AnnouncedPlace:
         with contextlib.suppress(OSError, ProtocolError):
             where = self.read()
             if where != peer:
-                raise _Replaced(f"the coordinator is at {where[0]}:{where[1]} now")
+                raise _Replaced(f"the coordinator is at {at_port(*where)} now")
 
     def _signature(self) -> tuple[int, int]:
         if isinstance(self._said, tuple):
