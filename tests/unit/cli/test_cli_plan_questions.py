@@ -35,7 +35,7 @@ def test_failures_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert said["by_cause"]["total"] == 419 and said["by_cause"]["expected_total"] == pytest.approx(
         419 * 512 * 168 / (16384 * 54 * 24)
     )
-    assert [one["published_is"] for one in said["mttf_by_size"]] == ["observed", "projected", "projected"]
+    assert [one["published_is"] for one in said["mttf_by_size"]] == ["observed", "observed", "projected", "projected"]
     assert said["checkpoint_interval"]["ours_s"] == 3600 and said["checkpoint_interval"]["young_s"] == 7500
 
 
