@@ -273,7 +273,8 @@ def failure_lines() -> Iterator[str]:
                 "both fitted to one rate" if one.rate is failures.OBSERVED else "",
             ]
         )
-    head = ["time to failure", "published", "ours", "off", "by the observed rate", "by the projected", "by Llama 3's", ""]
+    rates = ("by the observed rate", "by the projected", "by Llama 3's", "")
+    head = ["time to failure", "published", "ours", "off", *rates]
     yield from _table(head, rows)
 
 
@@ -292,8 +293,8 @@ ELASWAVE_DEVICES, ELASWAVE_GAIN = 96, 1.60
 
 
 def ft_hsdp_share(stall_s: float) -> float:
-    """Effective time by the projected rate of arXiv 2410.21680, each failure's stall counted in full, also where failures meet:
-    both figures of the abstract follow from it. Our simulation lets such stalls overlap."""
+    """Effective time by the projected rate of arXiv 2410.21680, each failure's stall counted in full, also where
+    failures meet: both figures of the abstract follow from it. Our simulation lets such stalls overlap."""
     return 1 - stall_s / failures.PROJECTED.mttf_s(100_000)
 
 
@@ -325,7 +326,7 @@ def goodput_lines() -> Iterator[str]:
     yield "**Goodput and recovery**. torchft: how long its steps are and a replica is away is not known to us; 10 s"
     yield "and what we measured with small processes are taken first, then what would give the published figure."
     yield "GEMINI (SOSP 2023): its totals beside the sum of its parts, recalled. Oobleck: fitted to ReCycle's abstract."
-    yield "FT-HSDP: 1 - stall / time between failures, by the projected rate. ElasWave: the size of a replica is not known."
+    yield "FT-HSDP: 1 - stall / time between failures, by the projected rate. ElasWave: a replica's size is not known."
     yield ""
     recycle, oobleck = 1 - 0.1, 1 - 0.1 * OOBLECK_SLOWDOWN
     timed = (

@@ -94,8 +94,8 @@ def llama3_time_lost() -> dict[str, Any]:
     return {
         "published_at_most": failures.LLAMA3_LOST,
         "restarts": 1 - closed_form(restart, cluster),
-        "source": "Llama 3 (arXiv 2407.21783; recalled): higher than 90 % effective training time; restarts as measured "
-        "with small hosts, checkpoints of 10 s, repairs of 4 h (everstep plan goodput, policy restart)",
+        "source": "Llama 3 (arXiv 2407.21783; recalled): higher than 90 % effective training time; restarts as "
+        "measured with small hosts, checkpoints of 10 s, repairs of 4 h (everstep plan goodput, policy restart)",
     }
 
 
