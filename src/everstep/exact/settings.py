@@ -9,12 +9,18 @@ update and the next lanes was made by the loop. An attribute of a user's own cla
 
 from __future__ import annotations
 
+import sys
+import sysconfig
+import types
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache, partial
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import xxhash
 from torch import Tensor, dtype, nn
 from torch.optim import Optimizer
@@ -29,6 +35,9 @@ from everstep.exact.structure import Structure
 _SCALARS = frozenset({bool, int, float, str, bytes, type(None), dtype})
 _CONTAINERS = frozenset({list, tuple, dict})
 _INTERNAL = frozenset({*vars(nn.Module()), "zero_grad"})  # the loop replaces zero_grad while it runs
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
+_COMPUTED = (Tensor, np.ndarray, np.generic, set, frozenset, deque, types.SimpleNamespace, *_FUNCTIONS)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MOST_ITEMS, _MOST_TEXT = 64, 4096
 _training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
 
@@ -42,9 +51,11 @@ class _Packed(NamedTuple):
 
 
 class _Other(NamedTuple):
-    """A value that cannot be carried. Values of one type count as equal: forward passes make them, too."""
+    """A value that cannot be carried. at: its identity, so that it is seen if another one takes its place; 0 for an
+    object of a library, which may exchange its own."""
 
     type_name: str
+    at: int
 
 
 class Said(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -77,6 +88,9 @@ class _Attributes:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.of = {name: _Watched(module) for name, module in modules.items()}
+        self._anew: set[_Key] = set()
+        self.begun = False
+        """Whether a lane has been computed since the loop began."""
         self._seen: tuple[list[int], list[Any]] | None = None
         self.remember()
 
@@ -88,7 +102,7 @@ class _Attributes:
 
     def remember(self) -> None:
         """Remember the last look, which later looks are compared with."""
-        self._fields, self._plain, self._packed = [], [], []
+        self._fields, self._plain, self._packed, self._others = [], [], [], []
         for watched in self.of.values():
             fields = vars(watched.module)
             packed = {k: v for k, v in watched.now.items() if isinstance(v, _Packed) and not _is_fixed(fields[k])}
@@ -96,17 +110,26 @@ class _Attributes:
             self._fields.append(fields)
             self._plain += [(itemgetter(*plain), fields)] if plain else []
             self._packed += [(fields, k, v) for k, v in packed.items()]
+            self._others += [(fields, k, v.at) for k, v in watched.now.items() if isinstance(v, _Other) and v.at]
         self._seen = self._look()
 
     def _look(self) -> tuple[list[int], list[Any]]:
         return [*map(len, self._fields)], [get(fields) for get, fields in self._plain]
 
+    def is_anew(self, key: _Key) -> bool:
+        """Whether the loop sets this value before its first lanes, as it does in each life."""
+        if not self.begun:
+            self._anew.add(key)
+        return key in self._anew
+
     def same(self) -> bool:
-        """Whether all is unchanged: values by value, others by their number alone."""
+        """Whether all is unchanged: values by value, others by identity, those of libraries by their number alone."""
         try:
             if self._look() != self._seen:
                 return False
         except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or is a tensor now
+            return False
+        if any(id(fields.get(k)) != at for fields, k, at in self._others):
             return False
         return all(k in fields and _pack(fields[k]) == v for fields, k, v in self._packed)
 
@@ -192,7 +215,7 @@ class Settings:
                 )
             if self._refused:
                 raise Uncarried(self._refused)
-            self._lanes = True
+            self._lanes = self._attributes.begun = True
 
     def digests(self) -> bytes:
         """Digests of all settings that members must have alike, as listed in `SETTINGS` of
@@ -253,10 +276,12 @@ class Settings:
         """Note the changes since the update: the loop made them."""
         for (name, key), (before, now) in self._differing().items():
             if isinstance(now, _Other):
+                if isinstance(before, _Other) and self._attributes.is_anew((name, key)):
+                    continue
                 self._refused = (
                     f"the loop has set {f'{name}.{key}' if name else f'{key} of the model'} to a {now.type_name}, "
                     "which a worker that is resumed or healed would lack: make it a buffer of the model before the "
-                    "loop, or keep it elsewhere"
+                    "loop, set it before the batches of each step, or keep it elsewhere"
                 )
                 continue
             self._hold((name, key), before)
@@ -442,8 +467,17 @@ def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = value
         else:
             packed = _pack(value) if kind in _CONTAINERS else None
-            found[key] = packed or _Other(kind.__name__)
+            found[key] = packed or _Other(kind.__name__, 0 if _of_library(kind) else id(value))
     return found
+
+
+@cache
+def _of_library(kind: type) -> bool:
+    """Whether a class is neither the user's nor one of a value that a forward pass computes with."""
+    if issubclass(kind, (*_CONTAINERS, *_COMPUTED)):
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "builtins" or file is not None and str(file).startswith(_LIBRARIES)
 
 
 def _is_fixed(value: Any) -> bool:

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -240,6 +242,50 @@ def test_what_cannot_be_carried_is_refused_by_name_before_the_update(name: str) 
         life.settings.before_lanes()
         life.settings.digests()
     assert "\n" not in str(found.value) and "before the loop" in str(found.value)
+
+
+class Sized:
+    """Of the user's own."""
+
+
+LATE: dict[str, tuple[Any, Any]] = {
+    "a function": (torch.relu, torch.tanh),
+    "a lambda": (lambda x: x, lambda x: 2 * x),
+    "a tensor": (torch.ones(1), torch.ones(1)),
+    "a number of numpy": (np.float64(1.0), np.float64(0.5)),
+    "a set": ({1}, {1, 2}),
+    "a long list": ([1.0] * 100, [0.5] * 100),
+    "an object": (Sized(), Sized()),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_value_that_another_one_of_its_kind_replaces_is_refused_if_not_each_step_sets_it(name: str) -> None:
+    first, later = LATE[name]
+    life = Life()
+    life.model[0].kept = first
+    life.settings.begin()
+    for _ in range(2):
+        life.step()
+    life.model[0].kept = later
+    with pytest.raises(Uncarried, match=r"has set 0\.kept to a .*before the batches of each step"):
+        life.step()
+
+    life = Life()
+    life.model[0].kept = first
+    life.settings.begin()
+    for value in (later, first, later):
+        life.model[0].kept = value
+        life.step()
+
+
+def test_what_a_library_exchanges_is_none_of_the_loop_s() -> None:
+    life = Life()
+    life.model[0].kept = msgspec.json.Encoder()
+    life.settings.begin()
+    life.step()
+    life.model[0].kept = msgspec.json.Encoder()
+    life.step()
 
 
 def test_autocast_that_is_left_on_is_refused_and_round_a_step_it_is_not() -> None:
