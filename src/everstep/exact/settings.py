@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -36,9 +36,11 @@ _SCALARS = frozenset({bool, int, float, str, bytes, type(None), dtype})
 _CONTAINERS = frozenset({list, tuple, dict})
 _INTERNAL = frozenset({*vars(nn.Module()), "zero_grad"})  # the loop replaces zero_grad while it runs
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
-_COMPUTED = (Tensor, np.ndarray, np.generic, set, frozenset, deque, types.SimpleNamespace, *_FUNCTIONS)
+_COMPUTED = (Tensor, np.ndarray, np.generic, complex, set, frozenset, deque, type, types.SimpleNamespace, *_FUNCTIONS)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MOST_ITEMS, _MOST_TEXT = 64, 4096
+_DRIVEN = 2
+"""Times that the loop changes a value until it is certainly the loop's: an evaluation may change a count once."""
 _training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
 
 _Key = tuple[str, str]  # name of a module, and of its attribute
@@ -172,6 +174,7 @@ class Settings:
         self._lanes, self._refused = False, ""
         self._changed: dict[_Key, Any] = {}
         self._by_lanes: set[_Key] = set()
+        self._times: Counter[_Key] = Counter()
         self._driven: set[tuple[int, str]] = set()
         self._at_entry: tuple[bool, ...] | None = None
         self._digested: tuple[_Modes | None, list[bytes]] = (None, [])
@@ -279,13 +282,14 @@ class Settings:
                 if isinstance(before, _Other) and self._attributes.is_anew((name, key)):
                     continue
                 self._refused = (
-                    f"the loop has set {f'{name}.{key}' if name else f'{key} of the model'} to a {now.type_name}, "
+                    f"the loop has set {_called(name, key)} to a {now.type_name}, "
                     "which a worker that is resumed or healed would lack: make it a buffer of the model before the "
                     "loop, set it before the batches of each step, or keep it elsewhere"
                 )
                 continue
             self._hold((name, key), before)
             self._set(name, key, now)
+            self._times[name, key] += 1
         self._by_optimizer()
         now = self._groups()
         for k, (mine, before) in enumerate(zip(now, self._updated.modes.groups, strict=False)):
@@ -309,6 +313,11 @@ class Settings:
                 self._hold((name, key), before)
                 self._set(name, key, now)  # its own forward pass did not set it
             else:
+                if self._times[name, key] >= _DRIVEN:
+                    self._refused = (
+                        f"the loop has set {_called(name, key)}, and now a forward pass has, so that a worker that is "
+                        f"resumed or healed would lack it: let one of them set {key}, and the other read it"
+                    )
                 self._by_lanes.add((name, key))
                 self._changed.pop((name, key), None)
 
@@ -426,6 +435,7 @@ class Settings:
                 raise ConfigError(f"the state sets {key[:100]!a} of module {name!a}, which is no plain attribute")
             setattr(module, key, decode(node, {}))
             self._changed[name, key] = _attributes(module).get(key)
+            self._times[name, key] = _DRIVEN
 
 
 @contextmanager
@@ -471,13 +481,17 @@ def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _called(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else f"{key} of the model"
+
+
 @cache
 def _of_library(kind: type) -> bool:
     """Whether a class is neither the user's nor one of a value that a forward pass computes with."""
     if issubclass(kind, (*_CONTAINERS, *_COMPUTED)):
         return False
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ == "builtins" or file is not None and str(file).startswith(_LIBRARIES)
+    return kind.__module__ == "builtins" or (file is not None and str(file).startswith(_LIBRARIES))
 
 
 def _is_fixed(value: Any) -> bool:

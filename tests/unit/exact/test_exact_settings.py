@@ -279,6 +279,29 @@ def test_a_value_that_another_one_of_its_kind_replaces_is_refused_if_not_each_st
         life.step()
 
 
+def test_a_value_of_the_loop_that_a_forward_pass_sets_later_is_refused() -> None:
+    def clamp(life: Life) -> None:
+        life.model[0].scale = max(life.model[0].scale, 0.5)
+
+    life = Life()
+    for _ in range(2):
+        life.step(inside=lambda: clamp(life))
+        life.model[0].scale *= 0.6
+    resumed = Life()
+    resumed.settings.restore(life.settings.now())
+    for one in (life, resumed):
+        one.step(inside=lambda one=one: clamp(one))  # type: ignore[misc]
+        with pytest.raises(Uncarried, match=r"the loop has set 0\.scale, and now a forward pass has"):
+            one.step()
+
+
+def test_a_count_of_calls_goes_on_in_an_evaluation_of_the_loop() -> None:
+    life = Life()
+    for _ in range(4):
+        life.model[0].calls += 1  # before the first lanes, too
+        life.step()
+
+
 def test_what_a_library_exchanges_is_none_of_the_loop_s() -> None:
     life = Life()
     life.model[0].kept = msgspec.json.Encoder()
