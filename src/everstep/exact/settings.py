@@ -486,7 +486,7 @@ def _called(name: str, key: str) -> str:
 
 
 @cache
-def _of_library(kind: type) -> bool:
+def _of_library(kind: Any) -> bool:
     """Whether a class is neither the user's nor one of a value that a forward pass computes with."""
     if issubclass(kind, (*_CONTAINERS, *_COMPUTED)):
         return False

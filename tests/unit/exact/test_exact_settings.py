@@ -87,6 +87,7 @@ def _flags_again() -> Iterator[None]:
 
 
 def set_flags(_: Life) -> None:
+    torch.set_flush_denormal(True)
     torch.set_float32_matmul_precision("medium")
     torch.set_default_dtype(torch.float64)
     torch.backends.cudnn.benchmark = True
@@ -392,3 +393,13 @@ def test_without_a_loop_nothing_is_looked_at_and_foreign_settings_are_refused() 
     settings.restore({})
     with pytest.raises(ConfigError, match="changed settings of the state"):
         settings.restore({"modes": {"1": False}})
+
+
+def test_numbers_that_are_flushed_to_zero_by_the_loop_are_so_in_a_life_that_follows() -> None:
+    life, resumed = Life(), Life()
+    life.step()
+    torch.set_flush_denormal(True)
+    said = life.settings.now()
+    torch.set_flush_denormal(False)
+    resumed.settings.restore(said)
+    assert float(torch.tensor(1e-39) * 1.0) == 0.0
