@@ -472,7 +472,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
-        kind = type(value)
+        kind: Any = type(value)
         if kind in _SCALARS:
             found[key] = value
         else:
