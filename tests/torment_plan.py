@@ -118,7 +118,8 @@ def _as_cells(rng: random.Random, task: str, life: Life) -> Life:
     """The same command with workers of several processes, at most 8 in all."""
     tp = rng.choice((1, 2, 2)) if task == "Sharded" else 1
     fsdp = rng.randint(1 if tp > 1 else 2, 3) if rng.random() < 0.9 else 1
-    return replace(life, fsdp=fsdp, tp=tp, workers=max(1, min(life.workers, 8 // (fsdp * tp))))
+    lanes = 4 if task == "Sharded" else 8
+    return replace(life, fsdp=fsdp, tp=tp, workers=max(1, min(life.workers, lanes, 8 // (fsdp * tp))))
 
 
 def _numerics(rng: random.Random, task: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -95,8 +95,8 @@ class NumericsConfig:
 
     changed: str = key(
         "refuse",
-        "when the numerics fingerprint of a worker or a checkpoint differs from the job's: refuse it, or warn and go "
-        "on",
+        "when the numerics fingerprint of a worker or a checkpoint differs from the job's, or the loss of a step that "
+        "is repeated after a resume from what it was: refuse it, or warn and go on",
         choices=("refuse", "warn"),
     )
 

@@ -5,7 +5,8 @@ EverstepError
 ├── TaskError              the user's task raised (build_model, loss, dataset, ...)
 ├── Uncarried              the loop changed state that no checkpoint holds; a resumed worker would lack it
 ├── DeterminismError       the same work gave different bits
-│   └── LaneCarried        the user's code leaves something from one batch to the next
+│   ├── LaneCarried        the user's code leaves something from one batch to the next
+│   └── RepeatedOtherwise  a step that was told before gives another loss after a resume
 ├── StateTainted           the workers' states differ, so all steps since they last matched are void
 ├── MembershipError        the membership does not allow the request
 │   ├── StaleGeneration    a message or a worker of an older generation
@@ -118,6 +119,12 @@ class DeterminismError(EverstepError):
 
 class LaneCarried(DeterminismError):
     """The user's code leaves something from one batch to the next."""
+
+    exit_code = 2
+
+
+class RepeatedOtherwise(DeterminismError):
+    """A step that was done and told before, and is repeated from a checkpoint, gives another loss."""
 
     exit_code = 2
 

@@ -20,6 +20,9 @@ _PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn",
 _LEGACY = ("cublas_allow_tf32", "cudnn_allow_tf32")
 _KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
+_LEAST = [5e-324, 1.0]
+"""The least number above 0, which is none where such numbers are flushed."""
+
 _Access = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
@@ -27,6 +30,7 @@ def _table() -> dict[str, _Access]:
     table: dict[str, _Access] = {
         "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
         "deterministic_debug_mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        "flush_denormal": (lambda: _LEAST[0] * _LEAST[1] == 0.0, torch.set_flush_denormal),
         "grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
         "num_threads": (torch.get_num_threads, torch.set_num_threads),
     }

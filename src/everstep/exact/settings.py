@@ -9,12 +9,18 @@ update and the next lanes was made by the loop. An attribute of a user's own cla
 
 from __future__ import annotations
 
+import sys
+import sysconfig
+import types
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache, partial
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import xxhash
 from torch import Tensor, dtype, nn
 from torch.optim import Optimizer
@@ -29,7 +35,12 @@ from everstep.exact.structure import Structure
 _SCALARS = frozenset({bool, int, float, str, bytes, type(None), dtype})
 _CONTAINERS = frozenset({list, tuple, dict})
 _INTERNAL = frozenset({*vars(nn.Module()), "zero_grad"})  # the loop replaces zero_grad while it runs
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
+_COMPUTED = (Tensor, np.ndarray, np.generic, complex, set, frozenset, deque, type, types.SimpleNamespace, *_FUNCTIONS)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MOST_ITEMS, _MOST_TEXT = 64, 4096
+_DRIVEN = 2
+"""Times that the loop changes a value until it is certainly the loop's: an evaluation may change a count once."""
 _training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
 
 _Key = tuple[str, str]  # name of a module, and of its attribute
@@ -42,9 +53,11 @@ class _Packed(NamedTuple):
 
 
 class _Other(NamedTuple):
-    """A value that cannot be carried. Values of one type count as equal: forward passes make them, too."""
+    """A value that cannot be carried. at: its identity, so that it is seen if another one takes its place; 0 for an
+    object of a library, which may exchange its own."""
 
     type_name: str
+    at: int
 
 
 class Said(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -77,6 +90,9 @@ class _Attributes:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.of = {name: _Watched(module) for name, module in modules.items()}
+        self._anew: set[_Key] = set()
+        self.begun = False
+        """Whether a lane has been computed since the loop began."""
         self._seen: tuple[list[int], list[Any]] | None = None
         self.remember()
 
@@ -88,7 +104,7 @@ class _Attributes:
 
     def remember(self) -> None:
         """Remember the last look, which later looks are compared with."""
-        self._fields, self._plain, self._packed = [], [], []
+        self._fields, self._plain, self._packed, self._others = [], [], [], []
         for watched in self.of.values():
             fields = vars(watched.module)
             packed = {k: v for k, v in watched.now.items() if isinstance(v, _Packed) and not _is_fixed(fields[k])}
@@ -96,17 +112,26 @@ class _Attributes:
             self._fields.append(fields)
             self._plain += [(itemgetter(*plain), fields)] if plain else []
             self._packed += [(fields, k, v) for k, v in packed.items()]
+            self._others += [(fields, k, v.at) for k, v in watched.now.items() if isinstance(v, _Other) and v.at]
         self._seen = self._look()
 
     def _look(self) -> tuple[list[int], list[Any]]:
         return [*map(len, self._fields)], [get(fields) for get, fields in self._plain]
 
+    def is_anew(self, key: _Key) -> bool:
+        """Whether the loop sets this value before its first lanes, as it does in each life."""
+        if not self.begun:
+            self._anew.add(key)
+        return key in self._anew
+
     def same(self) -> bool:
-        """Whether all is unchanged: values by value, others by their number alone."""
+        """Whether all is unchanged: values by value, others by identity, those of libraries by their number alone."""
         try:
             if self._look() != self._seen:
                 return False
         except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or is a tensor now
+            return False
+        if any(id(fields.get(k)) != at for fields, k, at in self._others):
             return False
         return all(k in fields and _pack(fields[k]) == v for fields, k, v in self._packed)
 
@@ -149,6 +174,7 @@ class Settings:
         self._lanes, self._refused = False, ""
         self._changed: dict[_Key, Any] = {}
         self._by_lanes: set[_Key] = set()
+        self._times: Counter[_Key] = Counter()
         self._driven: set[tuple[int, str]] = set()
         self._at_entry: tuple[bool, ...] | None = None
         self._digested: tuple[_Modes | None, list[bytes]] = (None, [])
@@ -192,7 +218,7 @@ class Settings:
                 )
             if self._refused:
                 raise Uncarried(self._refused)
-            self._lanes = True
+            self._lanes = self._attributes.begun = True
 
     def digests(self) -> bytes:
         """Digests of all settings that members must have alike, as listed in `SETTINGS` of
@@ -253,14 +279,17 @@ class Settings:
         """Note the changes since the update: the loop made them."""
         for (name, key), (before, now) in self._differing().items():
             if isinstance(now, _Other):
+                if isinstance(before, _Other) and self._attributes.is_anew((name, key)):
+                    continue
                 self._refused = (
-                    f"the loop has set {f'{name}.{key}' if name else f'{key} of the model'} to a {now.type_name}, "
+                    f"the loop has set {_called(name, key)} to a {now.type_name}, "
                     "which a worker that is resumed or healed would lack: make it a buffer of the model before the "
-                    "loop, or keep it elsewhere"
+                    "loop, set it before the batches of each step, or keep it elsewhere"
                 )
                 continue
             self._hold((name, key), before)
             self._set(name, key, now)
+            self._times[name, key] += 1
         self._by_optimizer()
         now = self._groups()
         for k, (mine, before) in enumerate(zip(now, self._updated.modes.groups, strict=False)):
@@ -284,6 +313,11 @@ class Settings:
                 self._hold((name, key), before)
                 self._set(name, key, now)  # its own forward pass did not set it
             else:
+                if self._times[name, key] >= _DRIVEN:
+                    self._refused = (
+                        f"the loop has set {_called(name, key)}, and now a forward pass has, so that a worker that is "
+                        f"resumed or healed would lack it: let one of them set {key}, and the other read it"
+                    )
                 self._by_lanes.add((name, key))
                 self._changed.pop((name, key), None)
 
@@ -401,6 +435,7 @@ class Settings:
                 raise ConfigError(f"the state sets {key[:100]!a} of module {name!a}, which is no plain attribute")
             setattr(module, key, decode(node, {}))
             self._changed[name, key] = _attributes(module).get(key)
+            self._times[name, key] = _DRIVEN
 
 
 @contextmanager
@@ -437,13 +472,26 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
-        kind = type(value)
+        kind: Any = type(value)
         if kind in _SCALARS:
             found[key] = value
         else:
             packed = _pack(value) if kind in _CONTAINERS else None
-            found[key] = packed or _Other(kind.__name__)
+            found[key] = packed or _Other(kind.__name__, 0 if _of_library(kind) else id(value))
     return found
+
+
+def _called(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else f"{key} of the model"
+
+
+@cache
+def _of_library(kind: Any) -> bool:
+    """Whether a class is neither the user's nor one of a value that a forward pass computes with."""
+    if issubclass(kind, (*_CONTAINERS, *_COMPUTED)):
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "builtins" or (file is not None and str(file).startswith(_LIBRARIES))
 
 
 def _is_fixed(value: Any) -> bool:

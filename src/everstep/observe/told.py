@@ -22,6 +22,8 @@ CAME_FROM = "came_from"
 """Field of an event that came by the wire: its file, and the number of bytes of it that have come."""
 _ONCE = frozenset({"evaluated"})
 """Kinds that every worker could tell and one tells, once per step."""
+_DOUBTED = frozenset({Cause.CORRUPT, Cause.NONDETERMINISTIC})
+"""Causes for which all go back because steps that were told are void."""
 _CAUSES = frozenset({Cause.NONFINITE, Cause.EARLY_STOP})
 """Causes of warnings that one worker tells once."""
 _MOST_KNOWN = 10_000
@@ -69,10 +71,12 @@ class Steps:
 
 
 class Telling:
-    """State of an event log. Pure. held: by file that events came from, the number of bytes taken over."""
+    """State of an event log. Pure. held: by file that events came from, the number of bytes taken over. losses: those
+    that were told of the newest steps."""
 
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
+        self.losses: OrderedDict[int, float] = OrderedDict()
         self._steps = Steps()
         self._stood = self._assumed = 0
         self._once: OrderedDict[tuple[str, int], None] = OrderedDict()
@@ -100,16 +104,23 @@ class Telling:
     def take(self, event: dict[str, Any]) -> None:
         """Note an event of the log."""
         kind, step = event["kind"], event.get("step")
+        if kind == "fallback" and event.get("cause") in _DOUBTED:
+            self.losses = OrderedDict((at, loss) for at, loss in self.losses.items() if at <= (step or 0))
         found = _FROM.fullmatch(str(event.get(CAME_FROM, "")))
         if found is not None:
             self.held[found[1]] = max(self.held.get(found[1], 0), int(found[2]))
         if kind == "job_started" and not step:  # the job before was given up
             self._steps, self._stood, self._assumed = Steps(), 0, 0
             self._once.clear()
+            self.losses.clear()
         elif kind == "job_started" or (kind == "fallback" and event.get("source") == "checkpoint"):
             self._stood = max(self._stood, step) if isinstance(step, int) else self._stood
         elif kind == "step_committed" and isinstance(step, int):
             self._steps.add(step)
+            if isinstance(loss := event.get("loss"), float):
+                self.losses[step] = loss
+                if len(self.losses) > _MOST_KNOWN:
+                    self.losses.popitem(last=False)
         else:
             name = _name(event)
             if name is not None:

@@ -205,10 +205,15 @@ def killed_from_outside(code: int) -> bool:
     return code < 0 and -code not in _OWN_CRASHES
 
 
+_FEWER_THREADS = frozenset({"OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS"})
+"""Variables with which libraries use fewer threads than torch says it has, so that sums are cut otherwise."""
+
+
 def pinned_environment(threads: int) -> dict[str, str]:
     """This process's environment with fixed settings for numerics; `threads` is the intra-op number per worker."""
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in _FEWER_THREADS},
+        "OMP_DYNAMIC": "FALSE",  # else the load of the machine decides how many threads there are
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), str(threads)),

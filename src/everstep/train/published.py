@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _Held = tuple[StepOutcome, int, dict[str, Any]]
 _Fields = dict[str, Any]
+_Otherwise = tuple[int, float, float]
 LOOK_EVERY = 100
 """Number of further waiting steps before the next look at which of them have been told."""
 MOST_UNTOLD = 100_000
@@ -90,8 +91,12 @@ class Publisher:
         if unix_ns:
             self._committed_ns[step] = unix_ns
 
-    def release(self, step: int, leads: bool) -> None:
-        """Write everything up to this step. The leader tells it, also the events that the leader before left."""
+    def release(self, step: int, leads: bool) -> _Otherwise | None:
+        """Write everything up to this step. The leader tells it, also the events that the leader before left.
+
+        Returns the first step that was told before with another loss, that loss, and the present one; None if there is
+        none.
+        """
         self._released = max(self._released, step)
         for number in sorted(n for n in self._pending if n <= step):
             outcome, generation, extra = self._pending.pop(number)
@@ -108,6 +113,7 @@ class Publisher:
             for fields in self.untold.take():
                 self._report(fields)
         self._leading = leads
+        return self.untold.otherwise
 
     def _look(self) -> None:
         """Forget events that others have told."""
@@ -202,6 +208,7 @@ class Untold:
         self._told_through = 0
         self._given_up = False
         self._look_at = LOOK_EVERY
+        self.otherwise: _Otherwise | None = None
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -245,6 +252,10 @@ class Untold:
 
     def _forget(self) -> None:
         told = self._file.told
+        for n in sorted(told.losses.keys() & self._steps.keys()):
+            then, now = told.losses[n], self._steps[n]["loss"]
+            if self.otherwise is None and then != now and not (math.isnan(then) and math.isnan(now)):
+                self.otherwise = n, then, now
         self._steps = {n: fields for n, fields in self._steps.items() if n > self._told_through and told.lacks(n)}
 
     def take(self) -> list[_Fields]:

@@ -13,6 +13,8 @@ import msgspec
 from torch import Tensor
 
 from everstep.base.cause import Cause
+from everstep.base.config import inexact
+from everstep.base.errors import RepeatedOtherwise
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop, Reduced
 from everstep.exact.reduce import TiePlace, tied_out
@@ -51,6 +53,7 @@ class Updates:
     _entered: int = 0
     _began_ns: int = 0
     _told_ns: int = 0
+    _compared: bool = False
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """Handlers of the driver's operations and effects."""
@@ -220,12 +223,29 @@ class Updates:
         key, records = machine.position, machine.records  # of the decision that proves it
         if records and key > Key(number, 0):
             view.publisher.committed(number, committed_unix_ns(records, key.seq == 0))
-        view.publisher.release(number, leads)
+        otherwise = view.publisher.release(number, leads)
+        if otherwise is not None and not self._compared:
+            self._refuse_other_loss(*otherwise)
         self._keeper.state()
         now = time.monotonic_ns()
         if leads and self._entered == view.driver.machine.generation and now - self._told_ns > _PROGRESS_NS:
             self._told_ns = now
             self._tell_progress(number, (now - self._began_ns) / 1e6)
+
+    def _refuse_other_loss(self, step: int, then: float, now: float) -> None:
+        """A step that is repeated has another loss than was told. Raises: RepeatedOtherwise, in an exact job."""
+        view, self._compared = self._view, True
+        if view.config.batch != "constant":
+            return
+        text = (
+            f"step {step} had the loss {then!r} when it was done before, and has {now!r} now that it is repeated from "
+            "a checkpoint, so this job would not end as if nothing had happened: its script, data, environment or "
+            "device has changed, or its loop carries what join does not (everstep check SCRIPT names it)"
+        )
+        if not inexact(view.config):
+            remedy = "put that back, go on inexactly with --set numerics.changed=warn, or begin again with --fresh"
+            raise RepeatedOtherwise(f"{text}; {remedy}")
+        view.publisher.emit("warning", step=step, cause=Cause.NONDETERMINISTIC, reason=text)
 
     def entered(self, effect: do.EnteredPlan) -> None:
         """A generation goes on: later reports belong to it."""

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -85,6 +87,7 @@ def _flags_again() -> Iterator[None]:
 
 
 def set_flags(_: Life) -> None:
+    torch.set_flush_denormal(True)
     torch.set_float32_matmul_precision("medium")
     torch.set_default_dtype(torch.float64)
     torch.backends.cudnn.benchmark = True
@@ -242,6 +245,73 @@ def test_what_cannot_be_carried_is_refused_by_name_before_the_update(name: str) 
     assert "\n" not in str(found.value) and "before the loop" in str(found.value)
 
 
+class Sized:
+    """Of the user's own."""
+
+
+LATE: dict[str, tuple[Any, Any]] = {
+    "a function": (torch.relu, torch.tanh),
+    "a lambda": (lambda x: x, lambda x: 2 * x),
+    "a tensor": (torch.ones(1), torch.ones(1)),
+    "a number of numpy": (np.float64(1.0), np.float64(0.5)),
+    "a set": ({1}, {1, 2}),
+    "a long list": ([1.0] * 100, [0.5] * 100),
+    "an object": (Sized(), Sized()),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_value_that_another_one_of_its_kind_replaces_is_refused_if_not_each_step_sets_it(name: str) -> None:
+    first, later = LATE[name]
+    life = Life()
+    life.model[0].kept = first
+    life.settings.begin()
+    for _ in range(2):
+        life.step()
+    life.model[0].kept = later
+    with pytest.raises(Uncarried, match=r"has set 0\.kept to a .*before the batches of each step"):
+        life.step()
+
+    life = Life()
+    life.model[0].kept = first
+    life.settings.begin()
+    for value in (later, first, later):
+        life.model[0].kept = value
+        life.step()
+
+
+def test_a_value_of_the_loop_that_a_forward_pass_sets_later_is_refused() -> None:
+    def clamp(life: Life) -> None:
+        life.model[0].scale = max(life.model[0].scale, 0.5)
+
+    life = Life()
+    for _ in range(2):
+        life.step(inside=lambda: clamp(life))
+        life.model[0].scale *= 0.6
+    resumed = Life()
+    resumed.settings.restore(life.settings.now())
+    for one in (life, resumed):
+        one.step(inside=lambda one=one: clamp(one))  # type: ignore[misc]
+        with pytest.raises(Uncarried, match=r"the loop has set 0\.scale, and now a forward pass has"):
+            one.step()
+
+
+def test_a_count_of_calls_goes_on_in_an_evaluation_of_the_loop() -> None:
+    life = Life()
+    for _ in range(4):
+        life.model[0].calls += 1  # before the first lanes, too
+        life.step()
+
+
+def test_what_a_library_exchanges_is_none_of_the_loop_s() -> None:
+    life = Life()
+    life.model[0].kept = msgspec.json.Encoder()
+    life.settings.begin()
+    life.step()
+    life.model[0].kept = msgspec.json.Encoder()
+    life.step()
+
+
 def test_autocast_that_is_left_on_is_refused_and_round_a_step_it_is_not() -> None:
     life = Life()
     life.settings.enter()
@@ -323,3 +393,13 @@ def test_without_a_loop_nothing_is_looked_at_and_foreign_settings_are_refused() 
     settings.restore({})
     with pytest.raises(ConfigError, match="changed settings of the state"):
         settings.restore({"modes": {"1": False}})
+
+
+def test_numbers_that_are_flushed_to_zero_by_the_loop_are_so_in_a_life_that_follows() -> None:
+    life, resumed = Life(), Life()
+    life.step()
+    torch.set_flush_denormal(True)
+    said = life.settings.now()
+    torch.set_flush_denormal(False)
+    resumed.settings.restore(said)
+    assert float(torch.tensor(1e-39) * 1.0) == 0.0

@@ -53,3 +53,21 @@ def test_what_is_taken_as_told_is_not_new() -> None:
     found.assume(5)
     assert [n for n in range(1, 10) if found.is_new({"kind": "step_committed", "step": n})] == [6, 9]
     assert found.through == 5
+
+
+def test_losses_of_steps_that_were_told_and_are_void_are_forgotten() -> None:
+    def losses(*events: dict[str, Any]) -> dict[int, float]:
+        telling = Telling()
+        for k in (1, 2, 3):
+            telling.take({"kind": "step_committed", "step": k, "loss": k / 2})
+        telling.take({"kind": "step_committed", "step": 4, "loss": None})
+        for event in events:
+            telling.take(event)
+        return dict(telling.losses)
+
+    assert losses() == {1: 0.5, 2: 1.0, 3: 1.5}
+    assert losses({"kind": "fallback", "step": 2, "cause": "killed", "source": "checkpoint"}) == losses()
+    assert losses({"kind": "fallback", "step": 2, "cause": "corrupt", "source": "copy"}) == {1: 0.5, 2: 1.0}
+    assert losses({"kind": "fallback", "step": None, "cause": "nondeterministic"}) == {}
+    assert losses({"kind": "job_started", "step": 2}) == losses()
+    assert losses({"kind": "job_started", "step": 0}) == {}

@@ -57,6 +57,28 @@ def step(publisher: Publisher, number: int, leads: bool = True) -> None:
     publisher.release(number, leads)
 
 
+def again(run_dir: Path, loss: float, *numbers: int) -> tuple[int, float, float] | None:
+    """A job that was told up to step 3, each with loss 0.5, repeats these steps with this loss."""
+    publisher = Publisher(run_dir, WorkerKey(0, 0))
+    for number in (1, 2, 3):
+        step(publisher, number)
+    publisher.close()
+    resumed = Publisher(run_dir, WorkerKey(0, 0))
+    for number in numbers:
+        lanes = (LaneReport(0, loss, 1.0, 2, 7),)
+        resumed.hold(StepOutcome(number, lanes, {0: 0}, loss, 1.0, 0.0, {}, {}), 1, {})
+        found = resumed.release(number, True)
+    return found
+
+
+def test_a_repeated_step_is_compared_with_the_loss_that_was_told(tmp_path: Path) -> None:
+    for name in ("same", "other", "later"):
+        (tmp_path / name).mkdir()
+    assert again(tmp_path / "same", 0.5, 2, 3) is None
+    assert again(tmp_path / "other", 0.75, 2, 3) == (2, 0.5, 0.75)
+    assert again(tmp_path / "later", 0.75, 4, 5) is None
+
+
 def steps_told(run_dir: Path) -> list[int]:
     return [event["step"] for event in read_events(run_dir / "events.jsonl") if event["kind"] == "step_committed"]
 

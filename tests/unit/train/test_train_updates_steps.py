@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from everstep.base.cause import Cause
+from everstep.base.errors import RepeatedOtherwise
 from everstep.base.plan import Member, Plan, Seat
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.nonfinite import Nonfinite
@@ -313,6 +314,32 @@ def test_who_does_not_lead_or_has_not_settled_tells_nothing(monkeypatch, main: b
     at.updates.handlers()[do.EnteredPlan](do.EnteredPlan(PLAN, 4))
     at.updates.release(Release(4))
     assert at.said("publisher.release") == [(4, False)] and not at.said("tell")
+
+
+def repeats(monkeypatch, told: tuple[int, float, float] | None, **config: Any) -> Updating:
+    at = Updating(monkeypatch)
+    emit = lambda kind, **fields: at.calls.append(("emit", kind, fields["step"]))  # noqa: E731
+    at.view.publisher = SimpleNamespace(release=lambda number, leads: told, emit=emit)
+    changed = SimpleNamespace(changed=config.get("changed", "refuse"))
+    at.view.config = SimpleNamespace(
+        batch=config.get("batch", "constant"), hosts=SimpleNamespace(mixed=False), numerics=changed
+    )
+    return at
+
+
+def test_a_step_that_is_repeated_with_another_loss_ends_an_exact_job(monkeypatch) -> None:
+    with pytest.raises(RepeatedOtherwise, match=r"step 4 had the loss 0\.5 .* has 0\.75 now") as refused:
+        repeats(monkeypatch, (4, 0.5, 0.75)).updates.release(Release(4))
+    assert refused.value.exit_code == 2 and "numerics.changed=warn" in str(refused.value)
+    repeats(monkeypatch, None).updates.release(Release(4))
+    repeats(monkeypatch, (4, 0.5, 0.75), batch="per_worker").updates.release(Release(4))
+
+
+def test_a_job_that_is_inexact_by_request_tells_once_that_a_loss_is_another(monkeypatch) -> None:
+    at = repeats(monkeypatch, (4, 0.5, 0.75), changed="warn")
+    for number in (4, 5):
+        at.updates.release(Release(number))
+    assert at.said("emit") == [("warning", 4)]
 
 
 def test_progress_is_told_now_and_then_once_the_generation_goes_on(monkeypatch) -> None:
