@@ -207,6 +207,8 @@ def read_fleet(asked: Mapping[str, Any], assumed: list[str]) -> Fleet:
     slowest = 1.0 if given["slowest"] is None else given["slowest"]
     if not 0.01 <= slowest <= 1:
         raise ConfigError(f"--slowest: expected a share of the others' speed, from 0.01 to 1, got {slowest:g}")
+    if given["per_node"] is not None and per_node > count:
+        raise ConfigError(f"--per-node: expected at most --gpus ({count}), got {per_node}")
     if count > per_node and count % per_node:
         raise ConfigError(f"--gpus: expected whole nodes of {per_node} (--per-node), got {count}")
     network = given["network"]
