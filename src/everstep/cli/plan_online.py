@@ -217,7 +217,7 @@ def _stall_s(history: History) -> float:
 
 
 def _memory(run: _Run) -> dict[str, Any]:
-    """Memory of a worker by formula, and the most that one has; None where a checkpoint or a sample has not told yet."""
+    """Memory of a worker by formula, and the most that one has; None if no checkpoint or sample has told."""
     config, state = run.job.config, _state_bytes(run.history)
 
     def most(name: str) -> int | None:
