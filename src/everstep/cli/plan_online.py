@@ -239,8 +239,9 @@ def _memory(run: _Run) -> dict[str, Any]:
         "error": None if predicted is None or measured is None else online.off(predicted, measured),
         "resident_bytes": most("rss_bytes") or 0,
         "device_reserved_bytes": most("device_reserved_bytes"),
-        "source": "layout of this product's memory for a state as large as its checkpoint, with Adam; activations left "
-        "out. Both are a worker's own pages and its part of those that it shares (PSS, looked at every 10 s)",
+        "source": "layout of this product's memory for a state as large as its checkpoint, with Adam; activations, "
+        "copies in memory and a checkpoint under way are left out. Both are a worker's own pages and its part "
+        "of those that it shares (PSS, looked at every 10 s)",
     }
 
 
