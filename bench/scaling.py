@@ -13,8 +13,9 @@ relative to the fewest workers of the case.
 - hosts: strong, on two network-namespace hosts (root).
 - torch: DistributedDataParallel on gloo with the same model, lanes and waits.
 
-`predicted_s`: the step as `everstep plan --from` predicts it, calibrated with the fewest workers of the case; `off`:
-its error. `wait_share`: the waits' share of the measured step, by the lanes and the bubble alone. Where it falls below
+`predicted_s`: the step as `everstep plan --from` predicts it, calibrated with the fewest workers of the case; what a
+step takes beside its waits is work of the processors, which more workers than cores have to share. `off`: its error.
+`wait_share`: the waits' share of the measured step, by the lanes and the bubble alone. Where it falls below
 90 %, the processors are measured, not the waits: `waits` is false from there on, and `waits_up_to` names the most
 workers of each case with which it is true. `busy`: the share of the cores' time that was used, by other programs, too.
 """
@@ -22,6 +23,7 @@ workers of each case with which it is true. `busy`: the share of the cores' time
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import statistics
 import sys
@@ -132,10 +134,12 @@ def ideal_of(case: str, workers: int, fewest: int, lanes: int) -> float:
 
 
 def plan_of(case: str, one: dict[str, Any], lane_s: float, rest: tuple[float, float], known: int) -> StepParts:
-    """A step as the plan has it. rest: exchange and what is done alone, of a step with `known` workers."""
-    pipeline = case == "pipeline"
-    shape = JobShape(one["lanes"], 1, known if pipeline else 1)
-    return Calibrated(shape, known, lane_s / shape.stages, *rest).parts(
+    """A step as the plan has it. rest: exchange and what is done alone, of a step with `known` workers; longer where
+    workers share a core."""
+    pipeline, cores = case == "pipeline", os.cpu_count() or 1
+    shape, stretch = JobShape(one["lanes"], 1, known if pipeline else 1), max(cores, one["workers"]) / max(cores, known)
+    exchange_s, alone_s = (seconds * stretch for seconds in rest)
+    return Calibrated(shape, known, lane_s / shape.stages, exchange_s, alone_s).parts(
         one["workers"], one["workers"] if pipeline else 1
     )
 

@@ -16,7 +16,7 @@ from everstep.base.config_keys import OFFLOAD
 from everstep.base.errors import ConfigError, nearest
 from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time, plan_usual
 from everstep.cli.plan_config_dir import is_config_dir, shape_of_config
-from everstep.cli.plan_inputs import json_option
+from everstep.cli.plan_inputs import json_option, known_devices
 from everstep.cli.plan_splits import refuse_split_of_task, split_lines, split_options, splits_of
 from everstep.cost import quantities
 from everstep.cost.catalogue import CATALOGUE, device_named
@@ -42,6 +42,8 @@ from everstep.report.words import aligned
 _PAPER = "ZeRO paper (arXiv 1910.02054): 2 + 2 + 12 bytes per parameter, one copy"
 _OURS = "float32, by the layout of this product's memory"
 _ADAM_BYTES = 8
+FEWEST = 1000
+"""Parameters: with fewer somebody has left out the unit."""
 _DIVIDES = {
     "elements": "can be divided anywhere: its updates of pieces give the bits of the whole",
     "matrices": "can be divided between parameters, not within one",
@@ -114,6 +116,7 @@ command.add_command(plan_usual.command)
 @click.option("--offload", metavar="none|cpu|DIR", default="none", help="Where the optimizer's state lies (none).")
 @click.option("--staging", metavar="SIZE", help="What each worker may stage of a checkpoint: 512MiB (the task's).")
 @click.option("--gpu", metavar="NAME", help="Device that each worker has.")
+@click.option("--catalogue", type=click.Path(path_type=Path), help="YAML file of more devices.")
 @click.option("--memory", "memory_text", metavar="SIZE", help="Memory of each worker's device in its place: 80GiB.")
 @click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="A key of the job: cell.fsdp=4, for workers of four."
@@ -130,7 +133,7 @@ def memory(task: str | None, as_json: bool, **asked: Any) -> int:
     named, task = _named(task, asked["params"])
     if re.fullmatch(OFFLOAD, asked["offload"]) is None:
         raise ConfigError(f"--offload: expected none, cpu or a folder, got {asked['offload'][:40]!r}")
-    room, assumed = _room(asked["gpu"], asked["memory_text"])
+    room, assumed = _room(asked)
     known = _counted(task, asked) if task is not None else _given(named, asked)
     split = _split(known, asked)
     assumed += known.assumed
@@ -212,15 +215,16 @@ class _Table(NamedTuple):
     stages: Mapping[int, StageMemory]
 
 
-def _room(gpu: str | None, memory_text: str | None) -> tuple[int | None, list[str]]:
+def _room(asked: Mapping[str, Any]) -> tuple[int | None, list[str]]:
     """Bytes of each worker's device, None if none was named; what was assumed."""
+    gpu, memory_text, known = asked["gpu"], asked["memory_text"], known_devices(asked["catalogue"])
     if gpu is not None and memory_text is not None:
         raise ConfigError("expected --gpu or --memory, got both")
     if memory_text is not None:
         return quantities.parse_bytes(memory_text, "--memory"), []
     if gpu is None:
         return None, []
-    device = device_named(gpu)
+    device = device_named(gpu, known)
     return round(device.memory_gb * GB), [f"{device.memory_gb:g} GB on each {gpu} ({device.sources['memory_gb']})"]
 
 
@@ -244,6 +248,10 @@ def _given(named: Mapping[str, str], asked: Mapping[str, Any]) -> _Known:
     """A model of so many parameters, or of a Hugging Face directory."""
     if "params" in named:
         count = quantities.parse_count(named["params"], "--params")
+        if count < FEWEST:
+            raise ConfigError(
+                f"--params: expected at least {FEWEST}, with its unit (13B), got {named['params'][:40]!r}"
+            )
     else:
         count = shape_of_config(named["model_name"])[0].parameters
     workers = asked["workers"] or 1
@@ -300,7 +308,10 @@ def _to_dict(asked: dict[str, Any], first: _Table, second: _Table, assumed: list
     """Results of one table, and those of the other below its name."""
 
     def one(table: _Table) -> dict[str, Any]:
-        stages = {str(k): asdict(found) for k, found in table.stages.items()}
+        stages = {
+            str(k): {**asdict(found), "total_bytes": sum(found.per_worker_bytes.values())}
+            for k, found in table.stages.items()
+        }
         return {**stages[str(asked["zero"])], "source": table.source, "stages": stages}
 
     return {"kind": "memory", **asked, **one(first), second.name: one(second), "assumed": assumed}

@@ -25,7 +25,7 @@ MOST_FAILURES = 2_000_000
 @click.command("goodput")
 @click.option("--devices", type=click.IntRange(1, MOST_DEVICES), required=True, help="Devices of the job.")
 @click.option("--days", type=float, default=90.0, show_default=True, help="Days that the job takes.")
-@click.option("--per-node", type=click.IntRange(1, 1024), default=8, show_default=True, help="Devices of a node.")
+@click.option("--per-node", type=click.IntRange(1, 1024), help="Devices of a node (8).")
 @click.option("--mtbf", default="100000h", show_default=True, help="Mean time between failures of a node.")
 @click.option("--spares", type=click.IntRange(min=0), default=0, show_default=True, help="Further devices, ready.")
 @click.option("--stages", type=click.IntRange(1, 1024), help="Stages of a pipeline, for the policy ours-stages (8).")
@@ -138,7 +138,9 @@ def _wanted(text: str | None) -> float | None:
 
 
 def _cluster(asked: Mapping[str, Any]) -> Cluster:
-    devices, per_node = asked["devices"], asked["per_node"]
+    devices, per_node = asked["devices"], min(asked["per_node"] or 8, asked["devices"])
+    if asked["per_node"] is not None and asked["per_node"] > devices:
+        raise ConfigError(f"--per-node: expected at most --devices ({devices}), got {asked['per_node']}")
     if asked["replica"] is not None and asked["replica"] > devices:
         raise ConfigError(f"--replica: expected at most --devices ({devices}), got {asked['replica']}")
     stages = asked["stages"] or next(count for count in range(8, 0, -1) if devices % count == 0)

@@ -196,9 +196,7 @@ def read_fleet(asked: Mapping[str, Any], assumed: list[str]) -> Fleet:
     given = _cluster(asked)
     if given["gpus"] is None:
         raise ConfigError("expected --gpus, or --cluster FILE with it: --gpus 32 --gpu a100-80")
-    known = dict(CATALOGUE)
-    if asked["catalogue"] is not None:
-        known |= _more_devices(asked["catalogue"])
+    known = known_devices(asked["catalogue"])
     if given["gpu"] is None:
         assumed.append("devices a100-80")
     if given["per_node"] is None:
@@ -207,6 +205,8 @@ def read_fleet(asked: Mapping[str, Any], assumed: list[str]) -> Fleet:
     slowest = 1.0 if given["slowest"] is None else given["slowest"]
     if not 0.01 <= slowest <= 1:
         raise ConfigError(f"--slowest: expected a share of the others' speed, from 0.01 to 1, got {slowest:g}")
+    if given["per_node"] is not None and per_node > count:
+        raise ConfigError(f"--per-node: expected at most --gpus ({count}), got {per_node}")
     if count > per_node and count % per_node:
         raise ConfigError(f"--gpus: expected whole nodes of {per_node} (--per-node), got {count}")
     network = given["network"]
@@ -238,9 +238,11 @@ def _cluster(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {**file, **{key: value for key, value in options.items() if value is not None or key not in file}}
 
 
-def _more_devices(path: Path) -> dict[str, DeviceKind]:
-    """Devices of a YAML file: name -> figures. Raises: ConfigError, also for a missing figure."""
-    found = {}
+def known_devices(path: Path | None) -> dict[str, DeviceKind]:
+    """Devices of the catalogue, and of a YAML file: name -> figures. Raises: ConfigError, also for a missing figure."""
+    found = dict(CATALOGUE)
+    if path is None:
+        return found
     for name, given in read_config_file(path).items():
         try:
             found[name.lower()] = _device(name.lower(), given)

@@ -18,7 +18,7 @@ from everstep.cli.plan_inputs import recovery_times, say, table
 from everstep.cost import online
 from everstep.cost.failures import LLAMA3
 from everstep.cost.goodput import HARMS, Cluster, closed_form, recovery_policies
-from everstep.cost.memory import JOB_BYTES, WORKER_BYTES, Model, Split, of_ours
+from everstep.cost.memory import SHARED_BYTES, WORKER_BYTES, Model, Split, of_ours
 from everstep.cost.quantities import time_words
 from everstep.cost.save_interval import automatic_interval, daly_s, expected_mtbf_s, young_s
 from everstep.report.history import History
@@ -217,15 +217,17 @@ def _stall_s(history: History) -> float:
 
 
 def _memory(run: _Run) -> dict[str, Any]:
-    """State of a worker by formula, and what the workers have resident; None where a checkpoint has not told yet."""
+    """Memory of a worker by formula, and the most that one has; None if no checkpoint or sample has told."""
     config, state = run.job.config, _state_bytes(run.history)
-    rss = [_amount(one.row.get("rss_bytes")) for one in run.history.usage.workers.values()]
-    device = [_amount(one.row.get("device_reserved_bytes")) for one in run.history.usage.workers.values()]
-    predicted = None
+
+    def most(name: str) -> int | None:
+        return round(max((_amount(one.row.get(name)) for one in run.history.usage.workers.values()), default=0)) or None
+
+    predicted, measured = None, most("pss_bytes")
     if state:
         held = state / run.found.shape.stages
         count = round(held / _ADAM / 4)
-        fixed = WORKER_BYTES + JOB_BYTES / run.found.workers
+        fixed = WORKER_BYTES + SHARED_BYTES / (1 + run.found.workers / max(1, config.hosts.min))
         model = Model(count, held / _ADAM, held - held / _ADAM, fixed_bytes=fixed)
         pool = max(1, run.found.workers // run.found.shape.stages)
         split = Split(pool, config.lanes, 1, min(config.zero.copies, pool), config.zero.offload != "none")
@@ -233,10 +235,13 @@ def _memory(run: _Run) -> dict[str, Any]:
     return {
         "state_bytes": round(state),
         "predicted_bytes": predicted,
-        "resident_bytes": round(max(rss, default=0.0)),
-        "device_reserved_bytes": round(max(device, default=0.0)) or None,
-        "source": "layout of this product's memory for a state as large as its checkpoint, with Adam; activations left "
-        "out; its part of pages that workers share (PSS). Resident memory counts such pages in full for each of them",
+        "measured_bytes": measured,
+        "error": None if predicted is None or measured is None else online.off(predicted, measured),
+        "resident_bytes": most("rss_bytes") or 0,
+        "device_reserved_bytes": most("device_reserved_bytes"),
+        "source": "layout of this product's memory for a state as large as its checkpoint, with Adam; activations, "
+        "copies in memory and a checkpoint under way are left out. Both are a worker's own pages and its part "
+        "of those that it shares (PSS, looked at every 10 s)",
     }
 
 
@@ -382,9 +387,8 @@ def _other_lines(result: dict[str, Any]) -> list[str]:
         ["training that stood still for one", _seconds_text(saved["cost_s"]), "-"],
         ["goodput", told, f"{goodput['predicted']:.1%}"],
         [
-            "memory of a worker: resident, PSS",
-            size_text(memory["resident_bytes"]),
-            "-" if predicted is None else size_text(predicted),
+            "memory of a worker",
+            *("-" if size is None else size_text(size) for size in (memory["measured_bytes"], predicted)),
         ],
     ]
     return [

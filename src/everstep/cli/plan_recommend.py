@@ -101,12 +101,16 @@ def _recommended(question: Question, batch: int, mtbf: str | None) -> dict[str, 
     best = [_described(question, batch, one, device_mtbf_h) for one in found[:SHOWN]]
     for described, one, other in zip(best, found, found[1:], strict=False):
         described["why"] = why_better(one, other)
-    rounded = [f"the batch rounded to {batch}, a multiple of the devices"] if batch != question.batch else []
+    assumed = [f"the batch rounded to {batch}, a multiple of the devices"] if batch != question.batch else []
+    if mtbf is None:
+        node_h, source = device_mtbf_h / fleet.per_node, fleet.device.sources["mtbf_h"]
+        assumed.append(f"a failure of each node of {fleet.per_node} per {node_h:,.0f} h ({source})")
+    assumed.append(f"harms as in {failures.LLAMA3.source}; a repair takes 4 h, a checkpoint 10 s of training")
     return {
         "kind": "recommend",
         **question.described(),
         "batch": batch,
-        "assumed": [*question.assumed, *rounded],
+        "assumed": [*question.assumed, *assumed],
         "device_mtbf_h": device_mtbf_h,
         "fits": found[0].fits,
         "memory_bytes": round(fleet.device.memory_gb * 1e9),

@@ -87,7 +87,4 @@ def device_named(name: str, known: Mapping[str, DeviceKind] = CATALOGUE) -> Devi
     if alike:
         raise ConfigError(f"--gpu: {name[:40]} has several sizes; name one of {', '.join(alike)}")
     near = did_you_mean(wanted, known, "{}")
-    raise ConfigError(
-        f"--gpu: expected one of {', '.join(known)}, got {name[:40]!r}{near}; in `plan memory` --memory 80GiB, "
-        "else --catalogue gives another"
-    )
+    raise ConfigError(f"--gpu: expected one of {', '.join(known)}, got {name[:40]!r}{near}; --catalogue gives another")

@@ -20,8 +20,9 @@ RUNS = (0, 1, 2)
 GB = 10**9
 _AT_ONCE_BYTES = 4.0 * (1 << 18)
 """Gradients of one part of an update, where each worker updates a part of the model."""
-WORKER_BYTES, JOB_BYTES = 48_000_000, 455_000_000
-"""Memory of Python and torch: of each worker beside what it shares with the others, and of a job's other processes.
+WORKER_BYTES, JOB_BYTES, SHARED_BYTES = 48_000_000, 455_000_000, 233_000_000
+"""Memory of Python and torch: of each worker beside what it shares with the others; of a job's other processes; and
+what of the latter the workers of a host share with their fork server.
 Source: bench/memory.py with a model of 0.1M parameters, 2 and 4 workers; what a job has more at its peak by four jobs
 of 12.6M and 25M parameters, 2 to 4 workers (84 to 111 MiB). Torch 2.13 on Linux, x86-64, November 2026."""
 

@@ -45,7 +45,10 @@ def _fewest_spares(goodput: Goodput, wanted: float, most: int, runs: int, backup
     def enough(spares: int, runs: int = runs) -> bool:
         return goodput(WantedDevices(spares, backups), runs) >= wanted
 
-    guess = bisect.bisect_left(range(most), True, key=lambda spares: enough(spares, min(FEW_RUNS, runs)))
+    def roughly(spares: int) -> bool:
+        return enough(spares, min(FEW_RUNS, runs))
+
+    guess = bisect.bisect_left(range(most), True, key=roughly) if roughly(most) else most
     low, high, step = guess - 1, guess, 1
     if enough(guess):
         while low >= 0 and enough(low):

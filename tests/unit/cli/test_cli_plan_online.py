@@ -31,6 +31,7 @@ def make_run(run_dir: Path, *, steps: int = 30, more: int = 0, config: dict[str,
         {
             **recorded.row(i, 0, steps),
             "passes": 4 * steps,
+            "pss_bytes": 130_000_000,
             "seconds": {phase: each * steps for phase, each in seconds.items()},
         }
         for i in range(2)
@@ -60,6 +61,14 @@ def test_predicted_beside_measured(tmp_path: Path, capsys: pytest.CaptureFixture
     assert said["lane_s"] == pytest.approx(0.1) and said["fits"] is None and said["source"] and said["assumed"]
     parts = {part["part"]: part for part in said["parts"]}
     assert parts["compute"]["predicted_s"] == parts["compute"]["measured_s"] == pytest.approx(0.4)
+
+
+def test_memory_is_compared_with_a_workers_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The state is 12 kB; the rest is Python and torch, a third of which each of fork server and workers counts."""
+    said = planned(capsys, make_run(tmp_path / "r"))["memory"]
+    assert said["measured_bytes"] == 130_000_000 and said["resident_bytes"] == 2000
+    assert said["predicted_bytes"] == pytest.approx(48e6 + 233e6 / 3, rel=0.001)
+    assert said["error"] == pytest.approx(said["predicted_bytes"] / 130e6 - 1)
 
 
 def test_what_a_change_would_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,12 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from everstep.protocol.messages import WorkerLife
+from everstep.runtime.host import collector
 from everstep.runtime.host.board import Board
-from everstep.runtime.host.collector import Sampler, process_usage, rotate
+from everstep.runtime.host.collector import Sampler, own_memory, process_usage, rotate
 
 
 def test_a_line_has_everybody_who_lives(tmp_path: Path) -> None:
@@ -56,3 +59,19 @@ def test_what_cannot_be_written_is_dropped(tmp_path: Path) -> None:
 
 def test_a_process_that_is_gone() -> None:
     assert process_usage(1 << 22) is None
+
+
+def test_a_workers_own_memory_is_looked_at_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Board.create(1)
+    board.row(0).reset(0, os.getpid())
+    lives = [WorkerLife(worker_id=0, incarnation=0, pid=os.getpid())]
+    sampler = Sampler(tmp_path, "h", board, lambda: lives, 3600.0)
+    sampler.close()
+    assert "pss_bytes" not in sampler.line(5)["workers"][0], "a worker that has just begun"
+    monkeypatch.setattr(collector, "_OWN_S", -1.0)
+    later = Sampler(tmp_path, "h", board, lambda: lives, 3600.0)
+    later.close()
+    worker = later.line(7)["workers"][0]
+    assert 1 << 20 < worker["pss_bytes"] <= 1.1 * worker["rss_bytes"]
+    lives.clear()
+    assert later.line(8)["workers"] == [] and own_memory(1 << 22) == 0

@@ -13,7 +13,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -247,6 +247,8 @@ _GROUPS = {"heal": "recover", "settle": "recover", "idle": "other", "starting": 
 _GROUPS |= {"finish": "other"}
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_OWN_S = 10.0
+"""Between two looks at what a worker has of its memory for itself, which take the kernel some milliseconds."""
 
 
 class Sampler:
@@ -265,6 +267,7 @@ class Sampler:
         self._board = board
         self._lives = lives
         self._interval_s = interval_s
+        self._own: dict[int, tuple[float, int]] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="everstep-sampler", daemon=True)
         self._thread.start()
@@ -276,7 +279,9 @@ class Sampler:
 
     def line(self, now_unix_ns: int) -> dict[str, Any]:
         """Sample of all workers now. Counters grow within a life (incarnation), seconds and bytes alike."""
-        rows = [self._row(life) for life in self._lives()]
+        lives = list(self._lives())
+        self._own = {pid: self._own[pid] for life in lives for pid in (life.pid, *life.limbs) if pid in self._own}
+        rows = [self._row(life) for life in lives]
         return {"t": now_unix_ns, "host": self._host, "workers": [row for row in rows if row]}
 
     def _row(self, life: WorkerLife) -> dict[str, Any] | None:
@@ -300,11 +305,21 @@ class Sampler:
             "samples": pulse.samples,
             "passes": pulse.lanes,
             "rss_bytes": sum(rss_bytes for _, rss_bytes in (usage, *limbs)),
+            **self._own_memory((life.pid, *life.limbs)),
             **_device_memory(pulse),
             "cpu_s": sum(cpu_s for cpu_s, _ in (usage, *limbs)),
             "seconds": {group: round(spent, 6) for group, spent in seconds.items() if spent},
             "bytes": {name: sent for name, sent in zip(OPERATIONS, pulse.sent_bytes, strict=True) if sent},
         }
+
+    def _own_memory(self, pids: Sequence[int]) -> dict[str, int]:
+        """Memory of these processes, shared pages divided among those who share them; from half of `_OWN_S` on."""
+        now_s = time.monotonic()
+        for pid in pids:
+            due_s, size = self._own.get(pid, (now_s + _OWN_S / 2, 0))
+            self._own[pid] = (now_s + _OWN_S, own_memory(pid) or size) if due_s <= now_s else (due_s, size)
+        sizes = [self._own[pid][1] for pid in pids]
+        return {"pss_bytes": sum(sizes)} if all(sizes) else {}
 
     def _run(self) -> None:
         due_s = time.monotonic()
@@ -337,6 +352,15 @@ def rotate(path: Path, most_files: int) -> None:
     for older, newer in zip(reversed(names), reversed(names[:-1]), strict=False):
         with contextlib.suppress(FileNotFoundError):
             newer.rename(older)
+
+
+def own_memory(pid: int) -> int:
+    """Bytes that a process has, each shared page divided by the number of those who share it (PSS); 0 if unknown."""
+    try:
+        rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (OSError, ValueError):
+        return 0
+    return next((int(row.split()[1]) * 1024 for row in rows if row.startswith("Pss:")), 0)
 
 
 def process_usage(pid: int) -> tuple[float, int] | None:
