@@ -29,12 +29,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {**_HEADS, "sliding_window": 4}),
     "gpt2": ("GPT2", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, **_SIZES}),
 }
+_GROUPED = {**_ROTARY, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHARDED = {
+    "mistral, grouped": ("Mistral", {**_GROUPED, "sliding_window": 4}),
+    "qwen2, grouped": ("Qwen2", {**_GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+}
+"""Whose heads two shards divide."""
 WHOLE = {"gpt_neox": ("GPTNeoX", {k: v for k, v in _ROTARY.items() if k != "num_key_value_heads"})}
 
 
 def made(folder: Path, name: str) -> Path:
     """The directory of a model with weights of its own."""
-    kind, sizes = {**CONFIGS, **WHOLE}[name]
+    kind, sizes = {**CONFIGS, **SHARDED, **WHOLE}[name]
     config = getattr(transformers, f"{kind}Config")(**sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)

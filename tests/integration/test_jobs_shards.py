@@ -43,7 +43,12 @@ def test_any_degree_and_number_of_workers(jobs: Jobs, settings: dict[str, Any], 
 @pytest.mark.parametrize(
     "numerics",
     mostly_longer(
-        [{"cell.sp": True}, {"precision": "bf16", "clip_value": 0.01}], lambda numerics: "cell.sp" in numerics
+        [
+            {"cell.sp": True},
+            {"precision": "bf16", "clip_value": 0.01},
+            {"precision": "fp16", "clip_norm": 0.01, "accumulate": 2},
+        ],
+        lambda numerics: "cell.sp" in numerics,
     ),
 )
 def test_parts_of_the_sequence_and_narrow_types(jobs: Jobs, numerics: dict[str, Any]) -> None:

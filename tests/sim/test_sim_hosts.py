@@ -81,7 +81,7 @@ def test_a_host_that_is_let_go_while_its_workers_run_is_noticed(monkeypatch: pyt
 
 def test_a_slot_of_two_hosts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Agent.new_slots
-    monkeypatch.setattr(Agent, "new_slots", lambda agent, ids, first: real(agent, ids or [0], first or [0]))
+    monkeypatch.setattr(Agent, "new_slots", lambda agent, ids, first, ranks: real(agent, ids or [0], first or [0]))
     found = problems(setup(SimFault("drain", 60, pick=1), SimFault("drain", 90, pick=2)))
     assert any("are wanted of two hosts" in problem or "was drained" in problem for problem in found), found
 

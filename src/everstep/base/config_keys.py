@@ -496,11 +496,13 @@ class Config:
     min_workers: int = key(1, "wait for more workers while there are fewer than this", low=1)
     on_failure: str = key(
         "replace",
-        "after a loss. shrink: go on with fewer; replace: go on and replace as soon as possible; wait: wait for a "
-        "replacement",
+        "after a loss. shrink: go on with a smaller cell or fewer workers; replace: go on and replace as soon as "
+        "possible; wait: wait for a replacement",
         choices=("shrink", "replace", "wait"),
     )
-    max_restarts: int = key(20, "restarts of one worker within an hour before it is given up", low=0)
+    max_restarts: int = key(
+        20, "restarts of one worker within an hour before it is given up, or its cell made smaller", low=0
+    )
     quorum_wait_s: float = key(
         600.0, "seconds to wait for enough workers before the job gives up with exit code 3", low=0
     )

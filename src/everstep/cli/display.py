@@ -290,7 +290,7 @@ class Watcher:
         """Note that an event told of this life's end or start, so that the agent's notes need not repeat it."""
         if event["kind"] == "worker_evicted":
             self._told.append(("worker_exited", event.get("worker_id"), event.get("incarnation")))
-        elif event["kind"] == "warning" and cause(event) is Cause.CRASH_LOOP:
+        elif event["kind"] == "cell_shrunk" or (event["kind"] == "warning" and cause(event) is Cause.CRASH_LOOP):
             self._told.append(("slot_lost", event.get("worker_id"), None))
 
     def _stopped(self) -> bool:

@@ -99,6 +99,7 @@ def evaluate_task(text: str, source: Path, read: Callable[[], Mapping[str, Any]]
     from everstep.exact.extra_state import from_file, is_extra
     from everstep.train.evaluation import evaluate
     from everstep.train.precision import prepare_torch
+    from everstep.train.stage import cut_into_shards
     from everstep.train.task import calling
 
     spec = parse_task(text)
@@ -112,6 +113,7 @@ def evaluate_task(text: str, source: Path, read: Callable[[], Mapping[str, Any]]
         model.load_state_dict({name: from_file(t) if is_extra(name) else t for name, t in read().items()})
     except RuntimeError as error:
         raise ConfigError(f"{source} does not fit the task's model: {' '.join(str(error).split())[:400]}") from None
+    cut_into_shards(task, model, task.config)
     dataset = by_index(calling(task, "build_dataset", "test"), _BATCH, task.config.seed)
     size = len(dataset)
     if not size:

@@ -35,6 +35,7 @@ from everstep.cost.memory import (
     of_cell,
 )
 from everstep.cost.task_time import part_of_model
+from everstep.placement.cell_shapes import CellShape
 from everstep.placement.ranks import most_slots
 from everstep.placement.tree import cover
 from everstep.report.words import aligned
@@ -148,13 +149,13 @@ def memory(task: str | None, as_json: bool, **asked: Any) -> int:
     ours = _Table("ours", _OURS, answers_of_ours(part, split, room))
     tables = (ours, paper) if task is not None else (paper, ours)
     splits = splits_of(named, known.workers, asked, room) if named else None
-    cell = _cell(part, split, known.config, known.exchanged)
+    cell = _cell(part, split, known)
     if as_json:
         about = None if cell is None else {"ranks": cell.ranks, "per_rank_bytes": cell.per_rank_bytes}
         print(json.dumps({**_to_dict(said, *tables, assumed), "usual": splits, "cell": about}))
     else:
         _print(said, tables, assumed)
-        for line in _cell_lines(cell, room) if cell is not None else ():
+        for line in _cell_lines(cell, known.config, room) if cell is not None else ():
             print(line)
         for line in split_lines(splits) if splits is not None else ():
             print(line)
@@ -186,25 +187,22 @@ def _split(known: _Known, asked: Mapping[str, Any]) -> Split:
     return Split(workers, lanes, nodes, copies, offload, asked["hosts"], staged, apart)
 
 
-def _cell(model: Model, split: Split, config: Config, exchanged: int) -> CellMemoryUse | None:
+def _cell(model: Model, split: Split, known: _Known) -> CellMemoryUse | None:
     """What each process of a worker of several needs; None of workers of one."""
-    ranks, lanes = config.cell.fsdp, split.lanes
-    if config.cell.tp > 1:
-        raise ConfigError(
-            f"--set cell.tp: expected 1, got {config.cell.tp}: the memory of processes that compute a lane together is "
-            "not planned; leave it out, and plan with cell.fsdp"
-        )
-    if ranks == 1:
+    cell, lanes = known.config.cell, split.lanes
+    if cell.ranks == 1:
         return None
     runs = [range(k * lanes // split.workers, (k + 1) * lanes // split.workers) for k in range(split.workers)]
-    return of_cell(model, split, ranks, exchanged, max(most_slots(run, lanes, ranks) for run in runs))
+    sums = max(most_slots(run, lanes, cell.fsdp) for run in runs)
+    return of_cell(model, split, cell.ranks, known.exchanged, sums, cell.tp, known.shards)
 
 
-def _cell_lines(cell: CellMemoryUse, room: int | None) -> list[str]:
+def _cell_lines(cell: CellMemoryUse, config: Config, room: int | None) -> list[str]:
     rows = [[kind, f"{size / GB:.3g}"] for kind, size in cell.per_rank_bytes.items() if size]
     rows.append(["together", f"{cell.total / GB:.4g}"])
     rows += [["fits", "yes" if cell.total <= room else "no"]] if room is not None else []
-    return ["", f"each of the {cell.ranks} processes of a worker (cell.fsdp={cell.ranks}), in GB", *aligned(rows)]
+    shape = CellShape(config.cell.fsdp, config.cell.tp)
+    return ["", f"each of the {cell.ranks} processes of a worker ({shape}), in GB", *aligned(rows)]
 
 
 class _Table(NamedTuple):
@@ -231,7 +229,7 @@ def _room(asked: Mapping[str, Any]) -> tuple[int | None, list[str]]:
 class _Known(NamedTuple):
     """A model and its job. optimizer: what it can update apart, None if unknown. staging: bytes for checkpoints that
     are not written yet. exchanged: bytes that the processes of one worker exchange at once. stages: of equal length,
-    each with as many workers."""
+    each with as many workers. shards: bytes of the largest tensor of all shards that ranks exchange."""
 
     model: Model
     workers: int
@@ -242,6 +240,7 @@ class _Known(NamedTuple):
     config: Config
     exchanged: int
     stages: int = 1
+    shards: int = 0
 
 
 def _given(named: Mapping[str, str], asked: Mapping[str, Any]) -> _Known:
@@ -300,7 +299,16 @@ def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
     assumed = [*found.assumed, "no checkpoints kept in memory"]
     assumed += ["stages of equal length"] * (config.stages > 1)
     return _Known(
-        model, config.workers, config.lanes, kind, assumed, staged, config, found.exchanged_bytes, config.stages
+        model,
+        config.workers,
+        config.lanes,
+        kind,
+        assumed,
+        staged,
+        config,
+        found.exchanged_bytes,
+        config.stages,
+        found.shard_bytes,
     )
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import click
 
+from everstep.base.config import Config
 from everstep.base.errors import ConfigError
+from everstep.base.stage_map import devices_of, parse_map
 from everstep.cli.job import read_job
 from everstep.cli.run_dir import checkpoint_dir, read_digest
 from everstep.cli.terminal import paragraph
@@ -71,6 +73,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     headline = {"level": said.level, "text": said.text, "more": said.more}
     return {
         **live,
+        "workers": [{**worker, "cell": _cell_of(worker, job.config)} for worker in live["workers"]],
         "steps_total": history.total_steps,
         "logged": history.facts.logged.newest,
         "task": job.task,
@@ -106,6 +109,12 @@ def _from_files(run_dir: Path, history: History, running: bool) -> dict[str, Any
         "cause": facts.condition.cause,
         "reason": facts.condition.reason,
     }
+
+
+def _cell_of(worker: dict[str, Any], config: Config) -> list[dict[str, Any]]:
+    """The processes of a worker."""
+    device = devices_of(parse_map(config.map, config.stages)).get(worker["worker_id"], config.device)
+    return [{"cell_rank": rank, "pid": pid, "device": device} for rank, pid in enumerate(worker.get("pids", ()))]
 
 
 def workers_of(facts: Facts) -> list[dict[str, Any]]:

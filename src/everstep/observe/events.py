@@ -34,6 +34,7 @@ KINDS = frozenset(
         "worker_suspected",
         "worker_evicted",
         "worker_healed",
+        "cell_shrunk",
         "leader_changed",
         "generation_started",
         "waiting",

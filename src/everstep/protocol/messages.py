@@ -81,10 +81,12 @@ class WorkerExited(FromAgent, frozen=True, kw_only=True):
 
 
 class SlotLost(FromAgent, frozen=True, kw_only=True):
-    """An agent gave up on a slot (crash loop); it will not be restarted."""
+    """An agent gave up on a slot (crash loop); it will not be restarted as it was. ranks: processes that its lives
+    have had."""
 
     worker_id: int
     reason: str
+    ranks: int = 1
     cause: Cause = Cause.UNKNOWN
 
 
@@ -501,10 +503,12 @@ class ShowStacks(OfLife, frozen=True, kw_only=True):
 class SetSlots(AnyMessage, frozen=True, kw_only=True):
     """Keep these worker ids running; start missing ones, dismiss none. first: the least incarnation of each id's
     next life. The agent counts on from there by itself; the slot may have had lives elsewhere, whose incarnations
-    are fenced."""
+    are fenced. ranks: processes of each id's next life, none: as the job says. A slot that was given up with more of
+    them is filled again."""
 
     worker_ids: list[int]
     first: list[int] = []
+    ranks: list[int] = []
 
 
 class Pong(AnyMessage, frozen=True, kw_only=True):

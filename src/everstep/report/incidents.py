@@ -365,6 +365,10 @@ class Incidents:
         if cause(event) is Cause.CRASH_LOOP and self.newest is not None:
             self.newest.did(f"the slot of worker {known(event.get('worker_id'))} was given up")
 
+    def _smaller(self, event: Event, time_ns: int, step: int) -> None:
+        if self.newest is not None:
+            self.newest.did(f"worker {known(event.get('worker_id'))} goes on as a smaller cell")
+
     def _recovered(self, event: Event, time_ns: int, step: int) -> None:
         incident = self.open
         if incident is None:
@@ -429,6 +433,7 @@ _ACTS = {
     "coordinator_restarted": Incidents._coordinator,
     "coordinator_killed": Incidents._killed,
     "warning": Incidents._given_up,
+    "cell_shrunk": Incidents._smaller,
     "recovery_completed": Incidents._recovered,
     "job_started": Incidents._over,
     "job_completed": Incidents._over,

@@ -119,6 +119,7 @@ def sentence(event: Event) -> str:
         "worker_suspected": f"{who} is suspected{why}",
         "worker_evicted": f"{who} was evicted{why}",
         "worker_healed": f"{who} has healed{why}",
+        "cell_shrunk": f"{who} goes on as a smaller cell{why}",
         "waiting": f"waiting{why}",
         "coordinator_restarted": f"the coordinator was restarted{why}",
         "coordinator_killed": reason or "the coordinator was killed",

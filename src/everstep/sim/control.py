@@ -205,6 +205,7 @@ class AgentProcess(Process):
         self.dismissed = self.leaving = False
         self.slots = sorted(worker_ids)
         self.lost: dict[int, wire.SlotLost] = {}  # slots that the agent has given up
+        self.ranks: dict[int, int] = {}  # of a slot's next life, if the coordinator has said it
         self.waiting: set[int] | None = None  # slots to start when there is a fork server again
         self.workers: dict[int, SimWorker] = {}
         self.heartbeat_ns = heartbeat_ns
@@ -251,9 +252,12 @@ class AgentProcess(Process):
         self.client.send(wire.WorkerStarted(agent_id=self.name, worker=_life(worker)))
 
     def give_up(self, worker: SimWorker) -> None:
-        """Give up a slot: it gets no other life."""
+        """Give up a slot: it gets no other life, unless a smaller one is asked for."""
         slot, why = worker.me.worker_id, "it died again and again"
-        self.lost[slot] = wire.SlotLost(agent_id=self.name, worker_id=slot, cause=Cause.CRASH_LOOP, reason=why)
+        ranks = self.ranks.get(slot, self.control.rules.degree)
+        self.lost[slot] = wire.SlotLost(
+            agent_id=self.name, worker_id=slot, cause=Cause.CRASH_LOOP, reason=why, ranks=ranks
+        )
         worker.die("it died once too often")
         self.client.send(self.lost[slot])
 
@@ -310,8 +314,11 @@ class AgentProcess(Process):
 
     def _deliver(self, message: wire.AnyMessage) -> None:
         match message:
-            case wire.SetSlots(worker_ids=ids):
+            case wire.SetSlots(worker_ids=ids, ranks=ranks):
                 self.slots = sorted(ids)
+                self.ranks = dict(zip(ids, ranks, strict=False))
+                smaller = {i for i, lost in self.lost.items() if self.ranks.get(i, lost.ranks) < lost.ranks}
+                self.lost = {i: lost for i, lost in self.lost.items() if i not in smaller}
                 for worker_id in self.slots:
                     self.start(worker_id)
             case wire.KillWorker(worker_id=worker_id, incarnation=incarnation, reason=reason):

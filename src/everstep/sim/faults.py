@@ -26,9 +26,8 @@ _LOSSES = ("lose", "lose", "lose_all", "lose_kept")
 
 @dataclass(frozen=True)
 class SimFault:
-    """One fault. After `at_ms` it strikes at once (`phase` ""), or `delay_us` after the `count`-th time that a worker
-    enters the phase. `pick`: selects one of the possible targets. `for_ms`: how long it lasts (0: does not end by
-    itself). `stages`: of the job from then on; 0: as before."""
+    """After `at_ms` it strikes at once (`phase` ""), or `delay_us` after the `count`-th time that a worker enters the
+    phase. `pick`: of the possible targets; `for_ms`: how long; `stages`: of the job from then on; 0: as before."""
 
     kind: str
     at_ms: int
@@ -523,10 +522,11 @@ def _senseless(injector: SimInjector, fault: SimFault, worker: SimWorker | None)
 
 
 def _given_up(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
-    """An agent gives up a slot, and the coordinator dies before it has heard of it."""
-    injector.control.coordinator.die("SIGKILL")
+    """An agent gives up a slot, and the coordinator dies before it has heard of it, unless the slot is worn."""
+    if fault.kind == "given_up":
+        injector.control.coordinator.die("SIGKILL")
+        injector.for_a_while(fault, injector.control.start_coordinator)
     injector.control.agents[target.host].give_up(target)
-    injector.for_a_while(fault, injector.control.start_coordinator)
 
 
 def _save(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
@@ -572,6 +572,7 @@ _KINDS: dict[str, tuple[int, Strikes]] = {
     "end_alone": (0, _end_alone),
     "senseless": (0, _senseless),
     "given_up": (0, _one(_given_up)),
+    "worn": (0, _one(_given_up)),
     "old_plan": (0, _one(_old_plan)),
     "double_plan": (0, _one(_double_plan)),
     "drain_host": (0, _drain_host),
@@ -580,7 +581,7 @@ _KINDS: dict[str, tuple[int, Strikes]] = {
     "launcher": (0, _launcher),
     "disk_full": (0, _disk_full),
 }
-"""Weight of each kind among the others, and its strike. Kinds of weight 0 have schedules of their own."""
+"""Weight of each kind among the others, and its strike. Those of 0 are drawn by `_MORE`, or apart."""
 _MORE = {
     "one_way": 3,
     "save": 3,
@@ -592,9 +593,8 @@ _MORE = {
     "launcher": 3,
     "signal": 1,
 }
-"""Weight of each kind among these."""
 DIFFERS = ("faults", "differs")
 """A worker that builds another initial state than all others; it has no time."""
-_APART = ("drain_host", "end_alone", "senseless", "given_up")
+_APART = ("drain_host", "end_alone", "senseless", "given_up", "worn")
 KNOWN = (*(("faults", kind) for kind in _KINDS if kind not in _APART), DIFFERS)
 """Cases that `World.seen` counts; the others have scenarios of their own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
+from everstep.placement.cell_shapes import CellShape, shapes_of
 from everstep.protocol.coordinator.types import CoordinatorConfig
 from everstep.protocol.driver.saver import SavingRules
 from everstep.sim.world import MS, SECOND
@@ -17,7 +18,8 @@ class Rules:
     saves: when checkpoints are taken, beside every few steps. shared: the coordinator shares the slots out from the
     start, `room` of them to a host at most (0: any number). least: hosts that have to be there before the job begins.
     by_steps: the limit for hangs follows from the steps' times. lasting_ms: how long slow workers and weak pools are
-    tolerated. reboots: an agent that comes again says that it is another process.
+    tolerated. reboots: an agent that comes again says that it is another process. degree: processes of each worker,
+    which goes on with fewer of them where its slot is given up.
     """
 
     saves: str = ""
@@ -27,11 +29,13 @@ class Rules:
     by_steps: bool = False
     lasting_ms: int = 30_000
     reboots: bool = False
+    degree: int = 1
 
     def of_coordinator(self, config: CoordinatorConfig) -> CoordinatorConfig:
         """The config of a job with these rules."""
         limit = None if self.by_steps else config.hang_limit_ns
-        hosts = replace(config.hosts, least=self.least, wait_ns=3600 * SECOND)
+        cells = shapes_of(CellShape(1, self.degree), self.degree)
+        hosts = replace(config.hosts, least=self.least, wait_ns=3600 * SECOND, cells=cells)
         config = replace(config, lasting_ns=self.lasting_ms * MS)
         return replace(config, hosts=hosts, hang_limit_ns=limit, slots=config.workers if self.shared else 0)
 

@@ -258,7 +258,7 @@ class Simulation:
         if self.checks.exact.over and "not finite" in self.control.fate.failed:
             self.world.seen[NONFINITE] += 1
             return ""
-        gives_up = any(fault.kind == "given_up" for fault in self.setup.faults)
+        gives_up = any(fault.kind in ("given_up", "worn") for fault in self.setup.faults)
         if gives_up and "was given up (it died again and again)" in self.control.fate.failed:
             self.world.seen[TOO_FEW] += 1
             return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from everstep.base.errors import ConfigError
 from everstep.data.reading import first_samples
 from everstep.exact.layout import GradientLayout, untie
+from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.wrapping import wrapped
 from everstep.train.optimizer_kind import OptimizerKind, kind_of
+from everstep.train.stage import cut_into_shards
 from everstep.train.task import Task
 
 _ASSUMED_OPTIMIZER = 8
@@ -28,7 +31,8 @@ class Counted:
     lane's forward pass keeps for its backward pass. forward_flops: operations of that pass, 0 where it cannot be
     counted. units: where the model may be cut. optimizer: which parts it can update apart, None if that cannot be
     tried. assumed: what was taken for granted where it cannot be counted. exchanged_bytes: gradients that processes of
-    one worker exchange at once, by `cell.wrap`."""
+    one worker exchange at once, by `cell.wrap`. shard_bytes: the largest tensor of all shards that ranks who compute a
+    lane together exchange; activations are those of one rank."""
 
     parameters: int
     parameter_bytes: int
@@ -40,6 +44,19 @@ class Counted:
     optimizer: OptimizerKind | None
     assumed: tuple[str, ...]
     exchanged_bytes: int = 0
+    shard_bytes: int = 0
+
+
+class _Shapes:
+    """The exchange of a rank on the meta device. largest: bytes of what has come of all shards at once."""
+
+    def __init__(self, shards: int) -> None:
+        self.largest, self._shards = 0, shards
+
+    def gather(self, mine: Sequence[Tensor]) -> list[Tensor]:
+        """A tensor for each shard."""
+        self.largest = max(self.largest, self._shards * mine[0].nbytes)
+        return [torch.empty_like(mine[0]) for _ in range(self._shards)]
 
 
 def count_task(task: Task, micro_batch: int) -> Counted:
@@ -66,9 +83,14 @@ def count_task(task: Task, micro_batch: int) -> Counted:
         assumed.append(
             f"{_ASSUMED_OPTIMIZER} bytes per parameter for the optimizer, which cannot be counted ({_line(error)})"
         )
+    exchanged, units = _exchanged(task, model), _units(task, model)
+    shards, degree = task.config.cell.shards, task.config.cell.tp
+    seen = _Shapes(shards)
+    mesh = cut_into_shards(task, model, task.config) or ShardMesh(1)
     activation_bytes = forward_flops = 0
     try:
-        activation_bytes, forward_flops = _of_forward(task, model, micro_batch)
+        with mesh.among(0, degree, seen):
+            activation_bytes, forward_flops = _of_forward(task, model, micro_batch)
     except Exception as error:
         assumed.append(f"no activations, which cannot be counted ({_line(error)})")
     return Counted(
@@ -78,10 +100,11 @@ def count_task(task: Task, micro_batch: int) -> Counted:
         optimizer_bytes,
         activation_bytes,
         forward_flops,
-        _units(task, model),
+        units,
         _kind(task, parameters),
         tuple(assumed),
-        _exchanged(task, model),
+        exchanged,
+        seen.largest,
     )
 
 

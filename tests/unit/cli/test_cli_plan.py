@@ -73,6 +73,29 @@ def test_processes_of_a_worker_are_counted_one_by_one(capsys: pytest.CaptureFixt
     assert "cell.fsdp: expected" in capsys.readouterr().err
 
 
+TRANSFORMER = ("transformer-text", "--set", "cell.shards=4", "--set", "task.layers=1")
+
+
+def test_processes_that_compute_a_lane_together_keep_their_shards_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their activations are divided inside the sharded layers; the first lane's gradient is whole at each of them."""
+    two, four, seats = (
+        planned(capsys, *TRANSFORMER, *more)["cell"]
+        for more in (
+            ("--set", "cell.tp=2"),
+            ("--set", "cell.tp=4"),
+            ("--set", "cell.tp=2", "--set", "cell.fsdp=2"),
+        )
+    )
+    assert (two["ranks"], four["ranks"], seats["ranks"]) == (2, 4, 4)
+    alone, kept = planned(capsys, *TRANSFORMER), [one["per_rank_bytes"] for one in (two, four, seats)]
+    assert kept[1]["activations"] < kept[0]["activations"] == kept[2]["activations"]
+    assert kept[0]["first"] == kept[1]["first"] == 4 * alone["parameters"] and kept[0]["shards"] > 0
+    assert alone["cell"] is None and alone["per_worker_bytes"]["activations"] > kept[0]["activations"]
+    assert not [one for one in alone["assumed"] if "cannot be counted" in one]
+    assert run_command(["plan", "memory", *TRANSFORMER, "--set", "cell.tp=2"]) == 0
+    assert "each of the 2 processes of a worker (cell.tp=2), in GB" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["disk", "./disk", "/disk/a", "none", "cpu"])
 def test_an_offload_is_a_folder_whose_name_may_have_no_slash(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert planned(capsys, "--params", "1M", "--offload", name)["offload"] == name

@@ -55,6 +55,18 @@ def test_a_life_may_be_several_processes_and_restarts_are_all_of_theirs() -> Non
     assert (slot.pid, slot.pids, slot.state) == (0, (), "resting")
 
 
+def test_a_slot_that_was_given_up_begins_again_with_fewer_processes() -> None:
+    slot, config = Slot(2, ranks=4), policy(0, 0.5, 30.0)
+    _live(slot, 0.0)
+    slot.resize(2, 0.5)
+    assert slot.ranks == 4, "a life keeps its processes"
+    assert _die(slot, 1.0, config) is not None
+    slot.resize(4, 2.0)
+    assert slot.state == "lost", "as many are no help"
+    slot.resize(2, 3.0)
+    assert (slot.state, slot.restart_at_s, slot.ranks) == ("resting", 3.0, 2)
+
+
 def test_the_first_restart_is_at_once_and_later_ones_back_off() -> None:
     slot = Slot(0)
     delays = []

@@ -18,7 +18,13 @@ from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.coordinator.profiles import STANDSTILL_NS
 from everstep.protocol.coordinator.types import Disconnected
-from everstep.protocol.coordinator.workers import evict, kill_life, left_in_order, runs_elsewhere
+from everstep.protocol.coordinator.workers import (
+    evict,
+    kill_life,
+    left_in_order,
+    runs_elsewhere,
+    shrinks_cell,
+)
 
 HANG_FLOOR_NS = 10 * SECOND_NS
 HANG_UNKNOWN_NS = 60 * SECOND_NS
@@ -123,8 +129,14 @@ def worker_exited(job: JobState, agent: Agent, message: m.WorkerExited) -> None:
 
 def slot_lost(job: JobState, agent: Agent, message: m.SlotLost) -> None:
     """An agent gave up on a slot."""
-    slots = job.slots
-    if not slots.lose(message.worker_id, agent.agent_id, Why(message.cause, message.reason)):
+    slots, given = job.slots, Why(message.cause, message.reason)
+    if shrinks_cell(job, message.worker_id) or slots.cells.shrunk_below(message.worker_id, message.ranks):
+        grant = slots.grants.of(message.worker_id)
+        if grant is None or grant.agent_id == agent.agent_id:
+            slots.cells.shrink(message.worker_id, message.ranks, given, job.progress.step)
+            agent.repeat_slots()
+        return
+    if not slots.lose(message.worker_id, agent.agent_id, given):
         return
     if slots.left() < slots.least:
         text = (

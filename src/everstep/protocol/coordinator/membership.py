@@ -376,10 +376,11 @@ class Agent:
         self._killed_ns.setdefault(key, now_ns)
         return first
 
-    def new_slots(self, ids: list[int], first: list[int]) -> SetSlots:
-        """The message with the slots to keep filled, and the least incarnation of each slot's next life."""
+    def new_slots(self, ids: list[int], first: list[int], ranks: Iterable[int] = ()) -> SetSlots:
+        """The message with the slots to keep filled, and the least incarnation of each slot's next life. ranks: as the
+        message has them."""
         self.sent_slots = ids
-        return SetSlots(worker_ids=ids, first=first)
+        return SetSlots(worker_ids=ids, first=first, ranks=list(ranks))
 
     def repeat_slots(self) -> None:
         """Send the agent its slots again: a worker may have left as once asked while its slot is wanted again."""

@@ -1,9 +1,9 @@
 """How a journal restores a coordinator's parts. Pure.
 
-Entries are JSON-able dicts with a `kind`: lanes, target, plan, entered, evict, ticket, slot_lost, grants, drained,
-struck, strike_asked, ended. Entries of an unknown kind are skipped, so that an older program can read the common
-part of a newer journal. Entries that make no sense are skipped, and the rest counts: the workers supply the missing
-facts, since their hellos name their plan.
+Entries are JSON-able dicts with a `kind`: lanes, target, plan, entered, evict, ticket, slot_lost, cell, grants,
+drained, struck, strike_asked, ended. Entries of an unknown kind are skipped, so that an older program can read the
+common part of a newer journal. Entries that make no sense are skipped, and the rest counts: the workers supply the
+missing facts, since their hellos name their plan.
 """
 
 from __future__ import annotations
@@ -67,6 +67,11 @@ class _Ticket(_Entry, frozen=True, kw_only=True, tag="ticket"):
 class _SlotLost(_Entry, frozen=True, kw_only=True, tag="slot_lost"):
     worker_id: _Id
     reason: str
+
+
+class _Cell(_Entry, frozen=True, kw_only=True, tag="cell"):
+    worker_id: _Id
+    ranks: _Count
 
 
 class _Grants(_Entry, frozen=True, kw_only=True, tag="grants"):
@@ -175,6 +180,8 @@ def _take(job: JobState, entry: _Entry | None) -> None:
             job.healing.replay_ticket(entry.ticket)
         case _SlotLost():
             job.slots.replay_lost(entry.worker_id, entry.reason)
+        case _Cell():
+            job.slots.cells.replay(entry.worker_id, entry.ranks)
         case _Grants():
             for worker_id, first in zip(entry.slots, entry.first, strict=True):
                 job.slots.grants.replay(

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from math import inf
 
 from everstep.base.cause import Cause, Why
+from everstep.protocol.coordinator.cells import Cells
 from everstep.protocol.coordinator.environment import Environment
 from everstep.protocol.coordinator.grants import Grants
 from everstep.protocol.coordinator.membership import Agent, Agents, Membership
@@ -14,12 +15,12 @@ from everstep.protocol.coordinator.sharing import share
 
 class Slots:
     """Slots that were asked for, and their fate. target: number of members wanted. lost: slots given up for good,
-    with the reason. grants: the agents that start their lives."""
+    with the reason. grants: the agents that start their lives; cells: the shapes of these."""
 
     def __init__(self, env: Environment, membership: Membership, agents: Agents) -> None:
         self.target = env.config.workers
         self.lost: dict[int, str] = {}
-        self.grants = Grants(env)
+        self.grants, self.cells = Grants(env), Cells(env)
         self._env, self._membership, self._agents = env, membership, agents
         self._asked: set[int] | None = None  # None: as the agents started them
         self._retiring: set[int] = set()  # not wanted any more, but the worker has not left yet
@@ -129,7 +130,7 @@ class Slots:
         come back one by one: slots that the others run must not be started again on the first. ending: the state in
         which the job is about to end, "" if it is not; if slots were asked for, nothing is started then.
         """
-        state = self._agents.version, self._version, ending
+        state = self._agents.version, self._version + self.cells.version, ending
         seen = self._shared == state and self._withheld <= self._membership.workers.keys()
         if not self.shared_out or self._membership.in_grace or seen:
             return  # a thousand hellos of workers need not look at all slots
@@ -149,7 +150,7 @@ class Slots:
             ids = slots_of[agent.agent_id]
             if agent.sent_slots != ids:
                 first = self.grants.give(agent, {i: self._membership.next_incarnation(i) for i in ids})
-                self._env.send(agent.connection, agent.new_slots(ids, first))
+                self._env.send(agent.connection, agent.new_slots(ids, first, self.cells.ranks(ids)))
 
     def _find_owners(self, wanted: Collection[int], agents: Sequence[Agent]) -> None:
         """Give slots without a known agent to the host that the map names, or to the host with the fewest slots. But

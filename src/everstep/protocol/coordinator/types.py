@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from everstep.base.plan import Divides, Plan, WorkerKey
 from everstep.base.pool_wish import PoolWish
 from everstep.base.strikes import Strike
+from everstep.placement.cell_shapes import CellShape
 from everstep.protocol.identity import Code, Kernels
 from everstep.protocol.messages import AnyMessage
 
@@ -36,7 +37,7 @@ class HostRules:
     the job begins; named: hosts that the map names, by worker id; wait_ns: time to wait for all of them. strikes:
     scripted faults of hosts and links. hang_first_ns: time that workers may stand still while they may compile.
     term: of the coordinator, where several can take each other's place; 0 otherwise. alike: facts that workers must
-    share.
+    share. cells: shapes that a worker's cell may have, the largest first; none: one process.
     """
 
     grace_ns: int = 2_000_000_000
@@ -51,6 +52,7 @@ class HostRules:
     term: int = 0
     hang_first_ns: int = 600_000_000_000
     alike: Alike = field(default_factory=Alike)
+    cells: tuple[CellShape, ...] = ()
 
     def gpu(self, worker_id: int) -> str:
         """The GPU of a worker, as its host numbers it; "" if it has none."""

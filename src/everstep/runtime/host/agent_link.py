@@ -249,9 +249,9 @@ class AgentLink:
             )
         )
 
-    def slot_lost(self, worker_id: int, why: Why) -> None:
-        """Report that a slot was given up."""
-        self._lost[worker_id] = SlotLost(agent_id=self.agent_id, worker_id=worker_id, **vars(why))
+    def slot_lost(self, worker_id: int, why: Why, ranks: int = 1) -> None:
+        """Report that a slot was given up, whose lives have had so many processes."""
+        self._lost[worker_id] = SlotLost(agent_id=self.agent_id, worker_id=worker_id, ranks=ranks, **vars(why))
         self.client.send(self._lost[worker_id])
 
     def host_failed(self, why: Why) -> None:

@@ -237,7 +237,7 @@ class HostAgent:
     def _order(self, host: Host, message: AnyMessage) -> None:
         """Carry out an order about this host's workers, or about the host."""
         if isinstance(message, SetSlots):
-            host.workers.want(message.worker_ids, message.first)
+            host.workers.want(message.worker_ids, message.first, message.ranks)
             if message.worker_ids:  # a host that never had workers cannot say that they have left
                 self._done.discard("idle")
         elif isinstance(message, KillWorker):

@@ -116,21 +116,24 @@ class Workers:
             if slot.state in ("starting", "running"):
                 self._board.row(slot.worker_id).ask_end()
 
-    def want(self, worker_ids: Sequence[int], first: Sequence[int] = ()) -> None:
+    def want(self, worker_ids: Sequence[int], first: Sequence[int] = (), ranks: Sequence[int] = ()) -> None:
         """Keep these slots filled and let the others end; missing workers start at the next `start_due`.
 
-        first: the least incarnation that the next life of each may have.
+        first: the least incarnation that the next life of each may have. ranks: processes of that life; none: as the
+        job says.
         """
         now_s, least = time.monotonic(), dict(zip(worker_ids, first, strict=False))
+        sizes = dict(zip(worker_ids, ranks, strict=False))
         for worker_id in worker_ids:
             if not 0 <= worker_id < self._board.rows:
                 text = f"no room for more than {self._board.rows} workers"
                 self._notify("warning", Why(Cause.CONFIG, text), worker_id=worker_id)
                 continue
-            slot = self._slots.setdefault(worker_id, Slot(worker_id))
+            slot = self._slots.setdefault(worker_id, Slot(worker_id, ranks=self._ranks))
             if slot.state == "left" or (slot.state == "lost" and not slot.wanted):
                 slot.state, slot.restart_at_s = "resting", now_s
             slot.wanted, slot.first = True, least.get(worker_id, slot.first)
+            slot.resize(min(sizes.get(worker_id, self._ranks), self._ranks), now_s)
         for worker_id, slot in self._slots.items():
             slot.wanted = worker_id in worker_ids
             if not slot.wanted and slot.state in ("resting", "empty"):
@@ -151,11 +154,11 @@ class Workers:
         for slot in self.slots:
             if slot.state in ("empty", "resting") and slot.restart_at_s <= now_s:
                 incarnation = slot.begin(now_s)
-                context = replace(self._make_context(slot.worker_id, incarnation), cell_size=self._ranks)
+                context = replace(self._make_context(slot.worker_id, incarnation), cell_size=slot.ranks)
                 with contextlib.suppress(OSError):
                     context.last_words_path.unlink(missing_ok=True)
-                self._board.begin(slot.worker_id, incarnation, self._ranks)
-                ends = [self._collector.open(slot.worker_id, incarnation, rank) for rank in range(self._ranks)]
+                self._board.begin(slot.worker_id, incarnation, slot.ranks)
+                ends = [self._collector.open(slot.worker_id, incarnation, rank) for rank in range(slot.ranks)]
                 theirs, ours = os.pipe()
                 self._running[slot.worker_id] = Running(ours)
                 self._server.start(self._entry, context, ends, theirs)
@@ -211,7 +214,7 @@ class Workers:
         why = why_ended(code)
         if code == -signal.SIGKILL and self._memory_kills.lately(time.monotonic()):
             why = Why(Cause.OOM, f"{why.reason}: the kernel ran out of memory")
-        if self._ranks > 1:
+        if self._slots[worker_id].ranks > 1:
             how = "was" if code < 0 else "ended with"
             why = Why(why.cause, f"its rank {about['cell_rank']} {how} {why.reason}")
         self._exited(worker_id, incarnation, code, Why(why.cause, why.reason + unseen), about["unix_ns"])
@@ -281,7 +284,7 @@ class Workers:
         if ready and not words and not killed and code != _EVICTED_CODE and not in_order and pulse.phase in _COMPUTING:
             self._judge_crash(worker_id, pulse.step, code, why.reason)
         if lost is not None:
-            self._link.slot_lost(worker_id, lost)
+            self._link.slot_lost(worker_id, lost, slot.ranks)
             self._notify("slot_lost", lost, worker_id=worker_id)
         elif slot.state == "resting" and slot.restart_at_s > now_s:
             delay_s = slot.restart_at_s - now_s
@@ -323,7 +326,7 @@ class Slot:
 
     state: 'empty' (never started), 'starting' (asked for), 'running', 'resting' (waits for its restart), 'left' (ended
     in order), 'lost' (given up). pids: of the present life's processes, the head's first. first: the least incarnation
-    that a next life may have.
+    that a next life may have; ranks: its processes.
     """
 
     worker_id: int
@@ -338,6 +341,7 @@ class Slot:
     early_killed: int = 0
     restarts_s: deque[float] = field(default_factory=deque)
     first: int = 0
+    ranks: int = 1
 
     @property
     def live(self) -> bool:
@@ -358,6 +362,15 @@ class Slot:
         """Note the processes of the present life."""
         self.state, self.pids = "running", pids
 
+    def resize(self, ranks: int, now_s: float) -> None:
+        """Give the next life so many processes; a slot that was given up with more of them begins again."""
+        if self.state == "lost" and ranks < self.ranks:
+            self.state, self.restart_at_s, self.attempt = "resting", now_s, 0
+            self.early_own = self.early_killed = 0
+            self.restarts_s.clear()
+        if self.state not in ("starting", "running"):
+            self.ranks = ranks
+
     def exited(
         self, now_s: float, config: Config, why: Why, *, in_order: bool, ready: bool, killed: bool, random: float
     ) -> Why | None:
@@ -371,7 +384,8 @@ class Slot:
             return None
         self.state = "lost"
         if config.on_failure == "shrink":
-            return Why(why.cause, f"{why.reason}; on_failure is 'shrink', so it is not started again")
+            rest = ", so it is not started again" if self.ranks == 1 else ""
+            return Why(why.cause, f"{why.reason}; on_failure is 'shrink'{rest}")
         if ready:
             self.early_own = self.early_killed = 0
         elif killed:

@@ -13,6 +13,7 @@ import msgspec
 from everstep.base.config import Config, inexact, pool_wish
 from everstep.base.stage_map import devices_of, hosts_of, parse_map
 from everstep.base.strikes import Strike
+from everstep.placement.cell_shapes import CellShape, shapes_of
 from everstep.protocol.coordinator.types import (
     Alike,
     CoordinatorConfig,
@@ -72,6 +73,7 @@ def coordinator_config(
             strikes=tuple(strikes),
             term=term,
             hang_first_ns=int(config.hang_first_s * 1e9),
+            cells=shapes_of(CellShape(config.cell.fsdp, config.cell.tp), config.cell.shards),
             alike=Alike(
                 read_kernels(job.get("numerics")),
                 read_code(job.get("code")) or Code(),

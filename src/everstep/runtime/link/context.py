@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from everstep.base.doors import split_at_port
 from everstep.base.errors import ConfigError, one_line
 from everstep.base.given import parse_json, read_given
 from everstep.base.plan import WorkerKey
+from everstep.placement.cell_shapes import CellShape, shapes_of
 from everstep.runtime.link.tls import Shown, Tls
 
 
@@ -99,8 +100,13 @@ class WorkerContext:
         return None if self.tls is None else Tls(Shown(**self.tls))
 
     def load_config(self) -> Config:
-        """The effective config. Raises: ConfigError."""
-        return load_config([("job.json", self.config)])
+        """The effective config, with the shape that this worker's cell has. Raises: ConfigError."""
+        config = load_config([("job.json", self.config)])
+        cell = config.cell
+        for shape in shapes_of(CellShape(cell.fsdp, cell.tp), cell.shards):
+            if shape.ranks == self.cell_size < cell.ranks:
+                return replace(config, cell=replace(cell, **shape._asdict()))
+        return config
 
 
 @dataclass(frozen=True)
