@@ -234,18 +234,24 @@ class Step:
                 session.executor.ask(HoldAsked(words, session.view.hold_until_ns()))
 
     def backward(
-        self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, *, optimizer: Any = None
+        self,
+        loss: torch.Tensor,
+        weight: float | torch.Tensor | None = None,
+        *,
+        optimizer: Any = None,
+        retain_graph: bool = False,
     ) -> None:
         """Backward of this batch. `loss` is its mean; or its sum, with `weight` (number of tokens, say). Several calls
         for one batch add their losses and gradients up. `optimizer`: one of those that join was given, or its name;
-        then its parameters alone get a gradient.
+        then its parameters alone get a gradient. `retain_graph`: a later call goes through the same graph.
 
         Raises: Misused if it is no scalar with a gradient, or the weights of several calls differ.
         """
         view = self._session.view
         view.phase("backward", self.number, view.plan)
         replica = view.stages.only
-        replica.loop.backward(loss, weight, self._share, None if optimizer is None else replica.trained_by(optimizer))
+        inputs = None if optimizer is None else replica.trained_by(optimizer)
+        replica.loop.backward(loss, weight, self._share, inputs, retain_graph=retain_graph)
 
     def log(self, **values: tuple[Any, Any]) -> None:
         """Log values of this batch, each as (sum, count): `step.log(accuracy=(hits, len(y)))`.
