@@ -516,4 +516,14 @@ CLEAN = [
         setup="out = {}",
         batch="out['a'] = model(x)\nout['loss'] = loss_fn(out['a'], y)\nstep.backward(out['loss'])",
     ),
+    Loop(
+        "features_by_a_hook",
+        setup="feats = {}\ndef hook(m, i, o): feats['h'] = o\nmodel[0].register_forward_hook(hook)",
+        batch="model(x)\nstep.backward(1e-3 * feats['h'].square().mean())",
+    ),
+    Loop(
+        "outputs_of_a_hook",
+        setup="outs = []\nmodel[0].register_forward_hook(lambda m, i, o: outs.append(o))",
+        batch="outs.clear()\nmodel(x)\nstep.backward(1e-3 * outs[0].square().mean())",
+    ),
 ]

@@ -36,8 +36,9 @@ from everstep.train.restarts import like_parameters
 _SAMPLING = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
 _DEEP, _WIDE = 3, 16
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *(*_FORWARD, "_backward_hooks", "_backward_pre_hooks"),
     "_post_accumulate_grad_hooks",
 )
 _UPDATE_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -335,7 +336,8 @@ def _beside_loop(trained: Trained, names: Mapping[int, str]) -> BesideLoop:
             break
     if users_class(type(dataset)) and not streamed:
         data = []  # its own code says what it reads
-    return BesideLoop(samples, _hooks(trained.model, trained.optimizer, names), _updates(trained, names), data)
+    forwards = {id(m): _hooks_of(m, _FORWARD, names) for m in trained.model.modules()}
+    return BesideLoop(samples, _hooks(trained.model, names), _updates(trained, names), data, forwards)
 
 
 def _methods(thing: Any, wanted: Iterable[str]) -> Iterator[types.FunctionType]:
@@ -348,11 +350,12 @@ def _methods(thing: Any, wanted: Iterable[str]) -> Iterator[types.FunctionType]:
                 break
 
 
-def _hooks(model: nn.Module, optimizer: Optimizer, names: Mapping[int, str]) -> list[Any]:
-    hooked = [*model.modules(), *model.parameters()]
-    return [
-        one for thing in hooked for attribute in _HOOKS for one in _functions(getattr(thing, attribute, None), names)
-    ]
+def _hooks(model: nn.Module, names: Mapping[int, str]) -> list[Any]:
+    return [one for thing in (*model.modules(), *model.parameters()) for one in _hooks_of(thing, _HOOKS, names)]
+
+
+def _hooks_of(thing: Any, kinds: Iterable[str], names: Mapping[int, str]) -> list[Any]:
+    return [one for kind in kinds for one in _functions(getattr(thing, kind, None), names)]
 
 
 def _updates(trained: Trained, names: Mapping[int, str]) -> list[Any]:

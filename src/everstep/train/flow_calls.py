@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 import inspect
 import types
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -61,12 +61,14 @@ _OPENED = ("opened to read", "opened to write")
 @dataclass(frozen=True)
 class BesideLoop:
     """Code that runs beside the loop's own. samples: functions that make samples and batches, with their arguments;
-    hooks: at each backward pass; updates: at each update. data: objects that hold the samples."""
+    hooks: at each backward pass; updates: at each update; forwards: at each call of a module, by its id. data: objects
+    that hold the samples."""
 
     samples: Sequence[tuple[types.FunctionType, tuple[Any, ...]]] = ()
     hooks: Sequence[tuple[types.FunctionType, tuple[Any, ...]]] = ()
     updates: Sequence[tuple[types.FunctionType, tuple[Any, ...]]] = ()
     data: Sequence[tuple[str, Any]] = ()
+    forwards: Mapping[int, Sequence[tuple[types.FunctionType, tuple[Any, ...]]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -143,12 +145,16 @@ class Calls:
         return self.functions.operate(value, name, given)
 
     def _beside(
-        self, function: types.FunctionType, given: tuple[Any, ...], flags: frozenset[str] = frozenset()
+        self,
+        function: types.FunctionType,
+        given: tuple[Any, ...],
+        flags: frozenset[str] = frozenset(),
+        deps: frozenset[Origin] = NOTHING,
     ) -> Value:
         code = function.__code__
         own = [self.memory.live(thing, title) for title, thing in given]
         rest = [
-            Value(frozenset((("arg", id(code), k),)), flags=flags, key=frozenset((("arg", id(code), k),)))
+            Value(deps | {("arg", id(code), k)}, flags=flags, key=frozenset((("arg", id(code), k),)))
             for k in range(code.co_argcount - len(own))
         ]
         return self.functions.run(function, [*own, *rest], {})
@@ -290,6 +296,8 @@ class Calls:
             if acts:
                 memory.branches([lambda act=act: results.append(act()) for act in acts])  # type: ignore[misc]
             found += [one for one in results if one is not None]
+        if len(callee.objects) == 1 and not callee.codes:
+            self._called(callee.objects[0], together(memory, given) | memory.use(callee))
         if found:
             return joined(found)
         whole = together(memory, given) | memory.use(callee)
@@ -318,6 +326,13 @@ class Calls:
         if drives and any(v.flags & {"trained", "copy"} for v in given.all):
             flags |= {"copy"}
         return Value(whole, flags=flags, title=name)
+
+    def _called(self, thing: Any, deps: frozenset[Origin]) -> None:
+        """Note that a module is called: its forward hooks run, and those of the modules that it surely calls."""
+        for function, given in self.feeds.forwards.get(id(thing), ()):
+            self._beside(function, given, deps=deps)
+        for inner in thing if type(thing) is torch.nn.Sequential else ():
+            self._called(inner, deps)
 
     def _special(
         self, name: str, node: ast.Call, given: Given, together: frozenset[Origin], scope: Scope

@@ -281,7 +281,8 @@ class RoundMemory:
                 self.written.setdefault(place, self.at)
                 self.titles.setdefault(place, value.title)
             else:
-                deps = self.use(given) | (NOTHING if sets else {place})
+                before = self.values[place].deps if place in self.values else frozenset((place,))
+                deps = self.use(given) | (NOTHING if sets else before)
                 plain = Value(deps, flags=given.flags & {"copy"})
                 self.write(place, plain, title=value.title, strong=False, keys=keys)
             if whole and (sets or forgets) and len(places) == 1 and not (value.homes or keys):

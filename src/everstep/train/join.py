@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from everstep.base.below import write_atomically
-from everstep.base.cause import Cause
 from everstep.base.config import Config, check_keys, dotted, load_config, read_layers, to_dict
 from everstep.base.errors import ConfigError
 from everstep.data.given_loader import Collate, read_data
@@ -35,7 +34,6 @@ from everstep.train.job_parts import assemble
 from everstep.train.join_again import second_call
 from everstep.train.loop_values import LoopValues
 from everstep.train.precision import prepare_torch
-from everstep.train.published import Publisher
 from everstep.train.rehearsal import LifeLink, WatchedLoop
 from everstep.train.rehearsing import Conclude, beside_script, main_script
 from everstep.train.restarts import unpassed
@@ -183,7 +181,7 @@ def join(
     if isinstance(link, LifeLink):
         link.follow(WatchedLoop(tuple(ignore), unpassed=lost, data=(data.dataset, data.collate)))
     else:
-        _await_rehearsal(link)
+        _run.remarks.extend(filter(None, [_rehearsed(link)]))
     return _run
 
 
@@ -234,15 +232,8 @@ def _link(given: Mapping[str, Any], run_dir: Path | None, loaded: int | None) ->
     return link
 
 
-def _await_rehearsal(link: WorkerLink) -> None:
-    """Wait for the rehearsal; warn if there was none. Raises: ConfigError."""
-    if note := _rehearsed(link):
-        with contextlib.closing(Publisher(link.run_dir, link.me)) as publisher:
-            publisher.emit("warning", step=0, cause=Cause.CONFIG, reason=note)
-
-
 def _rehearsed(link: WorkerLink) -> str:
-    """Why there was no rehearsal, "" if there was or need not be. Raises: ConfigError."""
+    """Wait for the rehearsal. Returns why there was none, "" if there was or need not be. Raises: ConfigError."""
     if _conclude is not None:
         note = _conclude()
         return note if link.config.rehearse else ""

@@ -58,7 +58,7 @@ from everstep.train.watched_life import IN_REHEARSAL, TRIED
 log = logging.getLogger(__name__)
 
 _LOOP_SEED = 1 << 34
-_OF_RUN = frozenset({"_session", "model", "_stopped", "_logged", "_survey", "_guard", "loop"})
+_OF_RUN = frozenset({"_session", "model", "_stopped", "_logged", "_survey", "_guard", "loop", "remarks"})
 _UNDONE = (
     "the loop left step {number} before its batches were used up: iterate `for batch in step:` to its end in every step"
 )
@@ -234,18 +234,24 @@ class Step:
                 session.executor.ask(HoldAsked(words, session.view.hold_until_ns()))
 
     def backward(
-        self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, *, optimizer: Any = None
+        self,
+        loss: torch.Tensor,
+        weight: float | torch.Tensor | None = None,
+        *,
+        optimizer: Any = None,
+        retain_graph: bool = False,
     ) -> None:
         """Backward of this batch. `loss` is its mean; or its sum, with `weight` (number of tokens, say). Several calls
         for one batch add their losses and gradients up. `optimizer`: one of those that join was given, or its name;
-        then its parameters alone get a gradient.
+        then its parameters alone get a gradient. `retain_graph`: a later call goes through the same graph.
 
         Raises: Misused if it is no scalar with a gradient, or the weights of several calls differ.
         """
         view = self._session.view
         view.phase("backward", self.number, view.plan)
         replica = view.stages.only
-        replica.loop.backward(loss, weight, self._share, None if optimizer is None else replica.trained_by(optimizer))
+        inputs = None if optimizer is None else replica.trained_by(optimizer)
+        replica.loop.backward(loss, weight, self._share, inputs, retain_graph=retain_graph)
 
     def log(self, **values: tuple[Any, Any]) -> None:
         """Log values of this batch, each as (sum, count): `step.log(accuracy=(hits, len(y)))`.
@@ -290,7 +296,8 @@ def _reach(session: Session) -> None:
 
 
 class Run:
-    """A job, as its user's loop sees it. Iterate it for steps."""
+    """A job, as its user's loop sees it. Iterate it for steps. remarks: warnings that wait for the first step: a fault
+    that kept the rehearsal from its end may keep the job from it, too, and is told once."""
 
     def __init__(self, session: Session, model: nn.Module, survey: LoopSurvey | None = None) -> None:
         self._session = session
@@ -298,6 +305,7 @@ class Run:
         self._stopped = False
         self._logged: tuple[int, dict[str, float]] = (0, {})
         self._survey = survey
+        self.remarks: list[str] = []
         self._guard: AbstractContextManager[None] = contextlib.nullcontext()
         if not session.view.stages.split:
             replica = session.view.stages.only
@@ -346,6 +354,10 @@ class Run:
                         yield step
                         if not step.done and not session.executor.jumped:
                             raise Misused(_UNDONE.format(number=step.number))
+                        while self.remarks:
+                            session.view.publisher.emit(
+                                "warning", step=step.number, cause=Cause.CONFIG, reason=self.remarks.pop()
+                            )
                     else:
                         with contextlib.suppress(StateJumped):
                             self.loop.end()

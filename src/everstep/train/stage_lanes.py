@@ -303,9 +303,11 @@ class LoopLane:
         weight: float | torch.Tensor | None,
         share: float,
         inputs: Sequence[torch.Tensor] | None = None,
+        *,
+        retain_graph: bool = False,
     ) -> None:
         """Backward of one lane. weight None: `loss` is a mean, of a micro-batch that is `share` of a full one. inputs:
-        parameters that get a gradient; None: all.
+        parameters that get a gradient; None: all. retain_graph: as in torch, for a later call.
 
         Raises: Misused if the loss is not a scalar tensor with a graph, for several weights, outside a lane, or for a
         second call that no lane had before.
@@ -322,7 +324,7 @@ class LoopLane:
         if not self._several:
             self._pass.guard.end_lane()
         scaled = scaled * self._scaler.scale if self._scaler.enabled else scaled
-        torch.autograd.backward(scaled, inputs=inputs)
+        torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=inputs)
         self._begin_autocast()
 
     def _find_several(self) -> None:

@@ -189,8 +189,9 @@ def test_where_an_exception_may_be_on_its_way_the_end_of_the_script_ends_the_job
 DATA = [(torch.randn(4, generator=torch.manual_seed(i)), torch.tensor(i % 2)) for i in range(64)]
 
 
-def train(folder: Path, left_at: int = 0, inside: bool = False) -> int:
-    """A job of one worker; returns the number of steps that the loop began."""
+def train(folder: Path, left_at: int = 0, inside: bool = False, halves: bool = False) -> int:
+    """A job of one worker; returns the number of steps that the loop began. halves: each loss goes back in two halves,
+    through one graph."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     begun = 0
@@ -201,7 +202,10 @@ def train(folder: Path, left_at: int = 0, inside: bool = False) -> int:
         for x, y in step:
             if inside and step.number == left_at:
                 return begun
-            step.backward(nn.functional.cross_entropy(model(x), y))
+            loss = nn.functional.cross_entropy(model(x), y)
+            if halves:
+                step.backward(0.5 * loss, retain_graph=True)
+            step.backward(0.5 * loss if halves else loss)
         if step.number == left_at:
             break
     return begun
@@ -227,3 +231,8 @@ def test_by_itself_a_job_ends_in_order_and_stays_ended(
     assert train(tmp_path / "whole", left_at=last) == last
     same = {**digest(tmp_path / "whole"), "left": True}
     assert digest(tmp_path / "left") == same
+
+
+def test_two_calls_through_one_graph_are_added_up(tmp_path: Path) -> None:
+    assert train(tmp_path / "whole") == train(tmp_path / "halves", halves=True) == 8
+    assert digest(tmp_path / "whole")["state"] == digest(tmp_path / "halves")["state"]
