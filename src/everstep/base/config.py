@@ -418,14 +418,14 @@ def _check_zero(config: Config) -> None:
 
 
 def _check_cell(config: Config) -> None:
-    """A worker of several processes is on one host's CPUs, has the whole model, and shares one state there."""
+    """A worker of several processes is on one host's CPUs, and shares one state there."""
     _check_shards(config)
     name, n = config.cell.key, config.cell.ranks
     if n == 1:
         return
     for other, expected, got, why in (
         ("device", "cpu", config.device, "its processes share parameters in the memory of the host"),
-        ("stages", "1", config.stages, "a model is divided either way"),
+        ("chunks", "1", config.chunks, "its processes add up the whole of a stage"),
         ("hosts.min", "1", config.hosts.min, "its workers are on one host"),
         ("zero.stage", "0", config.zero.stage, "its processes divide the optimizer's state already"),
         ("zero.offload", "none", config.zero.offload or "none", "its processes share the optimizer's state in memory"),

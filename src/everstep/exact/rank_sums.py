@@ -88,6 +88,8 @@ class RankSums:
         self._folding = Folding(())
         self._rows: dict[int, bytearray] = {}
         self._lane = _LaneUnderWay(())
+        self._captured: dict[int, list[Tensor]] = {}
+        self._counted: frozenset[int] = frozenset()
         self._adds: list[Add] = []
         self._ranks: Sequence[int] = ()
         self._point = 0
@@ -101,11 +103,17 @@ class RankSums:
         """These lanes come next, and nothing of others counts any more. fresh: so does a step, and the model's running
         statistics are those that it starts from."""
         self._folding, self._rows = Folding(cover(lanes, self._n_lanes)), {}
+        self._counted, self._captured = frozenset(lanes), {}
         if fresh:
             self._statistics.begin_step()
 
-    def round(self, lanes: Sequence[int], point: int) -> None:
-        """A round begins. lanes: by seat. point: before the first at which the ranks meet in it."""
+    def is_missing(self, lane: int) -> bool:
+        """Whether the lane counts, of those in flight."""
+        return lane in self._counted
+
+    def round(self, lanes: Sequence[int | None], point: int) -> None:
+        """A round begins. lanes: by seat, None for one that does not count, but takes part. point: before the first at
+        which the ranks meet in it."""
         self._ranks, self._point = range(len(lanes) * self._degree), point
         self._adds = self._folding.round(lanes)
 
@@ -113,16 +121,26 @@ class RankSums:
         """The lane's passes come next. Without this call all of its gradients stay in `.grad` until `add`."""
         if self.watches:
             return
-        self._lane = _LaneUnderWay(
+        hooks = (
             parameter.register_post_accumulate_grad_hook(partial(self._fired, i))  # type: ignore[no-untyped-call]
             for i, parameter in self._params.items()
             if parameter.requires_grad
         )
+        self._lane = _LaneUnderWay(hooks, lane)
 
     def capture(self, lane: int) -> None:
         """Take the running statistics as the lane's forward pass left them."""
         with torch.no_grad():
-            self._lane.statistics = self._statistics.take()
+            self._captured[lane] = self._statistics.take()
+
+    def dismiss(self) -> None:
+        """Throw away the gradients of a lane that will be computed again, and was not entered."""
+        for parameter in self._params.values():
+            parameter.grad = None
+
+    def leave_out(self, lane: int) -> None:
+        """`add`, for a lane that does not count: the other ranks' may."""
+        self.add(lane)
 
     def add(self, lane: int) -> None:
         """The lane's backward pass is over: what is left of its gradients goes the way of the others.
@@ -132,12 +150,13 @@ class RankSums:
         """
         self.watches = False
         self._lane.end()
+        self._lane.number = lane
         with torch.no_grad():
             while self._lane.at < len(self._order):
                 self._move_all(self._order[self._lane.at])
                 self._exchange()
-        for parameter in self._params.values():
-            parameter.grad = None
+        self.dismiss()
+        self._captured.pop(lane, None)
         self._lane = _LaneUnderWay(())
 
     def leave(self) -> None:
@@ -203,7 +222,7 @@ class RankSums:
         there = [i in lane.moved if i in self._params else True for i in entries]
         mine[entries[0] : entries[-1] + 1] = torch.tensor(there, dtype=torch.uint8)
         box, start = shelves.box(self._seat, turn), self._units[unit].start
-        for region, value in zip(self._statistics.regions, lane.statistics, strict=False):
+        for region, value in zip(self._statistics.regions, self._captured.get(lane.number, ()), strict=False):
             if self._leads and self._unit_of[region.entries[0]] == unit:
                 box[region.start - start : region.stop - start].copy_(value)
         self._point += 1
@@ -269,11 +288,10 @@ class _LaneUnderWay:
     """A lane between `enter` and `add`. at: of the units in their order, the one that is next. fired, moved: entries
     whose gradients were final, and those that are in a box."""
 
-    def __init__(self, hooks: Iterable[torch.utils.hooks.RemovableHandle]) -> None:
-        self.at = 0
+    def __init__(self, hooks: Iterable[torch.utils.hooks.RemovableHandle], number: int = -1) -> None:
+        self.at, self.number = 0, number
         self.fired: set[int] = set()
         self.moved: set[int] = set()
-        self.statistics: list[Tensor] = []
         self._hooks = list(hooks)
 
     def end(self) -> None:

@@ -23,7 +23,11 @@ _EXCHANGES_BITS = 32
 def places_of(replica: StageReplica, config: Config) -> CellPlaces:
     """Where this worker's processes have what they share."""
     cell = config.cell
-    return CellPlaces(replica.layout, replica.parts.model, cell.ranks, config.lanes, cell.least, cell.tp, cell.shards)
+    return CellPlaces(
+        *(replica.layout, replica.parts.model, cell.ranks, config.lanes, cell.least, cell.tp, cell.shards),
+        parameters=replica.everything,
+        hops=replica.spec.is_split,
+    )
 
 
 class SharedLanes:
@@ -34,6 +38,7 @@ class SharedLanes:
         self._model, self._mesh, self._degree = parts.model, parts.mesh, cell.tp
         self.seat, self.rank = divmod(store.rank, cell.tp)
         first = store.rank == 0 or cell.tp > 1  # the head's, and what is computed together with its lanes
+        first = first and not replica.spec.is_split  # there a pass knows by itself
         self.sums = RankSums(
             replica.layout,
             parts.model,

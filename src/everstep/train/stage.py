@@ -172,7 +172,7 @@ def cut_out(whole: Parts, cut: ModelCut, stages: int, stage: int) -> tuple[Parts
     units = [whole.units[k] for k in own]
     _drop_foreign(whole, units, foreign.values())
     positions = _filter_optimizer(whole, {id(p) for p in (*whole.model.parameters(), *foreign.values())})
-    parts = Parts(whole.model, whole.optimizer, whole.scheduler, units, whole.extras)
+    parts = Parts(whole.model, whole.optimizer, whole.scheduler, units, whole.extras, whole.mesh)
     layout = GradientLayout.build(whole.model, units)
     gc.collect()
     tied = _tied(ties, whole.model, layout, _stage_of(cut, stages))

@@ -60,7 +60,7 @@ class Rank:
         else:
             self.memory = CellMemory.attach(memory.path, rank, self.places.size)
         self.store = CellStore(self.memory, self.places, lambda: None)
-        self.store.move_in(self.model)
+        self.store.move_in(list(self.model.parameters()))
         self.sums = RankSums(self.layout, self.model, LANES, self.store, self.places.units, whole_first=rank == 0)
 
     def start(self) -> None:

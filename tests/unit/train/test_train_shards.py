@@ -49,7 +49,7 @@ class Rank:
         else:
             self.memory = CellMemory.attach(memory.path, rank, self.places.size)
         self.store = CellStore(self.memory, self.places, lambda: None)
-        self.store.move_in(self.model)
+        self.store.move_in(list(self.model.parameters()))
         self.seat, self.part = divmod(rank, DEGREE)
         self.exchange = self.store.exchange(SHARDS, DEGREE)
         self.sums = RankSums(
