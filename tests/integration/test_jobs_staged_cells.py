@@ -3,11 +3,13 @@ rank."""
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
 
-from job_harness import Jobs
+from job_harness import Job, Jobs, healed
 from sampling import mostly_longer
 
 
@@ -35,3 +37,37 @@ def test_any_number_of_ranks(jobs: Jobs, task: str, ranks: int, workers: int, se
     numerics = {} if task == "PicturesEpochs" else {"steps": 8}
     job = jobs.run(task, workers=workers, settings=cells(ranks, **settings), numerics=numerics)
     assert all(len(event["pids"]) == ranks for event in job.of_kind("worker_joined")), job.account()
+
+
+def ranks_of(job: Job, worker_id: int) -> list[int]:
+    """Pids of the newest life of a worker, the head's first."""
+    joined = [e for e in job.of_kind("worker_joined") if e["worker_id"] == worker_id]
+    return [int(pid) for pid in joined[-1]["pids"]]
+
+
+@pytest.mark.parametrize(
+    "phase", mostly_longer(["forward", "backward", "reduce", "agree", "update"], lambda phase: phase == "backward")
+)
+def test_any_rank_of_any_stage_is_killed_and_its_cell_comes_back(jobs: Jobs, phase: str) -> None:
+    """A limb of the first stage, a head of the second one, a limb of another cell."""
+    victims = "worker:0/1", "worker:2", "worker:3/1"
+    chaos = "; ".join(f"kill:target={who},at={4 * k + 3},phase={phase}" for k, who in enumerate(victims))
+    pace = [healed(0), healed(2), healed(3)]
+    job = jobs.run("Text", workers=4, settings=cells(2, **{"cell.wrap": 300}), chaos=chaos, pace=pace)
+    assert len(job.of_kind("fault_injected")) == 3, job.account()
+    reasons = [event["reason"] for event in job.of_kind("worker_evicted")]
+    assert sum("its rank 1 was killed by SIGKILL" in reason for reason in reasons) == 2, job.account()
+
+
+@pytest.mark.longer
+def test_a_spare_cell_takes_over_and_a_rank_that_is_stopped_hangs(jobs: Jobs) -> None:
+    settings = cells(2, spares=1, hang_limit_s=3)
+    job = jobs.start("Pictures", workers=4, settings=settings, pace=[healed(4), healed(1)])
+    job.wait_for("step_committed", step=4)
+    for pid in ranks_of(job, 2):  # both at once
+        os.kill(pid, signal.SIGKILL)
+    job.wait_for("worker_healed", worker_id=4)
+    os.kill(ranks_of(job, 1)[1], signal.SIGSTOP)
+    evicted = job.wait_for("worker_evicted", worker_id=1)
+    assert evicted["cause"] == "hung" and "its rank 1" in evicted["reason"], job.account()
+    jobs.check(job, "Pictures")
