@@ -39,6 +39,22 @@ def test_any_number_of_ranks(jobs: Jobs, task: str, ranks: int, workers: int, se
     assert all(len(event["pids"]) == ranks for event in job.of_kind("worker_joined")), job.account()
 
 
+@pytest.mark.parametrize(
+    ("settings", "workers"),
+    mostly_longer(
+        [
+            ({"cell.tp": 2, "cell.fsdp": 1}, 4),
+            ({"cell.tp": 2, "verify_every": 2}, 4),
+            ({"cell.tp": 4, "cell.fsdp": 1, "recompute": True}, 1),
+            ({"cell.tp": 1, "cell.fsdp": 1}, 3),
+        ],
+        lambda case: "verify_every" in case[0],
+    ),
+)
+def test_virtual_shards_at_any_degree(jobs: Jobs, settings: dict[str, Any], workers: int) -> None:
+    jobs.run("Sharded", workers=workers, numerics={"cell.shards": 4}, settings=cells(2, **settings))
+
+
 def ranks_of(job: Job, worker_id: int) -> list[int]:
     """Pids of the newest life of a worker, the head's first."""
     joined = [e for e in job.of_kind("worker_joined") if e["worker_id"] == worker_id]

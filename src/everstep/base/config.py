@@ -448,7 +448,7 @@ def _check_cell(config: Config) -> None:
 
 
 def _check_shards(config: Config) -> None:
-    """Each rank of those that compute a lane has as many shards as any other, of a model that is not split."""
+    """Each rank of those that compute a lane has as many shards as any other."""
     cell = config.cell
     if cell.shards % cell.tp:
         raise ConfigError(
@@ -457,10 +457,10 @@ def _check_shards(config: Config) -> None:
         )
     if cell.sp and cell.shards == 1:
         raise ConfigError("cell.sp: expected cell.shards or cell.tp above 1, got 1 shard: set either, or cell.sp=false")
-    if cell.shards > 1 and config.stages > 1:
+    if cell.sp and config.stages > 1:
         raise ConfigError(
-            f"cell.shards: expected 1 with stages={config.stages}, got {cell.shards}: a model is cut either way; set "
-            "stages=1, or cell.tp=1 and cell.shards=1"
+            f"cell.sp: expected false with stages={config.stages}, got true: a stage hands whole sequences to the next "
+            "one; set cell.sp=false, or stages=1"
         )
 
 

@@ -74,7 +74,7 @@ class RankSums:
         by_name = dict(model.named_parameters(remove_duplicate=False))
         self._layout, self._n_lanes, self._shelves = layout, n_lanes, shelves
         self._params: dict[int, nn.Parameter] = {i: by_name[layout.entries[i].name] for i in layout.params}
-        cuts = {} if mesh is None else {id(by_name[name]): cut for name, cut in mesh.cuts.items()}
+        cuts = {} if mesh is None else {id(by_name[name]): cut for name, cut in mesh.cuts.items() if name in by_name}
         self._cuts = {i: cuts[id(p)] for i, p in self._params.items() if id(p) in cuts} if degree > 1 else {}
         self._mesh, self._degree = mesh, degree
         self._seat, rank = divmod(shelves.rank, degree)
