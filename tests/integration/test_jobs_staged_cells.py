@@ -87,3 +87,31 @@ def test_a_spare_cell_takes_over_and_a_rank_that_is_stopped_hangs(jobs: Jobs) ->
     evicted = job.wait_for("worker_evicted", worker_id=1)
     assert evicted["cause"] == "hung" and "its rank 1" in evicted["reason"], job.account()
     jobs.check(job, "Pictures")
+
+
+@pytest.mark.parametrize(
+    ("task", "numerics", "whole"),
+    mostly_longer(
+        [("Text", {}, {"cell.fsdp": 2}), ("Sharded", {"cell.shards": 4}, {"cell.tp": 2})],
+        lambda case: case[0] == "Text",
+    ),
+)
+def test_it_is_resumed_in_other_shapes(jobs: Jobs, task: str, numerics: dict[str, Any], whole: dict[str, Any]) -> None:
+    plain = {"stages": 1, "cell.fsdp": 1, "cell.tp": 1}
+    run_dir = None
+    for step, settings, workers in (
+        (2, {**plain, "stages": 2, **whole}, 4),
+        (4, plain, 1),
+        (6, {**plain, "stages": 2}, 2),
+        (8, {**plain, **whole}, 1),
+        (0, {**plain, "stages": 2, **whole}, 4),
+    ):
+        pace = [{"kind": "step_committed", "step": step}] if step else []
+        shape = {**numerics, "steps": 10}
+        job = jobs.start(task, workers=workers, numerics=shape, settings=settings, run_dir=run_dir, pace=pace)
+        if step:
+            job.wait_for("step_committed", step=step)
+            os.kill(job.launcher_pid(), signal.SIGTERM)
+            assert job.end() == 143, job.account()
+        run_dir = job.run_dir
+    jobs.check(job, task, {**numerics, "steps": 10})
