@@ -49,6 +49,7 @@ SPLIT = ("--stages", "2", "--pool", "2", *KILL)
         pytest.param("gpt_neox", (), ("--workers", "2", *KILL), marks=pytest.mark.longer),
         pytest.param("gpt2", (*SHARDS, "--set", "cell.sp=true"), TOGETHER, marks=pytest.mark.longer),
         ("llama, tied", SHARDS, TOGETHER),
+        pytest.param("llama, tied", SHARDS, (*TOGETHER, "--stages", "2"), marks=pytest.mark.longer),
     ],
 )
 def test_kills(run: Run, name: str, alike: tuple[str, ...], placed: tuple[str, ...]) -> None:

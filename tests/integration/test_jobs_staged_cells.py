@@ -5,12 +5,25 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from job_harness import Job, Jobs, healed
 from sampling import mostly_longer
+
+RAISES = """
+import inspect
+from job_tasks import Text
+
+class Raises(Text):
+    def lane_loss(self, model, batch):
+        stack = inspect.stack()
+        if self.config.stages > 1 and any(frame.filename.endswith("limb_passes.py") for frame in stack):
+            raise ValueError("a limb cannot read this")
+        return super().lane_loss(model, batch)
+"""
 
 
 def cells(ranks: int, **more: Any) -> dict[str, Any]:
@@ -115,3 +128,20 @@ def test_it_is_resumed_in_other_shapes(jobs: Jobs, task: str, numerics: dict[str
             assert job.end() == 143, job.account()
         run_dir = job.run_dir
     jobs.check(job, task, {**numerics, "steps": 10})
+
+
+@pytest.mark.longer
+def test_a_stage_that_is_lost_goes_back_to_a_snapshot(jobs: Jobs) -> None:
+    chaos = "kill:target=worker:1/1,at=6,phase=backward; kill:target=worker:0,at=9,phase=update"
+    settings = cells(2, **{"checkpoint.disk.every_steps": 2})
+    job = jobs.run("Layers", workers=2, numerics={"steps": 12}, settings=settings, chaos=chaos)
+    assert len(job.of_kind("worker_evicted")) >= 2, job.account()
+
+
+@pytest.mark.longer
+def test_what_a_limb_raises_ends_the_job_by_its_words(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(RAISES)
+    job = jobs.start(f"{tmp_path / 'task.py'}:Raises", workers=4, settings=cells(2))
+    assert job.end() == 1, job.account()
+    errors = job.run_dir.with_suffix(".err").read_text()
+    assert "a limb cannot read this" in errors and "Traceback" not in errors, errors
