@@ -26,6 +26,7 @@ from everstep.exact.accumulate import sparse_gradient
 from everstep.exact.lane_statistics import LaneStatistics
 from everstep.exact.layout import GradientLayout
 from everstep.exact.lending import written_twice
+from everstep.exact.shard_plan import gather_gradients
 from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.wrapping import Wrapped
 from everstep.placement.ranks import Add, Folding, SumPlace, part_of
@@ -72,7 +73,7 @@ class RankSums:
         whole_first: the first lane is computed twice for comparison, so its gradients stay in `.grad` until `add`.
         mesh: of a model that is cut; degree: ranks that compute each lane together, each its own shards."""
         by_name = dict(model.named_parameters(remove_duplicate=False))
-        self._layout, self._n_lanes, self._shelves = layout, n_lanes, shelves
+        self._layout, self._n_lanes, self._shelves, self._model = layout, n_lanes, shelves, model
         self._params: dict[int, nn.Parameter] = {i: by_name[layout.entries[i].name] for i in layout.params}
         cuts = {} if mesh is None else {id(by_name[name]): cut for name, cut in mesh.cuts.items() if name in by_name}
         self._cuts = {i: cuts[id(p)] for i, p in self._params.items() if id(p) in cuts} if degree > 1 else {}
@@ -158,6 +159,11 @@ class RankSums:
         self.dismiss()
         self._captured.pop(lane, None)
         self._lane = _LaneUnderWay(())
+
+    def gather(self) -> None:
+        """Have all of a lane's gradients at each rank that computes it. All of them call it."""
+        if self._mesh is not None and self._degree > 1:
+            gather_gradients(self._model, self._mesh)
 
     def leave(self) -> None:
         """Leave a lane in its middle: its sums are lost."""

@@ -9,7 +9,7 @@ import msgspec
 PASSES = "passes"
 
 
-class Turn(msgspec.Struct, frozen=True, array_like=True):
+class CellTurn(msgspec.Struct, frozen=True, array_like=True):
     """A pass of several lanes. lanes: by seat, trials under their own numbers; repeats: the lanes that they are; told:
     whether their results are compared with others'; counted: whether they count here. first: the pass of the first seat
     is computed twice."""
@@ -38,13 +38,13 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
         return tuple(lane if counts else None for lane, counts in zip(self.lanes, self.counted, strict=True))
 
 
-class Course(msgspec.Struct, frozen=True, array_like=True):
+class CellCourse(msgspec.Struct, frozen=True, array_like=True):
     """All that a limb has to know for a command. beside: by stage, what it takes on before the step's lanes, or None;
     points, counted: by stage, the point at which all have met last, and the lanes that count."""
 
     step: int
     scale: float
-    turns: tuple[Turn, ...]
+    turns: tuple[CellTurn, ...]
     beside: dict[str, Any]
     points: dict[str, int]
     counted: dict[str, list[int]]

@@ -90,7 +90,7 @@ class CellHead:
 
     def gather_gradients(self) -> None:
         """Inside a pass: the lane's gradients, of which each rank has a part, are to be compared with others'."""
-        self._shared.gather_gradients()
+        self._shared.sums.gather()
 
     def took(self) -> list[tuple[LaneReport, LaneSaid | None]]:
         """Reports of the lanes that limbs have computed since the last call, and what is to be compared of them."""

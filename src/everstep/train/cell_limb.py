@@ -25,7 +25,7 @@ from everstep.placement.ranks import rounds
 from everstep.runtime.host.cell import Limb
 from everstep.runtime.link.context import WorkerContext
 from everstep.train.cell_beside import take_groups
-from everstep.train.cell_course import PASSES, Course
+from everstep.train.cell_course import PASSES, CellCourse
 from everstep.train.cell_head import LANES
 from everstep.train.cell_lanes import places_of
 from everstep.train.cell_stage import ADOPT, ATTACH, UPDATE, limb_gradient
@@ -95,7 +95,7 @@ class CellLimb:
         store.move_in(replica.everything)
         held = self._held[stage] = StageAtLimb(replica, store, self._config)
         if self._stages.split:
-            replica.lanes.share(held.shared.sums, held.shared.gather_gradients)
+            replica.lanes.passes[stage].share(held.shared.sums)
         else:
             replica.loop.use(held.shared.sums)
             replica.state.settings.begin()
@@ -164,7 +164,7 @@ class CellLimb:
             self._pass(batch, len(samples))
             loop.compare()
         if is_told or (due and twice):
-            self._attached().shared.gather_gradients()
+            self._attached().shared.sums.gather()
         if is_told:
             told = loop.said(batch)
             said[str(lane)] = told.data, told.gave
@@ -186,7 +186,7 @@ class CellLimb:
         self._held = {number: one for number, one in self._held.items() if number in held}
         self._stages.keep(held)
         at = self._attached(stage)
-        course = msgspec.convert(at.store.read_note(0, note), Course)
+        course = msgspec.convert(at.store.read_note(0, note), CellCourse)
         for number, one in self._held.items():
             beside = course.beside[str(number)]
             if beside is not None:

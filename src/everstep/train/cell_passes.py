@@ -14,6 +14,7 @@ import msgspec
 
 from everstep.base.config import Config
 from everstep.base.errors import CollectiveAborted, check
+from everstep.exact.buffers import BufferReport
 from everstep.exact.trees import Bundle
 from everstep.placement.probes import Trial
 from everstep.placement.schedules import PipeOp
@@ -21,7 +22,7 @@ from everstep.protocol.driver.operations import Compute
 from everstep.protocol.driver.records import LaneReport
 from everstep.protocol.step_types import LaneSaid
 from everstep.runtime.host.cell import Head
-from everstep.train.cell_course import PASSES, Course, Turn
+from everstep.train.cell_course import PASSES, CellCourse, CellTurn
 from everstep.train.cell_stage import CellStage, raise_first
 from everstep.train.cell_store import CAME, GOES
 from everstep.train.replica import StageReplica
@@ -43,9 +44,9 @@ class CellStages:
         number = replica.spec.stage
         self._let_go(self._stages.keys() - {number})
         stage = self._stages[number] = CellStage(self._head, replica, self._config, self._tick)
-        replica.lanes.share(stage.shared.sums, stage.shared.gather_gradients)
+        replica.lanes.passes[number].share(stage.shared.sums)
 
-    def begin(self, step: int, scale: float, turns: Sequence[Turn], held: Mapping[int, StageReplica]) -> None:
+    def begin(self, step: int, scale: float, turns: Sequence[CellTurn], held: Mapping[int, StageReplica]) -> None:
         """Have the limbs go through these passes, of the stages that are held."""
         self._let_go(held)
         self._commands += 1
@@ -58,12 +59,12 @@ class CellStages:
             stage.shared.restart(self._commands)
             stage.shared.sums.begin(lanes, fresh=beside[str(number)] is not None)
         points = {str(number): stage.point for number, stage in self._stages.items()}
-        course = Course(step, scale, tuple(turns), beside, points, counted)
+        course = CellCourse(step, scale, tuple(turns), beside, points, counted)
         at = turns[0].stage
         note = self._stages[at].store.write_note(msgspec.to_builtins(course))
         self._head.begin(PASSES, stage=at, note=note, command=self._commands, held=sorted(self._stages))
 
-    def of(self, turn: Turn) -> CellStage:
+    def of(self, turn: CellTurn) -> CellStage:
         """The stage of a pass."""
         return self._stages[turn.stage]
 
@@ -72,7 +73,7 @@ class CellStages:
         for stage in self._stages.values():
             stage.leave()
 
-    def take(self, turns: Sequence[Turn]) -> list[tuple[int, int, LaneSaid]]:
+    def take(self, turns: Sequence[CellTurn]) -> list[tuple[int, int, LaneSaid]]:
         """All ranks are through with these passes: the stages have their results. Returns what limbs say of lanes that
         others compute, too: (lane, part, digests)."""
         said: list[tuple[int, int, LaneSaid]] = []
@@ -89,12 +90,12 @@ class CellStages:
                 for report in reports:
                     lanes.note(report)
                 for part, report in found["buffers"].items():
-                    lanes.note_buffers(int(part), rank, report)
+                    lanes.passes[int(part)].guard.note_elsewhere(rank, BufferReport.decode(report))
             if not rank % self.degree:
                 said += [(lane, part, LaneSaid(*one)) for lane, part, one in note["said"]]
         for stage in self._stages.values():
             for node, row, flat in stage.shared.sums.results():
-                stage.replica.lanes.take(stage.number, node, row, flat)
+                stage.replica.lanes.passes[stage.number].accumulator.take(node, row, flat)
         return said
 
     def _let_go(self, held: Collection[int]) -> None:
@@ -126,26 +127,26 @@ class CellPasses(Passes):
         self._inside = False
         self._course = self._turned()
 
-    def _turned(self) -> list[Turn]:
-        found: list[Turn] = []
+    def _turned(self) -> list[CellTurn]:
+        found: list[CellTurn] = []
         probed: set[int] = set()
         for k, op in enumerate(self._ops):
             turn, lanes = tuple(self._turn(op)), self._view.stages[op.stage].lanes
             missing = lanes.missing
             counted = tuple(lane not in self._repeated and lane in missing for lane in turn)
-            first = op.kind == "forward" and counted[0] and op.part not in probed and lanes.will_probe(op.part)
+            first = op.kind == "forward" and counted[0] and op.part not in probed and lanes.passes[op.part].will_probe()
             if first:
                 probed.add(op.part)
             repeats = tuple(self._repeated.get(lane, lane) for lane in turn)
             told = tuple(lane in self._is_told for lane in repeats)
-            found.append(Turn(op.kind, op.part, op.stage, self._keeps(k), turn, repeats, told, counted, first))
+            found.append(CellTurn(op.kind, op.part, op.stage, self._keeps(k), turn, repeats, told, counted, first))
         return found
 
     def run(self) -> None:
         """Do all passes. Raises: as of `Passes`; what a limb has raised."""
         if not self._course:
             return
-        cell, scale = self._cell, self._view.stages.any.lanes.loss_scale
+        cell, scale = self._cell, self._view.stages.any.lanes.scaler.scale
         for replica in self._view.stages.values():
             replica.lanes.drop()
         cell.begin(self._step, scale, self._course, self._view.stages)

@@ -48,7 +48,7 @@ class CellStage:
         places = places_of(replica, config)
         self.store = CellStore(CellMemory.create(places.size), places, tick, self._look)
         self.store.move_in(replica.everything)
-        self._update = CellUpdate(parts.optimizer, self.store, self._ranks, replica.tied)
+        self._update = CellUpdate(parts.optimizer, self.store, self._ranks, replica.spec.tied)
         self.shared = SharedLanes(replica, config, self.store)
         self.point = 0
         self._told: tuple[int, int] | None = None

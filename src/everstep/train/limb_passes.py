@@ -21,7 +21,7 @@ from everstep.order.ledger import use_digest
 from everstep.protocol.step_types import LaneSaid
 from everstep.runtime.host.board import Row
 from everstep.train.cell_beside import take_beside
-from everstep.train.cell_course import Course, Turn
+from everstep.train.cell_course import CellCourse, CellTurn
 from everstep.train.cell_lanes import SharedLanes
 from everstep.train.cell_store import CAME, GOES, CellStore
 from everstep.train.cell_update import CellUpdate
@@ -37,7 +37,7 @@ class StageAtLimb:
     def __init__(self, replica: StageReplica, store: CellStore, config: Config) -> None:
         self.replica, self.store = replica, store
         optimizer = replica.parts.optimizer
-        self.update = CellUpdate(optimizer, store, config.cell.ranks, replica.tied)
+        self.update = CellUpdate(optimizer, store, config.cell.ranks, replica.spec.tied)
         self.shared = SharedLanes(replica, config, store)
 
     def begin_lanes(self, step: int, scale: float, beside: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class LimbPasses:
         self._done: dict[int, list[int]] = {number: [] for number in held}
         self._said: list[tuple[int, int, LaneSaid]] = []
 
-    def run(self, course: Course) -> None:
+    def run(self, course: CellCourse) -> None:
         """Go through the passes until the head says that the next one is not made. Raises: PassBroken."""
         points = {int(number): point for number, point in course.points.items()}
         ends = {
@@ -100,16 +100,16 @@ class LimbPasses:
             }
         return {"stages": stages, "said": msgspec.to_builtins(self._said)}
 
-    def _seat(self, turn: Turn) -> int | None:
+    def _seat(self, turn: CellTurn) -> int | None:
         """This rank's seat, if it has a lane of the turn."""
         seat = self._held[turn.stage].shared.seat
         return seat if seat < len(turn.lanes) else None
 
-    def _ends(self, turn: Turn) -> bool:
+    def _ends(self, turn: CellTurn) -> bool:
         """Whether the pass reads a batch."""
         return turn.kind == "forward" and turn.part in (0, self._parts - 1)
 
-    def _pass(self, step: int, turn: Turn, seat: int) -> None:
+    def _pass(self, step: int, turn: CellTurn, seat: int) -> None:
         held = self._held[turn.stage]
         lanes, store, lane = held.replica.lanes, held.store, turn.lanes[seat]
         came = store.take_hop(seat, CAME) if turn.comes(self._parts) else None
@@ -129,7 +129,7 @@ class LimbPasses:
             check(gave is not None, f"{turn} gives something")
             store.put_hop(seat, GOES, gave)  # type: ignore[arg-type]
 
-    def _forward(self, step: int, turn: Turn, seat: int, came: Bundle | None) -> Bundle | None:
+    def _forward(self, step: int, turn: CellTurn, seat: int, came: Bundle | None) -> Bundle | None:
         lanes, number, repeated = self._held[turn.stage].replica.lanes, turn.lanes[seat], turn.repeats[seat]
         batch, samples = None, tuple[tuple[int, int], ...]()
         if self._ends(turn):
@@ -138,7 +138,7 @@ class LimbPasses:
             batch = to_device(batch, self._device)
         self._row.set(phase="forward")
         if turn.first and seat == 0:
-            lanes.probe_next(turn.part)
+            lanes.passes[turn.part].probe_next()
         said = LaneSaid(data="" if batch is None else batch_digest(batch)) if turn.told[seat] else None
         repeats = repeated if repeated != number else None
         lane = Lane(came, batch, len(samples) / self._order.micro_batch, turn.keep, repeats=repeats, said=said)

@@ -109,28 +109,24 @@ class PartPass:
     watch: ParameterWatch
     _seeder: UnitSeeder
     _autocast: Callable[[], Any]
-    _probing: Callable[[], bool]
+    _probing: Callable[[], bool] | None
     said: LaneSaid | None = None
     """Digests of the lane whose backward pass was the last, if they are to be reported."""
-    _probed: bool = False
     _flights: dict[int, Lane] = field(default_factory=dict)
     _writes_inputs: bool | None = None
     _shared: RankSums | None = None
-    _gather: Callable[[], None] = lambda: None
-    _told_to_probe: bool = False
 
-    def share(self, sums: RankSums, gather: Callable[[], None]) -> None:
-        """Add lanes up together with the other processes of this worker. gather: brings a lane's gradients together, of
-        which each process that computes it may have a part."""
-        self._shared, self._gather = sums, gather
+    def share(self, sums: RankSums) -> None:
+        """Add lanes up together with the other processes of this worker."""
+        self._shared = sums
 
     def will_probe(self) -> bool:
         """Whether the next lane that counts is computed twice."""
-        return not self._probed and (self._told_to_probe or self._probing())
+        return self._probing is not None and self._probing()
 
     def probe_next(self) -> None:
         """Compute the next lane that counts twice, as another process does that computes it, too."""
-        self._probed, self._told_to_probe = False, True
+        self._probing = lambda: True
 
     @property
     def sums(self) -> LaneAccumulator | RankSums:
@@ -170,7 +166,7 @@ class PartPass:
         if lane.said is not None:
             lane = replace(lane, said=structs.replace(lane.said, took=_digest(lane.inputs)))
         if fresh and self.will_probe():
-            self._probed, self._told_to_probe = True, False
+            self._probing = None
             lane = replace(lane, probe=LaneProbe(f"stage {self._spec.stage}", step, number, lane.inputs))
         lane = self._pass(step, number, lane)
         if lane.probe is not None:
@@ -216,8 +212,8 @@ class PartPass:
         self._run_backward(number, lane, back, scale)
         if probe is not None:
             probe.backward(self.units, lane)
-        if lane.said is not None:
-            self._gather()
+        if lane.said is not None and self._shared is not None:
+            self._shared.gather()
         self.said = lane.said and structs.replace(lane.said, back=came, gave=_gradient_digest(self.units, lane))
         result = None
         if lane.entry is not None:

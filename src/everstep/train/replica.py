@@ -115,11 +115,6 @@ class StageReplica:
         return [*self.parts.model.parameters(), *(() if share is None else share.foreign.values())]
 
     @property
-    def tied(self) -> frozenset[int]:
-        """Ids of the parameters that other stages have, too, as the optimizer has them."""
-        return frozenset(id(tied.parameter) for tied in self.spec.ties)
-
-    @property
     def _needs_norms(self) -> bool:
         return self._config.clip_norm is not None or self._scaler.enabled or self._config.on_nonfinite != "warn"
 

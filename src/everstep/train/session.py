@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from everstep.base.config import inexact
+from everstep.base.config import Config, inexact
 from everstep.parallel.staged import StagedTransport
 from everstep.parallel.transport_kinds import KINDS, ControlStore
 from everstep.placement.probes import ProbeRule
@@ -101,10 +101,7 @@ class Session:
         transfers = Transfers(view, updates, donor, keeper, restorer, loop)
         finisher = Finisher(view, transfers.copier)
         told = executor.lane_done, updates.given, dealing.divide
-        passes: Callable[..., Passes] = Passes
-        if isinstance(cell, CellStages) and not config.emulate_compute_ms:
-            passes = partial(CellPasses, cell=cell)
-        lanes = Lanes(view, restorer, data.dataset, collate, device, *told, passes)
+        lanes = Lanes(view, restorer, data.dataset, collate, device, *told, _passes(cell, config))
         membership = GenerationTies(view, executor, rendezvous, donor.handle, lambda wanted: profiling.ask(wanted))
         profiling = WorkerProfiling(link, device, membership.tell)
 
@@ -138,3 +135,10 @@ class Session:
     def cell(self) -> CellHead | None:
         """The processes of this worker, if they compute lanes of the user's loop."""
         return self._cell if isinstance(self._cell, CellHead) else None
+
+
+def _passes(cell: CellHead | CellStages | None, config: Config) -> Callable[..., Passes]:
+    """What makes the passes of a split model's step."""
+    if isinstance(cell, CellStages) and not config.emulate_compute_ms:
+        return partial(CellPasses, cell=cell)
+    return Passes

@@ -74,6 +74,11 @@ class StageSpec:
         return tuple(unit for part in self.parts for unit in range(*self.cut[part]))
 
     @property
+    def tied(self) -> frozenset[int]:
+        """Ids of the parameters that other stages have, too, as the optimizer has them."""
+        return frozenset(id(tied.parameter) for tied in self.ties)
+
+    @property
     def is_split(self) -> bool:
         """Whether lanes are handed from part to part."""
         return self.n_parts > 1

@@ -36,7 +36,8 @@ from everstep.train.stage import Parts, StageSpec
 
 
 class StageLanes:
-    """One stage's lanes within a step. Added gradients stay until `discard`. discarded: how often that was called."""
+    """One stage's lanes within a step. Added gradients stay until `discard`. discarded: how often that was called.
+    scaler: of the loss."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class StageLanes:
                 probing,
             )
         self._sums = StageSums([p.accumulator for p in self.passes.values()], config.lanes)
-        self._scaler = scaler
+        self.scaler = scaler
         self._reports: dict[int, LaneReport] = {}
         self._step = self.discarded = 0
         self._entered = False
@@ -125,33 +126,6 @@ class StageLanes:
             self._sums.add_empty(lane)
         self._reports[lane] = LaneReport(lane, 0.0, 1.0, count, use)
 
-    @property
-    def loss_scale(self) -> float:
-        """Factor of the loss, before its backward pass."""
-        return self._scaler.scale
-
-    def share(self, sums: RankSums, gather: Callable[[], None]) -> None:
-        """Add lanes up together with the other processes of this worker, at a stage of one part; arguments as of
-        `PartPass.share`."""
-        (only,) = self.passes.values()
-        only.share(sums, gather)
-
-    def will_probe(self, part: int) -> bool:
-        """As `PartPass.will_probe`."""
-        return self.passes[part].will_probe()
-
-    def probe_next(self, part: int) -> None:
-        """As `PartPass.probe_next`."""
-        self.passes[part].probe_next()
-
-    def take(self, part: int, node: Node, row: bytes, flat: torch.Tensor) -> None:
-        """Take the sum of a subtree, which the processes of this worker have made together, of a part's units."""
-        self.passes[part].accumulator.take(node, row, flat)
-
-    def note_buffers(self, part: int, rank: int, report: bytes) -> None:
-        """Note what the step's lanes at another process have done to buffers of a part: an encoded `BufferReport`."""
-        self.passes[part].guard.note_elsewhere(rank, BufferReport.decode(report))
-
     def note(self, report: LaneReport) -> None:
         """Note the report of a lane whose loss was computed here."""
         self._reports[report.lane] = report
@@ -192,7 +166,7 @@ class StageLanes:
         the returned ones before that, because another worker waits for them.
         """
         check(step == self._step, f"step {step} has not begun")
-        return self.passes[part].backward(lane, back, self._scaler.scale, give)
+        return self.passes[part].backward(lane, back, self.scaler.scale, give)
 
     def said(self, part: int) -> LaneSaid | None:
         """Digests of the last lane in `backward`, if they are to be reported."""
@@ -298,11 +272,11 @@ class LoopLane:
 
     def take(self, node: Node, row: bytes, flat: torch.Tensor) -> None:
         """Take the sum of a subtree, as `LaneAccumulator.take`."""
-        self._lanes.take(0, node, row, flat)
+        self._pass.accumulator.take(node, row, flat)
 
     def note_buffers(self, rank: int, report: bytes) -> None:
         """Note what the step's lanes at another process have done to buffers: an encoded `BufferReport`."""
-        self._lanes.note_buffers(0, rank, report)
+        self._pass.guard.note_elsewhere(rank, BufferReport.decode(report))
 
     # ---- a lane
 
