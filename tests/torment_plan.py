@@ -23,6 +23,8 @@ SPLIT = {"Pictures": 3, "PicturesOneCycle": 3, "Text": 3, "Layers": 6, "SparseSt
 """Tasks that can be cut, and into how many units."""
 CELLS = ("Sharded", "Sharded", "Layers", "Sparse", "Text", "Pictures", "PicturesEpochs")
 """Tasks whose workers may be of several processes; the first can be cut into shards, too."""
+STAGED_CELLS = ("Sharded", "Layers", "Text", "Pictures")
+"""Those of them that are cut into stages as well."""
 PRECISIONS = {
     "MuonText": ("fp32", "bf16"), "Text": ("fp32", "fp32", "fp16"), "Layers": ("fp32", "fp32", "bf16"),
     "Sharded": ("fp32", "bf16", "fp16"),
@@ -108,7 +110,8 @@ def draw(seed: int) -> Plan:
     if cells:
         lives = [_as_cells(rng, task, life) for life in lives]
         if task == "Sharded":
-            numerics |= {"cell.shards": rng.choice((2, 4)), "cell.sp": rng.random() < 0.3}
+            whole = all(life.stages == 1 for life in lives)
+            numerics |= {"cell.shards": rng.choice((2, 4)), "cell.sp": whole and rng.random() < 0.5}
         if rng.random() < 0.3:
             numerics["clip_value"] = 0.01
     return Plan(task, numerics, settings, tuple(lives))
@@ -119,7 +122,9 @@ def _as_cells(rng: random.Random, task: str, life: Life) -> Life:
     tp = rng.choice((1, 2, 2)) if task == "Sharded" else 1
     fsdp = rng.randint(1 if tp > 1 else 2, 3) if rng.random() < 0.9 else 1
     lanes = 4 if task == "Sharded" else 8
-    return replace(life, fsdp=fsdp, tp=tp, workers=max(1, min(life.workers, lanes, 8 // (fsdp * tp))))
+    stages = 2 if task in STAGED_CELLS and rng.random() < 0.4 else 1
+    workers = max(1, min(life.workers, lanes, 8 // (fsdp * tp)))
+    return replace(life, fsdp=fsdp, tp=tp, stages=stages, workers=workers)
 
 
 def _numerics(rng: random.Random, task: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,6 +51,7 @@ SPLIT = ("--stages", "2", "--pool", "2", *KILL)
         ("llama, tied", SHARDS, TOGETHER),
         pytest.param("mistral, grouped", SHARDS, TOGETHER, marks=pytest.mark.longer),
         pytest.param("qwen2, grouped", (*SHARDS, "--set", "cell.sp=true"), TOGETHER, marks=pytest.mark.longer),
+        pytest.param("llama, tied", SHARDS, (*TOGETHER, "--stages", "2"), marks=pytest.mark.longer),
     ],
 )
 def test_kills(run: Run, name: str, alike: tuple[str, ...], placed: tuple[str, ...]) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from everstep.base.pipeline.schedule_table import KINDS
 from everstep.base.plan import Member, Plan, Seat
-from everstep.placement.routes import holder, ops
+from everstep.placement.routes import holder, ops, turns
 from everstep.placement.schedules import PipeOp, schedule
 
 
@@ -33,7 +33,7 @@ def plans(draw):
 kinds = st.sampled_from([(k.name, c) for k in KINDS.values() for c in ((2, 3) if k.unlooped else (1,))])
 
 
-def play(lists: dict[int, tuple[PipeOp, ...]], parts: int) -> list[str]:
+def play(lists: dict[int, tuple[PipeOp, ...]], parts: int, lanes_of=lambda worker_id, op: (op.lane,)) -> list[str]:
     """The dumb oracle: everybody goes on as far as it can, again and again. Returns who is stuck."""
     at = dict.fromkeys(lists, 0)
     done: set[tuple[str, int, int]] = set()
@@ -43,16 +43,16 @@ def play(lists: dict[int, tuple[PipeOp, ...]], parts: int) -> list[str]:
         for worker_id, own in lists.items():
             while at[worker_id] < len(own):
                 op = own[at[worker_id]]
-                needs = []
+                needs, turn = [], lanes_of(worker_id, op)
                 if op.kind == "forward" and op.part > 0:
-                    needs.append(("forward", op.part - 1, op.lane))
+                    needs += [("forward", op.part - 1, lane) for lane in turn]
                 if op.kind != "forward":
-                    needs.append(("forward", op.part, op.lane))
+                    needs += [("forward", op.part, lane) for lane in turn]
                 if op.kind == "backward" and op.part + 1 < parts:
-                    needs.append(("backward", op.part + 1, op.lane))
+                    needs += [("backward", op.part + 1, lane) for lane in turn]
                 if not all(need in done for need in needs):
                     break
-                done.add((op.kind, op.part, op.lane))
+                done.update((op.kind, op.part, lane) for lane in turn)
                 at[worker_id] += 1
                 moved = True
     return [f"{i} at {own[at[i]]}" for i, own in lists.items() if at[i] < len(own)]
@@ -83,6 +83,22 @@ def test_nobody_waits_for_ever_and_all_is_done_once(plan, kind_chunks, recompute
             own_forward = before == op._replace(kind="forward")
             if op.kind == "backward":
                 assert own_forward or again == recompute
+
+
+@given(plans(), kinds, st.integers(2, 4), st.sets(st.integers(0, 8)))
+@settings(max_examples=200)
+def test_workers_that_do_several_lanes_at_a_time_do_not_wait_for_ever(plan, kind_chunks, at_once, wanted):
+    kind, chunks = kind_chunks
+    lanes = sorted(lane for lane in wanted if lane < plan.lanes)
+    lists = {i: ops(plan, i, lanes, kind=kind, chunks=chunks, at_once=at_once) for i in plan.worker_ids}
+    together = {i: turns(plan, i, lanes, at_once) for i in plan.worker_ids}
+    parts = plan.stages * chunks
+    assert play(lists, parts, lambda worker_id, op: together[worker_id][op.stage, op.lane]) == []
+    for stage in range(plan.stages):
+        found = [lane for own in together.values() for (at, _), turn in own.items() if at == stage for lane in turn]
+        assert sorted(found) == lanes
+    passes = Counter((i, op.kind, op.part, op.lane) for i, own in lists.items() for op in own)
+    assert set(passes.values()) <= {1} and sum(passes.values()) == 2 * chunks * sum(map(len, together.values()))
 
 
 @given(st.integers(1, 6), st.integers(1, 4), kinds, st.booleans())

@@ -426,14 +426,14 @@ def _check_zero(config: Config) -> None:
 
 
 def _check_cell(config: Config) -> None:
-    """A worker of several processes is on one host's CPUs, has the whole model, and shares one state there."""
+    """A worker of several processes is on one host's CPUs, and shares one state there."""
     _check_shards(config)
     name, n = config.cell.key, config.cell.ranks
     if n == 1:
         return
     for other, expected, got, why in (
         ("device", "cpu", config.device, "its processes share parameters in the memory of the host"),
-        ("stages", "1", config.stages, "a model is divided either way"),
+        ("chunks", "1", config.chunks, "its processes add up the whole of a stage"),
         ("hosts.min", "1", config.hosts.min, "its workers are on one host"),
         ("zero.stage", "0", config.zero.stage, "its processes divide the optimizer's state already"),
         ("zero.offload", "none", config.zero.offload or "none", "its processes share the optimizer's state in memory"),
@@ -456,7 +456,7 @@ def _check_cell(config: Config) -> None:
 
 
 def _check_shards(config: Config) -> None:
-    """Each rank of those that compute a lane has as many shards as any other, of a model that is not split."""
+    """Each rank of those that compute a lane has as many shards as any other."""
     cell = config.cell
     if cell.shards % cell.tp:
         raise ConfigError(
@@ -465,10 +465,10 @@ def _check_shards(config: Config) -> None:
         )
     if cell.sp and cell.shards == 1:
         raise ConfigError("cell.sp: expected cell.shards or cell.tp above 1, got 1 shard: set either, or cell.sp=false")
-    if cell.shards > 1 and config.stages > 1:
+    if cell.sp and config.stages > 1:
         raise ConfigError(
-            f"cell.shards: expected 1 with stages={config.stages}, got {cell.shards}: a model is cut either way; set "
-            "stages=1, or cell.tp=1 and cell.shards=1"
+            f"cell.sp: expected false with stages={config.stages}, got true: a stage hands whole sequences to the next "
+            "one; set cell.sp=false, or stages=1"
         )
 
 

@@ -106,11 +106,14 @@ def print_placement(config: Config, probe: Probe, *, as_json: bool) -> None:
 
 def _cell_lines(rows: list[dict[str, Any]]) -> list[str]:
     sharded = any(one["shards"] for row in rows for ranks in row["cells"].values() for one in ranks)
-    lines: list[tuple[str, ...]] = [("cell", "rank", "", "lanes") + ("shards",) * sharded]
-    for worker_id, ranks in (item for row in rows for item in row["cells"].items()):
-        for one in ranks:
-            shards = (span(one["shards"]),) if sharded else ()
-            lines.append((worker_id, str(one["rank"]), one["role"], span(one["lanes"]), *shards))
+    staged = len(rows) > 1
+    lines: list[tuple[str, ...]] = [("stage",) * staged + ("cell", "rank", "", "lanes") + ("shards",) * sharded]
+    for row in rows:
+        for worker_id, ranks in row["cells"].items():
+            for one in ranks:
+                shards = (span(one["shards"]),) if sharded else ()
+                names = *(str(row["stage"]),) * staged, worker_id, str(one["rank"]), one["role"]
+                lines.append((*names, span(one["lanes"]), *shards))
     return ["", *aligned(lines), "parameters and the optimizer's state lie once in each cell's shared memory", ""]
 
 

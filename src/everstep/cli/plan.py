@@ -257,6 +257,11 @@ def _given(named: Mapping[str, str], asked: Mapping[str, Any]) -> _Known:
     lanes = asked["lanes"] or max(Config().lanes, workers)
     assumed = ["an optimizer like Adam", *([] if asked["lanes"] else [f"{lanes} lanes"])]
     config = load_config((("--workers", {"workers": workers, "lanes": lanes}), *_set_by(asked)))
+    if config.stages > 1:
+        raise ConfigError(
+            f"--set stages: expected 1 without a TASK, got {config.stages}: only the units of a task say what a stage "
+            "has; name a TASK, or use --pp"
+        )
     if config.cell.fsdp > 1 and config.cell.least is None:
         assumed.append("a model of one unit, whose gradients are exchanged at once: give --set cell.wrap=N for smaller")
     model, exchanged = Model(count, 4.0 * count, _ADAM_BYTES * count), 4 * min(count, config.cell.least or count)

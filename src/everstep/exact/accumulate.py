@@ -253,8 +253,12 @@ class LaneAccumulator:
             for run in runs_of(self._blocks.whole(present)):
                 self._offer(node, *run)
 
+    def leave_out(self, lane: int) -> None:
+        """Throw away the gradients of a lane that had been added before."""
+        self.dismiss()
+
     def dismiss(self) -> None:
-        """Throw away the gradients that a backward pass left in `.grad`, because its lane had been added before."""
+        """Throw away the gradients that a backward pass left in `.grad`."""
         check(self._loan is None, "the lane before was entered and never added")
         self._leave_first()
         self._let_go()

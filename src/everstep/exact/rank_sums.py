@@ -26,6 +26,7 @@ from everstep.exact.accumulate import sparse_gradient
 from everstep.exact.lane_statistics import LaneStatistics
 from everstep.exact.layout import GradientLayout
 from everstep.exact.lending import written_twice
+from everstep.exact.shard_plan import gather_gradients
 from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.wrapping import Wrapped
 from everstep.placement.ranks import Add, Folding, SumPlace, part_of
@@ -72,9 +73,9 @@ class RankSums:
         whole_first: the first lane is computed twice for comparison, so its gradients stay in `.grad` until `add`.
         mesh: of a model that is cut; degree: ranks that compute each lane together, each its own shards."""
         by_name = dict(model.named_parameters(remove_duplicate=False))
-        self._layout, self._n_lanes, self._shelves = layout, n_lanes, shelves
+        self._layout, self._n_lanes, self._shelves, self._model = layout, n_lanes, shelves, model
         self._params: dict[int, nn.Parameter] = {i: by_name[layout.entries[i].name] for i in layout.params}
-        cuts = {} if mesh is None else {id(by_name[name]): cut for name, cut in mesh.cuts.items()}
+        cuts = {} if mesh is None else {id(by_name[name]): cut for name, cut in mesh.cuts.items() if name in by_name}
         self._cuts = {i: cuts[id(p)] for i, p in self._params.items() if id(p) in cuts} if degree > 1 else {}
         self._mesh, self._degree = mesh, degree
         self._seat, rank = divmod(shelves.rank, degree)
@@ -88,6 +89,8 @@ class RankSums:
         self._folding = Folding(())
         self._rows: dict[int, bytearray] = {}
         self._lane = _LaneUnderWay(())
+        self._captured: dict[int, list[Tensor]] = {}
+        self._counted: frozenset[int] = frozenset()
         self._adds: list[Add] = []
         self._ranks: Sequence[int] = ()
         self._point = 0
@@ -101,11 +104,17 @@ class RankSums:
         """These lanes come next, and nothing of others counts any more. fresh: so does a step, and the model's running
         statistics are those that it starts from."""
         self._folding, self._rows = Folding(cover(lanes, self._n_lanes)), {}
+        self._counted, self._captured = frozenset(lanes), {}
         if fresh:
             self._statistics.begin_step()
 
-    def round(self, lanes: Sequence[int], point: int) -> None:
-        """A round begins. lanes: by seat. point: before the first at which the ranks meet in it."""
+    def is_missing(self, lane: int) -> bool:
+        """Whether the lane counts, of those in flight."""
+        return lane in self._counted
+
+    def round(self, lanes: Sequence[int | None], point: int) -> None:
+        """A round begins. lanes: by seat, None for one that does not count, but takes part. point: before the first at
+        which the ranks meet in it."""
         self._ranks, self._point = range(len(lanes) * self._degree), point
         self._adds = self._folding.round(lanes)
 
@@ -113,16 +122,26 @@ class RankSums:
         """The lane's passes come next. Without this call all of its gradients stay in `.grad` until `add`."""
         if self.watches:
             return
-        self._lane = _LaneUnderWay(
+        hooks = (
             parameter.register_post_accumulate_grad_hook(partial(self._fired, i))  # type: ignore[no-untyped-call]
             for i, parameter in self._params.items()
             if parameter.requires_grad
         )
+        self._lane = _LaneUnderWay(hooks, lane)
 
     def capture(self, lane: int) -> None:
         """Take the running statistics as the lane's forward pass left them."""
         with torch.no_grad():
-            self._lane.statistics = self._statistics.take()
+            self._captured[lane] = self._statistics.take()
+
+    def dismiss(self) -> None:
+        """Throw away the gradients of a lane that will be computed again, and was not entered."""
+        for parameter in self._params.values():
+            parameter.grad = None
+
+    def leave_out(self, lane: int) -> None:
+        """`add`, for a lane that does not count: the other ranks' may."""
+        self.add(lane)
 
     def add(self, lane: int) -> None:
         """The lane's backward pass is over: what is left of its gradients goes the way of the others.
@@ -132,13 +151,19 @@ class RankSums:
         """
         self.watches = False
         self._lane.end()
+        self._lane.number = lane
         with torch.no_grad():
             while self._lane.at < len(self._order):
                 self._move_all(self._order[self._lane.at])
                 self._exchange()
-        for parameter in self._params.values():
-            parameter.grad = None
+        self.dismiss()
+        self._captured.pop(lane, None)
         self._lane = _LaneUnderWay(())
+
+    def gather(self) -> None:
+        """Have all of a lane's gradients at each rank that computes it. All of them call it."""
+        if self._mesh is not None and self._degree > 1:
+            gather_gradients(self._model, self._mesh)
 
     def leave(self) -> None:
         """Leave a lane in its middle: its sums are lost."""
@@ -203,7 +228,7 @@ class RankSums:
         there = [i in lane.moved if i in self._params else True for i in entries]
         mine[entries[0] : entries[-1] + 1] = torch.tensor(there, dtype=torch.uint8)
         box, start = shelves.box(self._seat, turn), self._units[unit].start
-        for region, value in zip(self._statistics.regions, lane.statistics, strict=False):
+        for region, value in zip(self._statistics.regions, self._captured.get(lane.number, ()), strict=False):
             if self._leads and self._unit_of[region.entries[0]] == unit:
                 box[region.start - start : region.stop - start].copy_(value)
         self._point += 1
@@ -269,11 +294,10 @@ class _LaneUnderWay:
     """A lane between `enter` and `add`. at: of the units in their order, the one that is next. fired, moved: entries
     whose gradients were final, and those that are in a box."""
 
-    def __init__(self, hooks: Iterable[torch.utils.hooks.RemovableHandle]) -> None:
-        self.at = 0
+    def __init__(self, hooks: Iterable[torch.utils.hooks.RemovableHandle], number: int = -1) -> None:
+        self.at, self.number = 0, number
         self.fired: set[int] = set()
         self.moved: set[int] = set()
-        self.statistics: list[Tensor] = []
         self._hooks = list(hooks)
 
     def end(self) -> None:

@@ -69,9 +69,10 @@ def shard_model(model: nn.Module, plan: ShardPlan, mesh: ShardMesh) -> None:
 
 
 def gather_gradients(model: nn.Module, mesh: ShardMesh) -> None:
-    """Bring the gradients of a lane, of which each rank has its own shards, together at all of them."""
+    """Bring the gradients of a lane, of which each rank has its own shards, together at all of them. The model may be a
+    stage."""
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    wanted = {id(by_name[name]): (by_name[name], cut) for name, cut in mesh.cuts.items()}
+    wanted = {id(by_name[name]): (by_name[name], cut) for name, cut in mesh.cuts.items() if name in by_name}
     for parameter, cut in wanted.values():
         gradient = parameter.grad
         if gradient is None:

@@ -69,11 +69,14 @@ class Folding:
         self.slots: dict[Node, int] = {}
         """Complete subtrees, and the slots that hold their sums."""
 
-    def round(self, lanes: Sequence[int]) -> list[Add]:
-        """The additions of a round, in order. lanes: by seat. Afterwards the boxes hold nothing that counts."""
+    def round(self, lanes: Sequence[int | None]) -> list[Add]:
+        """The additions of a round, in order. lanes: by seat, None for one that does not count. Afterwards the boxes
+        hold nothing that counts."""
         places = {node: SumPlace("slot", slot) for node, slot in self.slots.items()}
         adds: list[Add] = []
         for rank, lane in enumerate(lanes):
+            if lane is None:
+                continue
             node, at = Node(lane, lane + 1), SumPlace("box", rank)
             for parent in reversed(path_to(self._top[lane], lane)[:-1]):
                 left, right = children(parent)

@@ -15,6 +15,9 @@ pass, then the later part; that merges its lists.
 
 Every worker plays the same from the same plan, so nothing is exchanged about it. Within a part forward passes come in
 lane order, and so do backward passes.
+
+A worker of several processes does a pass of several lanes at a time, in *turns*; an operation bears the lowest lane of
+its turn. Then the lowest remaining pass may wait for others, and the lowest that can be done goes first.
 """
 
 from __future__ import annotations
@@ -29,8 +32,11 @@ from everstep.base.errors import check
 from everstep.base.pipeline.kind import Shape
 from everstep.base.pipeline.schedule_table import KINDS
 from everstep.base.plan import Plan, Seat
+from everstep.placement.ranks import rounds
 from everstep.placement.schedules import PipeOp, order, with_recompute
 
+Turn = tuple[int, ...]
+"""Lanes that go through a part at the same time, ascending."""
 _TIME: Mapping[str, int] = {"forward": 1, "backward": 2}
 
 
@@ -42,17 +48,28 @@ def ops(
     kind: str = "1f1b",
     chunks: int = 1,
     recompute: bool = False,
+    at_once: int = 1,
 ) -> tuple[PipeOp, ...]:
     """Operations of a worker, in order: the passes of these lanes through the parts that its seats hold.
 
     lanes_to_run: equal at every worker (all lanes of a step, or those to be done again), in any order. kind: a
     schedule's name. chunks: parts per stage. recompute: keep inputs only, and compute activations again directly before
-    a backward pass that does not follow its own forward pass.
+    a backward pass that does not follow its own forward pass. at_once: lanes of a turn.
 
     Raises: InvariantViolation if a lane has no holder in some stage.
     """
     lanes = tuple(sorted(set(lanes_to_run)))
-    return _all_ops(plan.seats, plan.stages, lanes, kind, chunks, recompute).get(worker_id, ())
+    return _all_ops(plan.seats, plan.stages, lanes, kind, chunks, recompute, at_once).get(worker_id, ())
+
+
+def turns(plan: Plan, worker_id: int, lanes_to_run: Iterable[int], at_once: int) -> dict[tuple[int, int], Turn]:
+    """The lanes of each turn of a worker, by stage and the lowest of them; arguments as of `ops`."""
+    own = (seat for seat in plan.seats if seat.worker_id == worker_id)
+    return {(seat.stage, turn[0]): turn for seat in own for turn in _turns(seat, frozenset(lanes_to_run), at_once)}
+
+
+def _turns(seat: Seat, wanted: frozenset[int], at_once: int) -> list[Turn]:
+    return [tuple(turn) for turn in rounds(sorted(wanted.intersection(seat.lanes)), at_once)]
 
 
 def holder(plan: Plan, part: int, lane: int) -> int:
@@ -62,23 +79,25 @@ def holder(plan: Plan, part: int, lane: int) -> int:
 
 @lru_cache(maxsize=64)
 def _all_ops(
-    seats: tuple[Seat, ...], stages: int, lanes: tuple[int, ...], kind: str, chunks: int, recompute: bool
+    seats: tuple[Seat, ...], stages: int, lanes: tuple[int, ...], kind: str, chunks: int, recompute: bool, at_once: int
 ) -> dict[int, tuple[PipeOp, ...]]:
     owner = {(seat.stage, lane): seat.worker_id for seat in seats for lane in seat.lanes}
     for stage in range(stages):
         for lane in lanes:
             check((stage, lane) in owner, f"lane {lane} has no holder in stage {stage}")
     lists: dict[tuple[int, int], deque[PipeOp]] = {}
-    wanted = set(lanes)
+    wanted = frozenset(lanes)
+    together: dict[tuple[int, int], Turn] = {}
     for seat in seats:
-        own = sorted(wanted.intersection(seat.lanes))
+        own = _turns(seat, wanted, at_once)
+        together.update(((seat.stage, lane), turn) for turn in own for lane in turn)
         if own:
-            hops = max(_hops_behind(owner, seat, lane, stages) for lane in own)
+            hops = max(_hops_behind(owner, seat, lane, stages) for turn in own for lane in turn)
             lists[seat.worker_id, seat.stage] = deque(
-                PipeOp(op.kind, op.chunk * stages + op.stage, op.stage, own[op.micro_batch])
+                PipeOp(op.kind, op.chunk * stages + op.stage, op.stage, own[op.micro_batch][0])
                 for op in order(KINDS[kind], seat.stage, Shape(stages, hops, len(own), chunks))
             )
-    played = _Play(owner, lists, stages, stages * chunks).run()
+    played = _Play(owner, lists, stages, stages * chunks, together).run()
     return {worker_id: tuple(with_recompute(done)) if recompute else tuple(done) for worker_id, done in played.items()}
 
 
@@ -97,8 +116,11 @@ class _Play:
         lists: dict[tuple[int, int], deque[PipeOp]],
         stages: int,
         parts: int,
+        together: Mapping[tuple[int, int], Turn],
     ) -> None:
+        """together: the turn of each lane, by stage and lane."""
         self.owner = owner
+        self.together = together
         self.lists = lists
         self.stages = stages
         self.parts = parts
@@ -150,27 +172,32 @@ class _Play:
 
     def _inputs_done(self, op: PipeOp) -> bool:
         if op.kind == "forward":
-            return op.part == 0 or self._at(op, op.part - 1) in self.done
+            return op.part == 0 or self._all_done(op, op.part - 1)
         if op._replace(kind="forward") not in self.done:
             return False
-        return op.part + 1 == self.parts or self._at(op, op.part + 1) in self.done
+        return op.part + 1 == self.parts or self._all_done(op, op.part + 1)
 
     def _waiting_for(self, op: PipeOp) -> Iterator[int]:
         """Workers that may go on after this operation."""
         after = op.part + 1 if op.kind == "forward" else op.part - 1
         if 0 <= after < self.parts:
-            yield self.owner[after % self.stages, op.lane]
+            for lane in self.together[op.stage, op.lane]:
+                yield self.owner[after % self.stages, lane]
 
-    def _at(self, op: PipeOp, part: int) -> PipeOp:
-        return PipeOp(op.kind, part, part % self.stages, op.lane)
+    def _all_done(self, op: PipeOp, part: int) -> bool:
+        """Whether the turn's lanes have been through another part."""
+        stage = part % self.stages
+        lanes = self.together[op.stage, op.lane]
+        return all(PipeOp(op.kind, part, stage, self.together[stage, lane][0]) in self.done for lane in lanes)
 
     def _advance_lowest(self) -> bool:
-        """No worker can go on: move the lowest remaining pass to the front of its list. False: nothing is left."""
+        """No worker can go on: move the lowest remaining pass that can to the front of its list. False: nothing is
+        left."""
         while self.left and self.left[-1] in self.done:
             self.left.pop()
         if not self.left:
             return False
-        op = self.left[-1]
+        op = next((op for op in reversed(self.left) if op not in self.done and self._inputs_done(op)), self.left[-1])
         check(self._inputs_done(op), f"nothing can go on, not even {op}")
         own = self.lists[self.owner[op.stage, op.lane], op.stage]
         own.remove(op)

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 from everstep.base.config import Config
 from everstep.exact.rank_sums import RankSums
-from everstep.exact.shard_plan import gather_gradients
 from everstep.parallel.shard_boxes import BoxExchange
 from everstep.train.cell_store import CellPlaces, CellStore
 from everstep.train.replica import StageReplica
@@ -23,7 +22,11 @@ _EXCHANGES_BITS = 32
 def places_of(replica: StageReplica, config: Config) -> CellPlaces:
     """Where this worker's processes have what they share."""
     cell = config.cell
-    return CellPlaces(replica.layout, replica.parts.model, cell.ranks, config.lanes, cell.least, cell.tp, cell.shards)
+    return CellPlaces(
+        *(replica.layout, replica.parts.model, cell.ranks, config.lanes, cell.least, cell.tp, cell.shards),
+        parameters=replica.everything,
+        hops=replica.spec.is_split,
+    )
 
 
 class SharedLanes:
@@ -31,9 +34,10 @@ class SharedLanes:
 
     def __init__(self, replica: StageReplica, config: Config, store: CellStore) -> None:
         cell, parts = config.cell, replica.parts
-        self._model, self._mesh, self._degree = parts.model, parts.mesh, cell.tp
+        self._mesh, self._degree = parts.mesh, cell.tp
         self.seat, self.rank = divmod(store.rank, cell.tp)
         first = store.rank == 0 or cell.tp > 1  # the head's, and what is computed together with its lanes
+        first = first and not replica.spec.is_split  # there a pass knows by itself
         self.sums = RankSums(
             replica.layout,
             parts.model,
@@ -60,8 +64,3 @@ class SharedLanes:
             return
         with self._mesh.among(self.rank, self._degree, self._exchange):
             yield
-
-    def gather_gradients(self) -> None:
-        """Have all of a lane's gradients at each rank of the seat. All of them call it, inside `together`."""
-        if self._mesh is not None and self._exchange is not None:
-            gather_gradients(self._model, self._mesh)

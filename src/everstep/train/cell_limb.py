@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
+import msgspec
+
 from everstep.base.below import keep_to
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError, check
@@ -22,14 +24,17 @@ from everstep.parallel.cell_memory import CellMemory
 from everstep.placement.ranks import rounds
 from everstep.runtime.host.cell import Limb
 from everstep.runtime.link.context import WorkerContext
-from everstep.train.cell_beside import take_beside, take_groups
-from everstep.train.cell_head import ADOPT, ATTACH, LANES, UPDATE, limb_gradient
-from everstep.train.cell_lanes import SharedLanes, places_of
+from everstep.train.cell_beside import take_groups
+from everstep.train.cell_course import PASSES, CellCourse
+from everstep.train.cell_head import LANES
+from everstep.train.cell_lanes import places_of
+from everstep.train.cell_stage import ADOPT, ATTACH, UPDATE, limb_gradient
 from everstep.train.cell_store import CellStore
-from everstep.train.cell_update import CellUpdate
 from everstep.train.job_parts import BuiltTask
+from everstep.train.limb_passes import LimbPasses, StageAtLimb
 from everstep.train.replica import StageReplica
 from everstep.train.task import Task, calling
+from everstep.train.view import Stages
 
 log = logging.getLogger(__name__)
 
@@ -57,36 +62,46 @@ class CellLimb:
         self._rank = context.cell_rank
         built = BuiltTask(task, config, context.worker_id, self._rank)
         self._device = built.device
-        self._replica = StageReplica(built.make(), config, built.device)
-        self._replica.prove_update()
+        parts = built.make(() if config.meta_init and config.stages > 1 else None)
         self._order = built.order()
+        self._stages = (
+            Stages.unsplit(StageReplica(parts, config, built.device))
+            if config.stages == 1
+            else built.stages(parts, None, checked=True)
+        )
         self._loader = LaneLoader(Recipe(built.dataset, self._order, task.collate, config.seed), config.loader)
-        self._store: CellStore | None = None
-        self._shared: SharedLanes | None = None
-        self._update: CellUpdate | None = None
+        self._held: dict[int, StageAtLimb] = {}
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         """What the head may command."""
         acts: dict[str, Callable[..., dict[str, Any]]]
-        acts = {ATTACH: self.attach, LANES: self.lanes, UPDATE: self.update, ADOPT: self.adopt}
+        acts = {ATTACH: self.attach, LANES: self.lanes, PASSES: self.passes, UPDATE: self.update, ADOPT: self.adopt}
         return {name: _answering(act) for name, act in acts.items()}
 
-    def attach(self, path: str, size: int, likeness: str) -> dict[str, Any]:
-        """Have the model where the head has it. Raises: ConfigError if that is another one."""
-        model = self._replica.parts.model
-        places = places_of(self._replica, self._config)
+    def attach(self, stage: int, path: str, size: int, likeness: str) -> dict[str, Any]:
+        """Have a stage where the head has it. Raises: ConfigError if that is another one."""
+        if self._stages.split:
+            self._row.set(phase="idle")
+            self._stages.rebuild(stage)
+        replica = self._stages[stage]
+        replica.prove_update()
+        places = places_of(replica, self._config)
         if (places.size, places.likeness) != (size, likeness):
             raise ConfigError(
                 f"{self._config.cell.key}: expected the same model in all processes of a worker, but build_model has "
                 "made different ones: let it depend on the config and torch's generators alone"
             )
-        self._store = CellStore(CellMemory.attach(path, self._rank, size), places, self._row.tick)
-        self._store.move_in(model)
-        self._update = CellUpdate(self._replica.parts.optimizer, self._store, self._config.cell.ranks)
-        self._shared = SharedLanes(self._replica, self._config, self._store)
-        self._replica.loop.use(self._shared.sums)
-        self._replica.state.settings.begin()
+        store = CellStore(CellMemory.attach(path, self._rank, size), places, self._row.tick)
+        store.move_in(replica.everything)
+        held = self._held[stage] = StageAtLimb(replica, store, self._config)
+        if self._stages.split:
+            replica.lanes.passes[stage].share(held.shared.sums)
+        else:
+            replica.loop.use(held.shared.sums)
+            replica.state.settings.begin()
         return {}
+
+    # ---- the lanes of a model that is not split
 
     def lanes(
         self,
@@ -101,13 +116,11 @@ class CellLimb:
     ) -> dict[str, Any]:
         """Compute this rank's lanes of the rounds that are made, and say what they gave. note: its size, where the
         step's lanes begin anew."""
-        store, shared, replica = self._attached()
+        held = self._attached()
+        store, shared, replica = held.store, held.shared, held.replica
         sums, ranks, seats = shared.sums, self._config.cell.ranks, self._config.cell.fsdp
         if note:
-            replica.abandon()
-            take_beside(replica, store.read_note(0, note))
-            store.take_buffers(replica.parts.model)
-            replica.begin_lanes(step, scale)
+            held.begin_lanes(step, scale, store.read_note(0, note))
         shared.restart(command)
         mine = lanes[shared.seat :: seats]
         self._loader.schedule(step, mine)
@@ -139,7 +152,7 @@ class CellLimb:
 
     def _lane(self, step: int, lane: int, said: dict[str, tuple[str, str]], *, is_told: bool, due: bool) -> None:
         """One lane, as `Step` has it at the head: what a head computes together with this rank, it does so often."""
-        loop, beside = self._replica.loop, self._config.cell.tp > 1
+        loop, beside = self._stages.only.loop, self._config.cell.tp > 1
         self._row.set(step=step - 1, phase="load")
         batch, samples = self._loader.batch(step, lane)
         batch = to_device(batch, self._device)
@@ -151,7 +164,7 @@ class CellLimb:
             self._pass(batch, len(samples))
             loop.compare()
         if is_told or (due and twice):
-            self._attached()[1].gather_gradients()
+            self._attached().shared.sums.gather()
         if is_told:
             told = loop.said(batch)
             said[str(lane)] = told.data, told.gave
@@ -159,34 +172,63 @@ class CellLimb:
 
     def _pass(self, batch: Any, count: int) -> None:
         self._row.set(phase="forward")
-        loss = calling(self._task, "loss", self._replica.parts.model, batch)
+        replica = self._stages.only
+        loss = calling(self._task, "loss", replica.parts.model, batch)
         self._row.set(phase="backward")
         loss, weight = loss if isinstance(loss, tuple) else (loss, None)
-        self._replica.loop.backward(loss, weight, count / self._order.micro_batch)
+        replica.loop.backward(loss, weight, count / self._order.micro_batch)
 
-    def update(self, step: int, factor: float, note: int) -> dict[str, Any]:
+    # ---- the lanes of stages
+
+    def passes(self, stage: int, note: int, command: int, held: Sequence[int]) -> dict[str, Any]:
+        """Go through the passes that are made, and say what this rank's lanes gave. stage: whose memory has the course,
+        of this size; held: the stages that the head has."""
+        self._held = {number: one for number, one in self._held.items() if number in held}
+        self._stages.keep(held)
+        at = self._attached(stage)
+        course = msgspec.convert(at.store.read_note(0, note), CellCourse)
+        for number, one in self._held.items():
+            beside = course.beside[str(number)]
+            if beside is not None:
+                one.begin_lanes(course.step, course.scale, beside)
+            one.replica.lanes.drop()
+            one.shared.restart(command)
+            one.shared.sums.begin(course.counted[str(number)], fresh=beside is not None)
+        own = LimbPasses(self._held, self._loader, self._order, self._device, self._config, self._row)
+        try:
+            own.run(course)
+        except BaseException:
+            for one in self._held.values():
+                one.shared.sums.leave()
+                one.store.memory.break_pass()
+            raise
+        finally:
+            self._row.set(phase="idle")
+        return {"note": at.store.write_note(own.answer())}
+
+    # ---- updates
+
+    def update(self, stage: int, step: int, factor: float, note: int) -> dict[str, Any]:
         """Update this rank's part with the gradient that the head has left."""
-        store, _, replica = self._attached()
+        held = self._attached(stage)
         self._row.set(phase="update")
-        said = store.read_note(0, note)
-        check(self._update is not None, "a limb attaches before it updates")
-        take_groups(replica.parts.optimizer, said["groups"])
-        self._update.follow(said["kept"], adopts=False)  # type: ignore[union-attr]
-        pieces = self._update.pieces  # type: ignore[union-attr]
-        gradient = limb_gradient(store, step, said["presence"], replica.layout.numel)
-        replica.update_pieces(step, factor, gradient, pieces)
+        said = held.store.read_note(0, note)
+        take_groups(held.replica.parts.optimizer, said["groups"])
+        held.update.follow(said["kept"], adopts=False)
+        gradient = limb_gradient(held.store, step, said["presence"], held.replica.layout.numel)
+        held.replica.update_pieces(step, factor, gradient, held.update.pieces)
         self._row.set(phase="idle")
         return {}
 
-    def adopt(self, note: int) -> dict[str, Any]:
+    def adopt(self, stage: int, note: int) -> dict[str, Any]:
         """Put what an update has made where the others find it."""
-        store, _, _ = self._attached()
-        self._update.follow(store.read_note(0, note), adopts=True)  # type: ignore[union-attr]
+        held = self._attached(stage)
+        held.update.follow(held.store.read_note(0, note), adopts=True)
         return {}
 
-    def _attached(self) -> tuple[CellStore, SharedLanes, StageReplica]:
-        check(self._store is not None and self._shared is not None, "a limb attaches before anything else")
-        return self._store, self._shared, self._replica  # type: ignore[return-value]
+    def _attached(self, stage: int = 0) -> StageAtLimb:
+        check(stage in self._held, "a limb attaches before anything else")
+        return self._held[stage]
 
     def close(self) -> None:
         """End the loader's processes."""

@@ -17,22 +17,27 @@ from torch import Tensor, nn
 from everstep.base.errors import ConfigError, check
 from everstep.exact.digest import digest_bytes
 from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, GradientLayout, memory_of, round_up
+from everstep.exact.trees import Bundle, from_wire, to_wire
 from everstep.exact.wrapping import wrapped
 from everstep.parallel.cell_memory import CellMemory, PassBroken, SharedPlace
+from everstep.parallel.frame import HEAD_LENGTHS, frame_of, head_size, parse_head
 from everstep.parallel.mapping import PAGE
 from everstep.parallel.shard_boxes import SHARD_BOX_BYTES, BoxExchange
 
 _NOTE_BYTES = 64 << 20
+_HOP_BYTES = 1 << 30
 _MOST_STATE = 16
 """Tensors like its parameter that an optimizer may keep for each one."""
 _FLOAT = 4
+CAME, GOES = 0, 1
 
 
 class CellPlaces:
     """Extents in the memory of one worker. model: whole, with its parameters and buffers as they are before the first
     step; n_slots: sums that are kept at a time, at most; wrap: elements of the modules that are exchanged together,
     None for units. degree: ranks that compute each lane together, which have a box together, and boxes for their
-    shards."""
+    shards. parameters: where these are not the model's alone; hops: whether lanes come from other workers and go to
+    them, so that each seat has a box for what comes, and one for what goes."""
 
     def __init__(
         self,
@@ -43,7 +48,11 @@ class CellPlaces:
         wrap: int | None = None,
         degree: int = 1,
         shards: int = 1,
+        *,
+        parameters: Sequence[nn.Parameter] | None = None,
+        hops: bool = False,
     ) -> None:
+        trained = list(model.parameters()) if parameters is None else parameters
         self.size = PAGE
         self.units = wrapped(layout, wrap)
         self.notes = [self._take(_NOTE_BYTES) for _ in range(ranks)]
@@ -56,10 +65,11 @@ class CellPlaces:
             for _ in range(seats * (degree > 1))
         ]
         self.slots = [self._take(_FLOAT * layout.numel) for _ in range(n_slots)]
-        self.parameters = [self._take(_within(group[0])) for group in leaves_of(model.parameters())]
+        self.hops = [[self._take(_HOP_BYTES) for _ in range(2)] for _ in range(seats * hops)]
+        self.parameters = [self._take(_within(group[0])) for group in leaves_of(trained)]
         self.forms = forms_of(model)
         self.buffers = self._take(sum(round_up(b.nbytes, ALIGN_BYTES) for b in model.buffers()))
-        elements = sum(round_up(p.numel() * _FLOAT, BLOCK_ELEMENTS) for p in model.parameters())
+        elements = sum(round_up(p.numel() * _FLOAT, BLOCK_ELEMENTS) for p in trained)
         self.state = self._take(_MOST_STATE * elements)
         named = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
         self.likeness = digest_bytes(
@@ -145,11 +155,34 @@ class CellStore:
         check(0 < size <= _NOTE_BYTES, f"a note has 1 to {_NOTE_BYTES} bytes, not {size}")
         return msgspec.msgpack.decode(ctypes.string_at(self._notes[rank].data_ptr(), size))
 
+    # ---- what lanes bring from other workers, and what goes to them
+
+    def put_hop(self, seat: int, way: int, sent: Bundle) -> None:
+        """Leave what comes for a seat's lane (`CAME`), or what its lane gives (`GOES`). Raises: ConfigError for what is
+        too large."""
+        tensors, meta = to_wire(sent)
+        frame = frame_of(tensors, meta)
+        if frame.size > _HOP_BYTES:
+            raise ConfigError(
+                f"{_HOP_BYTES} bytes are the most that a lane of a worker of several processes may take from stage to "
+                f"stage, got {frame.size}: make micro_batch smaller, or cut the model elsewhere"
+            )
+        frame.fill(self.memory.tensor(self.places.hops[seat][way], torch.uint8)[: frame.size], tensors)
+
+    def take_hop(self, seat: int, way: int) -> Bundle:
+        """A copy of it."""
+        box = self.memory.tensor(self.places.hops[seat][way], torch.uint8)
+        size = head_size(bytes(box[:HEAD_LENGTHS].tolist()))
+        frame = parse_head(bytes(box[:size].tolist()))
+        with torch.no_grad():
+            tensors = [place.fresh(torch.device("cpu")).copy_(place.view(box)) for place in frame.places]
+        return from_wire(tensors, frame.meta)
+
     # ---- parameters and buffers
 
-    def move_in(self, model: nn.Module) -> None:
-        """Put the model's parameters where all processes have them; the head's values are those that count."""
-        for group, place in zip(leaves_of(model.parameters()), self.places.parameters, strict=True):
+    def move_in(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Put these parameters where all processes have them; the head's values are those that count."""
+        for group, place in zip(leaves_of(parameters), self.places.parameters, strict=True):
             first = group[0]
             flat = self.memory.tensor(place, first.dtype)
             shared = flat.as_strided(first.shape, first.stride(), 0) if first.numel() else first.detach()

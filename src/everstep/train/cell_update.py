@@ -6,7 +6,7 @@ follows at each of them. Parameters that cannot be cut are updated by the head a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +30,13 @@ KeptForEach = list[dict[str, list[Any]]]
 class CellUpdate:
     """One process's part of the updates. pieces: what it updates; others: what it must not touch."""
 
-    def __init__(self, optimizer: Optimizer, store: CellStore, ranks: int) -> None:
+    def __init__(
+        self, optimizer: Optimizer, store: CellStore, ranks: int, undivided: Collection[int] = frozenset()
+    ) -> None:
+        """undivided: ids of parameters that the head updates alone."""
         self._optimizer, self._store = optimizer, store
         everything = [p for group in optimizer.param_groups for p in group["params"]]
-        self._divided: list[Tensor] = [p for p in everything if divisible(p)]
+        self._divided: list[Tensor] = [p for p in everything if divisible(p) and id(p) not in undivided]
         self._places: dict[tuple[int, str], int] = {}
         self._used = 0
         runs = update_ranges([p.numel() for p in self._divided], ranks)[store.rank]

@@ -16,6 +16,7 @@ from everstep.data.reading import reading_of
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.placement.cuts import units_of
 from everstep.train.cell_head import CellHead
+from everstep.train.cell_passes import CellStages
 from everstep.train.composition import check_units
 from everstep.train.elastic import AnyOrder, ElasticOrder, sample_order
 from everstep.train.job_data import JobData, job_data
@@ -97,8 +98,10 @@ def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
         return assemble(link, parts, built.dataset, task.collate, device, rewindable=True), early_stop
     data = job_data(link, built.dataset)
     whole = Whole.of(parts.model)
-    stages = built.stages(parts, data, checked=bool(link.job.get("split_checked")))
-    session = Session(link, stages, device, data, task.collate, whole, rewindable=True)
+    cell = None if link.cell_head is None else CellStages(link.cell_head, config, link.row.tick)
+    checked = bool(link.job.get("split_checked"))
+    stages = built.stages(parts, data, checked=checked, made=None if cell is None else cell.attach)
+    session = Session(link, stages, device, data, task.collate, whole, rewindable=True, cell=cell)
     return Run(session, parts.model), early_stop
 
 
@@ -135,8 +138,15 @@ class BuiltTask:
         mesh = cut_into_shards(task, model, self._config)
         return Parts(model, optimizer, scheduler, units, {"everstep.early_stop": self.early_stop}, mesh)
 
-    def stages(self, first: Parts, data: JobData, *, checked: bool) -> Stages:
-        """The stages of a split job.
+    def stages(
+        self,
+        first: Parts,
+        data: JobData | None,
+        *,
+        checked: bool,
+        made: Callable[[StageReplica], None] | None = None,
+    ) -> Stages:
+        """The stages of a split job. made: called with each of them. data: None if the units were checked.
 
         first: the whole model, already built; the first wanted stage is cut out of it, after a check that the units
         make it up (unless that was checked before the start). A model that is made module by module has no whole,
@@ -150,12 +160,15 @@ class BuiltTask:
             return calling(task, "loss", model, batch)
 
         def build(stage: int) -> StageReplica:
-            if whole and not checked:
+            if whole and not checked and data is not None:
                 recipe = Recipe(data.dataset, data.order, task.collate, config.seed)
                 check_units(whole[0], loss, to_device(fetch(recipe, 1, 0)[0], device), config, device, cut)
             parts = whole.pop() if whole else self.make(units_of(cut, stage, config.stages))
             own, spec = cut_out(parts, cut, config.stages, stage)
-            return StageReplica(own, config, device, spec, loss)
+            replica = StageReplica(own, config, device, spec, loss)
+            if made is not None:
+                made(replica)
+            return replica
 
         parameters = sum(p.nbytes for p in first.model.parameters())
         return Stages(config.stages, build, 3 * parameters // config.stages)

@@ -20,6 +20,7 @@ from everstep.exact.buffers import BufferGuard
 from everstep.exact.digest import digest_bytes, named_digest
 from everstep.exact.extra_state import keepers, packed
 from everstep.exact.parameters import ParameterWatch
+from everstep.exact.rank_sums import RankSums
 from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle, bundle, faithful_clone, gradients, open_gradients
 from everstep.protocol.step_types import LaneSaid
@@ -95,7 +96,7 @@ class PartPass:
     """One part of the model, in one worker.
 
     units: the part's own, in order. call, loss: not used if the model is not split. seeder: of the whole stage.
-    probing: whether a lane must still be computed twice for comparison.
+    probing: whether a lane must still be computed twice for comparison. accumulator: of the worker's sums.
     """
 
     part: int
@@ -108,12 +109,29 @@ class PartPass:
     watch: ParameterWatch
     _seeder: UnitSeeder
     _autocast: Callable[[], Any]
-    _probing: Callable[[], bool]
+    _probing: Callable[[], bool] | None
     said: LaneSaid | None = None
     """Digests of the lane whose backward pass was the last, if they are to be reported."""
-    _probed: bool = False
     _flights: dict[int, Lane] = field(default_factory=dict)
     _writes_inputs: bool | None = None
+    _shared: RankSums | None = None
+
+    def share(self, sums: RankSums) -> None:
+        """Add lanes up together with the other processes of this worker."""
+        self._shared = sums
+
+    def will_probe(self) -> bool:
+        """Whether the next lane that counts is computed twice."""
+        return self._probing is not None and self._probing()
+
+    def probe_next(self) -> None:
+        """Compute the next lane that counts twice, as another process does that computes it, too."""
+        self._probing = lambda: True
+
+    @property
+    def sums(self) -> LaneAccumulator | RankSums:
+        """Where lanes are added up."""
+        return self.accumulator if self._shared is None else self._shared
 
     @property
     def is_first(self) -> bool:
@@ -144,11 +162,11 @@ class PartPass:
         Raises: TaskError if the task does something that cannot be split.
         """
         self._flights.pop(number, None)
-        fresh = lane.repeats is None and self.accumulator.is_missing(number)
+        fresh = lane.repeats is None and self.sums.is_missing(number)
         if lane.said is not None:
             lane = replace(lane, said=structs.replace(lane.said, took=_digest(lane.inputs)))
-        if fresh and not self._probed and self._probing():
-            self._probed = True
+        if fresh and self.will_probe():
+            self._probing = None
             lane = replace(lane, probe=LaneProbe(f"stage {self._spec.stage}", step, number, lane.inputs))
         lane = self._pass(step, number, lane)
         if lane.probe is not None:
@@ -156,7 +174,7 @@ class PartPass:
         if lane.said is not None:
             lane = replace(lane, said=structs.replace(lane.said, made=_forward_digest(self.units, lane)))
         if fresh:
-            self.accumulator.capture(number)
+            self.sums.capture(number)
             self.guard.end_lane()
         self._flights[number] = lane if lane.keep else replace(lane, entry=None, outputs=None, scaled=None)
         if not lane.keep:
@@ -180,16 +198,22 @@ class PartPass:
         gradients, and is not counted again.
         """
         lane = self._flights.pop(number)
-        fresh = lane.repeats is None and self.accumulator.is_missing(number)
+        fresh, sums = lane.repeats is None and self.sums.is_missing(number), self.sums
         probe = lane.probe if fresh else None
         if probe is not None:
             lane = self._try(probe, number, lane, back, scale)
-        if fresh and (lane.said is None or self.accumulator.watches):  # otherwise its gradient lies by itself
-            self.accumulator.enter(number)
+        if self._shared is None:
+            enters = lane.said is None or sums.watches
+        else:
+            enters = lane.said is None and probe is None
+        if fresh and enters:  # otherwise its gradient lies by itself
+            sums.enter(number)
         came = "" if lane.said is None else _digest(back)
         self._run_backward(number, lane, back, scale)
         if probe is not None:
             probe.backward(self.units, lane)
+        if lane.said is not None and self._shared is not None:
+            self._shared.gather()
         self.said = lane.said and structs.replace(lane.said, back=came, gave=_gradient_digest(self.units, lane))
         result = None
         if lane.entry is not None:
@@ -200,17 +224,18 @@ class PartPass:
                 give(result)
         finally:  # a computed gradient counts, whether or not it could be sent
             if fresh:
-                self.accumulator.add(number)
+                sums.add(number)
             else:
-                self.accumulator.dismiss()
+                sums.leave_out(number)
         return result
 
     def _try(self, probe: LaneProbe, number: int, lane: Lane, back: Bundle | None, scale: float) -> Lane:
         """First backward pass of a lane that is computed twice, and its second forward pass, which is returned."""
-        self.accumulator.enter(number)
+        if self._shared is None:
+            self.accumulator.enter(number)
         self._run_backward(number, lane, None if back is None else _copied(back), scale)
         probe.backward(self.units, lane)
-        self.accumulator.dismiss()
+        self.sums.dismiss()
         again = self._pass(probe.step, number, replace(lane, inputs=probe.inputs))
         probe.forward(self.units, again)
         return again

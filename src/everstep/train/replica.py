@@ -109,6 +109,12 @@ class StageReplica:
         self.application = ModelState(nn.Module(), extras=parts.extras, settings=settings)
 
     @property
+    def everything(self) -> list[nn.Parameter]:
+        """All parameters here: the model's, and the first places of those that it shares with other stages."""
+        share = self.spec.share
+        return [*self.parts.model.parameters(), *(() if share is None else share.foreign.values())]
+
+    @property
     def _needs_norms(self) -> bool:
         return self._config.clip_norm is not None or self._scaler.enabled or self._config.on_nonfinite != "warn"
 
@@ -248,7 +254,8 @@ class StageReplica:
         """At a limb: update these pieces with the reduced gradient, times `factor`. Raises: as the optimizer does."""
         nothing: Ranges = {p: () for group in self.parts.optimizer.param_groups for p in group["params"]}
         wanted, limit = {**nothing, **pieces}, self._config.clip_value
-        self._handover.hand_over(reduced, factor, None, wanted, limit, later=True)
+        elsewhere = {place: None for tied in self.spec.ties for place in tied.places}  # the head alone updates these
+        self._handover.hand_over(reduced, factor, elsewhere, wanted, limit, later=True)
         self.update.make(step, derive(self._config.seed, step, _UPDATE_SEED), None, pieces, self._handover.give)
         self._handover.clear()
 

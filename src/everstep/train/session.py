@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from everstep.base.config import inexact
+from everstep.base.config import Config, inexact
 from everstep.parallel.staged import StagedTransport
 from everstep.parallel.transport_kinds import KINDS, ControlStore
 from everstep.placement.probes import ProbeRule
@@ -23,6 +24,7 @@ from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.step_machine import StepMachine
 from everstep.runtime.process import machine
 from everstep.train.cell_head import CellHead
+from everstep.train.cell_passes import CellPasses, CellStages
 from everstep.train.dealing import Dealing
 from everstep.train.executor import Cutter, Executor
 from everstep.train.final import Finisher
@@ -35,7 +37,7 @@ from everstep.train.loop_state import LoopState
 from everstep.train.profiling import WorkerProfiling
 from everstep.train.published import Publisher
 from everstep.train.saving import LastCheckpoint, PartSaver, Restorer, Whole, saving_of
-from everstep.train.step_lanes import Lanes
+from everstep.train.step_lanes import Lanes, Passes
 from everstep.train.transfers import Transfers
 from everstep.train.updates import Updates
 from everstep.train.view import Stages, WorkerView
@@ -56,7 +58,7 @@ class Session:
         collate: Callable[[list[Any]], Any],
         whole: Whole,
         rewindable: bool = False,
-        cell: CellHead | None = None,
+        cell: CellHead | CellStages | None = None,
     ) -> None:
         """stages: those trained here. data, collate: the samples of each lane, and how to get them. rewindable: the
         loop can go on from an earlier step; else this worker restarts then. cell: of several processes."""
@@ -98,7 +100,8 @@ class Session:
         updates = Updates(view, donor, keeper, saver, loop, dealing)
         transfers = Transfers(view, updates, donor, keeper, restorer, loop)
         finisher = Finisher(view, transfers.copier)
-        lanes = Lanes(view, restorer, data.dataset, collate, device, executor.lane_done, updates.given, dealing.divide)
+        told = executor.lane_done, updates.given, dealing.divide
+        lanes = Lanes(view, restorer, data.dataset, collate, device, *told, _passes(cell, config))
         membership = GenerationTies(view, executor, rendezvous, donor.handle, lambda wanted: profiling.ask(wanted))
         profiling = WorkerProfiling(link, device, membership.tell)
 
@@ -113,7 +116,7 @@ class Session:
             executor.install(part.handlers())
         executor.install({do.Reduce: membership.telling_news(updates.reduce)})
         self.view, self.executor, self.membership, self.profiling = view, executor, membership, profiling
-        self.lanes, self.updates, self.transfers, self.cell = lanes, updates, transfers, cell
+        self.lanes, self.updates, self.transfers, self._cell = lanes, updates, transfers, cell
         self.saver, self.loop, self._keeper = saver, loop, keeper
 
     def close(self) -> None:
@@ -125,5 +128,17 @@ class Session:
         self.saver.close()
         self._keeper.close()
         self.view.transport.close()
-        if self.cell is not None:
-            self.cell.close()
+        if self._cell is not None:
+            self._cell.close()
+
+    @property
+    def cell(self) -> CellHead | None:
+        """The processes of this worker, if they compute lanes of the user's loop."""
+        return self._cell if isinstance(self._cell, CellHead) else None
+
+
+def _passes(cell: CellHead | CellStages | None, config: Config) -> Callable[..., Passes]:
+    """What makes the passes of a split model's step."""
+    if isinstance(cell, CellStages) and not config.emulate_compute_ms:
+        return partial(CellPasses, cell=cell)
+    return Passes

@@ -74,6 +74,11 @@ class StageSpec:
         return tuple(unit for part in self.parts for unit in range(*self.cut[part]))
 
     @property
+    def tied(self) -> frozenset[int]:
+        """Ids of the parameters that other stages have, too, as the optimizer has them."""
+        return frozenset(id(tied.parameter) for tied in self.ties)
+
+    @property
     def is_split(self) -> bool:
         """Whether lanes are handed from part to part."""
         return self.n_parts > 1
@@ -172,7 +177,7 @@ def cut_out(whole: Parts, cut: ModelCut, stages: int, stage: int) -> tuple[Parts
     units = [whole.units[k] for k in own]
     _drop_foreign(whole, units, foreign.values())
     positions = _filter_optimizer(whole, {id(p) for p in (*whole.model.parameters(), *foreign.values())})
-    parts = Parts(whole.model, whole.optimizer, whole.scheduler, units, whole.extras)
+    parts = Parts(whole.model, whole.optimizer, whole.scheduler, units, whole.extras, whole.mesh)
     layout = GradientLayout.build(whole.model, units)
     gc.collect()
     tied = _tied(ties, whole.model, layout, _stage_of(cut, stages))

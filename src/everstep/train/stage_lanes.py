@@ -36,7 +36,8 @@ from everstep.train.stage import Parts, StageSpec
 
 
 class StageLanes:
-    """One stage's lanes within a step. Added gradients stay until `discard`. discarded: how often that was called."""
+    """One stage's lanes within a step. Added gradients stay until `discard`. discarded: how often that was called.
+    scaler: of the loss."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class StageLanes:
                 probing,
             )
         self._sums = StageSums([p.accumulator for p in self.passes.values()], config.lanes)
-        self._scaler = scaler
+        self.scaler = scaler
         self._reports: dict[int, LaneReport] = {}
         self._step = self.discarded = 0
         self._entered = False
@@ -165,7 +166,7 @@ class StageLanes:
         the returned ones before that, because another worker waits for them.
         """
         check(step == self._step, f"step {step} has not begun")
-        return self.passes[part].backward(lane, back, self._scaler.scale, give)
+        return self.passes[part].backward(lane, back, self.scaler.scale, give)
 
     def said(self, part: int) -> LaneSaid | None:
         """Digests of the last lane in `backward`, if they are to be reported."""

@@ -38,7 +38,8 @@ _SLICE_S = 0.01
 
 class Lanes:
     """One worker's lanes. done: called with step, stage and lane of each, at each stage. given: results here of
-    lanes that several workers compute. divide: says in a plan who takes which part of a step's gradient, of a stage."""
+    lanes that several workers compute. divide: says in a plan who takes which part of a step's gradient, of a stage.
+    passes: makes those of a step, with the arguments of `Passes`."""
 
     def __init__(
         self,
@@ -50,10 +51,11 @@ class Lanes:
         done: Callable[[int, int, int], None],
         given: LanesGiven,
         divide: Callable[[Plan, int, int], None],
+        passes: Callable[..., Passes],
     ) -> None:
         self.device = device
         self.done = done
-        self._given, self._divide = given, divide
+        self._given, self._divide, self._passes = given, divide, passes
         self._view = view
         self._restorer = restorer
         self._samples = 0
@@ -99,7 +101,7 @@ class Lanes:
         if ends:
             self.schedule(number, sorted(ends))
         full = [lane for lane in operation.lanes if not self._empty(number, plan, lane)]
-        Passes(self, view, operation, full, [t for t in operation.trials if self.samples(number, t.lane)]).run()
+        self._passes(self, view, operation, full, [t for t in operation.trials if self.samples(number, t.lane)]).run()
 
     def _empty(self, number: int, plan: Plan, lane: int) -> bool:
         """Whether the lane has no samples; then it is finished at once, at all stages."""
@@ -205,21 +207,31 @@ class Passes:
     """
 
     def __init__(
-        self, lanes: Lanes, view: WorkerView, operation: Compute, full: Sequence[int], trials: Sequence[Trial]
+        self,
+        lanes: Lanes,
+        view: WorkerView,
+        operation: Compute,
+        full: Sequence[int],
+        trials: Sequence[Trial],
+        at_once: int = 1,
     ) -> None:
-        """full: the lanes to compute, equal at every member, none of them empty; trials: equal at every member, too."""
+        """full: the lanes to compute, equal at every member, none of them empty; trials: equal at every member, too.
+        at_once: lanes of each pass."""
         config, plan = view.config, with_trials(operation.plan, trials)
         self._lanes, self._view, self._plan, self._step = lanes, view, plan, operation.step
         self._repeated = {number: trial.lane for number, trial in enumerate(trials, plan.lanes)}
         self._is_told = {trial.lane for trial in operation.trials}
         self._channel = view.transport.channel
         self._parts = plan.stages * config.chunks
+        all_lanes = [*full, *self._repeated]
         self._ops = routes.ops(
-            *(plan, view.me, [*full, *self._repeated]),
+            *(plan, view.me, all_lanes),
             kind=config.schedule,
             chunks=config.chunks,
             recompute=config.recompute,
+            at_once=at_once,
         )
+        self._turns = routes.turns(plan, view.me, all_lanes, at_once)
         self._wait_s = config.emulate_compute_ms / 1e3 / max(1, config.chunks)
         self._batches: dict[int, tuple[Any, Sequence[Any]]] = {}
         self._local: dict[Hop, Bundle] = {}
@@ -233,8 +245,22 @@ class Passes:
             if self._view.cutter.over(self._plan.generation):
                 raise CollectiveAborted("a newer plan has come")
             self._expect(self._ops[k + _AHEAD : k + _AHEAD + 1])
-            backward_follows = self._ops[k + 1 : k + 2] == (op._replace(kind="backward"),)
-            self._perform(op, keep=not self._view.config.recompute or backward_follows)
+            self._perform(op, keep=self._keeps(k))
+
+    def _keeps(self, k: int) -> bool:
+        """Whether the graph of a forward pass is kept. k: its place in the list."""
+        backward_follows = self._ops[k + 1 : k + 2] == (self._ops[k]._replace(kind="backward"),)
+        return not self._view.config.recompute or backward_follows
+
+    def _turn(self, op: PipeOp) -> Sequence[int]:
+        """The lanes of an operation."""
+        return self._turns[op.stage, op.lane]
+
+    def _finish(self, stage: int, lane: int) -> None:
+        """A stage is through with a lane."""
+        if self._view.stages[stage].spec.is_last:
+            self._lanes.count(len(self._lanes.samples(self._step, lane)))
+        self._lanes.done(self._step, stage, lane)
 
     # ---- one pass
 
@@ -266,9 +292,7 @@ class Passes:
         if op.lane in self._repeated:
             return
         if op.kind == "backward" and op.part == op.stage:  # the first of the stage's parts is the last to be done
-            if self._view.stages[op.stage].spec.is_last:
-                self._lanes.count(len(self._lanes.samples(self._step, op.lane)))
-            self._lanes.done(self._step, op.stage, op.lane)
+            self._finish(op.stage, op.lane)
 
     def _emulate(self, op: PipeOp) -> None:
         """Wait instead of computing; gradients are absent."""

@@ -63,6 +63,11 @@ def test_all_kinds_of_harm_and_of_jobs_are_drawn() -> None:
     assert {plan.task for plan in plans if any(life.fsdp * life.tp > 1 for life in plan.lives)} == set(CELLS)
     cells = {(life.fsdp, life.tp, life.workers > 1) for plan in plans for life in plan.lives}
     assert cells >= {(fsdp, tp, many) for fsdp, tp in ((1, 2), (2, 1), (2, 2), (3, 1)) for many in (False, True)}
+    assert {(life.fsdp, life.tp) for plan in plans for life in plan.lives if life.stages == 2} >= {
+        (2, 1),
+        (1, 2),
+        (2, 2),
+    }
     assert (3, 2, False) in cells and {plan.numerics.get("cell.shards") for plan in plans} == {None, 2, 4}
     assert {harm.when for harm in harms} >= {"begin", "steps", "last_step", "job_completed", "worker_evicted"}
 

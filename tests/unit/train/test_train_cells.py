@@ -16,10 +16,11 @@ from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.layout import GradientLayout, align_parameters, untie
 from everstep.exact.pieces import PieceUpdate
 from everstep.exact.rank_sums import RankSums
+from everstep.exact.trees import bundle
 from everstep.parallel.cell_memory import CellMemory
 from everstep.placement.ranks import rounds
 from everstep.placement.tree import cover
-from everstep.train.cell_store import CellPlaces, CellStore
+from everstep.train.cell_store import CAME, GOES, CellPlaces, CellStore
 from everstep.train.cell_update import CellUpdate
 
 LANES, RANKS = 6, 3
@@ -49,18 +50,20 @@ class Model(nn.Module):
 class Rank:
     """One process's model, and what it shares."""
 
-    def __init__(self, rank: int, memory: CellMemory | None = None, wrap: int | None = None) -> None:
+    def __init__(
+        self, rank: int, memory: CellMemory | None = None, wrap: int | None = None, *, hops: bool = False
+    ) -> None:
         self.model = Model()
         untie(self.model, self.model.units())
         align_parameters(self.model)
         self.layout = GradientLayout.build(self.model, self.model.units())
-        self.places = CellPlaces(self.layout, self.model, RANKS, LANES, wrap)
+        self.places = CellPlaces(self.layout, self.model, RANKS, LANES, wrap, hops=hops)
         if memory is None:
             self.memory = CellMemory.create(self.places.size)
         else:
             self.memory = CellMemory.attach(memory.path, rank, self.places.size)
         self.store = CellStore(self.memory, self.places, lambda: None)
-        self.store.move_in(self.model)
+        self.store.move_in(list(self.model.parameters()))
         self.sums = RankSums(self.layout, self.model, LANES, self.store, self.places.units, whole_first=rank == 0)
 
     def start(self) -> None:
@@ -145,6 +148,60 @@ def test_sums_have_the_bits_of_one_process(lanes: list[int], wrap: int | None) -
         assert found[node][0] == row
         assert all(torch.equal(a, b) for a, b in zip(found[node][1], tensors, strict=True))
     assert all(parameter.grad is None for one in ranks for parameter in one.model.parameters())
+
+
+def test_a_lane_that_does_not_count_takes_part_and_leaves_nothing() -> None:
+    """A trial, or a lane that had been added before: its rank exchanges with the others."""
+    counted = [0, 2]
+
+    def act(one: Rank) -> None:
+        one.start()
+        one.sums.begin(counted, fresh=True)
+        for point, turn in ((1, (0, 1, 2)), (10, (4,))):
+            one.store.meet(point, range(RANKS))
+            one.sums.round([lane if lane in counted else None for lane in turn], point)
+            if one.memory.rank < len(turn):
+                lane = turn[one.memory.rank]
+                add = one.sums.add if one.sums.is_missing(lane) else one.sums.leave_out
+                one.start()
+                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(lane))
+                loss = one.model(x, lane).square().mean()
+                if one.sums.is_missing(lane):
+                    one.sums.capture(lane)
+                loss.backward()
+                add(lane)
+        one.store.meet(20, range(RANKS))
+
+    ranks, raised = in_threads(act)
+    assert not raised, raised
+    expected = alone(counted)
+    found = {node: (row, there(ranks[0].layout, row, flat)) for node, row, flat in ranks[0].sums.results()}
+    assert found.keys() == expected.keys()
+    for node, (row, tensors) in expected.items():
+        assert found[node][0] == row
+        assert all(torch.equal(a, b) for a, b in zip(found[node][1], tensors, strict=True))
+
+
+@pytest.mark.parametrize("way", [CAME, GOES])
+def test_what_lanes_hand_on_keeps_its_form(way: int) -> None:
+    head = Rank(0, hops=True)
+    limb = Rank(1, head.memory, hops=True)
+    whole = torch.randn(5, 7)
+    sent = bundle({"x": whole.t(), "parts": (whole[1:, 2:], 3), "no": None, "empty": torch.zeros(0)}, lambda: "it")
+    head.store.put_hop(2, way, sent)
+    came = limb.store.take_hop(2, way)
+    head.store.put_hop(2, way, bundle(torch.zeros(5, 7), lambda: "it"))  # what came is a copy
+    assert came.meta == sent.meta
+    for one, other in zip(came.tensors, sent.tensors, strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride()
+        assert not one.numel() or (one.data_ptr() - other.data_ptr()) % 64 == 0
+
+
+def test_what_is_too_large_to_be_handed_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = Rank(0, hops=True)
+    monkeypatch.setattr("everstep.train.cell_store._HOP_BYTES", 1000)
+    with pytest.raises(ConfigError, match=r"1000 bytes are the most that a lane .* got 4"):
+        head.store.put_hop(0, CAME, bundle(torch.zeros(1000), lambda: "it"))
 
 
 def test_a_rank_that_leaves_a_pass_frees_the_others() -> None:

@@ -49,7 +49,7 @@ class Rank:
         else:
             self.memory = CellMemory.attach(memory.path, rank, self.places.size)
         self.store = CellStore(self.memory, self.places, lambda: None)
-        self.store.move_in(self.model)
+        self.store.move_in(list(self.model.parameters()))
         self.seat, self.part = divmod(rank, DEGREE)
         self.exchange = self.store.exchange(SHARDS, DEGREE)
         self.sums = RankSums(
@@ -207,7 +207,7 @@ def test_cells_that_cannot_be_are_refused(values: dict[str, Any], said: str) -> 
         _config(**values)
 
 
-@pytest.mark.parametrize(("key", "value"), [("stages", 2), ("device", "cuda"), ("zero.stage", 1), ("hosts.min", 2)])
+@pytest.mark.parametrize(("key", "value"), [("device", "cuda"), ("zero.stage", 1), ("hosts.min", 2)])
 def test_what_does_not_go_with_ranks_that_share_a_lane_is_refused(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^cell.(tp|shards): expected 1 with {key}={value}"):
         load_config([("test", {"cell.tp": 2, key: value, "network.address": "10.0.0.1"})])

@@ -1,0 +1,160 @@
+"""The head's end of one stage that the processes of its worker share: the whole model, if it is not split.
+
+Parameters and the optimizer's state lie in memory that all of them have; the head tells the limbs the rest that changes
+from step to step (`cell_beside`), and has them update parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.base import errors
+from everstep.base.config import Config
+from everstep.base.errors import ConfigError, DeterminismError, EverstepError, TaskError
+from everstep.base.ports import Piece, Reduced
+from everstep.exact.extra_state import has_extra_state
+from everstep.exact.pieces import Ranges
+from everstep.parallel.cell_memory import CellMemory, PassBroken
+from everstep.protocol.driver.records import LaneReport
+from everstep.runtime.host.cell import Head
+from everstep.train.cell_beside import beside_lanes, groups_of
+from everstep.train.cell_lanes import SharedLanes, places_of
+from everstep.train.cell_store import CellStore
+from everstep.train.cell_update import CellUpdate
+from everstep.train.optimizer_update import refuse_in_cell
+from everstep.train.replica import StageReplica
+
+ATTACH, UPDATE, ADOPT = "attach", "update", "adopt"
+
+
+class CellStage:
+    """One stage, as the head has it. store: what all processes have of it; shared: this one's part in the lanes; point:
+    at which they have met last."""
+
+    def __init__(self, head: Head, replica: StageReplica, config: Config, tick: Callable[[], None]) -> None:
+        """Waits for the limbs, and moves the stage to where they find it.
+
+        Raises: ConfigError for what a cell cannot train.
+        """
+        parts = replica.parts
+        refuse_in_cell(parts.optimizer, config.seed)
+        _refuse_model(parts.model)
+        self._head, self.replica, self.number = head, replica, replica.spec.stage
+        self._ranks = config.cell.ranks
+        places = places_of(replica, config)
+        self.store = CellStore(CellMemory.create(places.size), places, tick, self._look)
+        self.store.move_in(replica.everything)
+        self._update = CellUpdate(parts.optimizer, self.store, self._ranks, replica.spec.tied)
+        self.shared = SharedLanes(replica, config, self.store)
+        self.point = 0
+        self._told: tuple[int, int] | None = None
+        about = {"path": self.store.memory.path, "size": places.size, "likeness": places.likeness}
+        raise_first(head.command(ATTACH, stage=self.number, **about))
+        replica.share_updates(self)
+
+    # ---- lanes
+
+    def begin_lanes(self, step: int) -> dict[str, Any] | None:
+        """Lanes of this step come next. Returns what limbs have to take on before them; None if they have."""
+        replica = self.replica
+        key = step, replica.lanes.discarded
+        fresh, self._told = key != self._told, key
+        self.store.memory.mend()
+        if not fresh:
+            return None
+        replica.lanes.settle_buffers()  # another worker's lane may have been computed on trial
+        self.store.give_buffers(replica.parts.model)
+        return beside_lanes(replica)
+
+    def gate(self, *, opens: bool) -> bool:
+        """Come to the gate before a pass, with what other workers have sent for it; returns whether the pass is made.
+        Raises: PassBroken; what a limb has raised."""
+        self.store.memory.open_gate(opens)
+        self.meet()
+        return opens
+
+    def skip(self, points: int) -> None:
+        """A pass has so many points at which ranks meet."""
+        self.point += points
+
+    def meet(self) -> None:
+        """Meet all ranks at the next point. Raises: as `gate`."""
+        self.point += 1
+        self.store.meet(self.point, range(self._ranks))
+
+    def leave(self) -> None:
+        """Leave a pass in its middle: the loop has raised, or a limb has. The step's lanes begin anew."""
+        self.shared.sums.leave()
+        self.store.memory.break_pass()
+        self.skip(2 * self.shared.sums.points)
+        self._told = None
+
+    def compare(self, rank: int, reports: Sequence[LaneReport]) -> None:
+        """A rank has computed these lanes together with the first one of its seat. Raises: DeterminismError."""
+        mine = {report.lane: report for report in self.replica.lanes.reports([report.lane for report in reports])}
+        for report in reports:
+            theirs = mine[report.lane].loss
+            if report.loss.hex() != theirs.hex():
+                raise DeterminismError(
+                    f"cell.tp: rank {rank} of this worker has a loss of {report.loss!r} in lane {report.lane}, and the "
+                    f"rank that computed it, too, has {theirs!r}: the loss depends on the process, or memory is damaged"
+                )
+
+    def _look(self) -> None:
+        """A limb has left the pass: raise what it has raised."""
+        raise_first(self._head.answers())
+
+    # ---- updates
+
+    def begin_update(self, step: int, factor: float, reduced: Reduced) -> Ranges:
+        """Have the limbs update their parts with this gradient, times `factor`; returns the head's part."""
+        gradient = self.store.slot(0)
+        with torch.no_grad():
+            for piece in reduced.pieces:
+                gradient[piece.start : piece.stop].copy_(piece.data)
+        update = self._update
+        note = {
+            "presence": reduced.presence,
+            "groups": groups_of(self.replica.parts.optimizer),
+            "kept": update.describe(),
+        }
+        self._head.begin(UPDATE, stage=self.number, step=step, factor=factor, note=self.store.write_note(note))
+        return update.pieces
+
+    def end_update(self) -> None:
+        """Wait until all parts are updated. Raises: what an update of a limb has raised."""
+        raise_first(self._head.answers())
+        kept = self._update.new()
+        if kept is not None:
+            raise_first(self._head.command(ADOPT, stage=self.number, note=self.store.write_note(kept)))
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.store.close()
+
+
+def limb_gradient(store: CellStore, step: int, presence: bytes, numel: int) -> Reduced:
+    """The gradient that the head has left for an update."""
+    return Reduced(step, (Piece(0, numel, store.slot(0)),), presence, ())
+
+
+def raise_first(answers: list[Any]) -> list[Any]:
+    """The answers. Raises: what a limb has raised, under its own name where that is one of ours."""
+    failed = [answer["error"] for answer in answers if "error" in answer]
+    for name, text in sorted(failed, key=lambda one: one[0] == PassBroken.__name__):
+        kind = getattr(errors, name, TaskError)
+        raise kind(text) if isinstance(kind, type) and issubclass(kind, EverstepError) else TaskError(text)
+    return answers
+
+
+def _refuse_model(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if has_extra_state(module):
+            raise ConfigError(
+                "cell.fsdp: expected modules whose state is parameters and buffers, got extra state in "
+                f"{name or 'the model'} ({type(module).__name__}): set cell.fsdp=1"
+            )
