@@ -449,7 +449,10 @@ def test_a_folder_of_runs_is_sorted_noted_and_compared(over: Path, browser: Any,
         sync_api.expect(page.locator("#verdict")).to_have_text(
             "No final state to compare yet: c. a, b are equal to the bit."
         )
-        sync_api.expect(page.locator("#overlay .chart:visible")).not_to_have_count(2)  # all curves, not two alone
+        sync_api.expect(page.locator("#overlay .chart:visible")).to_have_count(3)
+        assert page.evaluate("document.documentElement.scrollHeight") < 3500
+        page.get_by_text("More curves").click()
+        sync_api.expect(page.locator("#overlay-more .chart:visible").first).to_be_visible()
         page.locator("#overlay-smoothing").select_option("0.9")
         page.locator("#columns").select_option("steps")
         sync_api.expect(page.get_by_role("button", name="steps", exact=True)).to_be_visible()

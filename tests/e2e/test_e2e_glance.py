@@ -25,6 +25,7 @@ import pytest
 from e2e_cli import TASK_FILE, Running, everstep
 from test_e2e_dashboard import CAUGHT, CHROMIUM, Dashboard, Page, browser, sync_api  # noqa: F401
 
+import recorded_run
 from sampling import mostly_longer
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: see tests/install_browser.sh")
@@ -289,6 +290,29 @@ def test_a_page_whose_server_is_gone_says_so_and_stands_still_until_it_is_back(
         sync_api.expect(body).not_to_have_attribute("data-lost", "yes")
         sync_api.expect(view.page.locator("#state")).to_have_text("running")
         assert [text for text in view.wrong if "Failed to load resource" not in text] == []
+
+
+@pytest.mark.longer
+def test_a_checkpoint_that_was_skipped_is_no_failure_to_onlookers(
+    browser: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    run_dir = recorded_run.make_run(tmp_path / "job")
+    why = {"tier": "disk", "step": 6, "cause": "busy", "reason": "the one before is still on its way"}
+    with open(run_dir / "events.jsonl", "ab") as file:
+        file.write(recorded_run.event("checkpoint_skipped", 6.0, **why))
+    with ExitStack() as stack:
+        dashboard = Dashboard(run_dir)
+        stack.callback(dashboard.close)
+        view = Page(browser, dashboard.owners, 1440)
+        stack.callback(view.close)
+        told = view.page.locator("#checkpoints")
+        sync_api.expect(told).to_contain_text("The last one was skipped (disk, step 6)", timeout=CAUGHT)
+        sync_api.expect(told).to_contain_text(why["reason"])
+        counts = told.locator("tr", has_text="disk").locator("td")
+        sync_api.expect(counts.nth(-2)).to_have_text("1")
+        sync_api.expect(counts.nth(-1)).to_have_text("0")
+        sync_api.expect(told.locator(".bad")).to_have_count(0)
 
 
 def photograph(page: Any, name: str) -> None:

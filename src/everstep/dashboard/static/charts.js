@@ -421,6 +421,13 @@ export class Overlay {
     ];
   }
 
+  /** Where the next chart goes: on a phone most of them are folded. */
+  place() {
+    if (!PHONE || this.charts.size < MOST_OWN_ON_PHONES) return "overlay";
+    $("overlay-rest").hidden = false;
+    return "overlay-more";
+  }
+
   update(runs) {
     this.runs = runs;
     const there = runs.filter((run) => run.curves.steps?.x.length), share = Number(this.smoothing.value);
@@ -428,7 +435,7 @@ export class Overlay {
     this.drawn = true;
     const kinds = this.kinds(there), left = new Set(this.charts.keys());
     for (const [title, pick, format] of kinds) {
-      if (!this.charts.has(title)) this.charts.set(title, new Chart($("overlay"), title, format, { alone: true }));
+      if (!this.charts.has(title)) this.charts.set(title, new Chart($(this.place()), title, format, { alone: true }));
       left.delete(title);
       const curves = there.map((run) => [run, pick(run)]).filter(([, curve]) => curve !== null && curve.y.some((v) => v !== null));
       const table = curves.length ? uPlot.join(curves.map(([, { x, y }]) => [x, share ? smooth(y, share) : y])) : [[]];

@@ -32,3 +32,8 @@ export function fold(node, folded) {
   const panel = node.closest(".panel"), button = panel?.querySelector("button.fold");
   if (button) set(panel, button, folded);
 }
+
+/** The same on a phone alone: the curves of one run stand among those of all runs that are compared. */
+export function foldOnPhones(node, folded) {
+  if (NARROW.matches) fold(node, folded);
+}

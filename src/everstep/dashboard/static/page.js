@@ -4,7 +4,7 @@ import { Actions, answer } from "./actions.js";
 import { Overlay, Training } from "./charts.js";
 import { $, attribute, el, forgetColours, write } from "./dom.js";
 import { Drawer } from "./drawer.js";
-import { fold, foldable } from "./fold.js";
+import { fold, foldable, foldOnPhones } from "./fold.js";
 import { linksDo } from "./links.js";
 import { RunList } from "./list.js";
 import * as panels from "./panels.js";
@@ -199,6 +199,7 @@ function several() {
 function drawOverview() {
   overlayTimer = 0;
   const together = runs.filter((_, i) => ticks.includes(keyed[i]));
+  if ($("compared").hidden !== together.length < 2) foldOnPhones($("charts"), together.length > 1);
   $("compared").hidden = together.length < 2;
   if (together.length < 2) return;
   overlay.update(together);
