@@ -190,6 +190,11 @@ class StepMachine:
         return tuple(sorted(self._held.blocks))
 
     @property
+    def spreads(self) -> bool:
+        """Whether what other members have updated of this worker's share is still on its way."""
+        return self._held.spreads
+
+    @property
     def held(self) -> Mapping[int, Extents]:
         """Blocks of each stage's state that this worker has and members may copy; ascending by stage."""
         return self._held.present

@@ -90,6 +90,11 @@ class Application:
         return ""
 
     @property
+    def ahead(self) -> bool:
+        """Whether nobody reads the state between the step that is asked for and the lanes of the next one."""
+        return isinstance(self.ask, do.StepAsked) and self.ask.ahead and not self._followers
+
+    @property
     def past(self) -> bool:
         """Whether the application is done with the step whose state this worker has."""
         return self.asked > self._machine.position.step
@@ -172,7 +177,7 @@ class Application:
     def _offer_feeds(self) -> None:
         """Feed joiners that asked: the state does not change now, between two steps."""
         machine = self._machine
-        if self._followers and machine.phase is Phase.IDLE:
+        if self._followers and machine.phase is Phase.IDLE and not machine.spreads:
             self._followers = False
             known = dict(self._last.gathers.known)
             self._out.put(do.OfferFeeds(machine.position, machine.records, known, machine.stages))
