@@ -186,7 +186,7 @@ class Dealt:
             if one.blocks.start > blocks[-1]:
                 return
             for first, stop in one.within(runs):
-                yield Portion(source, takers, one.parameter.detach().view(-1)[first:stop])
+                yield Portion(source, takers, one.parameter.data.view(-1)[first:stop])
 
 
 def _blocks(first: int, stop: int) -> range:

@@ -225,11 +225,14 @@ class SimLanes:
             life.later(took, self._done, operation, self._todo.popleft())
 
     def _done(self, operation: Compute, one: Pass) -> None:
-        if not self._whole():
+        if self._leaving is None and not self._whole():
             self._waits = operation, one
             self.life.look()
             return
         self.busy = False
+        if not self._whole():
+            self._next()
+            return
         kind, step, stage, lane = one
         state = self.life.job.trained(self.life.state.stages[stage])
         if operation.plan.stages == 1:

@@ -25,6 +25,7 @@ from everstep.placement.schedules import PipeOp
 from everstep.protocol.driver.operations import Compute, Open, Opened
 from everstep.protocol.driver.probing import LanesGiven
 from everstep.protocol.step_types import LaneSaid
+from everstep.train.dealing import Dealing
 from everstep.train.part_pass import Lane, computed_otherwise
 from everstep.train.saving import Restorer
 from everstep.train.shapes import Shapes, compiling
@@ -38,7 +39,8 @@ _SLICE_S = 0.01
 
 class Lanes:
     """One worker's lanes. done: called with step, stage and lane of each, at each stage. given: results here of
-    lanes that several workers compute. divide: says in a plan who takes which part of a step's gradient, of a stage."""
+    lanes that several workers compute. dealing: says who takes which part of a step's gradient, and gets the parameters
+    of the step before."""
 
     def __init__(
         self,
@@ -49,11 +51,11 @@ class Lanes:
         device: torch.device,
         done: Callable[[int, int, int], None],
         given: LanesGiven,
-        divide: Callable[[Plan, int, int], None],
+        dealing: Dealing,
     ) -> None:
         self.device = device
         self.done = done
-        self._given, self._divide = given, divide
+        self._given, self._dealing = given, dealing
         self._view = view
         self._restorer = restorer
         self._samples = 0
@@ -112,13 +114,17 @@ class Lanes:
 
     # ---- acts on single lanes
 
+    def await_parameters(self) -> None:
+        """A lane's batch is there: wait for the parameters that others have updated. Raises: CollectiveAborted."""
+        self._dealing.whole()
+
     def begin(self, number: int, plan: Plan, stage: int, *, settled: bool = True) -> tuple[int, ...]:
         """Begin the plan's lanes of the step at this stage; returns those that are still to be computed. settled: this
         is the step that comes next, so final blocks of it may leave."""
         lanes, mine = self._view.stages[stage].lanes, plan.lanes_of(self._view.me, stage)
         transport = self._view.transport
         if settled:
-            self._divide(plan, number, stage)
+            self._dealing.divide(plan, number, stage)
         offer = transport.offering(stage, number) if settled else None
         lost = transport.given_back(stage, number)
         lanes.begin(number, mine, lambda node: transport.node(stage, number, node), offer, entered=settled, lost=lost)
@@ -242,6 +248,7 @@ class Passes:
         stage = self._view.stages[op.stage].lanes
         ends = op.kind == "forward" and op.part in (0, self._parts - 1) and not self._wait_s
         batch, samples = self._batch(op) if ends else (None, ())  # loaded before waiting for the part before
+        self._lanes.await_parameters()
         inputs = self._take(op)
         if op.kind != "recompute":
             self._view.phase(op.kind, self._step, self._plan)

@@ -280,8 +280,9 @@ class Shelve(AtOnce, frozen=True):
 
 
 class BeginSpread(AtOnce, frozen=True):
-    """Begin `Spread` beside what follows. In `Compute` each part of the model waits for its parameters, and `Holds` says
-    that all have come; a `Spread` that is cut, or `Cut` of its generation, ends it, and nothing is written any more."""
+    """Begin `Spread` beside what follows. In `Compute` each part of the model waits for its parameters, and `Holds`
+    says that all have come. A `Spread` that is cut, or `Cut` of its generation, ends it: then nothing more is
+    written."""
 
     generation: int
     plan: Plan

@@ -219,9 +219,7 @@ class Stepper:
         """Updated parameters did not come: the plan that follows sees to that."""
         self._cut_off = operation.generation
 
-    def updated(
-        self, operation: do.Update, began_unix_ns: int, *, spreads: bool = False
-    ) -> Iterable[step.StepEvent]:
+    def updated(self, operation: do.Update, began_unix_ns: int, *, spreads: bool = False) -> Iterable[step.StepEvent]:
         """The step has been applied. spreads: as in `Updated`."""
         self._committed_ns = began_unix_ns
         self.last.did(operation.outcome, operation.records)
