@@ -106,25 +106,28 @@ class Dealing:
         if self._beside is not None:
             self._beside.wait()
             return self._ended(plan)
-        for exchange in self._exchanges(plan, number):
+        for _, _, exchange in self._exchanges(plan, number):
             exchange()
         held = self._ended(plan)
         self._came()
         return held
 
-    def _exchanges(self, plan: Plan, number: int) -> list[Callable[[], None]]:
-        """What is to be exchanged, in parts, in the order in which the next lanes need them."""
-        channel, found = self._view.transport.channel, list[Callable[[], None]]()
+    def _exchanges(self, plan: Plan, number: int) -> list[tuple[int, int, Callable[[], None]]]:
+        """What is to be exchanged, in parts, in the order in which the next lanes need them: stage, first unit, act."""
+        found = list[tuple[int, int, Callable[[], None]]]()
         for stage in self._mine(plan):
-            one = self._view.stages[stage].update.dealt
-            if one is not None:
-                found.append(partial(channel.spread, number, stage, one.portions()))
+            replica = self._view.stages[stage]
+            dealt, unit_of = replica.update.dealt, replica.lanes.gate.unit_of
+            for part, (unit, portions) in enumerate(dealt.portions(unit_of) if dealt is not None else ()):
+                act = partial(self._view.transport.channel.spread, number, stage, portions, part)
+                found.append((stage, unit, act))
         return found
 
     def _ended(self, plan: Plan) -> dict[int, Extents]:
         """All have come. Returns what is held."""
         self._beside, held = None, dict(self._view.driver.machine.held)
         for stage in self._mine(plan):
+            self._view.stages[stage].lanes.gate.open()
             one = self._view.stages[stage].update.dealt
             if one is not None:
                 held[stage] = one.spread()
@@ -137,14 +140,17 @@ class Dealing:
         """Begin to exchange the parameters."""
         self._come_later()
         exchanges = self._exchanges(effect.plan, effect.step)
-        self._beside = SpreadBeside(effect.generation, effect.step, exchanges)
+        self._beside = beside = SpreadBeside(effect.generation, effect.step, [act for _, _, act in exchanges])
+        for stage in self._mine(effect.plan):
+            last = {unit: n for n, (of, unit, _) in enumerate(exchanges, 1) if of == stage}
+            self._view.stages[stage].lanes.gate.shut(last, beside.wait)
         passes = [part for replica in self._view.stages.values() for part in replica.lanes.passes.values()]
         if not all(part.watch.looked for part in passes):  # they are about to be looked at
             self._beside.end()
 
     def whole(self) -> None:
-        """A lane is about to be computed: wait for all parameters, and say that they are there. Raises:
-        CollectiveAborted."""
+        """A lane is to be computed, or has been computed in parts: wait for all parameters, and say that they are
+        there. Raises: CollectiveAborted."""
         beside, plan = self._beside, self._view.plan
         if beside is not None and plan is not None:
             beside.wait()
@@ -157,6 +163,8 @@ class Dealing:
             self._view.cutter.cut(effect.generation)
             beside.end()
             self._beside = None
+            for replica in self._view.stages.values():
+                replica.lanes.gate.open()
 
     def close(self) -> None:
         """Nothing is written any more."""

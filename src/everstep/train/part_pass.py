@@ -24,6 +24,7 @@ from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle, bundle, faithful_clone, gradients, open_gradients
 from everstep.protocol.step_types import LaneSaid
 from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
+from everstep.train.spread_beside import UnitGate
 from everstep.train.stage import StageSpec
 from everstep.train.task import where
 
@@ -107,6 +108,7 @@ class PartPass:
     guard: BufferGuard
     watch: ParameterWatch
     _seeder: UnitSeeder
+    _gate: UnitGate
     _autocast: Callable[[], Any]
     _probing: Callable[[], bool]
     said: LaneSaid | None = None
@@ -255,6 +257,7 @@ class PartPass:
             args, kwargs = (tree,), {}
         before = [t._version for t in watched]
         if self.is_last:
+            self._gate.enter(self._spec.cut[self.part][1])  # the loss may use any parameter
             raw = self._call.result(self._loss, lane.batch, lambda: self._through(*args))
             loss, weight = (raw[0], raw[1]) if isinstance(raw, tuple) else (raw, None)
             lane = replace(lane, entry=entry, scaled=measured(loss, weight, lane.share))
@@ -291,8 +294,11 @@ class PartPass:
         """
         at = 0
         try:
+            first = self._spec.cut[self.part][0]
+            self._gate.enter(first)
             x = self.units[0](*args, **kwargs)
             for at in range(1, len(self.units)):
+                self._gate.enter(first + at)
                 x = self.units[at](x)
             return x
         except (EverstepError, InvariantViolation):

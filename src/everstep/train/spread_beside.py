@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
 
 
 class SpreadBeside:
@@ -48,3 +51,33 @@ class SpreadBeside:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+
+
+class UnitGate:
+    """Where a pass through a stage of a split model waits for the parameters of its next unit."""
+
+    def __init__(self, units: Sequence[nn.Module], numbers: Sequence[int]) -> None:
+        """numbers: of the units in the whole model."""
+        pairs = [(number, p) for number, unit in zip(numbers, units, strict=True) for p in unit.parameters()]
+        self._units = {id(p): number for number, p in reversed(pairs)}
+        self._parts: list[tuple[int, int]] = []
+        self._wait: Callable[[int], None] | None = None
+
+    def unit_of(self, parameter: nn.Parameter) -> int:
+        """Number of the first unit that has a parameter; below all others if none has."""
+        return self._units.get(id(parameter), -1)
+
+    def shut(self, parts: Mapping[int, int], wait: Callable[[int], None]) -> None:
+        """Parameters are on their way. parts: by its first unit, the number of parts that have come when that one has.
+        wait: for so many of them."""
+        self._parts, self._wait = sorted(parts.items()), wait
+
+    def open(self) -> None:
+        """All are there, or nobody may wait any more."""
+        self._wait = None
+
+    def enter(self, unit: int) -> None:
+        """A unit is about to be computed: wait for its parameters. Raises: CollectiveAborted."""
+        at = bisect_right(self._parts, (unit, 1 << 62))
+        if self._wait is not None and at:
+            self._wait(self._parts[at - 1][1])

@@ -32,6 +32,7 @@ from everstep.train.logged_values import LaneTotals
 from everstep.train.model_call import Loss, ModelCall
 from everstep.train.part_pass import Lane, PartPass, computed_otherwise, measured
 from everstep.train.precision import LossScaler, autocast
+from everstep.train.spread_beside import UnitGate
 from everstep.train.stage import Parts, StageSpec
 
 
@@ -51,6 +52,7 @@ class StageLanes:
     ) -> None:
         """loss: the task's; needed if the model is split. probing: whether a lane must still be computed twice."""
         self.seeder = UnitSeeder(parts.units, config.seed, spec.units)
+        self.gate = UnitGate(parts.units, spec.units)
         self._call = ModelCall(parts.model) if spec.is_split else None
         self.passes: dict[int, PartPass] = {}
         at = 0
@@ -72,6 +74,7 @@ class StageLanes:
                 BufferGuard(parts.model, modules, shared=config.workers + config.spares + config.cell.ranks > 2),
                 ParameterWatch(parts.model, units),
                 self.seeder,
+                self.gate,
                 lambda: autocast(config.precision, device),
                 probing,
             )

@@ -115,7 +115,7 @@ class Lanes:
     # ---- acts on single lanes
 
     def await_parameters(self) -> None:
-        """A lane's batch is there: wait for the parameters that others have updated. Raises: CollectiveAborted."""
+        """Wait for the parameters that others have updated. Raises: CollectiveAborted."""
         self._dealing.whole()
 
     def begin(self, number: int, plan: Plan, stage: int, *, settled: bool = True) -> tuple[int, ...]:
@@ -248,7 +248,6 @@ class Passes:
         stage = self._view.stages[op.stage].lanes
         ends = op.kind == "forward" and op.part in (0, self._parts - 1) and not self._wait_s
         batch, samples = self._batch(op) if ends else (None, ())  # loaded before waiting for the part before
-        self._lanes.await_parameters()
         inputs = self._take(op)
         if op.kind != "recompute":
             self._view.phase(op.kind, self._step, self._plan)
@@ -275,6 +274,7 @@ class Passes:
         if op.kind == "backward" and op.part == op.stage:  # the first of the stage's parts is the last to be done
             if self._view.stages[op.stage].spec.is_last:
                 self._lanes.count(len(self._lanes.samples(self._step, op.lane)))
+            self._lanes.await_parameters()  # or some unit has none
             self._lanes.done(self._step, op.stage, op.lane)
 
     def _emulate(self, op: PipeOp) -> None:

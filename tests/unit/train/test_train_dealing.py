@@ -20,6 +20,7 @@ from everstep.placement.shards import share
 from everstep.protocol.step_types import Holds, Takes
 from everstep.train.dealing import Dealing
 from everstep.train.optimizer_kind import OptimizerKind
+from everstep.train.spread_beside import UnitGate
 
 Mail = defaultdict[tuple[int, int, int, int, int], SimpleQueue[Any]]
 """By source, taker, step, stage and number of the portion."""
@@ -33,7 +34,8 @@ class Dealer:
         self.said: list[Any] = []
         self.update = SimpleNamespace(dealt=None, kind=OptimizerKind("elements"))
         self.machine = SimpleNamespace(held={})
-        replica = SimpleNamespace(state=self.member.state, update=self.update)
+        lanes = SimpleNamespace(gate=UnitGate([self.member.model], [0]), passes={})
+        replica = SimpleNamespace(state=self.member.state, update=self.update, lanes=lanes)
         channel = SimpleNamespace(spread=self._spread)
         view = SimpleNamespace(
             me=me,
@@ -45,7 +47,7 @@ class Dealer:
         self.came: list[list[torch.Tensor]] = []
         self.dealing = Dealing(view, self.said.append, self._came)  # type: ignore[arg-type]
 
-    def _spread(self, step: int, stage: int, portions: list[Portion]) -> None:
+    def _spread(self, step: int, stage: int, portions: list[Portion], part: int) -> None:
         for number, one in enumerate(portions):
             for taker in one.takers if one.source == self.me else ():
                 self.mail[self.me, taker, step, stage, number].put(one.data.clone())
