@@ -15,7 +15,7 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 
 import msgspec
@@ -81,9 +81,10 @@ def _lanes(node: Node) -> range:
 class SimLanes:
     """Computes the lanes asked for; results are kept until `discard`."""
 
-    def __init__(self, life: Life, mesh: Mesh) -> None:
+    def __init__(self, life: Life, mesh: Mesh, spreading: Spreading) -> None:
         self.life = life
         self.mesh = mesh
+        self._spreading = spreading
         self.held: dict[int, dict[int, Sums]] = {}  # by step and stage
         self.busy = False
         self.given = LanesGiven()
@@ -96,24 +97,12 @@ class SimLanes:
         self._under: dict[int, set[int]] = {}  # all own lanes by stage, when they were computed last
         self._came: dict[Pass, int] = {}  # inputs of passes
         self._when_left: Callable[[], None] | None = None
-        self._whole: Callable[[], bool] = lambda: True
-        self._waits: tuple[Compute, Pass] | None = None  # for the state to be whole
         life.install({Compute: self._compute, Discard: self._discard, ("message", "lane"): self._arrived})
-        life.install({("abort", Compute): self._leave})
+        life.install({("abort", Compute): self._leave, ("owes", Compute): self._owes})
 
     def when_left(self, call: Callable[[], None]) -> None:
         """Set the callback for an operation that was aborted, after the driver knows."""
         self._when_left = call
-
-    def needs(self, whole: Callable[[], bool]) -> None:
-        """Set what says whether lanes may be computed from the state; if not, `go_on` says so later."""
-        self._whole = whole
-
-    def go_on(self) -> None:
-        """The state is whole."""
-        waits, self._waits = self._waits, None
-        if waits is not None:
-            self._done(*waits)
 
     def open(self, plan: Plan, step: int) -> tuple[tuple[int, int], ...]:
         """Begin a generation: messages on their way between stages are lost. Returns (stage, lane) of sums torn apart:
@@ -173,8 +162,6 @@ class SimLanes:
         """End the operation with the present pass."""
         if self._operation is operation:
             self._leaving = self._leaving or (accused, reason)
-            self.busy = self.busy and self._waits is None
-            self._waits = None
             self._next()
         else:  # the operation has not begun
             self._aborted(operation, accused, reason)
@@ -192,8 +179,9 @@ class SimLanes:
         if self._when_left is not None:
             self._when_left()
 
-    def owes(self, operation: Compute, worker_id: int) -> bool:
-        """Whether a peer still owes the lanes something."""
+    def _owes(self, operation: Compute, worker_id: int) -> bool:
+        if self._spreading.owed(worker_id):
+            return True
         return operation.plan.stages > 1 and worker_id in self._neighbours()
 
     def _neighbours(self) -> set[int]:
@@ -225,13 +213,12 @@ class SimLanes:
             life.later(took, self._done, operation, self._todo.popleft())
 
     def _done(self, operation: Compute, one: Pass) -> None:
-        if self._leaving is None and not self._whole():
-            self._waits = operation, one
-            self.life.look()
-            return
         self.busy = False
-        if not self._whole():
+        if self._operation is not operation:
+            return  # it was left while this pass waited
+        if not self._spreading.whole(partial(self._done, operation, one)):
             self._next()
+            self.life.look()
             return
         kind, step, stage, lane = one
         state = self.life.job.trained(self.life.state.stages[stage])
@@ -446,15 +433,14 @@ class Spreading:
     One simplification: no lane waits for a part of a stage, but for all stages.
     """
 
-    def __init__(self, life: Life, mesh: Mesh, lanes: SimLanes) -> None:
+    def __init__(self, life: Life, mesh: Mesh) -> None:
         self.life = life
         self.mesh = mesh
-        self._lanes = lanes
+        self._waits: list[Callable[[], None]] = []
         self._beside: do.BeginSpread | None = None
         self._came: dict[tuple[int, int, int], Blocks] = {}  # by step, stage and block
-        lanes.needs(self._whole)
         life.install({do.Spread: self._spread, ("owes", do.Spread): self._owes, ("message", "spread"): self._on_block})
-        life.install({do.BeginSpread: self._begin, ("owes", do.Compute): self._owed})
+        life.install({do.BeginSpread: self._begin})
 
     def clear(self) -> None:
         """Begin a generation."""
@@ -463,7 +449,7 @@ class Spreading:
 
     def leave(self) -> None:
         """Nothing that comes is written any more."""
-        self._beside = None
+        self._beside, self._waits = None, []
 
     def reads(self, effect: do.Effect) -> None:
         """Raises: AssertionError if it needs a whole state, and that is not said to be whole."""
@@ -498,7 +484,9 @@ class Spreading:
         if isinstance(self.life.operation, do.Spread):
             self._look(self.life.operation)
         elif self._beside is not None and not self._lacking(self._beside):
-            self._lanes.go_on()
+            waits, self._waits = self._waits, []
+            for go_on in waits:
+                go_on()
 
     def _lacking(self, operation: _Spread) -> set[int]:
         """Workers that have not sent all of their parameters yet."""
@@ -521,19 +509,22 @@ class Spreading:
         self._came = {key: given for key, given in self._came.items() if key[0] > operation.step}
         return {k: present(blocks) for k, blocks in self.life.state.stages.items()}
 
-    def _whole(self) -> bool:
-        """Whether lanes may be computed; says so that what was on its way has come."""
+    def whole(self, go_on: Callable[[], None]) -> bool:
+        """Whether lanes may be computed; says so that what was on its way has come. Else `go_on` is called then."""
         beside = self._beside
         if beside is not None and not self._lacking(beside):
             self.life.handle(Holds(beside.step, self._end(beside)))
+        if self._beside is not None:
+            self._waits.append(go_on)
         return self._beside is None
 
     def _owes(self, operation: do.Spread, worker_id: int) -> bool:
         return worker_id in self._lacking(operation)
 
-    def _owed(self, operation: Compute, worker_id: int) -> bool:
+    def owed(self, worker_id: int) -> bool:
+        """Whether a lane waits for what this peer has updated."""
         beside = self._beside
-        return self._lanes.owes(operation, worker_id) or (beside is not None and worker_id in self._lacking(beside))
+        return bool(self._waits) and beside is not None and worker_id in self._lacking(beside)
 
 
 _READERS = do.Save | do.Keep | do.OfferFeeds | do.Update | do.Reduce | do.Evaluate | do.SaveLast | do.Finish

@@ -362,9 +362,6 @@ class Life(Process):
     def look(self) -> None:
         """Check whether the present operation can end at all."""
 
-    def reads(self, effect: do.Effect) -> None:
-        """Check whether the state is as an effect needs it."""
-
     def reach(
         self,
         key: WorkerKey,
@@ -443,7 +440,6 @@ class Life(Process):
         self.world.seen["operations", f"{type(operation).__name__} {how}"] += 1
 
     def _perform(self, effect: do.Effect) -> None:
-        self.reads(effect)
         if isinstance(effect, do.Operation):
             self._begin(effect)
         else:

@@ -172,11 +172,11 @@ class SimWorker(Life):
     def __init__(self, site: SimSite, host: str, dial: Dial, driver: Driver, exited: Exited) -> None:
         super().__init__(site, host, driver, exited)
         self.mesh = Mesh(self)
-        self.lanes = SimLanes(self, self.mesh)
+        self.spreading = Spreading(self, self.mesh)
+        self.lanes = SimLanes(self, self.mesh, self.spreading)
         self.donor, self.follower = SimDonor(self), Follower(self)
         self.memory = self.donor.memory
         self.reduction = Reduction(self, self.mesh, self.lanes)
-        self.spreading = Spreading(self, self.mesh, self.lanes)
         self.ties = Ties(self, dial, self.mesh)
         self.loop = Loop(self, self.lanes)
         fetcher = Fetcher(self, self.memory, SimSaver(self))
@@ -211,9 +211,9 @@ class SimWorker(Life):
         """Whether the connection may still carry something for this."""
         return any(part.uses(connection) for part in self._users)
 
-    def reads(self, effect: do.Effect) -> None:
-        """Raises: AssertionError if it must not be carried out while parameters are on their way."""
+    def _perform(self, effect: do.Effect) -> None:
         self.spreading.reads(effect)
+        super()._perform(effect)
 
     def look(self) -> None:
         """Check whether the remaining members suffice for the present operation."""

@@ -113,7 +113,6 @@ class PartPass:
     _probing: Callable[[], bool]
     said: LaneSaid | None = None
     """Digests of the lane whose backward pass was the last, if they are to be reported."""
-    _probed: bool = False
     _flights: dict[int, Lane] = field(default_factory=dict)
     _writes_inputs: bool | None = None
 
@@ -149,8 +148,8 @@ class PartPass:
         fresh = lane.repeats is None and self.accumulator.is_missing(number)
         if lane.said is not None:
             lane = replace(lane, said=structs.replace(lane.said, took=_digest(lane.inputs)))
-        if fresh and not self._probed and self._probing():
-            self._probed = True
+        if fresh and self._probing():
+            self._probing = lambda: False
             lane = replace(lane, probe=LaneProbe(f"stage {self._spec.stage}", step, number, lane.inputs))
         lane = self._pass(step, number, lane)
         if lane.probe is not None:

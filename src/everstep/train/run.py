@@ -84,9 +84,12 @@ class Step:
         self._share = 0.0
         self.number = number
         self.done = done
-        self.ahead = False
-        """Whether nobody reads the state between this step and the lanes of the next one."""
+        self._ahead = False
         self._seed_loop(past=0)
+
+    def go_ahead(self) -> None:
+        """The loop will ask for the next step at once, and reads nothing of the state between them."""
+        self._ahead = True
 
     @property
     def epochs_over(self) -> int:
@@ -107,7 +110,7 @@ class Step:
         _reach(session)
         if not self.done:
             session.view.stages.only.state.settings.before_lanes()
-        turn = None if self.done else session.executor.ask(StepAsked(self.number, self.ahead))
+        turn = None if self.done else session.executor.ask(StepAsked(self.number, self._ahead))
         while isinstance(turn, Compute):
             try:
                 yield from self._turn(turn)
@@ -242,7 +245,7 @@ class Step:
         """
         try:
             if not self.done:
-                self._session.executor.ask(StepAsked(self.number, self.ahead))
+                self._session.executor.ask(StepAsked(self.number, self._ahead))
                 self.done = True
         except NonFinite as error:
             self._save_first(error)

@@ -208,11 +208,11 @@ def ahead(**config: Any) -> Worker:
 def test_a_loop_that_reads_nothing_goes_on_while_the_parameters_of_others_come() -> None:
     w = ahead()
     assert answered(w) and w.out[0] == do.BeginSpread(1, w.plan, 1) and w.op is None
-    assert w.driver.machine.held == {0: PART} and w.driver.machine.spreads and not w.driver.still
+    assert w.driver.machine.held == {0: PART} and w.driver.machine.states.spreads and not w.driver.still
     w.ask(do.StepAsked(2))
     assert isinstance(w.op, do.Compute)
     w.on(Holds(1, {0: MINE}))
-    assert w.driver.machine.held == {0: MINE} and not w.driver.machine.spreads
+    assert w.driver.machine.held == {0: MINE} and not w.driver.machine.states.spreads
     w.lanes()
     assert isinstance(w.op, do.Reduce) and not w.count(do.Spread)
 
@@ -267,7 +267,7 @@ def test_a_plan_that_comes_meanwhile_finds_what_was_updated_here_alone() -> None
     assert do.Cut(1) in w.out and isinstance(w.op, do.Open)
     w.done(do.Opened())
     assert w.stated().stages == {0: PART} and w.stated().lacking, "nor do lanes count that it has computed"
-    assert not w.driver.machine.spreads and not w.told(wire.SettleAgain)
+    assert not w.driver.machine.states.spreads and not w.told(wire.SettleAgain)
 
 
 def test_who_waits_in_vain_says_so_once_and_goes_on_in_the_next_generation() -> None:

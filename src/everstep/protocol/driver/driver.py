@@ -68,7 +68,9 @@ class Driver:
     def still(self) -> bool:
         """Whether nothing reads or changes the state now, so that lost blocks may be reported."""
         busy = isinstance(self._parts.out.operation, _READING)
-        return not busy and not self.machine.spreads and self.machine.phase not in (Phase.UPDATING, Phase.FETCHING)
+        return (
+            not busy and not self.machine.states.spreads and self.machine.phase not in (Phase.UPDATING, Phase.FETCHING)
+        )
 
     @property
     def fresh(self) -> bool:
@@ -150,8 +152,8 @@ class Driver:
         while self._parts.application.ask is not None and self._parts.out.operation is None:
             if self._hearing:
                 self._hearing.take()
-            elif self.machine.spreads and self._reads:
-                self._parts.stepper.spread()
+            elif self.machine.states.spreads and self._reads:
+                self._parts.spreader.wait()
                 return
             elif self._queue:
                 self._effects.carry_out(self._queue.next())

@@ -70,7 +70,7 @@ class OperationEnds:
             self._parts.out.tell(wire.PeerFault, generation=generation, accused=accused, cause=cause, reason=reason)
         self._queue.drop_transfers()
         if isinstance(operation, do.Spread) and self._made is None:
-            self._parts.stepper.cut_off(operation)
+            self._parts.spreader.cut_off(operation)
         elif isinstance(operation, do.Spread):
             self._apply(whole=False)
         if isinstance(operation, do.Evaluate):
@@ -98,12 +98,14 @@ class OperationEnds:
     def _updated(self, operation: do.Update, began_unix_ns: int) -> _Events:
         self._made = operation, began_unix_ns
         outcome, parts = operation.outcome, self._parts
-        if parts.stepper.to_spread(outcome):
-            if parts.application.ahead and not outcome.save[0] and not outcome.nonfinite.words:
-                parts.stepper.spread_beside()
+        if parts.spreader.due(outcome):
+            ask = parts.application.ask
+            ahead = isinstance(ask, do.StepAsked) and ask.ahead and not parts.application.followers
+            if ahead and not outcome.save[0] and not outcome.nonfinite.words:
+                parts.spreader.beside()
                 self._apply(spreads=True)
             else:
-                parts.stepper.spread()
+                parts.spreader.wait()
             return ()
         machine = parts.machine
         dealt = machine.plan is not None and bool(machine.plan.shards)

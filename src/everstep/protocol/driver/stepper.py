@@ -36,6 +36,7 @@ from everstep.protocol.driver.records import (
     encode,
     last_states,
 )
+from everstep.protocol.driver.spreading import Spreader
 from everstep.protocol.following import StatesAlike
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key, Record, StepEvent
@@ -73,17 +74,17 @@ class Stepper:
         conclude: Callable[[int, do.Records], StepOutcome],
         comparing: Comparing,
         probing: Probing,
+        spreader: Spreader,
     ) -> None:
         self._machine = machine
         self._out = out
         self._gathers = gathers
         self.outcome = conclude
         self._comparing = comparing
-        self._probing = probing
+        self._probing, self._spreader = probing, spreader
         self._committed_ns = 0
         self._entered = self._generation = 0
         self._tried = (0, 0)  # generation and step
-        self._cut_off = 0
         self._after: step.ReductionDue | None = None
         self.last = LastStep(machine, gathers, conclude)
 
@@ -115,9 +116,9 @@ class Stepper:
         """All own lanes are computed: start to reduce. Trials may still be due, if lanes were computed in an older
         generation."""
         machine, plan = self._machine, self._machine.current_plan()
-        if machine.spreads:  # this worker has computed nothing
+        if machine.states.spreads:  # this worker has computed nothing
             self._after = effect
-            self.spread()
+            self._spreader.wait()
             return
         trials, split = self._probing.trials(effect.step, plan), plan.stages > 1
         at = effect.generation, effect.step
@@ -194,30 +195,6 @@ class Stepper:
             generation, stages = self._machine.generation, self._machine.updating
             self._out.start(do.Update, generation, effect.step, effect.records, outcome, stages)
         return found
-
-    def to_spread(self, outcome: StepOutcome) -> bool:
-        """Whether members have to send each other the parameters that each has updated. If the plan is about to change,
-        or was not entered yet, they send them when they settle."""
-        machine = self._machine
-        if not machine.settled or machine.switch is not None or outcome.nonfinite.left_out:
-            return False
-        plan = machine.current_plan()
-        return bool({shard.stage for shard in plan.shards} & set(plan.stages_of(machine.me.worker_id)))
-
-    def spread_beside(self) -> None:
-        """Begin to send and get updated parameters while the next lanes are computed."""
-        machine = self._machine
-        self._out.put(do.BeginSpread(machine.generation, machine.current_plan(), machine.step))
-
-    def spread(self) -> None:
-        """Send and get updated parameters, or wait until they have come; once per generation if that is cut."""
-        machine = self._machine
-        if self._cut_off != machine.generation:
-            self._out.start(do.Spread, machine.generation, machine.current_plan(), machine.step)
-
-    def cut_off(self, operation: do.Spread) -> None:
-        """Updated parameters did not come: the plan that follows sees to that."""
-        self._cut_off = operation.generation
 
     def updated(self, operation: do.Update, began_unix_ns: int, *, spreads: bool = False) -> Iterable[step.StepEvent]:
         """The step has been applied. spreads: as in `Updated`."""
