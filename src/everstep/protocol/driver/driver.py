@@ -67,10 +67,8 @@ class Driver:
     @property
     def still(self) -> bool:
         """Whether nothing reads or changes the state now, so that lost blocks may be reported."""
-        busy = isinstance(self._parts.out.operation, _READING)
-        return (
-            not busy and not self.machine.states.spreads and self.machine.phase not in (Phase.UPDATING, Phase.FETCHING)
-        )
+        busy = isinstance(self._parts.out.operation, _READING) or self.machine.states.spreads
+        return not busy and self.machine.phase not in (Phase.UPDATING, Phase.FETCHING)
 
     @property
     def fresh(self) -> bool:
