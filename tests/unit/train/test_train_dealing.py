@@ -168,6 +168,15 @@ def test_beside_the_next_lanes_the_parameters_come_unit_by_unit(apart: tuple[lis
     assert versions == [p._version for p in first.member.model.parameters()], "nobody takes them for the loop's changes"
 
 
+def test_lanes_wait_for_all_parameters_and_raise_what_cuts_them_off(apart: tuple[list[Dealer], Plan]) -> None:
+    (first, _), plan = apart
+    first.dealing.begin(do.BeginSpread(1, plan, 1))
+    threading.Timer(0.05, first.over.set).start()
+    with pytest.raises(CollectiveAborted, match="the generation is over"):
+        first.dealing.whole()
+    assert len([one for one in first.said if isinstance(one, Holds)]) == 1
+
+
 def test_an_exchange_that_has_begun_is_waited_for(apart: tuple[list[Dealer], Plan]) -> None:
     dealers, plan = apart
     alone = DividedMember()
