@@ -4,6 +4,8 @@
 
 - next_step: from SIGKILL of one of 4 workers to the next committed step of the survivors, all of that step included.
   Every job kills each worker once (the leader too), in changing phases of a step: 5 jobs are 20 kills.
+- owner_next_step: the same where the workers have divided the optimizer's state (`zero.stage=1`, two copies): each of
+  them holds parts of it.
 - replacement: from SIGKILL to the first committed step to which again as many workers contributed; with and without a
   spare. The workers of a step are those of its ledger row.
 - stop: from SIGSTOP, with `hang_limit_s=2`, to the next committed step.
@@ -39,6 +41,9 @@ TARGETS = {
     "stop_s": {"max": HANG_LIMIT_S + 1.0},
 }
 """Beyond an ordinary step."""
+DIVIDED = {"zero.stage": 1, "zero.copies": 2}
+OWNER_TIMES, OWNER_MORE_S = 1.5, 0.1
+"""Most that the death of a holder of that state may cost, beside that of a worker that shares it with all."""
 TORCHFT = {  # replicas, tuned, gloo's timeout in seconds
     "torchft_defaults": (4, False, 5),
     "torchft_tuned": (4, True, 5),
@@ -138,7 +143,10 @@ def measure_ours(options: argparse.Namespace) -> dict[str, Any]:
             print(f"{name}: ordinary step {job.ordinary_s:.3f} s", file=sys.stderr, flush=True)
             return job
 
+        owners: list[float] = []
         for number in range(options.jobs):
+            job = run(f"owner-{number}", kill_faults(number), **DIVIDED)
+            owners += map(job.next_step_s, job.faults)
             for spares, key in ((0, "replacement_without_spare_s"), (1, "replacement_with_spare_s")):
                 job = run(f"kill-{number}-{spares}", kill_faults(number), spares)
                 found[key] += [s for s in map(job.replacement_s, job.faults) if s is not None]
@@ -155,10 +163,20 @@ def measure_ours(options: argparse.Namespace) -> dict[str, Any]:
     for name, limits in TARGETS.items():
         met = all(figures[name].get(key, 0.0) <= limit + step_s for key, limit in limits.items())
         figures[name] |= {"target": limits, "met": met, "values": [round(v, 3) for v in found[name]]}
+    figures["owner_next_step_s"] = of_owners(owners, found["next_step_s"])
     figures["ordinary_step_s"] = spread(ordinary)
     figures["lost_steps"] = lost
     figures["bits"] = "equal" if len(digests) == len({steps for steps, _ in digests}) else "DIFFERENT"
     return figures
+
+
+def of_owners(owners: list[float], others: list[float]) -> dict[str, Any]:
+    """The figure of jobs that divide the optimizer's state, beside that of those that do not."""
+    if not owners:
+        return spread(owners)
+    limit = OWNER_TIMES * statistics.median(others) + OWNER_MORE_S
+    figure = {"target": {"median": round(limit, 3)}, "met": statistics.median(owners) <= limit}
+    return spread(owners) | figure | {"values": [round(value, 3) for value in owners]}
 
 
 def main() -> None:

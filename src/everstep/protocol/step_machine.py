@@ -75,14 +75,14 @@ from everstep.protocol.stepping.switching import Switching
 class StepMachine:
     """One worker's view of the protocol: takes events, returns effects, and shows what it knows.
 
-    Its parts do the work, by the table of `step_phases`. digest: of the initial state, stated when settling at step
-    0.
+    Its parts do the work, by the table of `step_phases`. states: those that it holds, to be looked at. digest: of the
+    initial state, stated when settling at step 0.
     """
 
     def __init__(self, me: WorkerKey, digest: str = "") -> None:
         self.me = me
         self._known = known = Known(me, digest)
-        self._held = known.held
+        self.states = known.held
         self._contributing = contributing = Contributing(known)
         self._entering = entering = Entering(known, contributing)
         self._switching = switching = Switching(known, contributing, entering)
@@ -177,7 +177,7 @@ class StepMachine:
     @property
     def sound(self) -> int:
         """States after this step are tainted; -1: none is."""
-        return self._held.sound
+        return self.states.sound
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -187,9 +187,9 @@ class StepMachine:
     @property
     def updating(self) -> tuple[int, ...]:
         """Stages that the decided step is applied to, even if this worker has no block of them to update; ascending."""
-        return tuple(sorted(self._held.blocks))
+        return tuple(sorted(self.states.blocks))
 
     @property
     def held(self) -> Mapping[int, Extents]:
         """Blocks of each stage's state that this worker has and members may copy; ascending by stage."""
-        return self._held.present
+        return self.states.present

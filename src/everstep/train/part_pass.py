@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec import structs
@@ -25,6 +25,7 @@ from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle, bundle, faithful_clone, gradients, open_gradients
 from everstep.protocol.step_types import LaneSaid
 from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
+from everstep.train.spread_beside import UnitGate
 from everstep.train.stage import StageSpec
 from everstep.train.task import where
 
@@ -91,19 +92,26 @@ class LaneProbe:
             raise computed_otherwise(self.step, self._lane, what, self._where)
 
 
+class SplitCall(NamedTuple):
+    """How a split model is run; not used if the model is not split. gate: of the whole stage."""
+
+    call: ModelCall
+    loss: Loss
+    gate: UnitGate
+
+
 @dataclass(eq=False)
 class PartPass:
     """One part of the model, in one worker.
 
-    units: the part's own, in order. call, loss: not used if the model is not split. seeder: of the whole stage.
+    units: the part's own, in order. seeder: of the whole stage.
     probing: whether a lane must still be computed twice for comparison. accumulator: of the worker's sums.
     """
 
     part: int
     _spec: StageSpec
     units: tuple[nn.Module, ...]
-    _call: ModelCall
-    _loss: Loss
+    _split: SplitCall
     accumulator: LaneAccumulator
     guard: BufferGuard
     watch: ParameterWatch
@@ -273,14 +281,15 @@ class PartPass:
         entry: EntryHolder | None = None
         args: tuple[Any, ...]
         if self.is_first:
-            args, kwargs = self._call.arguments(self._loss, lane.batch)
+            args, kwargs = self._split.call.arguments(self._split.loss, lane.batch)
             watched = [t for t in tensors_in((args, kwargs)) if not t.is_inference()]
         else:
             entry, tree, watched = self._enter(lane)
             args, kwargs = (tree,), {}
         before = [t._version for t in watched]
         if self.is_last:
-            raw = self._call.result(self._loss, lane.batch, lambda: self._through(*args))
+            self._split.gate.enter(self._spec.cut[self.part][1])  # the loss may use any parameter
+            raw = self._split.call.result(self._split.loss, lane.batch, lambda: self._through(*args))
             loss, weight = (raw[0], raw[1]) if isinstance(raw, tuple) else (raw, None)
             lane = replace(lane, entry=entry, scaled=measured(loss, weight, lane.share))
         else:
@@ -316,8 +325,11 @@ class PartPass:
         """
         at = 0
         try:
+            first = self._spec.cut[self.part][0]
+            self._split.gate.enter(first)
             x = self.units[0](*args, **kwargs)
             for at in range(1, len(self.units)):
+                self._split.gate.enter(first + at)
                 x = self.units[at](x)
             return x
         except (EverstepError, InvariantViolation):
@@ -330,11 +342,11 @@ class PartPass:
     def evaluate(self, inputs: Bundle | None, metrics: Loss, batch: Any) -> Any:
         """Pass without backward: the output for the next part, at the last one the result of `metrics`."""
         if self.is_first:
-            args, kwargs = self._call.arguments(metrics, batch)
+            args, kwargs = self._split.call.arguments(metrics, batch)
             return self._bundled(self._through(*args, **kwargs))
         tree = _required(inputs).tree()
         if self.is_last:
-            return self._call.result(metrics, batch, lambda: self._through(tree))
+            return self._split.call.result(metrics, batch, lambda: self._through(tree))
         return self._bundled(self._through(tree))
 
     def _bundled(self, x: Any) -> Bundle:

@@ -187,3 +187,104 @@ def test_a_gradient_takes_to_its_step_what_was_said_of_it() -> None:
     w.abort()
     w.done(do.Opened())
     assert (w.stated().gradient_step, w.stated().gradients) == (2, {0: PART})
+
+
+# ---- parameters that come while the next lanes are computed
+
+
+def ahead(**config: Any) -> Worker:
+    """After the update of step 1, whose application goes straight on to the next one."""
+    w = holder(**config)
+    w.ask(do.StepAsked(1, ahead=True))
+    w.lanes()
+    w.on(Takes(1, {0: NONE}))
+    w.reduce()
+    w.agree()
+    w.on(Holds(1, {0: PART}))
+    w.done(1001)
+    return w
+
+
+def test_a_loop_that_reads_nothing_goes_on_while_the_parameters_of_others_come() -> None:
+    w = ahead()
+    assert answered(w) and w.out[0] == do.BeginSpread(1, w.plan, 1) and w.op is None
+    assert w.driver.machine.held == {0: PART} and w.driver.machine.states.spreads and not w.driver.still
+    w.ask(do.StepAsked(2))
+    assert isinstance(w.op, do.Compute)
+    w.on(Holds(1, {0: MINE}))
+    assert w.driver.machine.held == {0: MINE} and not w.driver.machine.states.spreads
+    w.lanes()
+    assert isinstance(w.op, do.Reduce) and not w.count(do.Spread)
+
+
+def test_who_has_computed_nothing_waits_before_it_reduces() -> None:
+    w = ahead()
+    w.to_reduce(2)
+    assert w.op == do.Spread(w.op.op, 1, w.plan, 1)
+    w.done({0: MINE})
+    assert isinstance(w.op, do.Reduce) and w.op.step == 2 and w.driver.machine.held == {0: MINE}
+
+
+@pytest.mark.parametrize("ask", [do.GatherAsked(b""), do.EvaluateAsked(), do.EndAsked(True), do.SaveAsked({"loss": 1})])
+def test_whatever_else_the_application_asks_for_waits_for_them(ask: do.Ask) -> None:
+    w = ahead()
+    w.ask(ask)
+    assert isinstance(w.op, do.Spread)
+    w.done({0: MINE})
+    assert isinstance(w.op, do.Exchange | do.Evaluate) and w.driver.machine.held == {0: MINE}
+
+
+def test_where_the_state_is_read_at_once_the_loop_does_not_go_on() -> None:
+    w = ahead(saving=EVERY_STEP)
+    assert isinstance(w.op, do.Spread) and not answered(w) and "Keep" not in w.kinds and not w.count(do.BeginSpread)
+    w.done({0: MINE})
+    assert answered(w) and "Keep" in w.kinds
+
+
+def test_a_joiner_is_offered_the_state_when_it_is_whole() -> None:
+    w = ahead()
+    w.on(do.FollowerAsked())
+    w.ask(do.StepAsked(2, ahead=True))
+    assert not w.count(do.OfferFeeds)
+    w.on(Holds(1, {0: MINE}))
+    w.lanes()
+    w.on(Takes(2, {0: PART}))
+    w.reduce()
+    w.agree()
+    w.on(Holds(2, {0: PART}))
+    w.done(1002)
+    assert isinstance(w.op, do.Spread), "somebody waits for the state"
+    w.done({0: MINE})
+    w.ask(do.StepAsked(3, ahead=True))
+    assert w.count(do.OfferFeeds)
+
+
+def test_a_plan_that_comes_meanwhile_finds_what_was_updated_here_alone() -> None:
+    w = ahead()
+    w.ask(do.StepAsked(2))
+    w.hear(divided(2, 0, 1))
+    w.abort()
+    assert do.Cut(1) in w.out and isinstance(w.op, do.Open)
+    w.done(do.Opened())
+    assert w.stated().stages == {0: PART} and w.stated().lacking, "nor do lanes count that it has computed"
+    assert not w.driver.machine.states.spreads and not w.told(wire.SettleAgain)
+
+
+def test_who_waits_in_vain_says_so_once_and_goes_on_in_the_next_generation() -> None:
+    w = ahead()
+    w.ask(do.GatherAsked(b""))
+    w.abort(1, reason="reset by peer")
+    w.on(do.TimePassed())
+    assert w.op is None and len(w.told(wire.PeerFault)) == 1
+    w.hear(divided(2, 0, 1))
+    assert isinstance(w.op, do.Open)
+    w.done(do.Opened())
+    assert w.stated().stages == {0: PART}
+
+
+def test_an_end_of_the_job_waits_for_nothing() -> None:
+    w = ahead()
+    w.ask(do.GatherAsked(b""))
+    w.abort(1)
+    w.hear(wire.JobEnded(state="failed", reason="no workers"))
+    assert any(isinstance(effect, do.Exit) for effect in w.out)

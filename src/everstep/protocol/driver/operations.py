@@ -91,7 +91,7 @@ class Update(Operation, frozen=True):
 
 class Spread(Operation, frozen=True):
     """Send the parameters that were updated here to the members that did not update them, and get theirs; answered
-    with the blocks then held of the state, by stage."""
+    with the blocks then held of the state, by stage. After `BeginSpread`: wait for the end of that."""
 
     plan: Plan
     step: int
@@ -277,6 +277,16 @@ class Shelve(AtOnce, frozen=True):
     gathers: GatheredRecords
     live: Mapping[int, Extents]
     ends: bool = False
+
+
+class BeginSpread(AtOnce, frozen=True):
+    """Begin `Spread` beside what follows. In `Compute` each part of the model waits for its parameters, and `Holds`
+    says that all have come. A `Spread` that is cut, or `Cut` of its generation, ends it: then nothing more is
+    written."""
+
+    generation: int
+    plan: Plan
+    step: int
 
 
 class Unshelve(AtOnce, frozen=True):
@@ -548,9 +558,11 @@ class JoinAsked(Ask, frozen=True):
 
 
 class StepAsked(Ask, frozen=True):
-    """The application wants this step."""
+    """The application wants this step. ahead: it will ask for the next one at once, and read nothing of the state
+    before."""
 
     step: int
+    ahead: bool = False
 
 
 class GatherAsked(Ask, frozen=True):
