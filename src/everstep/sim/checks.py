@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from math import inf
 
@@ -62,7 +63,7 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
     states: tuple[tuple[int, int], ...]  # stage and its state before the step
 
 
-_agree = msgspec.msgpack.Decoder(AgreePayload)
+_agreed = lru_cache(maxsize=64)(msgspec.msgpack.Decoder(AgreePayload).decode)
 _vote = msgspec.msgpack.Decoder(Vote)
 _PROBED = -100
 """Numbers from here down stand for results of lanes that several workers have computed."""
@@ -145,7 +146,7 @@ class SimRecords:
         """The vote in an agree record."""
         found = self._votes.get(payload)
         if found is None:
-            found = _vote.decode(_agree.decode(payload).sections[0].buffers[0])
+            found = _vote.decode(_agreed(payload).sections[0].buffers[0])
             self._votes[payload] = found
         return found
 
@@ -155,12 +156,12 @@ class SimRecords:
 
     def compared(self, records: Mapping[int, Record]) -> bool:
         """Whether all members told the digests of their states before the step."""
-        return all(section.digest for r in records.values() for section in _agree.decode(r.payload).sections)
+        return all(section.digest for r in records.values() for section in _agreed(r.payload).sections)
 
     def said(self, key: Key, records: Mapping[int, Record]) -> dict[int, set[str]]:
         """Digests that members compare in a decision, by stage; below zero those of the model's settings, and of lanes
         that several have computed."""
-        agree = (section for r in records.values() for section in _agree.decode(r.payload).sections)
+        agree = (section for r in records.values() for section in _agreed(r.payload).sections)
         said: dict[int, set[str]] = {}
         for section in chain.from_iterable(last_states(records).values()) if key.seq else agree:
             said.setdefault(section.stage, set()).update({section.digest} - {""})
@@ -272,7 +273,7 @@ class Exact:
         self.taint = taint
         self.states, self.made = undisturbed(job)
         self.over = False  # for what is not finite
-        self._done: set[tuple[WorkerKey, int]] = set()
+        self._done: dict[WorkerKey, set[int]] = {}
         self.finals: list[dict[int, Blocks]] = []
         self.left: dict[WorkerKey, list[int]] = {}
         """Steps after which loops were left, of which other workers know nothing; the newest last."""
@@ -287,7 +288,8 @@ class Exact:
         """A worker's state of a stage, every block that is there, is now that of `step`."""
         known = 0 <= step <= self.job.steps
         right = known and (wrong(state) or self.states[step][stage] == merged(state, self.states[step][stage]))
-        require(right, "P1", f"{who}: wrong state of stage {stage} at step {step}")
+        if not right:
+            raise PromiseBroken(f"P1: {who}: wrong state of stage {stage} at step {step}")
 
     def reduced(self, who: WorkerKey, step: int, stage: int, state: Blocks, gradient: SimReduced) -> None:
         """A worker holds the reduced gradient of `step`, computed from `state`."""
@@ -302,12 +304,12 @@ class Exact:
     def does(self, who: WorkerKey, step: int) -> None:
         """A worker carries out a step itself, and does not have its state from others or from disk. If it had gone
         beyond that step before, it has gone back, and knows no more of what came then."""
-        self._done = {(one, n) for one, n in self._done if one != who or n < step} | {(who, step)}
+        self._done[who] = {n for n in self._done.get(who, ()) if n < step} | {step}
 
     def goes_on(self, who: Collection[WorkerKey], step: int) -> None:
         """These have more to do after this step, or are through with it. That it was the end is known to who has done
         it: to the others it may be the step with which an earlier run of the job has ended."""
-        known = [one for one in who if (one, step) in self._done] if self.job.ends_with(step) else []
+        known = [one for one in who if step in self._done.get(one, ())] if self.job.ends_with(step) else []
         require(not known, "P1", f"{known} go on after step {step}, by which the job ends for what is not finite")
 
     def ends(self, who: WorkerKey, step: int) -> None:
@@ -535,7 +537,8 @@ class Checks:
         low, high = min(positions.values()), max(positions.values())
         by_gather = low.step == high.step and high.seq - low.seq <= 1
         by_update = low.step + 1 == high.step and high.seq == 0
-        require(by_gather or by_update, "P1", f"members of generation {generation} are apart: {positions}")
+        if not (by_gather or by_update):
+            raise PromiseBroken(f"P1: members of generation {generation} are apart: {positions}")
 
     def given_up_by(self, term: int, who: WorkerKey, *, excused: bool) -> None:
         """A coordinator says that a life is over; this counts when it is journaled.

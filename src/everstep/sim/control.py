@@ -547,7 +547,8 @@ class Control:
 
     def live_workers(self) -> list[SimWorker]:
         """Live workers, by key."""
-        return [w for _, w in sorted(self.workers.items()) if w.alive]
+        live = [w for w in self.workers.values() if w.alive]
+        return sorted(live, key=lambda w: (w.me.worker_id, w.me.incarnation))
 
 
 def forget(control: Control, entries: int) -> None:
