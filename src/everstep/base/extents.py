@@ -117,6 +117,8 @@ class Extents:
     def __and__(self, other: Extents) -> Extents:
         if self.whole or not other:
             return other
+        if not self:
+            return self
         return self - (WHOLE - other) if not other.whole else self
 
     def covers(self, other: Extents) -> bool:

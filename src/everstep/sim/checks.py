@@ -91,8 +91,9 @@ class SimRecords:
 
     def plan(self, plan: Plan) -> None:
         """A plan was sent, or taken in."""
-        known = self.plans.setdefault(plan.generation, plan)
-        if known is plan:
+        known = self.plans.get(plan.generation)
+        if known is None:
+            self.plans[plan.generation] = plan
             self._new_plan(plan)
         elif known != plan and plan.generation >= self._forgotten:
             raise ToldTwice
@@ -111,19 +112,19 @@ class SimRecords:
         self.exchanged.clear()
 
     def _new_plan(self, plan: Plan) -> None:
-        text = f"generation {plan.generation}: {plan}"
-        require(bool(plan.members), "P3", f"no members in {text}")
-        require(plan.generation >= 1, "P3", f"not a generation in {text}")
+        require(bool(plan.members) and plan.generation >= 1, "P3", f"no members, or not a generation, in {plan}")
         for stage in range(plan.stages):
             pool = plan.pool(stage)
             lanes = sorted(lane for seat in pool for lane in seat.lanes)
-            require(lanes == list(range(plan.lanes)), "P3", f"lanes {lanes} in {text}")
-            require({s.worker_id for s in pool} <= set(plan.worker_ids), "P3", f"a stranger has a seat in {text}")
-            require(plan.leader(stage) in plan.worker_ids, "P3", f"no leader in {text}")
+            if lanes != list(range(plan.lanes)):
+                raise PromiseBroken(f"P3: lanes {lanes} in {plan}")
+            if not {plan.leader(stage), *(s.worker_id for s in pool)} <= set(plan.worker_ids):
+                raise PromiseBroken(f"P3: a stranger leads or has a seat in {plan}")
         before = max((number for number in self.plans if number < plan.generation), default=0)
         doubt = self.plans[before].sound if before else -1
         closed = doubt < 0 or self._entered >= before or 0 <= plan.sound <= doubt
-        require(closed, "P1", f"states after step {doubt} are in doubt since generation {before}, but not in {text}")
+        if not closed:
+            raise PromiseBroken(f"P1: states after step {doubt} are in doubt since generation {before}, not in {plan}")
 
     def contributed(self, generation: int, tag: Tag, worker_id: int, payload: bytes) -> None:
         """A member gives its record for a decision of this generation."""

@@ -140,7 +140,9 @@ class SimCoordinator(Process):
                 if isinstance(message, wire.PlanNow | wire.PlanPrepared):
                     self.control.checks.records.plan(message.plan)
                     kinds = {member.host == self.control.site.foreign for member in message.plan.members}
-                    require(len(kinds) == 1, "P1", f"some members have other kernels in {message.plan}")
+                    require(
+                        len(kinds) == 1, "P1", f"members of generation {message.plan.generation} have other kernels"
+                    )
                 if self.world.tracing and not isinstance(message, wire.Pong):
                     self.world.log(self.name, "->", name, message)
                 if name in self.peers:

@@ -232,11 +232,11 @@ class Simulation:
         return {(k, n) for k, blocks in held.items() for lo, hi in blocks.spans(PLANES) for n in range(lo, hi)}
 
     def _settled(self, generation: int) -> dict[WorkerKey, Key]:
-        machines = [w.driver.machine for w in self.control.live_workers()]
-        return {m.me: m.position for m in machines if m.settled and m.generation == generation}
+        machines = [w.driver.machine for w in self.control.workers.values() if w.alive]
+        return {m.me: m.position for m in machines if m.generation == generation and m.settled}
 
     def _positions(self) -> dict[WorkerKey, Key]:
-        machines = [w.driver.machine for w in self.control.live_workers()]
+        machines = [w.driver.machine for w in self.control.workers.values() if w.alive]
         return {m.me: m.position for m in machines if m.plan is not None}
 
     def ended(self) -> bool:

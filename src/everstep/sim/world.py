@@ -298,10 +298,15 @@ class SimConnection:
         if not self._passes(to):
             self._hold(to, message)
             return
-        self._early[to][message[0]] = message[1]
-        while self.open and (number := self._came[to] + 1) in self._early[to]:
+        early, (number, content) = self._early[to], message
+        if number != self._came[to] + 1:
+            early[number] = content
+            return
+        self._came[to] = number
+        self.ends[to].wake(self._received, (to, content))
+        while self.open and (number := self._came[to] + 1) in early:
             self._came[to] = number
-            self.ends[to].wake(self._received, (to, self._early[to].pop(number)))
+            self.ends[to].wake(self._received, (to, early.pop(number)))
 
     def _received(self, to: int, message: Any) -> None:
         receive = self._receive[to]
