@@ -162,6 +162,7 @@ class SimCoordinator(Process):
             case Report(kind=kind, fields=fields):
                 self.world.log(self.name, "reports", kind, fields)
                 self.control.fate.report(kind, fields)
+                self.control.site.tell(kind, **fields)
 
     def _knocked(self, key: WorkerKey) -> None:
         """Report the answer of this worker's host, if it can be heard."""
@@ -499,6 +500,7 @@ class Control:
         """Resume the job from its disk, with this many workers and stages, unless it runs."""
         if self.fallen and not self.fate.ended:
             self.world.log("user", "resumes with", size, stages)
+            self.site.tell("job_started", workers=size, step=0)
             self.fallen, self.size = False, size
             self.journal.clear()
             self.agents.clear()

@@ -164,6 +164,7 @@ class Process:
         self.name = name
         self.host = host
         self.alive = True
+        self.died_ns = 0
         self.frozen_ns: int | None = None
         self.starved = False
         self.waited_ns = 0
@@ -210,7 +211,7 @@ class Process:
         if not self.alive:
             return
         self.world.log(self.name, "DIED", reason)
-        self.alive = False
+        self.alive, self.died_ns = False, self.world.now_ns
         for connection in list(self.world.connections):
             if connection.ends[0] is self or connection.ends[1] is self:
                 connection.close(self)

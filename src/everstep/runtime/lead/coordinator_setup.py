@@ -13,6 +13,7 @@ import msgspec
 from everstep.base.config import Config, inexact, pool_wish
 from everstep.base.stage_map import devices_of, hosts_of, parse_map
 from everstep.base.strikes import Strike
+from everstep.observe.events import EventLog, last_committed_step, told_lately
 from everstep.protocol.coordinator.types import (
     Alike,
     CoordinatorConfig,
@@ -21,6 +22,7 @@ from everstep.protocol.coordinator.types import (
 from everstep.protocol.identity import Code, read_code, read_divides, read_kernels
 from everstep.protocol.lease.candidate import GONE_PART
 from everstep.protocol.messages import (
+    JobEnded,
     JobFacts,
 )
 from everstep.runtime.files.host_directory import word_in
@@ -116,3 +118,12 @@ def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
         place=word_in(run_dir),
         job=job,
     )
+
+
+def report_end(events: EventLog, ended: JobEnded) -> None:
+    """Write the event of the job's end, if the coordinator that had decided it died before it told it."""
+    told = {kind for kind, _ in told_lately(events.path)}
+    if not told & {"job_completed", "job_failed"}:
+        kind = "job_completed" if ended.state == "completed" else "job_failed"
+        why, step = {"cause": ended.cause, "reason": ended.reason}, last_committed_step(events.path)
+        events.write(kind, **why, state=ended.state, exit_code=ended.exit_code, step=step)
