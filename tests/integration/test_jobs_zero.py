@@ -61,13 +61,14 @@ for step in run:
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    (tmp_path / "train.py").write_text(SCRIPT.replace("{optimizer}", ADAMW))
-    return str(tmp_path / "train.py")
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("script") / "train.py"
+    path.write_text(SCRIPT.replace("{optimizer}", ADAMW))
+    return str(path)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def reference(jobs: Jobs, script: str) -> Path:
     job = jobs.start(script, workers=1)
     assert job.end() == 0, job.account()

@@ -47,13 +47,14 @@ ZERO = {"zero.stage": 2, "checkpoint.disk.every_steps": 3}
 PACED = {"LANE_S": "0.04"}
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    return str(tmp_path / "train.py")
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("script") / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def reference(jobs: Jobs, script: str) -> Path:
     job = jobs.start(script, workers=1)
     assert job.end() == 0, job.account()
