@@ -470,4 +470,50 @@ CLEAN = [
         setup="masks = {}",
         batch="n = x.shape[0]\nm = masks.get(n)\nif m is None: m = masks[n] = torch.arange(n) % 2\nx = x * m.sum()",
     ),
+    Loop(
+        "dict_reset",
+        setup="parts = {}",
+        batch="parts['ce'] = nn.functional.cross_entropy(model(x), y)\n"
+        "parts['l2'] = 1e-4 * model[0].weight.square().sum()\n"
+        "step.backward(sum(parts.values()))",
+    ),
+    Loop(
+        "buf_each_lane",
+        setup="feats = [None, None]",
+        batch="feats[0] = x\nfeats[1] = x * 2\nx = feats[0] + feats[1]",
+    ),
+    Loop(
+        "try_sets",
+        setup="w = [0.0]",
+        before="try:\n    w[0] = 0.1\nexcept ValueError:\n    w[0] = 0.2\noptimizer.param_groups[0]['lr'] = w[0]",
+    ),
+    Loop(
+        "match_sets",
+        setup="lr = 0.0",
+        before="match step.number % 2:\n"
+        "    case 0:\n"
+        "        lr = 0.1\n"
+        "    case _:\n"
+        "        lr = 0.2\n"
+        "optimizer.param_groups[0]['lr'] = lr",
+    ),
+    Loop(
+        "if_sets",
+        setup="w = {'a': 0}",
+        before="if step.number > 3:\n"
+        "    w['a'] = 1\n"
+        "else:\n"
+        "    w['a'] = 2\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 * w['a']",
+    ),
+    Loop(
+        "return_sets",
+        setup="lr = 0.0\ndef f(k):\n    global lr\n    if k % 2:\n        lr = 0.1\n        return\n    lr = 0.2",
+        before="f(step.number)\noptimizer.param_groups[0]['lr'] = lr",
+    ),
+    Loop(
+        "out_dict",
+        setup="out = {}",
+        batch="out['a'] = model(x)\nout['loss'] = loss_fn(out['a'], y)\nstep.backward(out['loss'])",
+    ),
 ]

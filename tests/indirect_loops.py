@@ -583,4 +583,200 @@ BAD = [
         after="losses[step.number] = step.loss\noptimizer.param_groups[0]['lr'] = 0.1 / (1 + max(losses.values()))",
         refused=("losses",),
     ),
+    Loop(
+        "zero_rounds",
+        setup="ring = [0.0, 0.0]",
+        after="for _ in range(0):\n"
+        "    ring[0] = step.loss\n"
+        "ring[1] = step.loss\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 + 0.01 * sum(ring)\n"
+        "if step.number == 4: ring[:] = [1.0, 2.0]",
+        refused=("ring",),
+    ),
+    Loop(
+        "constant_if",
+        setup="ring = [0.0, 0.0]",
+        after="if False:\n"
+        "    ring[0] = 1.0\n"
+        "ring[1] = step.loss\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 + 0.01 * sum(ring)\n"
+        "if step.number == 4: ring[:] = [1.0, 2.0]",
+        refused=("ring",),
+    ),
+    Loop(
+        "while_zero",
+        setup="ring = [0.0, 0.0]",
+        after="while False:\n"
+        "    ring[0] = step.loss\n"
+        "ring[1] = 0.5\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 + 0.01 * sum(ring)\n"
+        "if step.number == 4: ring[0] = 3.0",
+        refused=("ring",),
+    ),
+    Loop(
+        "try_part",
+        setup="ring = [0.0, 0.0]",
+        after="try:\n"
+        "    float('x')\n"
+        "    ring[0] = 1.0\n"
+        "except ValueError:\n"
+        "    pass\n"
+        "ring[1] = 0.5\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 + 0.01 * sum(ring)\n"
+        "if step.number == 4: ring[0] = 3.0",
+        refused=("ring",),
+    ),
+    Loop(
+        "match_none",
+        setup="ring = [0.0, 0.0]",
+        after="match 3:\n"
+        "    case 4:\n"
+        "        ring[0] = 1.0\n"
+        "ring[1] = 0.5\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 + 0.01 * sum(ring)\n"
+        "if step.number == 4: ring[0] = 3.0",
+        refused=("ring",),
+    ),
+    Loop(
+        "grows",
+        setup="hist = {'n': 0}",
+        after="hist['n'] = 1\n"
+        "hist[step.number] = step.loss\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 + 0.01 * sum(hist.values())",
+        refused=("hist",),
+    ),
+    Loop(
+        "grows_empty",
+        setup="hist = {}",
+        after="hist['n'] = 1\n"
+        "hist[step.number] = step.loss\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 + 0.01 * sum(hist.values())",
+        refused=("hist",),
+    ),
+    Loop(
+        "name_zero",
+        setup="best = 1.0",
+        after="for _ in range(0): best = step.loss\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 * best\n"
+        "if step.number == 4: best = 0.5",
+        refused=("best",),
+    ),
+    Loop(
+        "name_try",
+        setup="best = 1.0",
+        after="try:\n"
+        "    best = float('x')\n"
+        "except ValueError:\n"
+        "    pass\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 * best\n"
+        "if step.number == 4: best = 0.5",
+        refused=("best",),
+    ),
+    Loop(
+        "name_match",
+        setup="best = 1.0",
+        after="match 3:\n"
+        "    case 4:\n"
+        "        best = 2.0\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 * best\n"
+        "if step.number == 4: best = 0.5",
+        refused=("best",),
+    ),
+    Loop(
+        "slice_whole_zero",
+        setup="ring = [0.0, 0.0]",
+        after="for _ in range(0): ring[:] = [step.loss, 0]\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 + 0.01 * sum(ring)\n"
+        "if step.number == 4: ring[0] = 3.0",
+        refused=("ring",),
+    ),
+    Loop(
+        "grows_after",
+        setup="hist = {}",
+        after="hist['m'] = 1\noptimizer.param_groups[0]['lr'] = 0.1 + 0.01 * sum(hist.values())\nhist['n'] = step.loss",
+        refused=("hist",),
+    ),
+    Loop(
+        "appended_after",
+        setup="hist = [0.0]",
+        after="hist[0] = 1\noptimizer.param_groups[0]['lr'] = 0.1 + 0.01 * sum(hist)\nhist.append(step.loss)",
+        refused=("hist",),
+    ),
+    Loop(
+        "updated_after",
+        setup="hist = {'a': 0.0}",
+        after="hist['a'] = 1\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 + 0.01 * sum(hist.values())\n"
+        "hist.update({str(step.number): step.loss})",
+        refused=("hist",),
+    ),
+    Loop(
+        "setdefault_const",
+        setup="hist = {}",
+        after="hist.setdefault('first', step.loss)\noptimizer.param_groups[0]['lr'] = 0.1 * hist['first']",
+        refused=("hist",),
+    ),
+    Loop(
+        "gone",
+        setup="best = 1.0\ndef f(k, loss):\n    global best\n    if k % 2: return\n    best = loss",
+        after="f(step.number, step.loss)\noptimizer.param_groups[0]['lr'] = 0.1 * best",
+        refused=("best",),
+    ),
+    Loop(
+        "gone_const",
+        setup="best = 1.0\ndef f(k, loss):\n    global best\n    if True: return\n    best = loss",
+        after="f(step.number, step.loss)\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 * best\n"
+        "if step.number == 4: best = 0.5",
+        refused=("best",),
+    ),
+    Loop(
+        "skip",
+        setup="best = 1.0",
+        after="for k in range(3):\n"
+        "    if step.number % 2: continue\n"
+        "    best = step.loss\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 * best",
+        refused=("best",),
+    ),
+    Loop(
+        "chosen",
+        setup="best = 1.0\ndef f(l):\n    global best\n    best = l\ndef g(l): pass\nacts = {0: f, 1: g}",
+        after="acts[step.number % 2](step.loss)\noptimizer.param_groups[0]['lr'] = 0.1 * best",
+        refused=("best",),
+    ),
+    Loop(
+        "suppressed",
+        setup="import contextlib\nbest = 1.0",
+        after="with contextlib.suppress(ZeroDivisionError):\n"
+        "    best = 1 / (step.number % 2)\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 * best",
+        refused=("best",),
+    ),
+    Loop(
+        "comp_empty",
+        setup="ring = [0.0]",
+        after="[ring.clear() for _ in range(step.number % 2)]\n"
+        "optimizer.param_groups[0]['lr'] = 0.1 + 0.01 * sum(ring)\n"
+        "ring.append(step.loss)",
+        refused=("ring",),
+    ),
+    Loop(
+        "view_torch",
+        setup="buf = torch.zeros(2, 4)\nhead = buf[0]",
+        batch="x = x - buf.sum(0)\nhead.copy_(x.detach().mean(0))",
+        refused=("buf",),
+    ),
+    Loop(
+        "numpy",
+        setup="counts = np.zeros(2)",
+        batch="np.add.at(counts, y.numpy(), 1)\nw = torch.from_numpy(1 / (1 + counts)).float()\nx = x * w[y][:, None]",
+        refused=("counts",),
+    ),
+    Loop(
+        "numpy_view",
+        setup="buf = np.zeros((2, 4), dtype=np.float32)\nhead = buf[0]",
+        batch="x = x - torch.from_numpy(buf).sum(0)\nhead[...] = x.mean(0).numpy()",
+        refused=("buf",),
+    ),
 ]

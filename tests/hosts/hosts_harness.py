@@ -16,6 +16,7 @@ from typing import Any
 
 from net import HIDE, Host, Net
 
+from everstep.base.doors import at_port
 from job_harness import HERE, LIMIT_S, Job, Jobs
 
 PORT = 29400
@@ -63,7 +64,7 @@ class HostJobs:
         if until:
             self._environment["EVERSTEP_TEST_PACE"] = json.dumps(paced)
         command = [*EVERSTEP, "run", f"{HERE / 'job_tasks.py'}:{task}", "--run-dir", str(run_dir), "--json"]
-        command += ["--workers", str(workers), "--listen", f"{host.address}:{PORT}", "--slots", str(SLOTS)]
+        command += ["--workers", str(workers), "--listen", at_port(host.address, PORT), "--slots", str(SLOTS)]
         self._steps = steps
         for key, value in {"steps": steps, **(settings or {})}.items():
             command += ["--set", f"{key}={value}"]
@@ -73,7 +74,7 @@ class HostJobs:
     def agent(self, number: int, *options: str) -> subprocess.Popen[bytes]:
         """Start an agent on this host (from 1)."""
         host = self.net.hosts[number - 1]
-        command = [*EVERSTEP, "agent", "--join", f"{self.net.hosts[0].address}:{PORT}", "--slots", str(SLOTS)]
+        command = [*EVERSTEP, "agent", "--join", at_port(self.net.hosts[0].address, PORT), "--slots", str(SLOTS)]
         hidden = {HIDE: str(self._base / "head")} if self.apart else {}
         command += ["--run-dir", str(self.own(number))] if self.apart else []
         return host.start([*command, *options], self.log(host), {**self._environment, **hidden})

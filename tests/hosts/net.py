@@ -61,7 +61,7 @@ class Host:
     def __init__(self, net: Net, number: int) -> None:
         self.number = number
         self.name = f"host{number}"
-        self.address = f"10.77.0.{number}"
+        self.address = f"{net.prefix}{number}"
         self.namespace = f"{net.name}h{number}"
         self._path = f"/run/netns/{self.namespace}"
         self._net = net
@@ -141,9 +141,10 @@ class Host:
 
 
 class Net:
-    """Hosts 10.77.0.1, .2, ... on one bridge; all is removed in the end."""
+    """Hosts 10.77.0.1, .2, ... on one bridge, or fd00:77::1, ... alone (six); all is removed in the end."""
 
-    def __init__(self, hosts: int, name: str = "") -> None:
+    def __init__(self, hosts: int, name: str = "", *, six: bool = False) -> None:
+        self.prefix = "fd00:77::" if six else "10.77.0."
         self.name = name or f"ev{os.getpid()}"
         self.switch = f"{self.name}sw"
         self.hosts = [Host(self, number) for number in range(1, hosts + 1)]
@@ -158,7 +159,8 @@ class Net:
             _ip("-n", self.switch, "link", "set", end, "master", "br0", "up")
             _ip("-n", host.namespace, "link", "set", "lo", "up")
             _ip("-n", host.namespace, "link", "set", "eth0", "up")
-            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            at = [f"{host.address}/64", "nodad"] if six else [f"{host.address}/24"]
+            _ip("-n", host.namespace, "addr", "add", *at, "dev", "eth0")
 
     def close(self) -> None:
         """End everything, and remove it. A second time does nothing."""

@@ -329,14 +329,17 @@ def check_together(config: Config) -> None:
 
 
 def _check_address(name: str, address: str, *, everywhere: bool = False) -> None:
-    refused = True
+    refused, like = True, "127.0.0.1"
     with suppress(ValueError):
-        found = ipaddress.IPv4Address(address)
-        refused = (found.is_unspecified and not everywhere) or found.is_multicast or int(found) == 2**32 - 1
+        found = ipaddress.ip_address(address)
+        refused = (found.is_unspecified and not everywhere) or found.is_multicast or str(found) == "255.255.255.255"
+        if isinstance(found, ipaddress.IPv6Address):
+            refused |= found.is_link_local or found.ipv4_mapped is not None or str(found) != address
+            like = "::1" if found.ipv4_mapped is None and str(found) == address else str(found.ipv4_mapped or found)
     if refused:
         raise ConfigError(
-            f"{name}: expected one IPv4 address of this host that other processes can use, got {address!r}: "
-            f"give e.g. {name}=127.0.0.1"
+            f"{name}: expected one IPv4 address of this host that other processes can use, or such an IPv6 address, "
+            f"got {address!r}: give e.g. {name}={like}"
         )
 
 
@@ -347,10 +350,15 @@ def _check_network(config: Config) -> None:
     if network.listen is not None:
         _check_address("network.listen", network.listen, everywhere=True)
         check_private("network.listen", network.listen, trusted=network.trusted)
+        if (":" in network.listen) != (":" in network.address):
+            raise ConfigError(
+                f"network.listen: expected an address of the same kind as network.address, {network.address}, got "
+                f"{network.listen}: give two IPv4 or two IPv6 addresses"
+            )
     if config.hosts.min > 1 and is_loopback(network.address):
         raise ConfigError(
             f"network.address: expected an address that {config.hosts.min} hosts (hosts.min) can reach, got "
-            f"{network.address} (loopback): give --listen ADDR:PORT with one of 'ip -4 addr'"
+            f"{network.address} (loopback): give --listen ADDR:PORT with one of 'ip addr'"
         )
     if parse_ports(network.ports) is not None and config.transport == "nccl":
         raise ConfigError(

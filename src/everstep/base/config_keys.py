@@ -302,8 +302,8 @@ class NetworkConfig:
 
     address: str = key(
         "127.0.0.1",
-        "IPv4 address of this host where the coordinator and workers listen, and which they tell each other",
-        pattern=r"\d{1,3}(\.\d{1,3}){3}",
+        "address of this host, IPv4 or IPv6, where coordinator and workers listen, and which they tell each other",
+        pattern=r"\d{1,3}(\.\d{1,3}){3}|[0-9a-f:]{2,39}",
         example="127.0.0.1",
     )
     interface: str | None = key(
@@ -314,8 +314,8 @@ class NetworkConfig:
     )
     listen: str | None = key(
         None,
-        "address where the coordinator listens, if not network.address; 0.0.0.0: all addresses of its host",
-        pattern=r"\d{1,3}(\.\d{1,3}){3}",
+        "address where the coordinator listens, if not network.address; 0.0.0.0 or ::: all addresses of its kind",
+        pattern=r"\d{1,3}(\.\d{1,3}){3}|[0-9a-f:]{2,39}",
         example="0.0.0.0",
     )
     ports: str | None = key(
@@ -324,7 +324,7 @@ class NetworkConfig:
         pattern=r"\d{1,5}-\d{1,5}",
         example="29500-29599",
     )
-    trusted: bool = key(False, "allow listening on public addresses and on 0.0.0.0")
+    trusted: bool = key(False, "allow listening on public addresses, on 0.0.0.0 and ::")
 
 
 @dataclass(frozen=True)

@@ -58,12 +58,52 @@ def check_ports(text: str | None, workers: int, beside: Sequence[str] = ()) -> N
         )
 
 
+def at_port(host: str, port: int) -> str:
+    """ "host:port", with an IPv6 address in brackets; `split_at_port` undoes it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_at_port(text: str) -> tuple[str, int]:
+    """Host and port of "host:port". An IPv6 address stands in brackets there, and is returned without them, in the one
+    form that all hosts give it.
+
+    Raises: ValueError for any other text.
+    """
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535):
+        raise ValueError("expected a port from 0 to 65535 behind the last colon")
+    if host.startswith("[") and host.endswith("]"):
+        try:
+            return str(ipaddress.IPv6Address(host[1:-1])), int(port)
+        except ValueError:
+            raise ValueError("expected an IPv6 address between the brackets") from None
+    if not host or ":" in host:
+        raise ValueError("expected an IPv6 address in brackets" if host else "expected a host before the colon")
+    return host, int(port)
+
+
+def host_of(text: str) -> str:
+    """The host of "host:port"; "" if there is none."""
+    try:
+        return split_at_port(text)[0]
+    except ValueError:
+        return ""
+
+
+def canonical(host: str) -> str:
+    """An address in the one form that all hosts give it, without brackets; any other text as it is."""
+    try:
+        return str(ipaddress.ip_address(host[1:-1] if host.startswith("[") and host.endswith("]") else host))
+    except ValueError:
+        return host
+
+
 def is_loopback(address: str) -> bool:
     """Whether only this machine can reach the address; False for a name that is no address."""
     if address == "localhost":
         return True
     try:
-        return ipaddress.ip_address(address.strip("[]")).is_loopback
+        return ipaddress.ip_address(canonical(address)).is_loopback
     except ValueError:
         return False
 

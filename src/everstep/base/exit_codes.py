@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+JOB_FAILED: Final = 1
+"""The job has failed."""
 WORKERS_MISSING: Final = 3
 """The job gave up waiting for workers."""
 NO_HEAD: Final = 4

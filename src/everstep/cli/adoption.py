@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from everstep.base.config import Config
+from everstep.base.doors import at_port, split_at_port
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.base.foreign import LAUNCHED_MARK, Foreign, derived_ports, first_host, left_alone
 from everstep.cli.agent import start_of_agent, take_part_in
@@ -74,12 +75,13 @@ def _meet(foreign: Foreign, name: str, args: Sequence[str], token: bytes, config
         if place.kept is not None:
             open_still.enter_context(place.kept)
         if foreign.part == "job":
-            return _run(foreign, name, args, f"{place.host}:{place.ports[0]}")
+            return _run(foreign, name, args, at_port(place.host, place.ports[0]))
         host_name = os.environ.get("SLURMD_NODENAME") or f"{os.uname().nodename}-{foreign.rank}"
         _leave_launcher()
-        where = ",".join(f"{place.host}:{port}" for port in place.ports)
+        where = ",".join(at_port(place.host, port) for port in place.ports)
         begun = start_of_agent(config, where, room=foreign.local_size, host=host_name)
-        return take_part_in(begun, patient=True)  # until the job is there, other programs may listen at these ports
+        # Until the job is there, other programs may listen at these ports. mpirun would kill it for another's bad end.
+        return take_part_in(begun, patient=True, apart=True)
 
 
 def _place(foreign: Foreign) -> LauncherPlace:
@@ -93,8 +95,8 @@ def _place(foreign: Foreign) -> LauncherPlace:
         kept = reserve("") if job else None
         port = kept.getsockname()[1] if kept is not None else 0
         prefix = f"everstep-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        host, _, said = ask_store(foreign.address, foreign.port, prefix, port).rpartition(":")
-        return LauncherPlace(host, [int(said)], kept)
+        host, found = split_at_port(ask_store(foreign.address, foreign.port, prefix, port))
+        return LauncherPlace(host, [found], kept)
     named = foreign.address or first_host(os.environ.get("SLURM_STEP_NODELIST", ""))
     if not named:
         raise ConfigError(f"{foreign.words()} on several hosts: set MASTER_ADDR to the address of the host of rank 0")

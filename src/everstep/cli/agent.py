@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from everstep.base.config import Config, load_config, parse_set
+from everstep.base.doors import at_port, canonical, is_loopback
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.etcd_address import SCHEMES
 from everstep.base.exit_codes import NO_HEAD
@@ -110,7 +111,7 @@ def command(
         raise ConfigError("--run-dir: expected none with --join file://DIR, which already names the directory")
     config = own_settings(settings)
     if own is not None:
-        check_own("--address", own)
+        own = check_own("--address", own)
     if host_name is not None:
         _check_name(host_name)
     if task is not None:
@@ -156,9 +157,12 @@ def start_of_agent(
     return replace(begun, token=given_token() or b"" if in_folder else _token(token_file, begun.run_dir))
 
 
-def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None, patient: bool = False) -> int:
-    """Be an agent of the job until it is over. Returns the exit code. patient: keep waiting if a process answers that
-    does not prove the token, because one that does may follow it."""
+def take_part_in(
+    begun: Start, *, stay: bool = False, refill: int | None = None, patient: bool = False, apart: bool = False
+) -> int:
+    """Be an agent of the job until it is over. Returns the exit code: that of the job if it failed. patient: keep
+    waiting if a process answers that does not prove the token, because one that does may follow it. apart: 0 for a job
+    that failed, as its own host says so, and may not have ended yet."""
     from everstep.runtime.host.host_agent import take_part
 
     folder, look, follows = folder_of(begun.where), looking(begun), moves(begun.where)
@@ -179,7 +183,7 @@ def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None,
             elif left.words:
                 print(left.words, file=sys.stderr, flush=True)
             if not stay or not (left.later or left.exit_code == NO_HEAD):
-                return left.exit_code
+                return 0 if apart and left.failed else left.exit_code
             patient = True
             time.sleep(_AGAIN_S)  # the process that answered may still be there
 
@@ -223,9 +227,9 @@ def place(rank: int | None, size: int | None, address: str | None, port: int | N
         raise ConfigError("--listen: expected none with --rank, as host 0 listens on --master-addr")
     if rank >= size:
         raise ConfigError(f"--rank: expected 0 to {size - 1} (--world-size {size}), got {rank}")
-    if size > 1 and (str(address).startswith("127.") or address == "localhost"):
+    if size > 1 and is_loopback(str(address)):
         raise ConfigError(f"--master-addr: expected an address that {size} hosts can reach, got {address} (loopback)")
-    return f"{address}:{port}"
+    return at_port(canonical(str(address)), int(port or 0))
 
 
 def _token(token_file: Path | None, run_dir: Path | None) -> bytes:

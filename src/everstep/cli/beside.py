@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from everstep.base.below import APPEND, open_below, write_atomically
 from everstep.base.config import Config
 from everstep.base.config_keys import NOTICES, NotifyConfig
+from everstep.base.doors import at_port, split_at_port
 from everstep.base.errors import ConfigError
 from everstep.runtime.host.bound import bound_command
 from everstep.runtime.link.address import METRICS_FILE, METRICS_TOKEN_FILE
@@ -66,12 +67,13 @@ def parse_listen(name: str, text: str) -> tuple[str, int]:
 
     Raises: ConfigError naming the option.
     """
-    host, colon, port = text.strip().rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    good = colon and bare and port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535
-    if not good or (":" in bare) != (bare != host) or any(c.isspace() or c in "/[]" for c in bare):
+    try:
+        host, port = split_at_port(text.strip())
+    except ValueError:
+        host, port = "", 0
+    if not host or any(c.isspace() or c in "/[]" for c in host):
         raise ConfigError(f"{name}: expected HOST:PORT like 127.0.0.1:9400, port 0 to 65535, got {text!r}")
-    return bare, int(port)
+    return host, port
 
 
 @contextlib.contextmanager
@@ -114,7 +116,7 @@ def _target(address: str, run_dir: Path) -> dict[str, Any]:
     """Entry of file_sd with the address of the metrics."""
     url = urlsplit(address)
     everywhere = url.hostname in ("0.0.0.0", "::")
-    place = f"{os.uname().nodename}:{url.port}" if everywhere else url.netloc
+    place = at_port(os.uname().nodename, url.port or 0) if everywhere else url.netloc
     return {"targets": [place], "labels": {"run": run_dir.resolve().name}}
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from everstep.base.config import Config
-from everstep.base.doors import PORTS_PER_WORKER, check_private, parse_ports
+from everstep.base.doors import PORTS_PER_WORKER, at_port, check_private, parse_ports
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError, TokenRefused
 from everstep.base.etcd_address import SCHEMES
 from everstep.cli.agent import own_settings
@@ -30,7 +30,8 @@ from everstep.runtime.host.devices import default_slots, device_count
 from everstep.runtime.lead.etcd_access import taken_secrets
 from everstep.runtime.lead.finding import in_etcd
 from everstep.runtime.link.head_facts import FULL_PACKETS_BYTES, HeadFacts, ask_about, clock_words, refusal_words
-from everstep.runtime.link.interfaces import interface_of, mtu_of, own_address, path_mtu
+from everstep.runtime.link.interfaces import found_at, interface_of, mtu_of, own_address, path_mtu
+from everstep.runtime.link.listening import family_of
 from everstep.runtime.start import Start
 from everstep.runtime.versions import differences, task_digest, versions
 
@@ -143,12 +144,12 @@ def find_in_etcd(address: str, config: Config, token: bytes | None) -> tuple[tup
     if head is None:
         return None, [Checked("etcd", "warning", f"nobody holds the lease of the job under {etcd.address} now")]
     place = str(head["host"]), int(head["port"])
-    return place, [Checked("etcd", "ok", f"holds the job; its head is at {place[0]}:{place[1]}"), latency]
+    return place, [Checked("etcd", "ok", f"holds the job; its head is at {at_port(*place)}"), latency]
 
 
 def _names(host: str) -> Checked:
     try:
-        found = socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+        found = found_at(host, 0)[0][1][0]
     except (OSError, UnicodeError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
         return Checked("name", "wrong", f"this host cannot resolve {host} ({why}): give its IP address")
@@ -158,7 +159,7 @@ def _names(host: str) -> Checked:
 def _own_name() -> Checked:
     name = os.uname().nodename
     try:
-        found = socket.gethostbyname(name)
+        found = found_at(name, 0)[0][1][0]
     except (OSError, UnicodeError):
         text = f"this host cannot resolve its own name, {name}: Everstep does not need that, torchrun does (/etc/hosts)"
         return Checked("own name", "warning", text)
@@ -206,7 +207,7 @@ def _ports(own: str, slots: int, ports: str | None) -> Checked:
 
 
 def _is_free(own: str, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_server((own, port)):
+    with contextlib.suppress(OSError), socket.create_server((own, port), family=family_of(own)):
         return True
     return False
 
@@ -216,7 +217,7 @@ def _reached(where: tuple[str, int]) -> Checked:
     try:
         socket.create_connection(where, _CONNECT_S).close()
     except OSError as error:
-        name, why = f"{where[0]}:{where[1]}", (error.strerror or str(error)).lower()
+        name, why = at_port(*where), (error.strerror or str(error)).lower()
         return Checked("head", "wrong", f"no head at {name} ({why}): start it, or open the firewall")
     return Checked("head", "ok", f"answers after {(time.monotonic() - begin_s) * 1e3:.1f} ms")
 

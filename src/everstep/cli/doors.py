@@ -13,7 +13,7 @@ from everstep.cli.beside import parse_listen
 from everstep.runtime.host.devices import default_slots
 from everstep.runtime.link.interfaces import address_on, check_own, interface_of
 
-EVERYWHERE = "0.0.0.0"
+EVERYWHERE = ("0.0.0.0", "::")
 
 
 def head_doors(
@@ -50,18 +50,16 @@ def head_doors(
     host, port = parse_listen("--listen", listen)
     hosts = None if world_size is None else max(1, world_size - (not local))
     all_hosts = {} if hosts is None else _for_all_hosts(given, hosts, slots)
-    if host == EVERYWHERE:
+    if host in EVERYWHERE:
         if told is None:
             raise ConfigError(
-                "--listen: expected --address IP with 0.0.0.0, because other hosts need an address to connect to: give "
-                "one of 'ip -4 addr'"
+                f"--listen: expected --address IP with {host}, because other hosts need an address to connect to: give "
+                "one of 'ip addr'"
             )
-        check_own("--address", told)
+        told = check_own("--address", told)
         return {"network.listen": host, "network.address": told, **all_hosts}, port
     if told not in (None, host):
         raise ConfigError(f"--address: expected it only with --listen 0.0.0.0:PORT, got {told} with {host}: drop it")
-    if ":" in host:
-        raise ConfigError(f"--listen: expected an IPv4 address or an interface of this host, got IPv6: {host}")
     host = host if _is_address(host) else address_on(host, "--listen")
     if interface is not None and interface_of(host) != interface:
         raise ConfigError(

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from everstep.base.doors import at_port
 from everstep.base.errors import ConfigError, ProtocolError
 from everstep.cli.beside import parse_listen
 from everstep.cli.job import read_job
@@ -82,7 +83,7 @@ def ports(start: int, end: int, count: int, check: bool, others: tuple[str, ...]
 
 def _check(others: Sequence[tuple[str, int]]) -> int:
     answers = [_reach(host, port) for host, port in others]
-    rows = [[f"{host}:{port}", words or "answers"] for (host, port), words in zip(others, answers, strict=True)]
+    rows = [[at_port(host, port), words or "answers"] for (host, port), words in zip(others, answers, strict=True)]
     for line in aligned(rows):
         print(line)
     return int(any(answers))
@@ -103,10 +104,13 @@ def _reach(host: str, port: int) -> str:
 def free_ports(start: int, end: int, count: int) -> list[int]:
     """Up to `count` ports, ascending, at which a program could listen now at any address of this host."""
     found: list[int] = []
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     for port in range(start, end + 1):
         if len(found) == count:
             break
-        with contextlib.suppress(OSError), socket.socket() as sock:
+        with contextlib.suppress(OSError), socket.socket(family) as sock:
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # of both kinds at once
             sock.bind(("", port))
             found.append(port)
     return found

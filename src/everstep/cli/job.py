@@ -30,6 +30,7 @@ from everstep.base.config import (
     with_batch_size,
 )
 from everstep.base.config_fields import shown
+from everstep.base.doors import at_port
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_json
 from everstep.base.plan import Divides
@@ -39,8 +40,9 @@ from everstep.order.cursor import last_step
 from everstep.protocol.identity import Code, Kernels, read_code, read_divides, read_kernels, told
 from everstep.report.words import one_line
 from everstep.runtime.link.address import DATASET_FILE, JOB_FILE
+from everstep.runtime.link.listening import family_of
 
-_LOOPBACK = ("localhost", "127.0.0.1")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _VERSIONED = ("everstep", "torch", "numpy", "safetensors", "msgspec")
 
 
@@ -174,23 +176,24 @@ def check_hosts(config: Config, *, alone: bool = True) -> None:
 def check_network(config: Config, port: int = 0) -> None:
     """Raises: ConfigError if this host cannot listen at the config's address, or at this port."""
     address = config.network.listen or config.network.address
-    with socket.socket() as sock:
+    with socket.socket(family_of(address)) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((address, port))
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise ConfigError(
-                    f"network.address: expected an address of this host, got {address}: give one of 'ip -4 addr'"
+                    f"network.address: expected an address of this host, got {address}: give one of 'ip addr'"
                 ) from None
+            place = at_port(address, port)
             raise ConfigError(
-                f"--listen: cannot listen at {address}:{port} ({error.strerror}): choose another port, 0 for any"
+                f"--listen: cannot listen at {place} ({error.strerror}): choose another port, 0 for any"
             ) from None
 
 
 def free_port(address: str) -> int:
     """A port of this address that nobody listens on."""
-    with socket.socket() as sock:
+    with socket.socket(family_of(address)) as sock:
         sock.bind((address, 0))
         return int(sock.getsockname()[1])
 

@@ -6,12 +6,11 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
-from ipaddress import IPv4Address
+from ipaddress import ip_address
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,7 +19,7 @@ import click
 from everstep.base.below import write_atomically
 from everstep.base.config import read_layers
 from everstep.base.config_keys import ControlConfig
-from everstep.base.doors import is_loopback
+from everstep.base.doors import canonical, is_loopback
 from everstep.base.errors import ConfigError
 from everstep.base.etcd_address import EtcdAddress
 from everstep.base.given import read_given
@@ -37,6 +36,7 @@ from everstep.runtime.files.private import close_folder, close_run_dir
 from everstep.runtime.lead.etcd_access import file_variables
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import TOKEN_FILE
+from everstep.runtime.link.interfaces import found_at
 from everstep.runtime.process import own_command
 
 _ARGV = "everstep.argv"
@@ -329,13 +329,13 @@ def launch_ssh(
     if wrong or len(set(names)) < len(names):
         raise ConfigError(f"--hosts: expected different names for ssh, separated by commas, got {hosts!r}")
     found = launch_of(_local(words), len(names), slots, run_dir.resolve(), python or _own_python())
-    where = address or _address_of(names[0])
+    where = canonical(address or _address_of(names[0]))
     if address is None and len(names) > 1 and is_loopback(where):
         raise ConfigError(f"--hosts: {names[0]} is {where} here, which no other host can reach: give its --address")
     try:
-        IPv4Address(where)
+        ip_address(where)
     except ValueError:
-        raise ConfigError(f"--address: expected an IPv4 address of the first host, got {where!r}") from None
+        raise ConfigError(f"--address: expected an IPv4 or IPv6 address of the first host, got {where!r}") from None
     scripts = [ssh.remote_words(found, number, where, port) for number in range(len(names))]
     if only_print:
         for name, script in zip(names, scripts, strict=True):
@@ -347,11 +347,10 @@ def launch_ssh(
 def _address_of(name: str) -> str:
     """Address of a host. Raises: ConfigError if no host of this name has one."""
     try:
-        return socket.getaddrinfo(name.rpartition("@")[2], None, socket.AF_INET)[0][4][0]  # type: ignore[return-value]
-    except OSError as error:
-        raise ConfigError(
-            f"--hosts: {name} has no IPv4 address here ({error.strerror}): give it by --address"
-        ) from None
+        return found_at(name.rpartition("@")[2], 0)[0][1][0]
+    except (OSError, UnicodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ConfigError(f"--hosts: {name} has no IPv4 address here, nor IPv6 ({why}): give it by --address") from None
 
 
 @launch.command("ray", **_engine())

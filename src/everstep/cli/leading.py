@@ -134,9 +134,9 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
             if begun.succession.guest and begun.stays and outcome.later:
                 raise Deposed(outcome.why.reason, functools.partial(become_standby, begun, deposed=False))
             if begun.succession.guest and (not work.led or outcome.exit_code > 128):
-                if outcome.exit_code > 1:
+                if outcome.exit_code:
                     complain(outcome.why.reason)
-                return outcome.exit_code if outcome.exit_code > 1 else 0
+                return outcome.exit_code
             say_the_end(events, run_dir, begin_ns, outcome)
         exit_code = end_of(process, job, events, work.watcher.facts, outcome, as_json=view.as_json)
         if view.dashboard:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from everstep.base.config_keys import TlsConfig
-from everstep.base.doors import check_private
+from everstep.base.doors import at_port, check_private
 from everstep.base.errors import ConfigError, NoHead, ProtocolError, TlsDiffers
 from everstep.base.etcd_address import SCHEMES, EtcdAddress
 from everstep.cli.run_dir import read_digest
@@ -124,7 +124,7 @@ def wait_for_job(begun: Start, look: Callable[[], Where | None], *, patient: boo
                 none = "none of them answers" if len(places_in(at)) > 1 else "nobody holds its lease, or answers"
                 raise ConnectionRefusedError(none)
             place = str(found["host"]), int(found["port"])
-            at = f"{place[0]}:{place[1]}"
+            at = at_port(*place)
             token = begun.token or wire.read_token(Path(folder or "", TOKEN_FILE))
             own = own_address(config.network, begun.own or None, place[0])
             check_private("--address", own, trusted=config.network.trusted)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import click
@@ -15,6 +15,7 @@ from everstep.cli.plan_inputs import MOST_HOURS, json_option, mtbf_hours, not_gi
 from everstep.cost import failures
 from everstep.cost.goodput import HARMS, Cluster, GoodputFound, Policy, closed_form, recovery_policies, simulate
 from everstep.cost.quantities import parse_bytes, parse_rate, parse_seconds, time_words
+from everstep.cost.wanted_goodput import WantedDevices, fewest_devices
 
 MOST_DEVICES = 10**6
 MOST_FAILURES = 2_000_000
@@ -27,6 +28,10 @@ MOST_FAILURES = 2_000_000
 @click.option("--per-node", type=click.IntRange(1, 1024), default=8, show_default=True, help="Devices of a node.")
 @click.option("--mtbf", default="100000h", show_default=True, help="Mean time between failures of a node.")
 @click.option("--spares", type=click.IntRange(min=0), default=0, show_default=True, help="Further devices, ready.")
+@click.option("--stages", type=click.IntRange(1, 1024), help="Stages of a pipeline, for the policy ours-stages (8).")
+@click.option(
+    "--backups", type=click.IntRange(0, 1024), default=0, show_default=True, help="Workers on standby for each stage."
+)
 @click.option("--repair", default="4h", show_default=True, help="Time until a broken device or host is back.")
 @click.option("--step", default="10s", show_default=True, help="Length of a step.")
 @click.option("--state", metavar="SIZE", help="State of one device, which a replacement copies: 40GiB (none).")
@@ -37,7 +42,7 @@ MOST_FAILURES = 2_000_000
 )
 @click.option("--policy", "names", multiple=True, help="Policy to simulate; may be repeated (all).")
 @click.option("--time", "changed", multiple=True, metavar="NAME=TIME", help="Another recovery time; may be repeated.")
-@click.option("--wanted", metavar="PERCENT", help="Show the fewest spares that give this goodput: 99.9%.")
+@click.option("--wanted", metavar="PERCENT", help="Show the fewest spares and backups that give this goodput: 99.9%.")
 @click.option("--runs", type=click.IntRange(2, 1000), default=20, show_default=True, help="Simulated jobs per policy.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the simulation.")
 @json_option
@@ -68,11 +73,15 @@ def command(names: Sequence[str], days: float, runs: int, seed: int, as_json: bo
         if not names or name in names
     }
 
-    def enough(name: str, spares: int) -> bool:
-        changed = replace(cluster, spares=spares)
+    def goodput(name: str, more: WantedDevices, runs: int) -> float:
+        changed = replace(cluster, spares=more.spares, backups=more.backups)
         policy = next(one for one in recovery_policies(times, changed) if one.name == name)
-        return simulate(policy, changed, days * 86400, runs, random.Random(seed).random).goodput >= (wanted or 0.0)
+        return simulate(policy, changed, days * 86400, runs, random.Random(seed).random).goodput
 
+    enough: dict[str, WantedDevices | None] = {}
+    if wanted is not None:
+        for name, (policy, _) in found.items():
+            enough[name] = fewest_devices(partial(goodput, name), wanted, cluster.devices, runs, policy.stages)
     result: dict[str, Any] = {
         "kind": "goodput",
         **asdict(cluster),
@@ -82,7 +91,8 @@ def command(names: Sequence[str], days: float, runs: int, seed: int, as_json: bo
         "mtbf_job_s": 1 / cluster.rate,
         "wanted": wanted,
         "policies": [_policy(cluster, *one) for one in found.values()],
-        "spares_wanted": {} if wanted is None else {name: _fewest(name, cluster.devices, enough) for name in found},
+        "spares_wanted": {name: one and one.spares for name, one in enough.items()},
+        "backups_wanted": {name: one and one.backups for name, one in enough.items()},
         "times": about,
         "fits": None,
         "source": "event simulation, exponential failures, 95 % confidence by Student's t over the runs",
@@ -102,6 +112,8 @@ def _assumed(cluster: Cluster, days: float, mtbf: str) -> list[str]:
             "per_node": f"{cluster.per_node} devices per node",
             "mtbf": f"a failure of each node per {mtbf}",
             "spares": "no spares",
+            "stages": f"a pipeline has {cluster.stages} stages",
+            "backups": "no backups of its stages",
             "repair": f"a device or host that broke is back after {time_words(cluster.repair_s)}",
             "step": f"a step takes {time_words(cluster.step_s)}",
             "state": "no state to copy to a replacement",
@@ -125,16 +137,13 @@ def _wanted(text: str | None) -> float | None:
     return share
 
 
-def _fewest(name: str, most: int, enough: Callable[[str, int], bool]) -> int | None:
-    """Fewest spares that are enough, by halving; None if as many as the job's devices are not."""
-    found = bisect.bisect_left(range(most + 1), True, key=lambda spares: enough(name, spares))
-    return found if found <= most else None
-
-
 def _cluster(asked: Mapping[str, Any]) -> Cluster:
     devices, per_node = asked["devices"], asked["per_node"]
     if asked["replica"] is not None and asked["replica"] > devices:
         raise ConfigError(f"--replica: expected at most --devices ({devices}), got {asked['replica']}")
+    stages = asked["stages"] or next(count for count in range(8, 0, -1) if devices % count == 0)
+    if devices % stages:
+        raise ConfigError(f"--stages: expected a number that divides --devices ({devices}), got {stages}")
     return Cluster(
         devices,
         mtbf_hours(asked["mtbf"]) * 3600 * per_node,
@@ -146,12 +155,14 @@ def _cluster(asked: Mapping[str, Any]) -> Cluster:
         link=parse_rate(asked["network"], "--network"),
         replica=asked["replica"] or min(per_node, devices),
         checkpoint_s=parse_seconds(asked["checkpoint_cost"], "--checkpoint-cost"),
+        stages=stages,
+        backups=asked["backups"],
         shares=(failures.LLAMA3.share(HARMS[0]), failures.LLAMA3.share(HARMS[1]), failures.LLAMA3.share(HARMS[2])),
     )
 
 
 def _policy(cluster: Cluster, policy: Policy, found: GoodputFound) -> dict[str, Any]:
-    paid = found.goodput * cluster.devices / (cluster.devices + cluster.spares)
+    paid = found.goodput * cluster.devices / (policy.workers(cluster) + cluster.spares)
     about = {key: getattr(policy, key) for key in ("name", "about", "source")}
     more = {"save_every_s": policy.save_every_s, "closed_form": closed_form(policy, cluster)}
     return {**about, **more, **asdict(found), "goodput_of_paid_devices": paid}
@@ -195,6 +206,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
 def _wanted_lines(result: dict[str, Any]) -> list[str]:
     if result["wanted"] is None:
         return []
-    head = ["policy", f"spares for {100 * result['wanted']:g}%"]
-    none = f"not with {result['devices']:,}"
-    return table([head, *([name, none if n is None else f"{n:,}"] for name, n in result["spares_wanted"].items())])
+    head = ["policy", f"spares for {100 * result['wanted']:g}%", "backups of each stage"]
+    backups, none = result["backups_wanted"], f"not with {result['devices']:,}"
+    spares = result["spares_wanted"].items()
+    return table([head, *([name, none if n is None else f"{n:,}", f"{backups[name] or ''}"] for name, n in spares)])

@@ -16,7 +16,7 @@ import click
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, cell_notes, load_config, pool_wish, read_layers
-from everstep.base.doors import is_loopback
+from everstep.base.doors import at_port, is_loopback
 from everstep.base.errors import ConfigError, Deposed
 from everstep.base.foreign import foreign_launcher
 from everstep.chaos.spec import parse, strikes_of
@@ -329,9 +329,8 @@ def _follow(asked: Asked, config: Config, room: int) -> int:
     """Be one of the other hosts started with a rank; the job runs the task that host 0 names."""
     if asked.dry_run:
         raise ConfigError("--dry-run: expected it with --rank 0, which decides the placement")
-    if asked.told is not None:
-        check_own("--address", asked.told)
-    known: dict[str, Any] = {"run_dir": asked.run_dir, "host": os.uname().nodename, "own": asked.told or ""}
+    own = "" if asked.told is None else check_own("--address", asked.told)
+    known: dict[str, Any] = {"run_dir": asked.run_dir, "host": os.uname().nodename, "own": own}
     known |= {"room": room, "task": asked.spec.canonical}
     return take_part_in(start_of_agent(config, asked.listen or "", asked.token_file, asked.domain, **known))
 
@@ -502,8 +501,9 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str]) -> int:
     asked, config = invocation.asked, job.config
     begun = dataclasses.replace(invocation.begun, config=config)
     if begun.port is not None:
-        begun = dataclasses.replace(begun, port=begun.port or free_port(config.network.address))
-        where, run_dir = f"{config.network.address}:{begun.port}", begun.folder.resolve()
+        port = begun.port or free_port(config.network.address)
+        begun = dataclasses.replace(begun, port=port)
+        where, run_dir = at_port(config.network.address, port), begun.folder.resolve()
         opening.append(f"hosts join with: everstep agent --join {where} --token-file {run_dir / TOKEN_FILE}")
         if config.control.etcd is None:
             opening.append(

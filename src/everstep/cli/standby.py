@@ -15,9 +15,10 @@ from typing import Any
 import click
 
 from everstep.base.config import Config, load_config, to_dict
-from everstep.base.doors import is_loopback
+from everstep.base.doors import at_port, host_of, is_loopback
 from everstep.base.errors import ConfigError, EverstepError, NoHead, ProtocolError
 from everstep.base.etcd_address import EtcdAddress
+from everstep.base.exit_codes import JOB_FAILED, WORKERS_MISSING
 from everstep.cli.beside import parse_listen
 from everstep.cli.conclusion import ENDS
 from everstep.cli.doors import check_own_ports
@@ -115,7 +116,7 @@ def _wait_until_over(etcd: Etcd, lease_s: int) -> None:
 
 
 def _still(etcd: Etcd, holder: Holder) -> str:
-    where = f"{holder.where.get('host')}:{holder.where.get('port')}"
+    where = at_port(str(holder.where.get("host")), int(holder.where.get("port", 0)))
     return f"a job is still running under {etcd.address}: its coordinator is at {where}; wait, or stop it"
 
 
@@ -145,7 +146,8 @@ def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
         print(f"{begun.host} stands by for the job in {shown}{how}; {about_to_run(job)}", file=sys.stderr, flush=True)
         exit_code = see_through(replace(begun, run_dir=shown, succession=succession), job)
         private = shown == private_folder(word[:16], f"{begun.host}-standby")
-        if private and not (exit_code or shared or word_in(shown)):  # the job is over, and was led elsewhere
+        over = exit_code in (0, JOB_FAILED, WORKERS_MISSING)
+        if private and over and not (shared or word_in(shown)):  # it was led elsewhere
             shutil.rmtree(shown, ignore_errors=True)
         return exit_code
 
@@ -207,7 +209,7 @@ def _is_over(etcd: Etcd) -> bool:
 def _own(etcd: Etcd, config: Config) -> str:
     """Address of this host: that of network.interface, else the one on the way to the coordinator, or to etcd while
     there is no coordinator."""
-    seen, there = etcd.ask(Look()), etcd.address.members[0].rpartition(":")[0]
+    seen, there = etcd.ask(Look()), host_of(etcd.address.members[0])
     if isinstance(seen, HolderSeen) and seen.holder is not None and seen.holder.where:
         there = str(seen.holder.where.get("host"))
     try:
@@ -239,7 +241,7 @@ def takeover(run_dir: Path, listen: str | None, slots: int | None) -> int:
     if is_loopback(own) and not is_loopback(job.config.network.address):
         raise ConfigError(
             f"--listen: expected an address that the job's other hosts can reach, as {job.config.network.address} was, "
-            f"got {own} (loopback): give one of 'ip -4 addr'"
+            f"got {own} (loopback): give one of 'ip addr'"
         )
     try:
         token = wire.read_token(run_dir / TOKEN_FILE)
@@ -266,8 +268,8 @@ def _refuse_if_led(begun: Start) -> None:
         return
     if found is not None:
         raise ConfigError(
-            f"the coordinator of {begun.folder} answers at {there.host}:{there.port}: takeover is only for a job whose "
-            "coordinator is lost"
+            f"the coordinator of {begun.folder} answers at {at_port(there.host, there.port)}: takeover is only for a "
+            "job whose coordinator is lost"
         )
 
 

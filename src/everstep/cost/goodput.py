@@ -26,7 +26,8 @@ class Cluster:
 
     mtbf_s: between failures of one device, its share of its host's included. shares: of failures that do each harm of
     HARMS. spares: further devices, ready. repair_s: until what broke is back. step_s: length of a step. state_bytes:
-    of one device. link: bytes per second into one device. replica: devices of one replica (torchft).
+    of one device. link: bytes per second into one device. replica: devices of one replica (torchft). stages: of a
+    pipeline, which divide the devices equally. backups: workers on standby for each of them, beside those devices.
     """
 
     devices: int
@@ -40,6 +41,8 @@ class Cluster:
     replica: int = 8
     checkpoint_s: float = 10.0
     shares: tuple[float, float, float] = (1.0, 0.0, 0.0)
+    stages: int = 1
+    backups: int = 0
 
     @property
     def rate(self) -> float:
@@ -51,13 +54,13 @@ class Cluster:
 class Policy:
     """What a job does at a failure.
 
-    stall_s: all stand still, by harm. back_s: until a spare, or the process again, computes. provision_s: until a
-    broken device is replaced where there is no spare; None: repaired. waits: after the stall they wait until all
-    devices are back. rolls_back: work since the last checkpoint is lost. unit: devices that leave together. slowdown:
-    throughput lost per share of devices lost. save_every_s, save_s: of training between checkpoints, and how long one
-    stops it.
+    stall_s: all stand still, by harm. back_s: until a spare, or the process again, computes. provision_s: all wait
+    until a replacement has come, so long where there is no spare; None: they go on, and what broke is repaired.
+    rolls_back: work since the last checkpoint is lost. unit: devices that leave together. slowdown: throughput lost per
+    share of devices lost. save_every_s, save_s: of training between checkpoints, and how long one stops it.
     copies: of each part of the state; 0: all workers have all of it. If the last copy is lost before there is another
-    one, the job goes back to a checkpoint, which takes reload_s. head_s: if the head's host is lost.
+    one, the job goes back to a checkpoint, which takes reload_s. head_s: if the head's host is lost. stages: each
+    worker has one of them, and the stage with the fewest workers decides how fast the job is; 0: no pipeline.
     """
 
     name: str
@@ -68,13 +71,17 @@ class Policy:
     save_every_s: float
     save_s: float = 0.0
     provision_s: float | None = None
-    waits: bool = False
     rolls_back: bool = False
     unit: int = 1
     slowdown: float = 1.0
     copies: int = 0
     reload_s: float = 0.0
     head_s: float = 0.0
+    stages: int = 0
+
+    def workers(self, cluster: Cluster) -> int:
+        """Devices that can fail: those of the job, and its backups."""
+        return cluster.devices + self.stages * cluster.backups
 
 
 _MEASURED = "bench/README.md, scaled"
@@ -114,10 +121,11 @@ def _in_place(times: Mapping[str, float], cluster: Cluster, every_s: float, copy
     by_hand = replace(
         ours, name="ours-no-etcd", about="the same, a person moves a lost coordinator", head_s=times["operator"] * head
     )
-    zero = replace(
-        ours, name="ours-zero", about="the same with ZeRO, two copies", copies=2, reload_s=times["ours_all"] + copy_s
-    )
-    return ours, by_hand, zero
+    reload_s = times["ours_all"] + copy_s
+    zero = replace(ours, name="ours-zero", about="the same with ZeRO, two copies", copies=2, reload_s=reload_s)
+    about = f"in {cluster.stages} stages, each with {cluster.backups} backups"
+    stages = replace(ours, name="ours-stages", about=about, reload_s=reload_s, stages=cluster.stages)
+    return ours, by_hand, zero, stages
 
 
 def _of_others(times: Mapping[str, float], cluster: Cluster, every_s: float, copy_s: float) -> tuple[Policy, ...]:
@@ -151,7 +159,6 @@ def _of_others(times: Mapping[str, float], cluster: Cluster, every_s: float, cop
         copy_s,
         cluster.step_s,
         provision_s=times["gemini_replace"],
-        waits=True,
         rolls_back=True,
     )
     pause = times["reroute"]
@@ -171,83 +178,102 @@ def _of_others(times: Mapping[str, float], cluster: Cluster, every_s: float, cop
 
 @dataclass
 class _Run:
-    """One simulated job. cycle: seconds since the last checkpoint was complete."""
+    """One simulated job. cycle_s: since the last checkpoint was complete. down: workers. held: by stage, its backups;
+    below 0 the devices that it lacks. returns: when, devices, the first one's stage, spares."""
 
     policy: Policy
     cluster: Cluster
     uniform: Callable[[], float]
+    spares: int
+    held: list[int]
+    speed: float = 1.0
     now_s: float = 0.0
     useful_s: float = 0.0
     since_s: float = 0.0
     cycle_s: float = 0.0
     stalled_until_s: float = 0.0
     down: int = 0
-    spares: int = 0
     failures: int = 0
-    returns: list[tuple[float, int, int]] = field(default_factory=list)
+    returns: list[tuple[float, int, int, int]] = field(default_factory=list)
     lost_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LOSSES, 0.0))
 
     def go_to(self, until_s: float) -> None:
         """Let time pass in which nothing fails and nothing comes back."""
-        halt_s = min(until_s, max(self.now_s, self.stalled_until_s))
-        self.lost_s["stalled"] += halt_s - self.now_s
-        span_s, self.now_s = until_s - halt_s, until_s
+        start_s, self.now_s = self.now_s, until_s
+        if start_s < self.stalled_until_s:
+            halt_s = min(until_s, self.stalled_until_s)
+            self.lost_s["stalled"] += halt_s - start_s
+            start_s = halt_s
+        span_s = until_s - start_s
         every, cost = self.policy.save_every_s, self.policy.save_s
         whole, rest_s = divmod(self.cycle_s + span_s, every + cost)
         trained_s = whole * every + min(rest_s, every) - min(self.cycle_s, every)
-        speed = max(0.0, 1 - self.policy.slowdown * self.down / self.cluster.devices)
-        self.useful_s += speed * trained_s
-        self.since_s = speed * min(rest_s, every) if whole else self.since_s + speed * trained_s
-        self.lost_s["missing"] += (1 - speed) * trained_s
+        self.useful_s += self.speed * trained_s
+        self.since_s = self.speed * min(rest_s, every) if whole else self.since_s + self.speed * trained_s
+        self.lost_s["missing"] += (1 - self.speed) * trained_s
         self.lost_s["checkpoints"] += span_s - trained_s
         self.cycle_s = rest_s
 
     def come_back(self) -> None:
-        """What returns next: a device to the job, or a repaired one to the spares."""
-        _, devices, spares = heapq.heappop(self.returns)
-        self.down -= devices
+        """What returns next: devices to the job, or repaired ones to the spares."""
+        _, devices, stage, spares = heapq.heappop(self.returns)
         self.spares += spares
+        if devices:
+            self._count(devices, stage)
+
+    def _count(self, more: int, stage: int) -> None:
+        """More workers, or fewer, from this stage on one in each."""
+        self.down -= more
+        if not self.held:
+            self.speed = max(0.0, 1 - self.policy.slowdown * self.down / self.cluster.devices)
+            return
+        for number in range(abs(more)):
+            self.held[(stage + number) % len(self.held)] += 1 if more > 0 else -1
+        self.speed = 1 + min(0, *self.held) * len(self.held) / self.cluster.devices
 
     def fail(self) -> None:
-        """One failure hits a device, whatever it is doing."""
-        if self.uniform() * self.cluster.devices < self.down:
+        """One failure hits a worker, whatever it is doing."""
+        policy, cluster = self.policy, self.cluster
+        place, workers = self.uniform(), policy.workers(cluster)
+        stage = int(place * policy.stages)
+        missing = (cluster.backups - self.held[stage]) * policy.stages if self.held else self.down
+        if (place * policy.stages % 1 if self.held else place) * workers < missing:
             return
         self.failures += 1
-        draw, harm = self.uniform(), 0
-        while harm < 2 and draw >= sum(self.cluster.shares[: harm + 1]):
-            harm += 1
-        policy, cluster = self.policy, self.cluster
+        draw, process = self.uniform(), cluster.shares[0]
+        harm = 0 if draw < process else 1 if draw < process + cluster.shares[1] else 2
         hit = cluster.per_node if harm == 2 else 1
-        lost = min(cluster.devices - self.down, -(-hit // policy.unit) * policy.unit)
+        lost = min(workers - self.down, -(-hit // policy.unit) * policy.unit)
         gone = policy.copies and self.uniform() * cluster.devices < self.down * (policy.copies - 1)
+        until_back_s = self._replace(harm, lost, stage)
+        if policy.provision_s is None:
+            self._count(-lost, stage)
+            gone = gone or self.speed <= 0 < len(self.held)
         stall_s = policy.stall_s[harm] + (policy.head_s if harm == 2 else 0.0) + (policy.reload_s if gone else 0.0)
-        until_back_s = self._replace(harm, lost)
-        if policy.waits:
+        if policy.provision_s is not None:
             stall_s += until_back_s
-        else:
-            self.down += lost
         if policy.rolls_back or gone:
             self.lost_s["redone"] += self.since_s
             self.useful_s -= self.since_s
             self.since_s = self.cycle_s = 0.0
         self.stalled_until_s = max(self.stalled_until_s, self.now_s + stall_s)
 
-    def _replace(self, harm: int, lost: int) -> float:
+    def _replace(self, harm: int, lost: int, stage: int) -> float:
         """Arrange the return of lost devices; seconds until the last of them is back."""
         policy, cluster = self.policy, self.cluster
         at_once = lost if harm == 0 else min(lost, self.spares)
         later_s = policy.back_s + (cluster.repair_s if policy.provision_s is None else policy.provision_s)
         if harm:
             self.spares -= at_once
-            self._schedule(cluster.repair_s, 0, at_once)
-        counted = not policy.waits
-        self._schedule(policy.back_s, at_once * counted, 0)
-        self._schedule(later_s, (lost - at_once) * counted, 0)
+            self._schedule(cluster.repair_s, 0, 0, at_once)
+        if policy.provision_s is None:
+            self._schedule(policy.back_s, at_once, stage, 0)
+            self._schedule(later_s, lost - at_once, stage + at_once, 0)
         return later_s if at_once < lost else policy.back_s
 
-    def _schedule(self, after_s: float, devices: int, spares: int) -> None:
+    def _schedule(self, after_s: float, devices: int, stage: int, spares: int) -> None:
         if devices or spares:
-            heapq.heappush(self.returns, (self.now_s + after_s, devices, spares))
+            heapq.heappush(self.returns, (self.now_s + after_s, devices, stage, spares))
 
 
 @dataclass(frozen=True)
@@ -280,8 +306,9 @@ def simulate(policy: Policy, cluster: Cluster, seconds: float, runs: int, unifor
 
 
 def _one_run(policy: Policy, cluster: Cluster, seconds: float, uniform: Callable[[], float]) -> _Run:
-    run = _Run(policy, cluster, uniform, spares=cluster.spares)
-    fails_s = -math.log1p(-uniform()) / cluster.rate
+    run = _Run(policy, cluster, uniform, cluster.spares, [cluster.backups] * policy.stages)
+    rate = policy.workers(cluster) / cluster.mtbf_s
+    fails_s = -math.log1p(-uniform()) / rate
     while True:
         back_s = run.returns[0][0] if run.returns else math.inf
         run.go_to(min(fails_s, back_s, seconds))
@@ -291,7 +318,7 @@ def _one_run(policy: Policy, cluster: Cluster, seconds: float, uniform: Callable
             run.come_back()
         else:
             run.fail()
-            fails_s -= math.log1p(-uniform()) / cluster.rate
+            fails_s -= math.log1p(-uniform()) / rate
 
 
 def _student_95(freedom: int) -> float:
@@ -333,18 +360,41 @@ def closed_form(policy: Policy, cluster: Cluster) -> float:
     process, device, host = cluster.shares
     later_s = policy.back_s + (cluster.repair_s if policy.provision_s is None else policy.provision_s)
     broken = device * policy.unit + host * max(policy.unit, cluster.per_node)
-    if policy.waits:
+    away_s = process * policy.unit * policy.back_s + broken * (policy.back_s if cluster.spares else later_s)
+    if policy.provision_s is not None:
         at_once = 1.0 if cluster.spares else process
         stall_s += at_once * policy.back_s + (1 - at_once) * later_s
         present = 1.0
+    elif policy.stages:
+        present = present_stages(cluster, away_s)
     else:
-        away_s = process * policy.unit * policy.back_s + broken * (policy.back_s if cluster.spares else later_s)
         present = 1 - policy.slowdown * (1 - available_devices(cluster.mtbf_s, away_s))
     if policy.rolls_back:
         return restart_goodput(cluster.rate, policy.save_every_s, policy.save_s, stall_s) * present
     stall_s += host * policy.head_s
     saving = policy.save_every_s / (policy.save_every_s + policy.save_s)
-    return in_place_goodput(cluster.rate, stall_s) * present * saving
+    return in_place_goodput(policy.workers(cluster) / cluster.mtbf_s, stall_s) * present * saving
+
+
+ROUNDING = 1e-12
+"""Probabilities that are less than this are none."""
+
+
+def present_stages(cluster: Cluster, away_s: float) -> float:
+    """Speed of a pipeline, in 0..1, whose stage with the fewest devices decides: each lacks a binomial number of them
+    beyond its backups. Source: the expected maximum of so many is the sum of 1 - P(at most k)^stages over k."""
+    pool, there = cluster.devices // cluster.stages, available_devices(cluster.mtbf_s, away_s)
+    workers, within, lacking = pool + cluster.backups, 0.0, 0.0
+    if there in (0.0, 1.0):
+        return there
+    for missing in range(workers):
+        chosen = math.lgamma(workers + 1) - math.lgamma(missing + 1) - math.lgamma(workers - missing + 1)
+        within += math.exp(chosen + (workers - missing) * math.log(there) + missing * math.log1p(-there))
+        if missing >= cluster.backups:
+            lacking += 1 - min(1.0, within) ** cluster.stages
+        if within >= 1 - ROUNDING:
+            break
+    return max(0.0, 1 - lacking / pool)
 
 
 def available_devices(mtbf_s: float, away_s: float) -> float:

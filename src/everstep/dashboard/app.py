@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from everstep.base.doors import is_loopback
+from everstep.base.doors import at_port, is_loopback
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.chaos.spec import parse_now
 from everstep.dashboard.catalog import ListRow, holds_runs
@@ -355,7 +355,6 @@ def _parameter(token: str) -> str:
 
 def _serve(app: Starlette, feeds: Feeds, host: str, port: int, path: str) -> None:
     listener = _listen(host, port)
-    shown = f"[{host}]" if ":" in host else host
     door = Doorkeeper()
     logging.getLogger("uvicorn.error").addFilter(door)
     config = uvicorn.Config(
@@ -370,7 +369,7 @@ def _serve(app: Starlette, feeds: Feeds, host: str, port: int, path: str) -> Non
     )
     feeds.start()
     try:
-        print(f"http://{shown}:{listener.getsockname()[1]}{path}", flush=True)
+        print(f"http://{at_port(host, listener.getsockname()[1])}{path}", flush=True)
         uvicorn.Server(config).run(sockets=[listener])
     finally:
         feeds.stop()
@@ -385,5 +384,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(128)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(
+            f"cannot listen on {at_port(host, port)}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     return listener

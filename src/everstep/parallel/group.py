@@ -17,6 +17,7 @@ from typing import cast
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from everstep.base.doors import host_of
 from everstep.base.errors import ConfigError, InvariantViolation, check
 from everstep.base.extents import Runs, within
 from everstep.base.plan import Plan, WorkerKey
@@ -409,9 +410,8 @@ def _cut(transfer: Transfer, origin: int, runs: Runs) -> list[Transfer]:
 
 def _own_host(plan: Plan, me: WorkerKey) -> str:
     address = plan.member(me.worker_id).address
-    host, _, port = address.rpartition(":")
-    if host and port:
-        return host.strip("[]")
+    if host := host_of(address):
+        return host
     if len({m.host for m in plan.members}) == 1:
         return _LOOPBACK
     raise ConfigError(f"members on several hosts need an address to listen on; worker {me} has {address!r}")

@@ -23,7 +23,7 @@ from everstep.base.errors import CollectiveAborted, InvariantViolation, Protocol
 from everstep.base.ports import OnTick
 from everstep.parallel.fence import Fence
 from everstep.runtime.link.handshake import GREETING_BYTES, PEER, PROOF_BYTES, TAG_BYTES, Caller, Seals, peer_keys
-from everstep.runtime.link.listening import listen
+from everstep.runtime.link.listening import family_of, listen
 from everstep.runtime.link.silence import LINK_SILENT_S, notice_silence
 from everstep.runtime.link.tls import Tls, TlsSocket, said
 from everstep.runtime.link.unproven_connections import Complaints, UnprovenConnections
@@ -92,9 +92,8 @@ class PeerSockets:
 
         Raises: CollectiveAborted.
         """
-        family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
         with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(listen(self._host, _BACKLOG, family))
+            listener = stack.enter_context(listen(self._host, _BACKLOG))
             unproven = UnprovenConnections(listener, peer_keys(self._key), Complaints(log.warning), self._tls)
             stack.callback(unproven.close)
             doors = self._doors(Door(*listener.getsockname()[:2]))
@@ -250,8 +249,7 @@ class _Call:
     def ready(self, now_s: float) -> bool:
         """Whether there is something to poll for; calls if it is time to."""
         if self._sock is None and now_s >= self._next_s:
-            family = socket.AF_INET6 if ":" in self._door.host else socket.AF_INET
-            self._sock = socket.socket(family, socket.SOCK_STREAM)
+            self._sock = socket.socket(family_of(self._door.host), socket.SOCK_STREAM)
             self._sock.setblocking(False)
             notice_silence(self._sock, LINK_SILENT_S)
             self._sock.connect_ex((self._door.host, self._door.port))

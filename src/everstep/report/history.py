@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from everstep.base.doors import is_loopback
+from everstep.base.doors import at_port, is_loopback
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_json
 from everstep.checkpoint.names import manifest_name, step_of
@@ -274,7 +274,7 @@ def _doors(job: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     port = whole_number(doors.get("port"))
     if not isinstance(address, str) or doors.get("port") == 0 or (is_loopback(address) and not port):
         return []  # no other host could join
-    words = ["--listen", f"{address}:{port}"]
+    words = ["--listen", at_port(address, port)]
     if "slots" in doors and doors["slots"] is None:
         return [*words, "--no-local-workers"]
     slots = whole_number(doors.get("slots"))

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from everstep.base.doors import at_port
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.protocol.messages import Command, CommandReply, decode, encode
 from everstep.protocol.roles import COMMANDS, OPERATE
@@ -51,7 +52,7 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
     except (OSError, ProtocolError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(f"cannot read {run_dir}: {why}") from None
-    at = f"{address.host}:{address.port}"
+    at = at_port(address.host, address.port)
     try:
         tls = None if address.tls == "off" else Tls(Shown("", "", address.ca, address.tls == "on"))
         reply = ask_at((address.host, address.port), role, key, tls, name, args or {}, timeout_s)

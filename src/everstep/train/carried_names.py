@@ -25,7 +25,8 @@ from everstep.exact.attributes import plain
 from everstep.exact.several import optimizers_of, schedulers_of
 from everstep.train.flow_calls import BesideLoop, Calls
 from everstep.train.flow_functions import Functions, unwrapped
-from everstep.train.flow_memory import Judge, Origin, RoundMemory, Value, recalls
+from everstep.train.flow_items import ContainerItems
+from everstep.train.flow_memory import Judge, Origin, RoundMemory, Value, recalls, remembers
 from everstep.train.flow_reader import Reader, Scope
 from everstep.train.flow_sources import SyntaxTrees
 from everstep.train.flow_syntax import SYNTAX
@@ -80,8 +81,21 @@ class Read:
 
 def read_loop(frames: Sequence[types.FrameType], trained: Trained) -> Read:
     """Read the round of the loop that these frames are in, the innermost first."""
-    names = _names(frames)
-    sources, memory = SyntaxTrees(), RoundMemory(_judge(trained))
+    names, sources = _names(frames), SyntaxTrees()
+    memory, notes = _read_code(frames, trained, names, sources, RoundMemory(_judge(trained)))
+    if memory.items.grew:
+        again = RoundMemory(memory.judge, items=ContainerItems(memory.items.known))
+        memory, notes = _read_code(frames, trained, names, sources, again)
+    return _verdict(memory, names, trained, tuple(dict.fromkeys(notes)))
+
+
+def _read_code(
+    frames: Sequence[types.FrameType],
+    trained: Trained,
+    names: Mapping[int, str],
+    sources: SyntaxTrees,
+    memory: RoundMemory,
+) -> tuple[RoundMemory, list[str]]:
     reader = Reader(memory, sources, SYNTAX)
     keyed = [(frame, id(frame)) for frame in frames if frame.f_code.co_name != "<module>"]
     reader.ask(Calls(reader, _beside_loop(trained, names), Functions(reader, _users_modules, keyed)))
@@ -95,7 +109,7 @@ def read_loop(frames: Sequence[types.FrameType], trained: Trained) -> Read:
             _read_round(reader, loop, frame)
     if not seen:
         reader.notes.append("the source of the loop")
-    return _verdict(memory, names, trained, tuple(dict.fromkeys(reader.notes)))
+    return memory, reader.notes
 
 
 def _names(frames: Sequence[types.FrameType]) -> dict[int, str]:
@@ -164,7 +178,7 @@ def _verdict(memory: RoundMemory, names: Mapping[int, str], trained: Trained, no
         if any(title == given or title.startswith((f"{given}.", f"{given}[")) for given in ignored):
             continue
         needed = ("if", place) in reaching or (
-            place in reaching and not (memory.remembers(place) and recalls(memory, place, reaching))
+            place in reaching and not (remembers(memory, place) and recalls(memory, place, reaching))
         )
         if needed or _is_average(place, thing, memory, trained):
             found.setdefault(title, (title, _kind(place, thing), file, line))
@@ -197,7 +211,7 @@ def _title(place: Origin, memory: RoundMemory, names: Mapping[int, str]) -> str:
 
 def _is_average(place: Origin, thing: Any, memory: RoundMemory, trained: Trained) -> bool:
     """Whether it is a copy of trained values that is kept up to date, or another object with such a state."""
-    if memory.remembers(place) or (place[0] == "file"):
+    if remembers(memory, place) or (place[0] == "file"):
         return False
     if place[0] == "object":
         return place in memory.copies or looks_trained(thing, trained.model)

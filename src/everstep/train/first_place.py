@@ -7,6 +7,7 @@ has read it will not look again. Nothing of the job goes by it.
 from __future__ import annotations
 
 from everstep.base.config import Config
+from everstep.base.doors import host_of
 from everstep.base.foreign import WORKER_MARK, derived_ports
 from everstep.base.plan import Plan
 from everstep.runtime.link.context import WorkerContext
@@ -38,5 +39,5 @@ def of_plan(plan: Plan, worker_id: int) -> dict[str, str]:
         "LOCAL_RANK": str(neighbours.index(worker_id)),
         "LOCAL_WORLD_SIZE": str(len(neighbours)),
         "GROUP_RANK": str(hosts.index(here)),
-        "MASTER_ADDR": plan.members[0].address.rpartition(":")[0],
+        "MASTER_ADDR": host_of(plan.members[0].address),
     }

@@ -11,14 +11,16 @@ import inspect
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from everstep.train.flow_functions import Functions, Given, method_of
+from everstep.train.flow_items import MISSING
 from everstep.train.flow_memory import (
     CHOSEN,
-    MISSING,
     NOTHING,
     RANDOM,
     SCALARS,
@@ -77,7 +79,7 @@ class Calls:
 
     @property
     def memory(self) -> RoundMemory:
-        """Facts of the round."""
+        """Point of the round."""
         return self.reader.memory
 
     def iterate(self, value: Value, node: ast.expr) -> Value:
@@ -232,13 +234,13 @@ class Calls:
             keys = first.key or NOTHING if name == "setdefault" else NOTHING
             value = Value(whole - keys if name == "setdefault" else whole, flags=flags)
             sets = name in SETTING or name == "setdefault"
-            memory.mutate(base, value, keys=keys, sets=sets, forgets=name in FORGETTING)
+            memory.mutate(base, value, keys=keys, sets=sets, forgets=name in FORGETTING, whole=name != "setdefault")
             self.reader.grow(func.value, base, value, scope)
             if any("drives" in memory.judge.flags(thing) for thing in base.objects):
                 memory.sink(whole)
         if name == "backward" and "inputs" in given.named:
             memory.mutate(given.named["inputs"], Value(memory.use(base)))
-        self._changed_by_name(given, whole)
+        self._changed_arguments(name if isinstance(_only(base), np.ufunc) else "", given, whole)
         self.functions.handed_on(given, base)
         if name in REFUSING:
             memory.may_raise(memory.use(base))
@@ -280,8 +282,14 @@ class Calls:
         found = []
         chosen = "chosen" in callee.flags or len(callee.codes) + len(callee.objects) > 1
         with memory.under(callee.deps if chosen else NOTHING):
-            found += [self.functions.closure(code, given.plain, given.named) for code in callee.codes]
-            found += [v for thing in callee.objects if (v := self.functions.live(thing, callee, given)) is not None]
+            acts: list[partial[Any]] = [
+                partial(self.functions.closure, code, given.plain, given.named) for code in callee.codes
+            ]
+            acts += [partial(self.functions.live, thing, callee, given) for thing in callee.objects]
+            results: list[Value | None] = []
+            if acts:
+                memory.branches([lambda act=act: results.append(act()) for act in acts])  # type: ignore[misc]
+            found += [one for one in results if one is not None]
         if found:
             return joined(found)
         whole = together(memory, given) | memory.use(callee)
@@ -406,6 +414,10 @@ class Calls:
 def together(memory: RoundMemory, given: Given) -> frozenset[Origin]:
     """Everything that the arguments depend on."""
     return NOTHING.union(*(memory.use(v) for v in given.all))
+
+
+def _only(value: Value) -> Any:
+    return value.objects[0] if len(value.objects) == 1 else None
 
 
 def _methods(thing: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Facts of a loop while one round of it is read: places, their dependences, and those that reach training.
+"""Point of a loop while one round of it is read: places, their dependences, and those that reach training.
 
 A place is something that outlives the round: a variable, an attribute of an object, or an object's content. At the
 beginning of the round each place depends on itself alone; so a value that depends on a place at the end depends on the
@@ -8,22 +8,24 @@ content before. Pure: no code of the user's is run; live objects are only told a
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from everstep.train.flow_items import MISSING, ContainerItems, KeysDone
+
 Origin = tuple[Any, ...]
-"""("name", scope, NAME), ("attr", id, NAME), ("object", id), ("file", PATH), ("count", LINE, N); or something that
-varies without being a place: ("step",), ("random",), ("trained",), ("arg", ...); ("if", PLACE): decisions of that
-place; ("read", PLACE, KEYS): what a read finds in a container: the entry under these keys, or, KEYS being None, all."""
+"""("name", scope, NAME), ("attr", id, NAME), ("object", id), ("item", id, KEY), ("file", PATH), ("count", LINE, N); or
+something that varies without being a place: ("step",), ("random",), ("trained",), ("arg", ...); ("if", PLACE):
+decisions of that place; ("read", PLACE, KEYS): what a read finds in a container: the entry under these keys, or, KEYS
+being None, all. An item is a place only after it was set in this round."""
 
 STEP, RANDOM, TRAINED = ("step",), ("random",), ("trained",)
 _VARYING = ("step", "random", "trained", "arg")
 SCALARS = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.FunctionType)
 _INNER = ("_modules", "_parameters", "_buffers")
 _MOST = 64
-MISSING: Any = object()
 NOTHING: frozenset[Origin] = frozenset()
 CHOSEN = frozenset(("chosen",))
 """Flag of a function that is one of several."""
@@ -90,7 +92,7 @@ def joined(values: Iterable[Value]) -> Value:
 
 @dataclass(frozen=True)
 class Judge:
-    """Facts of live objects. flags: run, trained, carried, restless (any method changes it), drives (its arguments
+    """Point of live objects. flags: run, trained, carried, restless (any method changes it), drives (its arguments
     change trained values), copies (a class whose objects copy). of_user: whether the class is the user's."""
 
     flags: Callable[[Any], frozenset[str]]
@@ -103,6 +105,10 @@ class WrittenOnce:
 
     deps: frozenset[Origin]
     keys: frozenset[Origin]
+
+
+Point = tuple[dict[Origin, Value], KeysDone]
+"""Values of all places, and the items that have been set, at one point of the round."""
 
 
 @dataclass
@@ -140,9 +146,9 @@ class RoundMemory:
     kept: dict[int, Any] = field(default_factory=dict)
     made: dict[int, Any] = field(default_factory=dict)
     owners: dict[int, int] = field(default_factory=dict)
+    items: ContainerItems = field(default_factory=ContainerItems)
     _attempts: list[Attempt] = field(default_factory=list)
     _set: dict[int, set[Origin]] = field(default_factory=dict)
-    _items: dict[int, set[Any]] = field(default_factory=dict)
 
     # ---- reading
 
@@ -167,6 +173,8 @@ class RoundMemory:
         place = ("object", id(thing))
         found = self.values[place].deps if place in self.values else frozenset((place,))
         found |= {("read", place, None)}
+        if (base := _beneath(thing)) is not None:
+            found |= self.contents(base)
         found = found.union(*(self.values[inner].deps for inner in self._set.get(id(thing), ())))
         names = getattr(thing, "__dict__", None)
         if isinstance(names, dict) and self.judge.of_user(thing) and "trained" not in self.judge.flags(thing):
@@ -256,9 +264,19 @@ class RoundMemory:
         if value.flags & {"trained", "step", "grad"}:
             self.sink(self.use(given))
         places = [("object", id(thing)) for thing in value.objects if not isinstance(thing, SCALARS)]
+        bases = {id(base): base for thing in value.objects if (base := _beneath(thing)) is not None}
+        self.kept |= bases
         if "trained" in value.flags:
             return  # trained values are carried
-        for place in (*places, *value.homes):
+        for place in (*places, *value.homes, *(("object", key) for key in bases)):
+            if place[0] == "item":
+                self.values[place] = self.values.get(place, Value()).with_deps(self.use(given) | self.control)
+                place = ("object", place[1])
+            else:
+                for item in items_of(self, place):
+                    del self.values[item]
+            if not (sets or forgets):
+                self.items.changed(place[1])
             if forgets:
                 self.written.setdefault(place, self.at)
                 self.titles.setdefault(place, value.title)
@@ -266,19 +284,10 @@ class RoundMemory:
                 deps = self.use(given) | (NOTHING if sets else {place})
                 plain = Value(deps, flags=given.flags & {"copy"})
                 self.write(place, plain, title=value.title, strong=False, keys=keys)
-            if whole and (sets or forgets) and len(places) == 1 and not (value.homes or keys or self.control):
-                items = self.stores[place] if place[1] in self._items else ()
-                deps = self.use(given).union(*(store.deps for store in items))
+            if whole and (sets or forgets) and len(places) == 1 and not (value.homes or keys):
+                items = self.stores[place] if place[1] in self.items.done else ()
+                deps = (self.use(given) | self.control).union(*(store.deps for store in items))
                 self.values[place] = Value(normal(deps), title=value.title)
-
-    def covers(self, thing: Any, key: Any) -> bool:
-        """Whether, with this key, all items of a list or dict have been set in this round. key: of the item that is set
-        now, MISSING if it is not a constant."""
-        if self.control or type(thing) not in (list, dict) or key is MISSING:
-            return False
-        done = self._items.setdefault(id(thing), set())
-        done.add(key)
-        return done >= (set(thing) if isinstance(thing, dict) else set(range(len(thing))))
 
     def sink(self, deps: Iterable[Origin]) -> None:
         """Note that training depends on these, here."""
@@ -332,21 +341,33 @@ class RoundMemory:
 
     def branches(self, acts: Iterable[Callable[[], None]]) -> None:
         """One of these alternatives happens, and it is unknown which."""
-        before, ends = self.values, []
+        before, ends = self.point(), []
         for act in acts:
-            self.values = dict(before)
+            self.values = dict(before[0])
+            self.items.meet([before[1]])
             act()
-            ends.append(self.values)
+            ends.append(self.point())
+        self.meet(ends)
+
+    def point(self) -> Point:
+        """Where reading is, to be met later."""
+        return dict(self.values), self.items.done
+
+    def meet(self, ends: Sequence[Point]) -> None:
+        """Go on from one of these states, and it is unknown from which."""
         merged: dict[Origin, Value] = {}
-        for place in {p for end in ends for p in end}:
-            found = [end.get(place) or before.get(place) for end in ends]
+        for place in {p for values, _ in ends for p in values}:
+            found = [values.get(place) for values, _ in ends]
             known = [v for v in found if v is not None]
+            if place[0] == "item" and len(known) < len(found):
+                continue
             if len(known) == len(found) and all(v is known[0] for v in known):
                 merged[place] = known[0]
             else:
                 untouched = [Value(frozenset((place,)))] if len(known) < len(found) else []
                 merged[place] = joined([*known, *untouched])
         self.values = merged
+        self.items.meet([done for _, done in ends])
 
     # ---- results
 
@@ -367,20 +388,6 @@ class RoundMemory:
                 left += [d for store in self.stores.get(place, ()) for d in store.deps if d not in own]
         return found
 
-    def remembers(self, place: Origin) -> bool:
-        """Whether the content of a place is a function of the key that it is written under, at any time."""
-
-        def varies(dep: Origin) -> bool:
-            inner = dep[1] if dep[0] == "if" else dep
-            return inner[0] in _VARYING or inner in self.written
-
-        stores = self.stores.get(place, [])
-        return bool(stores) and all(
-            d == ("if", place) or not varies(d) or (d[1] if d[0] == "if" else d) in store.keys
-            for store in stores
-            for d in store.deps
-        )
-
     def is_plain(self, dep: Origin) -> bool:
         """Whether this is no place whose content is lost in another life: batches, shapes, carried objects."""
         place = dep[1] if dep[0] == "if" else dep
@@ -391,10 +398,37 @@ class RoundMemory:
         return thing is not None and "carried" in self.judge.flags(thing)
 
 
+def _beneath(thing: Any) -> Any:
+    """The array or tensor that this one is a view of, if any."""
+    name = {"ndarray": "base", "Tensor": "_base"}.get(type(thing).__name__, "")
+    base = getattr(thing, name, None) if name else None
+    return base if type(base) is type(thing) else None
+
+
 def entry_of(memory: RoundMemory, value: Value, keys: frozenset[Origin]) -> frozenset[Origin]:
     """Everything that one entry of a container depends on. keys: under which it is looked up."""
     own = value.homes | {("object", id(thing)) for thing in value.objects}
     return (memory.use(value) - {("read", place, None) for place in own}) | {("read", place, keys) for place in own}
+
+
+def remembers(memory: RoundMemory, place: Origin) -> bool:
+    """Whether the content of a place is a function of the key that it is written under, at any time."""
+
+    def varies(dep: Origin) -> bool:
+        inner = dep[1] if dep[0] == "if" else dep
+        return inner[0] in _VARYING or inner in memory.written
+
+    stores = memory.stores.get(place, [])
+    return bool(stores) and all(
+        d == ("if", place) or not varies(d) or (d[1] if d[0] == "if" else d) in store.keys
+        for store in stores
+        for d in store.deps
+    )
+
+
+def items_of(memory: RoundMemory, place: Origin) -> dict[Origin, Value]:
+    """Items of this container that have been set since it was last changed in another way."""
+    return {p: v for p, v in memory.values.items() if p[0] == "item" and p[1] == place[1]}
 
 
 def recalls(memory: RoundMemory, place: Origin, reaching: set[Origin]) -> bool:

@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from everstep.train.flow_items import MISSING
 from everstep.train.flow_memory import (
-    MISSING,
     NOTHING,
     STEP,
     TRAINED,
     Origin,
+    Point,
     RoundMemory,
     Value,
+    items_of,
     joined,
 )
 from everstep.train.flow_sources import Function, SyntaxTrees, names_of
@@ -37,7 +39,7 @@ class Scope:
     """Names of one function, or of a module. own: names that live here; cells: places and contents of free variables;
     parent: of a function that is defined in code that is read. lasting: the names outlive the round; is_round: a
     `break` ends the training. first: the first parameter. left, gone: dependences of whether the rest of the loop's
-    body, or of the function, is done at all."""
+    body, or of the function, is done at all; skips, exits: states where it is not."""
 
     key: Any
     globals: Mapping[str, Any]
@@ -50,11 +52,14 @@ class Scope:
     first: str = ""
     left: frozenset[Origin] = NOTHING
     gone: set[Origin] = field(default_factory=set)
+    skips: list[Point] = field(default_factory=list)
+    exits: list[Point] = field(default_factory=list)
     results: list[Value] = field(default_factory=list)
 
-    def leave(self, control: frozenset[Origin]) -> None:
-        """Note that the rest of the loop's body is left out, under these conditions."""
+    def leave(self, control: frozenset[Origin], state: Point) -> None:
+        """Note that the rest of the loop's body is left out, in this state, under these conditions."""
         self.left |= control
+        self.skips.append(state)
 
     def place(self, name: str) -> tuple[Origin, Any]:
         """Place of a name, and its value at the beginning."""
@@ -117,13 +122,23 @@ class Reader:
             return None
         self._active.append(node)
         inner = replace(
-            scope, key=self.fresh(), own=names_of(node), first=_first(node), results=[], gone=set(), left=NOTHING
+            scope,
+            key=self.fresh(),
+            own=names_of(node),
+            first=_first(node),
+            results=[],
+            gone=set(),
+            left=NOTHING,
+            skips=[],
+            exits=[],
         )
         try:
             self._bind(node, inner, given, named)
             if isinstance(node, ast.Lambda):
                 return self.value(node.body, inner)
             self.block(node.body, inner)
+            if inner.exits:
+                self.memory.meet([self.memory.point(), *inner.exits])
         finally:
             self._active.pop()
         return joined(inner.results) if inner.results else Value()
@@ -232,7 +247,11 @@ class Reader:
         elif isinstance(target, ast.Subscript):
             base, index = self.value(target.value, scope), self.value(target.slice, scope)
             given = value.with_deps(memory.use(index) if index.key is None else NOTHING)
-            memory.mutate(base, given, keys=bare(index), sets=True, whole=_is_whole(memory, base, target.slice))
+            own, whole = item_of(base, target.slice), _is_whole(memory, base, target.slice)
+            kept = items_of(memory, own) if own else {}
+            memory.mutate(base, given, keys=bare(index), sets=True, whole=whole)
+            if own:
+                memory.values.update({**kept, own: value.with_deps(memory.control)})
             self.grow(target.value, base, given, scope)
         elif isinstance(target, ast.Tuple | ast.List):
             for k, inner in enumerate(target.elts):
@@ -370,7 +389,16 @@ def _is_whole(memory: RoundMemory, base: Value, index: ast.expr) -> bool:
     if isinstance(index, ast.Slice):
         return index.lower is None and index.upper is None and index.step is None
     key = index.value if isinstance(index, ast.Constant) else MISSING
-    return key is ... or (len(base.objects) == 1 and memory.covers(base.objects[0], key))
+    return key is ... or (len(base.objects) == 1 and memory.items.covers(base.objects[0], key))
+
+
+def item_of(base: Value, index: ast.expr) -> Origin | None:
+    """Place of one item of a list or dict, if the code says which."""
+    known = len(base.objects) == 1 and not base.homes and type(base.objects[0]) in (list, dict)
+    if not known or not isinstance(index, ast.Constant):
+        return None
+    key = index.value
+    return ("item", id(base.objects[0]), key)
 
 
 def bare(value: Value) -> frozenset[Origin]:

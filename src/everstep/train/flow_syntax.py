@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from everstep.train.flow_memory import CHOSEN, MISSING, NOTHING, SCALARS, Origin, Value, decided, entry_of, joined
-from everstep.train.flow_reader import Closure, Reader, Scope, bare, part_of
+from everstep.train.flow_items import MISSING
+from everstep.train.flow_memory import CHOSEN, NOTHING, SCALARS, Origin, Value, decided, entry_of, joined
+from everstep.train.flow_reader import Closure, Reader, Scope, bare, item_of, part_of
 from everstep.train.flow_words import OPERATORS, SHAPES
 
 _AGAIN = 2
@@ -50,7 +51,7 @@ def _if(reader: Reader, node: ast.If, scope: Scope) -> None:
 
 
 def _leave(reader: Reader, node: ast.Continue | ast.Break, scope: Scope) -> None:
-    scope.leave(reader.memory.control)
+    scope.leave(reader.memory.control, reader.memory.point())
     if scope.is_round and isinstance(node, ast.Break):
         reader.memory.sink(NOTHING)
 
@@ -59,6 +60,7 @@ def _return(reader: Reader, node: ast.Return, scope: Scope) -> None:
     value = reader.value(node.value, scope) if node.value is not None else Value()
     scope.results.append(value.with_deps(reader.memory.control))
     scope.gone.update(reader.memory.control)
+    scope.exits.append(reader.memory.point())
     if scope.lasting:
         reader.memory.sink(NOTHING)
 
@@ -75,9 +77,10 @@ def _loop(reader: Reader, node: ast.For | ast.While, scope: Scope) -> None:
             reader.store(node.target, reader.each(over, node.iter), scope)
         else:
             deps = reader.truth(node.test, scope) if isinstance(node, ast.While) else NOTHING
-        inner = replace(scope, left=NOTHING, is_round=False)
+        inner = replace(scope, left=NOTHING, skips=[], is_round=False)
         with memory.under(deps | scope.left):
             reader.block(node.body, inner)
+        memory.meet([memory.point(), *inner.skips])
         left.append(inner.left)
         if trains:
             memory.sink(inner.left)
@@ -99,15 +102,26 @@ def _match(reader: Reader, node: ast.Match, scope: Scope) -> None:
                 reader.store(ast.Name(name, ast.Store()), Value(reader.memory.use(value)), scope)
     guards = [reader.memory.use(reader.value(case.guard, scope)) for case in node.cases if case.guard is not None]
     with reader.memory.under(reader.memory.use(value).union(*guards)):
-        reader.memory.branches([lambda c=c: reader.block(c.body, scope) for c in node.cases])  # type: ignore[misc]
+        cases = [lambda c=c: reader.block(c.body, scope) for c in node.cases]
+        reader.memory.branches(cases if _takes_all(node.cases[-1]) else [*cases, lambda: None])
+
+
+def _takes_all(case: ast.match_case) -> bool:
+    return isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None and case.guard is None
 
 
 def _try(reader: Reader, node: ast.Try, scope: Scope) -> None:
     memory = reader.memory
+    before = memory.point()
     with memory.attempt() as attempt:
         reader.block(node.body, scope)
+
+    def handle(handler: ast.ExceptHandler) -> None:
+        memory.meet([before, memory.point()])  # any part of the body may have been done
+        reader.block(handler.body, scope)
+
     with memory.under(attempt.raised | attempt.surprised):
-        handlers = [lambda h=h: reader.block(h.body, scope) for h in node.handlers]
+        handlers = [lambda h=h: handle(h) for h in node.handlers]
         memory.branches([*handlers, lambda: reader.block(node.orelse, scope)])
     if not node.handlers:
         memory.may_raise(attempt.raised, surely=True)
@@ -126,7 +140,7 @@ def _assert(reader: Reader, node: ast.Assert, scope: Scope) -> None:
 
 
 def _with(reader: Reader, node: ast.With, scope: Scope) -> None:
-    calls, entered = reader.calls, []
+    calls, entered, before = reader.calls, [], reader.memory.point()
     for item in node.items:
         value = reader.value(item.context_expr, scope)
         own = calls.operate(value, "__enter__", ()) if calls is not None else None
@@ -135,6 +149,8 @@ def _with(reader: Reader, node: ast.With, scope: Scope) -> None:
             given = own or value.element or value  # a function that `contextmanager` has made yields it
             reader.store(item.optional_vars, given.with_deps(reader.memory.use(value)) if own else given, scope)
     reader.block(node.body, scope)
+    if any(value.title == "suppress" for value in entered):
+        reader.memory.meet([before, reader.memory.point()])
     for value in reversed(entered):
         if calls is not None:
             calls.operate(value, "__exit__", [Value(), Value(), Value()])
@@ -178,6 +194,9 @@ def _subscript(reader: Reader, node: ast.Subscript, scope: Scope) -> Value:
     base, index = reader.value(node.value, scope), reader.value(node.slice, scope)
     memory = reader.memory
     title = f"{base.title}[{ast.unparse(node.slice)}]"
+    if (item := item_of(base, node.slice)) in memory.values:
+        set_here = memory.values[item]
+        return replace(set_here, homes=set_here.homes | {item}, title=title).with_deps(base.deps)
     deps = entry_of(memory, base, bare(index)) | memory.use(index)
     if base.key and isinstance(node.slice, ast.Constant) and all(d[:2] == ("arg", "shape") for d in base.key):
         return _shape(reader, base, node)
@@ -285,8 +304,9 @@ def _comprehension(reader: Reader, node: Any, scope: Scope) -> Value:
         for test in generator.ifs:
             deps |= reader.truth(test, inner)
     parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+    values: list[Value] = []
     with reader.memory.under(deps):
-        values = [reader.value(part, inner) for part in parts]
+        reader.memory.branches((lambda: values.extend(reader.value(part, inner) for part in parts), lambda: None))
     deps = deps.union(*(reader.memory.use(v) for v in values))
     return Value(deps, homes=values[-1].homes, flags=values[-1].flags, element=values[-1])
 

@@ -52,7 +52,7 @@ READS = _words("load read_text read_bytes loadtxt read_csv fromfile exists is_fi
 """Functions that read a file."""
 FIRST_CHANGED = _words(
     "heappush heappop heapify shuffle copyto delattr vector_to_parameters insort insort_left "
-    "insort_right setitem delitem iadd isub imul itruediv pack_into"
+    "insort_right setitem delitem iadd isub imul itruediv pack_into at put place putmask fill_diagonal put_along_axis"
 )
 """Functions that change their first argument."""
 EXITS = _words("exit _exit quit")

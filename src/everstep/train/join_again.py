@@ -1,19 +1,23 @@
 """Whether a script comes to `join` a second time: read from its code at the first call, before anything is trained.
 
-Only what certainly follows counts: later statements of the same blocks, and of those around them, without conditions,
-and loops that nothing leaves or skips. What this does not see is refused when it is called.
+Only what certainly follows counts: later statements of the same blocks, and of those around them, without conditions
+or under conditions of plain values that are known by now, and loops that nothing leaves or skips. What this does not
+see is refused when it is called.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType, FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+from everstep.train.flow_items import MISSING
 from everstep.train.flow_sources import SyntaxTrees
 
 _MOST_DEPTH = 8
+_PLAIN = (bool, int, float, str, type(None))
 _RETURNS, _UNKNOWN = -1, -2
 """In place of a line: the function returns; nothing is known of what follows."""
 
@@ -26,7 +30,8 @@ def second_call(frame: FrameType, joins: Any) -> int:
         scope: Any = trees.tree(home) if at.f_code.co_name == "<module>" else trees.function(at.f_code)
         if scope is None or isinstance(scope, ast.Lambda):
             return 0
-        found = _Reader(trees, at.f_globals, joins, home).after(scope.body, at.f_lineno)
+        plain = _plain({**at.f_globals, **at.f_locals}, scope, at.f_lineno)
+        found = _Reader(trees, at.f_globals, joins, home, plain).after(scope.body, at.f_lineno)
         if found > 0:
             return found
         if found == _UNKNOWN:
@@ -36,9 +41,12 @@ def second_call(frame: FrameType, joins: Any) -> int:
 
 
 class _Reader:
-    """Reads one file. names: its globals, by which calls are known."""
+    """Reads one file. names: its globals, by which calls are known; plain: values by which conditions are known."""
 
-    def __init__(self, trees: SyntaxTrees, names: Mapping[str, Any], joins: Any, home: str) -> None:
+    def __init__(
+        self, trees: SyntaxTrees, names: Mapping[str, Any], joins: Any, home: str, plain: Mapping[str, Any]
+    ) -> None:
+        self._plain = plain
         self._trees = trees
         self._names = names
         self._joins = joins
@@ -67,6 +75,12 @@ class _Reader:
                     return call.lineno
             if isinstance(statement, ast.Return):
                 return _RETURNS
+            if isinstance(statement, ast.If):
+                met = _decided(statement.test, self._plain)
+                if met is None and _left([statement]):
+                    return _UNKNOWN
+                if met is not None and (found := self._first(statement.body if met else statement.orelse)):
+                    return found
             if isinstance(statement, ast.Raise | ast.Break | ast.Continue) or _exits(statement):
                 return _UNKNOWN
         return 0
@@ -83,6 +97,43 @@ class _Reader:
         node = self._trees.function(called.__code__)
         body = node.body if isinstance(node, ast.FunctionDef) else []
         return any(self._is_join(call.func, depth + 1) for statement in body for call in _certain(statement))
+
+
+def _plain(names: Mapping[str, Any], scope: ast.AST, line: int) -> dict[str, Any]:
+    """Names of numbers, texts and parsed arguments, with the values that they have behind this line, where that is
+    known: nothing sets them there, or one statement, to a constant."""
+    kinds = (*_PLAIN, argparse.Namespace, SimpleNamespace)
+    found = {name: value for name, value in names.items() if type(value) in kinds}
+    for node in ast.walk(scope):
+        if not isinstance(node, ast.Name | ast.Attribute) or isinstance(node.ctx, ast.Load) or node.lineno <= line:
+            continue
+        inner = node.value if isinstance(node, ast.Attribute) else node
+        if isinstance(inner, ast.Name):
+            found.pop(inner.id, None)
+    for statement in getattr(scope, "body", []):
+        if isinstance(statement, ast.Assign) and statement.lineno > line and isinstance(statement.value, ast.Constant):
+            own = [t.id for t in statement.targets if isinstance(t, ast.Name)]
+            stored = [n.id for n in ast.walk(scope) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+            found |= {name: statement.value.value for name in own if stored.count(name) == 1}
+    return found
+
+
+def _decided(test: ast.expr, plain: Mapping[str, Any]) -> bool | None:
+    """Whether a condition of plain values is met; None if that is not known."""
+    known = (ast.Constant, ast.Name, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Attribute, ast.List, ast.Tuple, ast.Set)
+    for node in ast.walk(test):
+        if isinstance(node, ast.Name) and node.id not in plain:
+            return None
+        if isinstance(node, ast.Attribute):
+            held = plain.get(getattr(node.value, "id", ""))
+            if type(getattr(held, "__dict__", {}).get(node.attr, MISSING)) not in _PLAIN:
+                return None
+        if isinstance(node, ast.expr) and not isinstance(node, known):
+            return None
+    try:
+        return bool(eval(compile(ast.Expression(test), "<condition>", "eval"), {"__builtins__": {}}, dict(plain)))
+    except TypeError:  # 1 < "a"
+        return None
 
 
 def _spans(node: ast.stmt, line: int) -> bool:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import datetime
 import json
-import re
 import subprocess
 import sys
 from typing import Protocol
 
+from everstep.base.doors import at_port, split_at_port
 from everstep.base.errors import ConfigError, NoHead
 from everstep.base.exit_codes import NO_HEAD
 from everstep.runtime.link.rendezvous import PATIENCE_S, address_towards, is_reachable
 from everstep.runtime.process import own_command
 
 MODULE = "everstep.train.launcher_store"
-_ADDRESS = re.compile(rb"(\d{1,3}(?:\.\d{1,3}){3}):(\d{1,5})")
+_MOST_ADDRESS_BYTES = 60
 
 
 class Store(Protocol):
@@ -38,16 +38,20 @@ def exchange(store: Store, port: int, master: str) -> str:
     """
     if not port:
         store.set("host", address_towards(master))
-        found = _ADDRESS.fullmatch(store.get("job"))
-        if found is None or not is_reachable(found[1].decode()) or not 0 < int(found[2]) <= 65535:
+        said = store.get("job")[:_MOST_ADDRESS_BYTES].decode(errors="replace")
+        try:
+            found = split_at_port(said)
+        except ValueError:
+            found = "", 0
+        if not is_reachable(found[0]) or not found[1]:
             raise ConfigError("expected the job's address there, found something else")
-        return found[0].decode()
-    other = store.get("host").decode(errors="replace")[:15]
+        return at_port(*found)
+    other = store.get("host").decode(errors="replace")[:_MOST_ADDRESS_BYTES]
     own = address_towards(other) if is_reachable(other) else ""
     if not is_reachable(own):
         raise ConfigError(f"this host has no address that the others reach: they see it from {other or 'nowhere'}")
-    store.set("job", f"{own}:{port}")
-    return f"{own}:{port}"
+    store.set("job", at_port(own, port))
+    return at_port(own, port)
 
 
 def ask_store(host: str, store_port: int, prefix: str, port: int) -> str:
@@ -59,12 +63,12 @@ def ask_store(host: str, store_port: int, prefix: str, port: int) -> str:
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE_S + 60.0)
     except subprocess.TimeoutExpired:
-        raise NoHead(f"torchrun's store at {host}:{store_port} does not answer") from None
+        raise NoHead(f"torchrun's store at {at_port(host, store_port)} does not answer") from None
     said = ended.stdout.decode(errors="replace").strip()
     if ended.returncode:
         last = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
         kind = NoHead if ended.returncode == NO_HEAD else ConfigError
-        raise kind(f"torchrun's store at {host}:{store_port}: {last or 'it ended without a word'}")
+        raise kind(f"torchrun's store at {at_port(host, store_port)}: {last or 'it ended without a word'}")
     return said
 
 

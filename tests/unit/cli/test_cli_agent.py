@@ -145,7 +145,8 @@ MEETING = ["--world-size", "2", "--master-addr", "10.0.0.1", "--master-port", "5
         (["--rank", "0", "--world-size", "2", "--master-addr", "localhost", "--master-port", "5"], "(loopback)"),
         (["--slots", "4"], "--slots: expected --listen ADDR:PORT or --rank"),
         (["--listen", "localhost:0"], "--listen: expected an interface of this host"),
-        (["--listen", "[::1]:0"], "got IPv6: ::1"),
+        (["--listen", "::1:0"], "--listen: expected HOST:PORT"),
+        (["--listen", "[::]:0"], "--listen: expected --address IP with ::"),
     ],
 )
 def test_hosts_that_are_started_with_a_rank(
@@ -271,10 +272,10 @@ def test_a_name_that_no_job_can_show_is_refused(name: str, capsys: pytest.Captur
     assert code == 2 and "--host-name: expected 1 to 200 bytes" in words and words.count("\n") == 1, words
 
 
-def test_an_address_of_the_sixth_version_is_no_place_to_wait_for_a_job(capsys: pytest.CaptureFixture[str]) -> None:
-    for address in ("[::1]:29400", "::1:29400"):
+def test_an_address_of_the_sixth_version_needs_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    for address, expected in (("[::1]:29400", "the token in none"), ("::1:29400", "like [fd00::1]:29400, got '::1")):
         code, words = said(capsys, "agent", "--join", address, "--token-file", "none")
-        assert code == 2 and "got the IPv6 address" in words and words.count("\n") == 1, words
+        assert code == 2 and expected in words and words.count("\n") == 1, words
 
 
 @pytest.mark.parametrize("text", ["ab" * 32, "00" * 16, "0123456789abcdef" * 4, bytes(range(32)).hex(), "deadbeef" * 8])

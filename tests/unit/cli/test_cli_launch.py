@@ -197,7 +197,8 @@ def test_odd_names_are_only_names(engine: str, capsys: pytest.CaptureFixture[str
         text = text.split("\n# b ")[0]
     elif engine == "ray":
         text = text.splitlines()[0]
-    environment = {**os.environ, "SLURM_ARRAY_TASK_ID": "0", "JOB_COMPLETION_INDEX": "0", "POD_IP": "127.0.0.1"}
+    environment = {**os.environ, "SLURM_ARRAY_TASK_ID": "0", "JOB_COMPLETION_INDEX": "0"}
+    environment |= {"POD_IP": "fd00::7", "EVERSTEP_ADDRESS": "fd00::7"}
     command = ["bash", "-c", text]
     with subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, env=environment, cwd=tmp_path) as shell:
         assert shell.stdin is not None
@@ -207,6 +208,8 @@ def test_odd_names_are_only_names(engine: str, capsys: pytest.CaptureFixture[str
     told = (tmp_path / "told").read_text().split("\0")[:-1]
     assert told[:5] == ["-P", "-m", "everstep", "run", task]
     assert told[told.index("--run-dir") + 1] == run_dir
+    if engine in ("k8s", "slurm"):
+        assert told[told.index("--listen") + 1] == {"k8s": "[fd00::7]:29400", "slurm": "[fd00::7]:0"}[engine]
     if engine == "k8s":
         assert f"task.text={ODD}" in told
     else:
@@ -447,6 +450,9 @@ def test_hosts_over_ssh_are_tried_again_later_and_later() -> None:
     remote.begun(now_s)
     assert remote.ended(2, now_s) == "b was refused and is left out" and remote.over
     assert Remote("c").ended(0, 0.0) == ""
+    agent = Remote("d")
+    assert agent.ended(1, 0.0) == "" and agent.due_s == 10.0, "if its job failed, the job's own host is about to end"
+    assert agent.ended(1, 0.0) == "d ended with 1: again in 20 s"
 
 
 def test_a_host_that_hears_nothing_any_more_ends_with_the_others(

@@ -19,10 +19,12 @@ from everstep.cost.goodput import (
     available_devices,
     closed_form,
     in_place_goodput,
+    present_stages,
     recovery_policies,
     restart_goodput,
     simulate,
 )
+from everstep.cost.wanted_goodput import WantedDevices, fewest_devices
 
 HOUR, DAY = 3600.0, 86400.0
 PLAIN = Policy("plain", "", "", (0.0, 0.0, 0.0), 0.0, HOUR)
@@ -90,7 +92,7 @@ def test_spares_take_the_places_until_they_are_used_up() -> None:
 
 def test_a_job_that_waits_stands_still_until_the_replacement_is_there() -> None:
     cluster = Cluster(64, 1000 * HOUR, shares=(0.0, 1.0, 0.0))
-    policy = replace(PLAIN, waits=True, provision_s=600.0, stall_s=(1.0, 1.0, 1.0))
+    policy = replace(PLAIN, provision_s=600.0, stall_s=(1.0, 1.0, 1.0))
     result = found(policy, cluster, 300)
     assert result.low < in_place_goodput(64 / (1000 * HOUR), 601.0) < result.high and result.lost["missing"] == 0
 
@@ -106,6 +108,46 @@ def test_the_head_is_one_of_the_hosts() -> None:
     assert found(policy, devices).goodput == closed_form(policy, devices) == 1
     by_name = {one.name: one for one in recovery_policies(times(), Cluster(64, DAY, step_s=1.0))}
     assert by_name["ours"].head_s == (1.69 + 1.0) / 8 and by_name["ours-no-etcd"].head_s == 900 / 8
+
+
+@pytest.mark.parametrize(("stages", "backups"), [(1, 0), (8, 0), (8, 1), (8, 2), (16, 3)])
+def test_the_stage_with_the_fewest_devices_decides(stages: int, backups: int) -> None:
+    cluster = Cluster(64, 300 * HOUR, repair_s=10 * HOUR, shares=(0.0, 1.0, 0.0), stages=stages, backups=backups)
+    policy = replace(PLAIN, stages=stages)
+    result = found(policy, cluster, days=300, seed=5)
+    assert result.low < present_stages(cluster, 10 * HOUR) < result.high and result.high - result.low < 0.003
+    assert result.lost["missing"] == pytest.approx(1 - result.goodput)
+    assert result.failures == pytest.approx(300 * 24 / 300 * (64 + stages * backups) * 0.97, rel=0.05)
+
+
+def test_the_last_worker_of_a_stage_takes_its_state_with_it() -> None:
+    cluster = Cluster(8, 300 * HOUR, repair_s=HOUR, shares=(0.0, 1.0, 0.0), stages=8)
+    policy = replace(PLAIN, stages=8, reload_s=60.0)
+    alone, kept = found(policy, cluster, 300), found(policy, replace(cluster, backups=1), 300)
+    assert kept.lost["redone"] < alone.lost["redone"] / 20 and kept.goodput > alone.goodput + 0.02
+    assert alone.goodput + sum(alone.lost.values()) == pytest.approx(1)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 40), st.integers(0, 3), st.integers(-5, 45), st.sampled_from([0, 1, 4]))
+def test_the_fewest_devices_are_those_of_trying_all(least: int, gain: int, rough: int, stages: int) -> None:
+    """Few runs say something else than all; a backup of each stage is worth `gain` spares of each."""
+
+    def goodput(more: WantedDevices, runs: int) -> float:
+        have = more.spares + gain * stages * more.backups
+        return float(have >= (least if runs > 2 else rough))
+
+    most = 30
+    tried = [
+        WantedDevices(spares, backups)
+        for backups in range(4 if stages else 1)
+        for spares in range(most + 1)
+        if goodput(WantedDevices(spares, backups), 20) == 1
+    ]
+    expected = min((one.spares + stages * one.backups for one in tried), default=None)
+    fewest = fewest_devices(goodput, 1.0, most, 20, stages)
+    assert (fewest and fewest.spares + stages * fewest.backups) == expected
+    assert fewest is None or goodput(fewest, 20) == 1
 
 
 def test_quantiles_of_student() -> None:
@@ -140,7 +182,7 @@ def test_the_closed_forms_together_are_near_what_is_simulated() -> None:
 def test_hopeless_jobs_have_no_goodput_and_no_overflow() -> None:
     assert restart_goodput(1.0, 800.0, 1.0, 5.0) == 0 == restart_goodput(100.0, 1.0, 0.1, 60.0)
     assert restart_goodput(1.0, 600.0, 0.0, 0.0) == pytest.approx(0, abs=1e-200)
-    cluster = Cluster(10**6, HOUR)
+    cluster = Cluster(10**6, HOUR, stages=8)
     for policy in recovery_policies(times(), cluster):
         assert closed_form(policy, cluster) < 1e-6, policy.name
 

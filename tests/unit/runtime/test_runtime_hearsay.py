@@ -216,6 +216,7 @@ def test_a_range_without_a_port_for_the_agent_is_refused(tmp_path: Path) -> None
 def test_answers_that_count() -> None:
     said = answer_with(HeadReached("10.0.0.2", 29400, 5))
     assert [place_told(said, least) for least in (0, 5, 6)] == [("10.0.0.2", 29400)] * 2 + [None]
+    assert place_told(["fd00::2", 29400, 5], 5) == ("fd00::2", 29400)
     assert place_told(answer_with(None), 0) is None
 
 
@@ -224,7 +225,7 @@ def test_answers_that_count() -> None:
     [
         *(None, 7, "x", {}, ["10.0.0.2", 1], ["10.0.0.2", 1, 2, 3], ["10.0.0.2", "1", 2], ["10.0.0.2", 0, 2]),
         *(["10.0.0.2", 65536, 2], ["10.0.0.2", 1, -1], ["10.0.0.2", 1, 1 << 63], ["example.org", 1, 2], ["", 1, 2]),
-        *(["10.0.0.2", True, 2], ["10.0.0.2", 1, 2.5], [["10.0.0.2"], 1, 2], ["::1", 1, 2], ["9" * 99, 1, 2]),
+        *(["10.0.0.2", True, 2], ["10.0.0.2", 1, 2.5], [["10.0.0.2"], 1, 2], ["fe80::1%lo", 1, 2], ["9" * 99, 1, 2]),
     ],
 )
 def test_anything_else_is_no_answer(said: Any) -> None:

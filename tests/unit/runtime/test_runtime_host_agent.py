@@ -266,6 +266,22 @@ def test_a_job_that_was_told_to_stop_may_go_on(started: Started, signalled: str,
     assert started.end() == Left(0, "the job is over: interrupted", later)
 
 
+@pytest.mark.parametrize(
+    ("said", "asked", "code"), [(1, False, 1), (3, False, 3), (0, False, 1), (1, True, 0)], ids=lambda value: str(value)
+)
+def test_an_agent_ends_as_the_job_that_failed(started: Started, said: int, asked: bool, code: int) -> None:
+    """Unless it was about to leave."""
+    request = started.with_worker()
+    if asked:
+        started.agent._inbox.put(signal.SIGUSR1)
+        started.coordinator.hear(m.HostLeaving)
+    started.over(m.JobEnded(state="failed", reason="too much\nand more", exit_code=said))
+    started.server.workers[0].terminate()
+    started.server.exited(request)
+    words = "the job is over: failed" + ("" if asked else ": too much")
+    assert started.end() == Left(code, words, failed=not asked)
+
+
 def test_who_was_asked_to_leave_leaves_though_the_jobs_process_is_gone(started: Started) -> None:
     started.with_worker()
     started.agent._inbox.put(signal.SIGUSR1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,11 @@ AGAIN = {
     "for rate in (1, 2):\n    train(rate)": 11,
     "if len('a') == 1:\n    train(1)\nresult = str(train(2))": 13,
     "def main():\n    train(1)\n    with open(__file__):\n        train(2)\n\n\nmain()": 14,
+    "train(1)\nfinetune = True\nif finetune:\n    train(2)": 14,
+    "args = SimpleNamespace(mode='both')\nif args.mode in ('a', 'both'):\n    train(1)\nif args.mode in ('b', 'both'):"
+    "\n    train(2)": 15,
+    "def main(again):\n    train(1)\n    if again:\n        train(2)\n\n\nmain(True)": 14,
+    "if __name__ == 's':\n    train(1)\n    if __name__ == 's':\n        train(2)": 14,
     "try:\n    join(1)\nfinally:\n    pass\nfor step in join(2):\n    pass": 15,
 }
 ONCE = (
@@ -29,6 +35,10 @@ ONCE = (
     "def main():\n    if len('a') == 1:\n        train(1)\n        return\n    train(2)\n\n\nmain()",
     "train(1)\nraise SystemExit\ntrain(2)",
     "train(1)\nsys.exit()\ntrain(2)",
+    "args = SimpleNamespace(mode='a')\nif args.mode == 'a':\n    train(1)\nif args.mode == 'b':\n    train(2)",
+    "train(1)\nagain = True\nif len('a') == 1:\n    again = False\nif again:\n    train(2)",
+    "args = SimpleNamespace(mode='a')\ntrain(1)\nargs.mode = 'b'\nif args.mode == 'a':\n    train(2)",
+    "train(1)\nif len('a') == 1:\n    sys.exit()\ntrain(2)",
     "join(1)\n', '.join(['a', 'b'])",
     "train(1)\n\n\ndef other():\n    train(2)",
 )
@@ -42,9 +52,10 @@ def found(folder: Path, text: str) -> list[int]:
         lines.append(second_call(sys._getframe(1), join))
         return []
 
+    names = {"join": join, "SimpleNamespace": SimpleNamespace, "__name__": "s", "__file__": str(script)}
     script.write_text(HEAD + text + "\n")
     try:
-        exec(compile(script.read_text(), str(script), "exec"), {"join": join, "__name__": "s", "__file__": str(script)})
+        exec(compile(script.read_text(), str(script), "exec"), names)
     except SystemExit:
         pass
     return lines

@@ -30,6 +30,10 @@ def test_the_job_takes_an_address_that_the_others_reach(monkeypatch: pytest.Monk
     assert store.values["host"] == b"10.0.0.2"
     assert exchange(store, 5000, "host1") == "10.0.0.1:5000"
     assert store.values["job"] == b"10.0.0.1:5000"
+    ways.update({"fd00::2": "fd00::1", "host1": "fd00::2"})
+    store = Kept(job="[fd00::1]:4000", host="fd00::2")
+    assert exchange(store, 5000, "host1") == "[fd00::1]:5000"
+    assert exchange(store, 0, "host1") == "[fd00::1]:5000"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from everstep.cli.engines.launch import FINAL, Launch, host_script
+from everstep.cli.engines.launch import FINAL, Launch, host_script, in_brackets
 
 PORT = 29400
 AGAIN = 75
@@ -141,15 +141,6 @@ def _job_spec(count: int, pod: Object, container: str) -> Object:
     }
 
 
-_OWN_IP = """\
-case "$POD_IP" in
-*:*) POD_IP=$(hostname -I | tr ' ' '\\n' | grep -v : | head -n 1) ;; # of a pod with addresses of both kinds
-esac
-if [ -z "$POD_IP" ]; then
-  echo "error: this pod has no IPv4 address, which Everstep needs: use a cluster with IPv4 or both" >&2
-  exit 2
-fi
-"""
 _LIVES = (
     "for child in $(cat /proc/1/task/1/children); do grep -q '^State:.[TZ]' /proc/$child/status && exit 1; done; exit 0"
 )
@@ -202,7 +193,7 @@ def _container(launch: Launch, pods: Pods, index: str, where: str) -> Object:
     agent = launch.agent_words(f"{where}:{pods.port}", f'"host-{index}"') + ' --address "$POD_IP"'
     agent += ' --run-dir "$dir"' if launch.etcd else ""
     ends = {"in_vain": "leaving=", "killed": "leaving=", "final": f"code={OVER}"}
-    script = _OWN_IP + host_script(launch, index, job, agent, f"code={AGAIN}", alone=True, **ends)
+    script = in_brackets("POD_IP") + host_script(launch, index, job, agent, f"code={AGAIN}", alone=True, **ends)
     leave = f'kill -USR1 1; [ "{index}" = 0 ] && sleep 20 || sleep 60'
     limits = {"cpu": pods.cpus or str(launch.slots), "memory": pods.memory or f"{4 * launch.slots}Gi"}
     limits |= {"nvidia.com/gpu": str(pods.gpus)} if pods.gpus else {}
@@ -251,8 +242,7 @@ def _service(launch: Launch, pods: Pods) -> Object:
         "clusterIP": "None",
         "selector": {_LABEL: launch.name},
         "publishNotReadyAddresses": True,
-        "ipFamilyPolicy": "SingleStack",
-        "ipFamilies": ["IPv4"],
+        "ipFamilyPolicy": "PreferDualStack",  # IPv4, IPv6 or both, as the cluster has it
         "ports": [{"name": "job", "port": pods.port}],
     }
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}

@@ -58,6 +58,13 @@ class Launch(NamedTuple):
         return f"agent --join {join} --stay --refill {workers} --slots {self.slots} --host-name {name}{own}"
 
 
+def in_brackets(name: str) -> str:
+    """Line of a shell script that puts an IPv6 address in a variable into brackets, as it stands before a port."""
+    return f'case "${name}" in [[]*) ;; *:*) {name}="[${name}]" ;; esac\n'
+
+
+JOB_ENDS_S = 10.0
+"""Time that the job's own host takes to end after an agent has ended with the job's exit code."""
 FINAL = (1, 2, 126, 127)
 """Exit codes after which no other try helps: failed, refused; the interpreter cannot be run, or is not there."""
 

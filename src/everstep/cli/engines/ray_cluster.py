@@ -10,7 +10,6 @@ import contextlib
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,8 +17,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from everstep.base.doors import at_port, host_of
 from everstep.base.errors import ConfigError
-from everstep.cli.engines.launch import Launch
+from everstep.base.exit_codes import JOB_FAILED, WORKERS_MISSING
+from everstep.cli.engines.launch import JOB_ENDS_S, Launch
 from everstep.cli.engines.ray_placement import RayBundle, RayPlaces
 from everstep.runtime.process import die_with_parent, own_command
 
@@ -44,11 +45,10 @@ class HostProcess:
 
     def where(self, towards: str) -> tuple[str, int]:
         """This host's address on its way to another one, and a port that is free there."""
-        from everstep.runtime.link.rendezvous import address_towards
+        from everstep.runtime.link.rendezvous import address_towards, reserve
 
         own = address_towards(towards)
-        with socket.socket() as sock:
-            sock.bind((own, 0))
+        with reserve(own) as sock:
             return own, int(sock.getsockname()[1])
 
     def run(self, launch: tuple[Any, ...], job_at: str, towards: str, token: str) -> int:
@@ -139,7 +139,7 @@ class _Driver:
         self._token = token.hex()
         self._bundle = bundle
         self._places = RayPlaces(_RayGroups(ray), bundle, launch.hosts, least, time.monotonic())
-        self._due: set[int] = set()
+        self._due: dict[int, float] = {}  # host -> the time from which it is to begin
         self._actors: dict[int, Any] = {}
         self._running: dict[int, Any] = {}
         self._job_at = ""
@@ -164,12 +164,13 @@ class _Driver:
     def _turn(self) -> int | None:
         """Start hosts that have a node, and take in ends. Returns the job's exit code if it is over."""
         parted = self._places.alone
-        self._due.update(self._places.look(time.monotonic()))
+        now_s = time.monotonic()
+        self._due.update(dict.fromkeys(self._places.look(now_s), now_s))
         if self._places.alone and not parted:
             self._say("some nodes are missing: the job begins without them, and they join when they come")
-        for number in sorted(self._due):
+        for number in sorted(number for number, at_s in self._due.items() if at_s <= now_s):
             if number == 0 or 0 in self._running or self._launch.etcd:  # that one knows where the job is
-                self._due.remove(number)
+                del self._due[number]
                 self._begin(number)
         if self._signal and 0 not in self._running:
             return 128 + self._signal
@@ -192,7 +193,7 @@ class _Driver:
         kind = self._ray.remote(max_concurrency=2, max_restarts=0, **room)(HostProcess)
         actor = kind.options(scheduling_strategy=place).remote(number)
         self._actors[number] = actor
-        towards = self._head or self._ray.get_runtime_context().gcs_address.rpartition(":")[0]
+        towards = self._head or host_of(self._ray.get_runtime_context().gcs_address)
         if number == 0:
             where = actor.where.remote(towards)
             while not self._ray.wait([where], timeout=_LOOK_S)[0]:
@@ -203,7 +204,7 @@ class _Driver:
             except self._ray.exceptions.RayActorError:
                 self._lost(number)
                 return
-            self._job_at, self._head = f"{own}:{port}", own
+            self._job_at, self._head = at_port(own, port), own
         self._running[number] = actor.run.remote(tuple(self._launch), self._job_at, towards, self._token)
 
     def _ended(self, number: int | None) -> int | None:
@@ -217,7 +218,9 @@ class _Driver:
             return None
         if number == 0 and code in (0, 1, 2, 3, 4, 128 + signal.SIGINT, 128 + signal.SIGTERM):
             return code
-        if number == 0 or code not in (0, 2):
+        if number and code in (JOB_FAILED, WORKERS_MISSING):  # if the job has failed, host 0 is about to end
+            self._again(number, JOB_ENDS_S)
+        elif number == 0 or code not in (0, 2):
             self._say(f"the process of host {number} ended with {code}: again")
             self._again(number)
         return None
@@ -229,10 +232,10 @@ class _Driver:
         if number == 0 and not self._launch.etcd:
             self._all_again()
 
-    def _again(self, number: int) -> None:
+    def _again(self, number: int, after_s: float = 0.0) -> None:
         """Start a host again on its node."""
         self._give_up(number)
-        self._due.add(number)
+        self._due[number] = time.monotonic() + after_s
         if number == 0 and not self._launch.etcd:
             self._all_again()
 
@@ -241,7 +244,7 @@ class _Driver:
         self._head = ""
         for other in list(self._running):
             self._give_up(other)
-            self._due.add(other)
+            self._due[other] = time.monotonic()
 
     def _give_up(self, number: int) -> None:
         """Give a host up, which frees its bundle."""

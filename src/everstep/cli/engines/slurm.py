@@ -12,7 +12,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from everstep.cli.engines.launch import Launch, host_script
+from everstep.cli.engines.launch import Launch, host_script, in_brackets
 
 ADDRESS = "EVERSTEP_ADDRESS"
 _AGAIN = 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
@@ -55,6 +55,7 @@ def script(launch: Launch, extra: Sequence[str] = (), notice_s: int = 60) -> str
             f"# Before it is submitted there is the folder {launch.run_dir}/launch, and 64 hex digits are in",
             f"# {launch.run_dir}/token, for its owner alone: 'everstep launch' makes both where sbatch is.",
             f"address={found} # of this host, for the others",
+            in_brackets("address").rstrip(),
             host_script(launch, "$SLURM_ARRAY_TASK_ID", job, agent, _AGAIN, alone=False, in_vain=_IN_VAIN),
         ]
     )

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
+from everstep.base.doors import at_port
 from everstep.base.errors import ConfigError
+from everstep.base.exit_codes import JOB_FAILED, WORKERS_MISSING
 from everstep.base.readable import readable
-from everstep.cli.engines.launch import Launch
+from everstep.cli.engines.launch import JOB_ENDS_S, Launch
 from everstep.runtime.process import Inbox, taking_signals
 
 FIRST_AGAIN_S = 1.0
@@ -49,9 +51,9 @@ exit "$code"
 def remote_words(launch: Launch, number: int, address: str, port: int) -> str:
     """Script for the shell of host `number`. address, port: where the job listens, on host 0."""
     if number == 0:
-        words = launch.job_words(f"{shlex.quote(address)}:{port}")
+        words = launch.job_words(f"{shlex.quote(at_port(address, port))}")
     else:
-        words = launch.agent_words(f"{shlex.quote(address)}:{port}", f"host-{number}")
+        words = launch.agent_words(f"{shlex.quote(at_port(address, port))}", f"host-{number}")
     words = (
         "".join(f"{name}={shlex.quote(value)} " for name, value in launch.variables)
         + f"{shlex.join(launch.everstep)} {words}"
@@ -79,7 +81,7 @@ class Remote:
         """Take in that its ssh has ended with this code. Returns words for the user, "" if there are none.
 
         Exit code 0: handed over, or the job is over; 2: refused; other codes: it is tried again, at growing intervals
-        while that fails.
+        while that fails. An agent whose job failed says so before the job's own host has ended.
         """
         self.running = False
         if now_s - self._began_s >= HEALTHY_S:
@@ -87,9 +89,12 @@ class Remote:
         if code in (0, 2):
             self.over = True
             return "" if code == 0 else f"{self.name} was refused and is left out"
-        delay_s = min(MOST_AGAIN_S, FIRST_AGAIN_S * 2**self._tries)
+        least_s = JOB_ENDS_S if code in (JOB_FAILED, WORKERS_MISSING) else FIRST_AGAIN_S
+        delay_s = min(MOST_AGAIN_S, least_s * 2**self._tries)
         self._tries += 1
         self.due_s = now_s + delay_s
+        if code in (JOB_FAILED, WORKERS_MISSING) and self._tries == 1:
+            return ""
         how = "cannot be reached" if code == _NOT_REACHED else f"ended with {code}"
         return f"{self.name} {how}: again in {delay_s:g} s"
 

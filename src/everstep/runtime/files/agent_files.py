@@ -17,7 +17,7 @@ from typing import Any
 
 from everstep.base.below import write_atomically
 from everstep.base.config import Config
-from everstep.base.doors import check_ports, parse_ports
+from everstep.base.doors import check_ports, host_of, parse_ports
 from everstep.base.errors import ConfigError
 from everstep.base.given import open_given
 from everstep.protocol.messages import (
@@ -158,7 +158,7 @@ class AgentFiles:
         """Addresses of other hosts' agents, as the head told them last. lost: a host's address to leave out, if there
         are others."""
         there = [address for name, address in self._agents.items() if name != self._host]
-        return [address for address in there if address.rpartition(":")[0] != lost] or there
+        return [address for address in there if host_of(address) != lost] or there
 
     def ask_for_head(self, address: str) -> tuple[str, int] | None:
         """The head's address by another host's agent; None if that agent knows none of a term that counts.

@@ -74,11 +74,12 @@ _BRING_S, _HURRY_S = 30.0, 2.0
 @dataclass(frozen=True)
 class Left:
     """How an agent ended: exit code, and a line for the user if the job does not report it. later: the job was stopped
-    by a scheduler's signal, so it may be started again."""
+    by a scheduler's signal, so it may be started again. failed: the job has, of which the exit code is."""
 
     exit_code: int
     words: str = ""
     later: bool = False
+    failed: bool = False
 
 
 class Absence:
@@ -380,10 +381,13 @@ def _unfit(host: Host, facts: JobFacts, said: str) -> str:
 
 
 def _over(ended: JobEnded | None, joining: Joining, leaving: bool) -> Left:
-    """Result for an ended job; on the job's own host its process reports the end. leaving: the host was asked to
-    leave."""
+    """Result for an ended job, with its exit code if it has failed; on the job's own host its process reports the end.
+    leaving: the host was asked to leave."""
     if ended is None or joining.parent:
         return Left(0)
+    if ended.state == "failed" and not leaving:
+        why = ended.reason.strip().partition("\n")[0]
+        return Left(ended.exit_code or 1, f"the job is over: failed: {why}", failed=True)
     stopped = ended.state == "interrupted" and ended.exit_code == 128 + signal.SIGTERM
     return Left(0, f"the job is over: {ended.state}", later=stopped and not leaving)
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from everstep.base.doors import split_at_port
 from everstep.protocol.messages import ProbeHosts
 
 PROBE_S = 0.7
@@ -31,9 +32,8 @@ def probe_hosts(asked: ProbeHosts, answer: Callable[[int, list[str]], None]) -> 
 
 
 def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), PROBE_S).close()
+        socket.create_connection(split_at_port(address), PROBE_S).close()
     except ConnectionRefusedError:
         return True
     except (OSError, ValueError, OverflowError):

@@ -88,7 +88,7 @@ def coordinator_config(
 def _named_hosts(config: Config) -> dict[int, str]:
     """Host of each worker by the map; the job's own host, under any of its names, is replaced by its address."""
     node = os.uname().nodename
-    own = {node, node.partition(".")[0], "localhost", "127.0.0.1"}
+    own = {node, node.partition(".")[0], "localhost", "127.0.0.1", "::1"}
     named = hosts_of(parse_map(config.map, config.stages))
     return {i: config.network.address if name in own else name for i, name in named.items()}
 

@@ -13,6 +13,7 @@ from everstep.base.below import write_atomically
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
 from everstep.base.config_keys import TlsConfig
+from everstep.base.doors import split_at_port
 from everstep.base.errors import ConfigError, one_line
 from everstep.base.given import parse_json, read_given
 from everstep.base.plan import WorkerKey
@@ -154,12 +155,14 @@ class Joining:
         """The address as a control connection takes it. Raises: ConfigError if it is no address."""
         if "/" in self.address:
             return Path(self.address)
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
-            raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, got {self.address!r}")
-        if ":" in host:
-            raise ConfigError(f"--join: expected an IPv4 address or a name, got the IPv6 address {host}")
-        return host, int(port)
+        try:
+            host, port = split_at_port(self.address)
+        except ValueError:
+            host, port = "", 0
+        if not port:
+            like = "[fd00::1]:29400" if self.address.count(":") > 1 else "127.0.0.1:29400"
+            raise ConfigError(f"--join: expected ADDR:PORT like {like}, got {self.address!r}")
+        return host, port
 
     def to_json(self) -> str:
         """As text; `from_json` undoes it."""

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from everstep.base.doors import at_port
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.base.plan import Plan
 from everstep.base.readable import readable
@@ -26,6 +27,7 @@ from everstep.protocol.messages import AnyMessage, Heartbeat, JobEnded, Progress
 from everstep.protocol.telling import Listener
 from everstep.runtime.link.address import read_address
 from everstep.runtime.link.handshake import Seals
+from everstep.runtime.link.interfaces import found_at
 from everstep.runtime.link.silence import CONTROL_SILENT_S, notice_silence
 from everstep.runtime.link.tls import Tls
 from everstep.runtime.link.wire import HANDSHAKE_TIMEOUT_S, FrameReader, frame, handshake_client, sealed, secured
@@ -86,7 +88,7 @@ class AnnouncedPlace:
     def read(self) -> tuple[str, int]:
         """The present address. Raises: OSError, ProtocolError if there is none."""
         place = self._said if isinstance(self._said, tuple) else self._in_file(Path(self._said))
-        self.tried = f"{place[0]}:{place[1]}"
+        self.tried = at_port(*place)
         return place
 
     def _in_file(self, path: Path) -> tuple[str, int]:
@@ -106,7 +108,7 @@ class AnnouncedPlace:
         with contextlib.suppress(OSError, ProtocolError):
             where = self.read()
             if where != peer:
-                raise _Replaced(f"the coordinator is at {where[0]}:{where[1]} now")
+                raise _Replaced(f"the coordinator is at {at_port(*where)} now")
 
     def _signature(self) -> tuple[int, int]:
         if isinstance(self._said, tuple):
@@ -439,9 +441,17 @@ class ControlClient:
 def _called(place: tuple[str, int], unwanted: Callable[[], bool]) -> socket.socket:
     """A blocking connection to this place. unwanted: whether another place is to be tried by now; the kernel of a lost
     host does not refuse. Raises: OSError."""
-    end_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
-    address = socket.getaddrinfo(*place, socket.AF_INET, socket.SOCK_STREAM)[0][4]
-    sock = socket.socket()
+    end_s, (*others, last) = time.monotonic() + HANDSHAKE_TIMEOUT_S, found_at(*place)
+    for one in others:  # a name may have addresses at which the head does not listen
+        with contextlib.suppress(OSError):
+            return _called_at(*one, unwanted, end_s)
+    return _called_at(*last, unwanted, end_s)
+
+
+def _called_at(
+    family: socket.AddressFamily, address: tuple[str, int], unwanted: Callable[[], bool], end_s: float
+) -> socket.socket:
+    sock = socket.socket(family)
     try:
         sock.setblocking(False)
         error = sock.connect_ex(address)

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
+from everstep.base.doors import host_of
 from everstep.base.errors import ProtocolError, TokenRefused
 from everstep.protocol.messages import VERSION
 from everstep.protocol.roles import WORKER
@@ -79,7 +80,7 @@ class Ends(NamedTuple):
     @property
     def on_one_host(self) -> bool:
         """Whether all data stays on the host."""
-        return self.here.rpartition(":")[0] == self.there.rpartition(":")[0]
+        return host_of(self.here) == host_of(self.there)
 
     @property
     def needs_tags(self) -> bool:

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
+import ipaddress
+import os
 import socket
 import struct
+from collections.abc import Iterator
 
 from everstep.base.config_keys import NetworkConfig
-from everstep.base.doors import is_loopback
+from everstep.base.doors import canonical, is_loopback
 from everstep.base.errors import ConfigError
+from everstep.runtime.link.listening import family_of
 
 _SIOCGIFCONF = 0x8912
 _SIOCGIFMTU = 0x8921
-_IP_MTU = 14
+_IP_MTU, _IPV6_MTU = 14, 24
+_IF_INET6 = "/proc/net/if_inet6"
+_LINK_LOCAL, _UNFIT = 0x20, 0x48  # a scope; flags of addresses that are not unique on their link, or may not be
 _ROW_BYTES, _NAME_BYTES, _ADDRESS_AT = 40, 16, 20  # struct ifreq of 64-bit Linux: a name, then a sockaddr
 _MOST_ROWS = 4096
 _DISCARD = 9
 
 
 def addresses() -> dict[str, str]:
-    """The IPv4 addresses of this host, each with the name of its interface."""
+    """The addresses of this host, each with the name of its interface: IPv4 first, then IPv6 ones that other hosts can
+    use without a name of a link."""
     rows = array.array("B", bytes(_ROW_BYTES * _MOST_ROWS))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         answer = fcntl.ioctl(sock.fileno(), _SIOCGIFCONF, struct.pack("iL", len(rows), rows.buffer_info()[0]))
@@ -30,42 +38,74 @@ def addresses() -> dict[str, str]:
         name = data[at : at + _NAME_BYTES].split(b"\0")[0].decode(errors="replace")
         address = socket.inet_ntoa(data[at + _ADDRESS_AT : at + _ADDRESS_AT + 4])
         found[address] = name.partition(":")[0]  # a second address may have a label
+    with contextlib.suppress(OSError), open(_IF_INET6) as file:  # none without IPv6
+        for row in file:
+            digits, _, _, scope, flags, name = row.split()
+            if int(scope, 16) != _LINK_LOCAL and not int(flags, 16) & _UNFIT:
+                found[str(ipaddress.IPv6Address(bytes.fromhex(digits)))] = name
     return found
 
 
-def address_on(interface: str, key: str = "network.interface") -> str:
-    """The first IPv4 address of an interface. key: the config key or option that named it.
+def address_on(interface: str, key: str = "network.interface", like: str = "") -> str:
+    """The first address of an interface. key: the config key or option that named it. like: an address; one of its kind
+    is preferred.
 
     Raises: ConfigError naming the interfaces that there are.
     """
     known = addresses()
-    for address, name in known.items():
-        if name == interface:
-            return address
-    there = ", ".join(f"{name} ({address})" for address, name in known.items())
+    there = [address for address, name in known.items() if name == interface]
+    if there:
+        return next((address for address in there if (":" in address) == (":" in like)), there[0])
+    others = ", ".join(f"{name} ({address})" for address, name in known.items())
     raise ConfigError(
-        f"{key}: expected an interface of this host with an IPv4 address, got {interface!r}: there are {there}"
+        f"{key}: expected an interface of this host with an address, got {interface!r}: there are {others}"
     )
 
 
 def interface_of(address: str) -> str:
     """Interface with this address, "" if none."""
-    return addresses().get(address, "")
+    return addresses().get(canonical(address), "")
 
 
-def check_own(name: str, address: str) -> None:
-    """name: the key or option that the address comes from.
+def check_own(name: str, address: str) -> str:
+    """The address as all hosts write it. name: the key or option that it comes from.
 
     Raises: ConfigError if nothing can listen there, on this host.
     """
-    with socket.socket() as sock:
+    own = canonical(address)
+    with socket.socket(family_of(own)) as sock:
         try:
-            sock.bind((address, 0))
+            sock.bind((own, 0))
         except OSError as error:
             why = error.strerror or error
             raise ConfigError(
-                f"{name}: expected one of this host's addresses, got {address!r} ({why}): give one of 'ip -4 addr'"
+                f"{name}: expected one of this host's addresses, got {address!r} ({why}): give one of 'ip addr'"
             ) from None
+    return own
+
+
+def found_at(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
+    """Where a host may be called, with the kind of socket: its IPv4 addresses first. Raises: OSError if it has none;
+    UnicodeError for what cannot be a name."""
+    rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    both = ((row[0], (str(row[4][0]), port)) for row in rows if row[0] in (socket.AF_INET, socket.AF_INET6))
+    return sorted(both, key=lambda row: row[0] != socket.AF_INET)
+
+
+@contextlib.contextmanager
+def _towards(host: str) -> Iterator[socket.socket]:
+    """A socket whose packets would go there. Raises: OSError if there is no route, or no host has the name."""
+    why = OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+    for family, address in found_at(host, _DISCARD):
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            try:
+                sock.connect(address)
+            except OSError as error:
+                why = error
+                continue
+            yield sock
+            return
+    raise why
 
 
 def route_to(host: str) -> str:
@@ -73,15 +113,15 @@ def route_to(host: str) -> str:
 
     Raises: OSError if there is no route, or no host has the name.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.connect((host, _DISCARD))
+    with _towards(host) as sock:
         return str(sock.getsockname()[0])
 
 
 def path_mtu(host: str) -> int:
     """Bytes of the largest packet that gets there whole, as far as this host knows by now. Raises: OSError."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.connect((host, _DISCARD))
+    with _towards(host) as sock:
+        if sock.family == socket.AF_INET6:
+            return sock.getsockopt(socket.IPPROTO_IPV6, _IPV6_MTU)
         return sock.getsockopt(socket.IPPROTO_IP, _IP_MTU)
 
 
@@ -107,14 +147,22 @@ def own_address(network: NetworkConfig, given: str | None, head: str) -> str:
             "give one of the two"
         )
     if given is not None:
-        check_own("--address", given)
-    own = given or (address_on(network.interface) if network.interface is not None else route_to(head))
+        given = check_own("--address", given)
+    own = given or (route_to(head) if network.interface is None else _on(network.interface, head))
     if is_loopback(own) and not is_loopback(route_to(head)):
         raise ConfigError(
             f"--address: expected an address that the job's other hosts can reach, got {own} (loopback), while the job "
-            f"listens at {head}: leave it out, or give one of 'ip -4 addr'"
+            f"listens at {head}: leave it out, or give one of 'ip addr'"
         )
     return own
+
+
+def _on(interface: str, head: str) -> str:
+    """The interface's address of the kind that the head has."""
+    towards = ""
+    with contextlib.suppress(OSError):
+        towards = route_to(head)
+    return address_on(interface, like=towards)
 
 
 def bind_collectives(address: str) -> dict[str, str]:

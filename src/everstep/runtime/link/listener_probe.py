@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from everstep.base.doors import host_of, split_at_port
 from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.types import Knock, Knocked
 
@@ -37,8 +38,7 @@ class Knocker:
             self._knocking[effect.key] = asyncio.get_running_loop().create_task(self._knock(effect))
 
     async def _knock(self, effect: Knock) -> None:
-        host, _, port = effect.address.rpartition(":")
-        known = port.isascii() and port.isdecimal() and len(port) <= 5
-        found = await listens(host, int(port)) if known else None
+        known = host_of(effect.address)
+        found = await listens(*split_at_port(effect.address)) if known else None
         del self._knocking[effect.key]
         self._heard(Knocked(effect.key, found))

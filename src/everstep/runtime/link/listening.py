@@ -18,11 +18,17 @@ def keep_within(ports: PortRange | None) -> None:
     _within[:] = [] if ports is None else [ports]
 
 
-def listen(host: str, backlog: int, family: int = socket.AF_INET) -> socket.socket:
-    """A socket that listens there, at a port of the range, or at any that is free.
+def family_of(address: str) -> socket.AddressFamily:
+    """The kind of sockets for an address; for a name that of IPv4."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def listen(host: str, backlog: int) -> socket.socket:
+    """A socket that listens at this address, at a port of the range, or at any that is free.
 
     Raises: ConfigError if no port of the range is free; OSError.
     """
+    family = family_of(host)
     if not _within:
         return socket.create_server((host, 0), family=family, backlog=backlog)
     ports = _within[0]

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from everstep.base.doors import at_port, host_of, split_at_port
 from everstep.base.errors import CollectiveAborted, EverstepError, ProtocolError, check
 from everstep.base.readable import readable
 from everstep.protocol.messages import MAX_FRAME_BYTES
@@ -202,7 +203,7 @@ class PeerServer:
     @property
     def address(self) -> str:
         """ "host:port", in the form of `Member.address`."""
-        return f"{self.host}:{self.port}"
+        return at_port(self.host, self.port)
 
     def deaf_until(self, end_ns: int) -> None:
         """A scripted fault: conversations break, and no other begins, until `end_ns` (monotonic)."""
@@ -276,10 +277,9 @@ def peer_connect(
 
     Raises: CollectiveAborted if nobody answers there; ProtocolError if it is not a peer of this job.
     """
-    host, separator, port = address.rpartition(":")
-    check(bool(separator) and port.isdigit(), f"expected a peer's address as host:port, got {address!r}")
+    check(bool(host_of(address)), f"expected a peer's address as host:port, got {address!r}")
     try:
-        sock = socket.create_connection((host, int(port)), timeout=min(HANDSHAKE_TIMEOUT_S, timeout_s))
+        sock = socket.create_connection(split_at_port(address), timeout=min(HANDSHAKE_TIMEOUT_S, timeout_s))
     except OSError as error:
         raise CollectiveAborted(f"no peer at {address}: {error}") from None
     with _faults(f"greeting the peer at {address}"):

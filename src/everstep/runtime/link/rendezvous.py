@@ -13,24 +13,26 @@ from collections.abc import Sequence
 
 from everstep.base.errors import ConfigError
 from everstep.runtime.link.interfaces import route_to
+from everstep.runtime.link.listening import family_of
 
 PATIENCE_S = 600.0
 
 
 def address_towards(host: str) -> str:
-    """This host's IPv4 address on its way to another one; "" if that has no address, or there is no route."""
+    """This host's address on its way to another one; "" if that has no address, or there is no route."""
     with contextlib.suppress(OSError, UnicodeError):
         return route_to(host)
     return ""
 
 
 def is_reachable(address: str) -> bool:
-    """Whether other hosts may reach this host at this IPv4 address."""
+    """Whether other hosts may reach this host at this address."""
     try:
-        found = ipaddress.IPv4Address(address)
+        found = ipaddress.ip_address(address)
     except ValueError:
         return False
-    return not (found.is_loopback or found.is_unspecified or found.is_multicast)
+    linked = found.version == 6 and found.is_link_local
+    return not (found.is_loopback or found.is_unspecified or found.is_multicast or linked)
 
 
 def reserve(address: str, ports: Sequence[int] = (0,)) -> socket.socket:
@@ -40,7 +42,7 @@ def reserve(address: str, ports: Sequence[int] = (0,)) -> socket.socket:
     """
     why = ""
     for port in ports:
-        sock = socket.socket()
+        sock = socket.socket(family_of(address))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((address, port))

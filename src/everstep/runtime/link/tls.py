@@ -35,6 +35,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from everstep.base.config_keys import TlsConfig
+from everstep.base.doors import host_of
 from everstep.base.errors import ConfigError, ProtocolError
 from everstep.base.given import read_given
 from everstep.runtime.link.handshake import Ends
@@ -171,7 +172,7 @@ class Tls:
 
     def call(self, sock: socket.socket, ends: Ends) -> TlsSocket:
         """The client's side; `do_handshake` is the caller's. Raises: OSError."""
-        host = ends.there.rpartition(":")[0]
+        host = host_of(ends.there)
         return self._calling.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)  # type: ignore[return-value]
 
     def answer(self, sock: socket.socket) -> TlsSocket:

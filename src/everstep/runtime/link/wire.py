@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everstep.base.below import write_atomically
+from everstep.base.doors import at_port
 from everstep.base.errors import ProtocolError, TokenRefused, Untrusted
 from everstep.base.given import read_given
 from everstep.base.plan import Plan
@@ -225,7 +226,7 @@ def address_text(name: object) -> str:
         return ""
     host = ipaddress.ip_address(str(name[0]).partition("%")[0])
     mapped = getattr(host, "ipv4_mapped", None)
-    return f"{mapped or host}:{name[1]}"
+    return at_port(str(mapped or host), name[1])
 
 
 def secured(sock: socket.socket, tls: Tls | None) -> socket.socket:

@@ -19,10 +19,10 @@ MOST_BYTES = 512
 
 
 class HeadReached(NamedTuple):
-    """The head that a process is connected to. host: its IPv4 address. term: the newest that this process has heard
+    """The head that a process is connected to. host: its address. term: the newest that this process has heard
     of, 0 if the job has had no other head."""
 
-    host: Annotated[str, msgspec.Meta(max_length=15)]
+    host: Annotated[str, msgspec.Meta(max_length=45)]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     term: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
@@ -41,7 +41,8 @@ def place_told(said: Any, least_term: int) -> tuple[str, int] | None:
         return None
     try:
         told = msgspec.convert(said, HeadReached)
-        ipaddress.IPv4Address(told.host)
+        if "%" in str(ipaddress.ip_address(told.host)):  # the name of a link means something on its own host alone
+            raise ValueError(told.host)
     except (msgspec.ValidationError, ValueError):
         raise ProtocolError("expected a head's address and term from an agent, got something else") from None
     return (told.host, told.port) if told.term >= least_term else None
