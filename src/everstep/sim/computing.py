@@ -225,11 +225,7 @@ class SimLanes:
     def _leaf(self, step: int, lane: int) -> SimGradient:
         """Gradient of a lane, for a model of one stage."""
         found = leaf(self.life.job.trained(self.life.state.stages[0]), step, lane)
-        return self._as_computed(found)
-
-    def _as_computed(self, gradient: SimGradient) -> SimGradient:
-        odd = self.life.site.is_odd(self.life)
-        return tuple(tuple(map(self._odd, block)) for block in gradient) if odd else gradient
+        return _each(self._odd, found) if self.life.site.is_odd(self.life) else found
 
     def _odd(self, value: int) -> int:
         """A value as this worker computes it."""
@@ -273,7 +269,8 @@ class SimLanes:
         coming_back = self._came.pop(("backward", step, stage, lane))
         real = self._repeated.get(lane, lane)
         value, gradient = through(state, step, real, entering, coming_back)
-        value, gradient = self._odd(value), self._as_computed(gradient)
+        if self.life.site.is_odd(self.life):
+            value, gradient = self._odd(value), _each(self._odd, gradient)
         if stage > 0:
             to = self._with_trials(operation).holder(stage - 1, lane)
             self.mesh.send(to, "lane", "backward", step, stage - 1, lane, value)
@@ -285,6 +282,10 @@ class SimLanes:
             self._wanted.discard((stage, lane))
         else:
             self._hold(operation, stage, lane, gradient)
+
+
+def _each(change: Callable[[int], int], gradient: SimGradient) -> SimGradient:
+    return tuple(tuple(map(change, block)) for block in gradient)
 
 
 _USE = 0xFFFFFFFF
