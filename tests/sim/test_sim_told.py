@@ -75,6 +75,7 @@ class Seated:
 
     def __init__(self) -> None:
         self.members: set[int] = set()
+        self.lives: dict[int, int] = {}
         self.wanted = 0
 
     def look(self, facts: Facts, event: Event) -> None:
@@ -83,6 +84,10 @@ class Seated:
             self.members, self.wanted = {seat[0] for seat in event["seats"]}, event["target"]
         elif event["kind"] == "worker_evicted":
             self.members.discard(event["worker_id"])
+        elif event["kind"] == "worker_joined":
+            if self.lives.get(event["worker_id"], event["incarnation"]) != event["incarnation"]:
+                self.members.discard(event["worker_id"])  # a deposed coordinator took its eviction with it
+            self.lives[event["worker_id"]] = event["incarnation"]
         said = headline(facts, Now(event["time_unix_ns"]))
         named = re.search(r"(?:Training with|, ) ?(\d+) of (\d+) workers", said.text)
         if named is not None:

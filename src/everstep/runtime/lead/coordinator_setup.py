@@ -125,5 +125,9 @@ def report_end(events: EventLog, ended: JobEnded) -> None:
     told = {kind for kind, _ in told_lately(events.path)}
     if not told & {"job_completed", "job_failed"}:
         kind = "job_completed" if ended.state == "completed" else "job_failed"
-        why, step = {"cause": ended.cause, "reason": ended.reason}, last_committed_step(events.path)
-        events.write(kind, **why, state=ended.state, exit_code=ended.exit_code, step=step)
+        said: dict[str, Any] = {
+            "state": ended.state,
+            "exit_code": ended.exit_code,
+            "step": last_committed_step(events.path),
+        }
+        events.write(kind, time_unix_ns=None, cause=ended.cause, reason=ended.reason, **said)
