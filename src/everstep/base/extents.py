@@ -7,9 +7,9 @@ A state's blocks lie in planes (one per kind of state) and have one numbering: p
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import accumulate
 from operator import itemgetter, or_
 from typing import NamedTuple
@@ -106,10 +106,10 @@ class Extents:
         return _made(self._like(other), self._spans() + other._spans())
 
     def __sub__(self, other: Extents) -> Extents:
-        if not self or not other:
-            return self
         if other.whole:
             return NONE
+        if not self or not other:
+            return self
         of = other.of if self.whole else self._like(other)
         mine = [(0, _total(of))] if self.whole else self._spans()
         return _made(of, _without(mine, other._spans()))
@@ -117,6 +117,8 @@ class Extents:
     def __and__(self, other: Extents) -> Extents:
         if self.whole or not other:
             return other
+        if not self:
+            return self
         return self - (WHOLE - other) if not other.whole else self
 
     def covers(self, other: Extents) -> bool:
@@ -194,7 +196,8 @@ def _total(of: Sizes) -> int:
     return sum(count for _, count in of)
 
 
-def _starts(of: Sizes) -> dict[str, int]:
+@lru_cache(maxsize=256)
+def _starts(of: Sizes) -> Mapping[str, int]:
     return dict(zip((plane for plane, _ in of), accumulate((n for _, n in of), initial=0), strict=False))
 
 

@@ -65,7 +65,7 @@ class Member:
     limbs: tuple[Rank, ...] = ()
     domains: Domains = ()
 
-    @property
+    @cached_property
     def key(self) -> WorkerKey:
         return WorkerKey(self.worker_id, self.incarnation)
 

@@ -114,7 +114,7 @@ class SegmentBlocks:
 
 def share(shard: Shard, of: Sizes) -> Extents:
     """What a seat holds of a state of these sizes; all of one whose sizes are not known yet."""
-    planes = divided_planes(of)
+    planes = divided_planes(of) if shard.segments is not None else ()
     if shard.segments is None or not planes:
         return shard.state
     blocks = SegmentBlocks(dict(of)[planes[0]], ends_in(of)).blocks(shard.segments)

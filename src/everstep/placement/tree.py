@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from everstep.base.errors import check
+from everstep.base.errors import InvariantViolation, check
 from everstep.base.ports import Node
 
 T = TypeVar("T")
@@ -116,20 +116,18 @@ def fold(n_lanes: int, values: Mapping[int, T], add: Callable[[T, T], T]) -> T:
     Raises: InvariantViolation if there is no value at all, or one of a lane that does not exist.
     """
     check(len(values) > 0, "a fold needs at least one value")
-    check(all(0 <= lane < n_lanes for lane in values), f"lanes {sorted(values)} are not all in 0..{n_lanes - 1}")
-    return next(_fold(root(n_lanes), values, add))
+    if min(values) < 0 or max(values) >= n_lanes:
+        raise InvariantViolation(f"lanes {sorted(values)} are not all in 0..{n_lanes - 1}")
+    return _fold(root(n_lanes), values, add)[0]
 
 
-def _fold(node: Node, values: Mapping[int, T], add: Callable[[T, T], T]) -> Iterator[T]:
-    """Yield the sum of the node, or nothing if all its lanes are absent."""
+def _fold(node: Node, values: Mapping[int, T], add: Callable[[T, T], T]) -> tuple[T, ...]:
+    """The sum of the node; nothing if all its lanes are absent."""
     if node.hi - node.lo == 1:
-        if node.lo in values:
-            yield values[node.lo]
-        return
+        return (values[node.lo],) if node.lo in values else ()
     left, right = children(node)
-    parts = [*_fold(left, values, add), *_fold(right, values, add)]
-    if parts:
-        yield parts[0] if len(parts) == 1 else add(parts[0], parts[1])
+    first, second = _fold(left, values, add), _fold(right, values, add)
+    return (add(first[0], second[0]),) if first and second else first or second
 
 
 def total_sumsq(values: Iterable[float]) -> float:

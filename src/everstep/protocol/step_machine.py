@@ -57,7 +57,6 @@ Rules for the driver:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from typing import Any
 
 from everstep.base.errors import InvariantViolation
@@ -90,13 +89,13 @@ class StepMachine:
 
     def handle(self, event: StepEvent) -> list[StepEffect]:
         """Take one event. Returns the effects, to be carried out in order."""
-        phases, name, reach = BY_EVENT[type(event)]
+        phases, handler_of, name, reach = BY_EVENT[type(event)]
         before = self.phase
         if before not in phases:
             if isinstance(event, MUST_FIT):
                 raise InvariantViolation(f"expected no {name.rpartition('.')[2]} while {before}, got {event}")
             return []
-        handler: Callable[[Any], list[StepEffect]] = attrgetter(name)(self)
+        handler: Callable[[Any], list[StepEffect]] = handler_of(self)
         effects = handler(event)
         if self.phase != before and self.phase not in reach:
             raise InvariantViolation(f"{before} -> {self.phase} on {event}")

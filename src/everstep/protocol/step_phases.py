@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from operator import attrgetter
 
 from everstep.protocol.step_types import (
     BlocksLost,
@@ -75,4 +76,4 @@ TRANSITIONS: tuple[tuple[type, frozenset[Phase], str, frozenset[Phase]], ...] = 
     (StepSaved, _ALL, "_deciding.saved", frozenset()),
     (BlocksLost, _ALL - {Phase.UPDATING, Phase.FETCHING}, "_entering.blocks_lost", frozenset({Phase.LACKING})),
 )
-BY_EVENT = {event: (phases, handler, reach) for event, phases, handler, reach in TRANSITIONS}
+BY_EVENT = {event: (phases, attrgetter(name), name, reach) for event, phases, name, reach in TRANSITIONS}

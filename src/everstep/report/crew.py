@@ -31,6 +31,11 @@ class Crew:
     _open: dict[int, Span] = field(default_factory=dict)
     _seated: frozenset[int] = frozenset()
 
+    @property
+    def seated(self) -> int:
+        """Number of members that are not known to be gone; one that is only suspected counts."""
+        return sum(w.role in MEMBERS and w.state not in _GONE for w in self.workers.values())
+
     def not_running(self, since_ns: int) -> None:
         """The job's process ended at this time; the job is started again."""
         self.end_spans(since_ns)
@@ -80,8 +85,7 @@ class Crew:
         i, incarnation = int(event["worker_id"]), whole_number(event.get("incarnation"))
         before = self.workers.get(i)
         if before is None or before.incarnation != incarnation or before.state in _GONE:
-            members = sum(w.role in MEMBERS and w.state not in _GONE for w in self.workers.values())
-            worker = WorkerFact(i, incarnation, role=self._outside(members))  # in no pool until it is given a seat
+            worker = WorkerFact(i, incarnation, role=self._outside(self.seated))  # in no pool until it is given a seat
             self.workers[i] = worker
             self._be(worker, worker.role, time_ns)
         worker, pids = self.workers[i], event.get("pids")

@@ -380,7 +380,7 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
 
 
 def _fewer(facts: Facts, now: Now) -> Headline | None:
-    members = sum(worker.state in MEMBERS for worker in facts.crew.workers.values())
+    members = facts.crew.seated
     wanted = whole_number((now.live or {}).get("target")) or facts.crew.wanted
     if members >= wanted:
         return None
@@ -395,7 +395,7 @@ def _well(facts: Facts, now: Now) -> Headline:
     if not facts.counts:
         return Headline("good", "Nothing has been told yet.")
     total = f" of {now.total}" if now.total else ""
-    members = sum(worker.state in MEMBERS for worker in facts.crew.workers.values())
+    members = facts.crew.seated
     text = f"All is well: step {step_of(facts, now)}{total}, {members} of {facts.crew.wanted or members} workers."
     last = facts.incidents.newest
     strange = _was_strange(facts)

@@ -348,7 +348,7 @@ class Incidents:
         incident = self.open or self._strike(Hit("states", cause(event), _reason(event)), time_ns, step)
         incident.planned_ns = time_ns
         where = f"the {one_line(event.get('source'), 20) or 'copy'} of step {back_to}" if back_to else "the start"
-        incident.did(f"went back to {where}: {redone} steps again")
+        incident.did(f"went back to {where}: {redone} step{'s' * (redone != 1)} again")
 
     def _killed(self, event: Event, time_ns: int, step: int) -> None:
         self.kills, self.killed_ns = self.kills + 1, time_ns
@@ -374,7 +374,9 @@ class Incidents:
         if incident is None:
             return
         incident.begin_ns = min(incident.begin_ns, time_ns - round(max(0.0, number(event.get("duration_s"))) * 1e9))
-        if as_dict(event.get("phases_s")).get("redo") and not any("steps again" in text for text in incident.done):
+        if as_dict(event.get("phases_s")).get("redo") and not any(
+            text.startswith("went back to") for text in incident.done
+        ):
             self._redone = incident
         self._went_on(time_ns)
 

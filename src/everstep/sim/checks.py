@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from math import inf
 
@@ -62,7 +63,7 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
     states: tuple[tuple[int, int], ...]  # stage and its state before the step
 
 
-_agree = msgspec.msgpack.Decoder(AgreePayload)
+_agreed = lru_cache(maxsize=64)(msgspec.msgpack.Decoder(AgreePayload).decode)
 _vote = msgspec.msgpack.Decoder(Vote)
 _PROBED = -100
 """Numbers from here down stand for results of lanes that several workers have computed."""
@@ -90,8 +91,9 @@ class SimRecords:
 
     def plan(self, plan: Plan) -> None:
         """A plan was sent, or taken in."""
-        known = self.plans.setdefault(plan.generation, plan)
-        if known is plan:
+        known = self.plans.get(plan.generation)
+        if known is None:
+            self.plans[plan.generation] = plan
             self._new_plan(plan)
         elif known != plan and plan.generation >= self._forgotten:
             raise ToldTwice
@@ -110,19 +112,19 @@ class SimRecords:
         self.exchanged.clear()
 
     def _new_plan(self, plan: Plan) -> None:
-        text = f"generation {plan.generation}: {plan}"
-        require(bool(plan.members), "P3", f"no members in {text}")
-        require(plan.generation >= 1, "P3", f"not a generation in {text}")
+        require(bool(plan.members) and plan.generation >= 1, "P3", f"no members, or not a generation, in {plan}")
         for stage in range(plan.stages):
             pool = plan.pool(stage)
             lanes = sorted(lane for seat in pool for lane in seat.lanes)
-            require(lanes == list(range(plan.lanes)), "P3", f"lanes {lanes} in {text}")
-            require({s.worker_id for s in pool} <= set(plan.worker_ids), "P3", f"a stranger has a seat in {text}")
-            require(plan.leader(stage) in plan.worker_ids, "P3", f"no leader in {text}")
+            if lanes != list(range(plan.lanes)):
+                raise PromiseBroken(f"P3: lanes {lanes} in {plan}")
+            if not {plan.leader(stage), *(s.worker_id for s in pool)} <= set(plan.worker_ids):
+                raise PromiseBroken(f"P3: a stranger leads or has a seat in {plan}")
         before = max((number for number in self.plans if number < plan.generation), default=0)
         doubt = self.plans[before].sound if before else -1
         closed = doubt < 0 or self._entered >= before or 0 <= plan.sound <= doubt
-        require(closed, "P1", f"states after step {doubt} are in doubt since generation {before}, but not in {text}")
+        if not closed:
+            raise PromiseBroken(f"P1: states after step {doubt} are in doubt since generation {before}, not in {plan}")
 
     def contributed(self, generation: int, tag: Tag, worker_id: int, payload: bytes) -> None:
         """A member gives its record for a decision of this generation."""
@@ -145,7 +147,7 @@ class SimRecords:
         """The vote in an agree record."""
         found = self._votes.get(payload)
         if found is None:
-            found = _vote.decode(_agree.decode(payload).sections[0].buffers[0])
+            found = _vote.decode(_agreed(payload).sections[0].buffers[0])
             self._votes[payload] = found
         return found
 
@@ -155,12 +157,12 @@ class SimRecords:
 
     def compared(self, records: Mapping[int, Record]) -> bool:
         """Whether all members told the digests of their states before the step."""
-        return all(section.digest for r in records.values() for section in _agree.decode(r.payload).sections)
+        return all(section.digest for r in records.values() for section in _agreed(r.payload).sections)
 
     def said(self, key: Key, records: Mapping[int, Record]) -> dict[int, set[str]]:
         """Digests that members compare in a decision, by stage; below zero those of the model's settings, and of lanes
         that several have computed."""
-        agree = (section for r in records.values() for section in _agree.decode(r.payload).sections)
+        agree = (section for r in records.values() for section in _agreed(r.payload).sections)
         said: dict[int, set[str]] = {}
         for section in chain.from_iterable(last_states(records).values()) if key.seq else agree:
             said.setdefault(section.stage, set()).update({section.digest} - {""})
@@ -272,7 +274,7 @@ class Exact:
         self.taint = taint
         self.states, self.made = undisturbed(job)
         self.over = False  # for what is not finite
-        self._done: set[tuple[WorkerKey, int]] = set()
+        self._done: dict[WorkerKey, set[int]] = {}
         self.finals: list[dict[int, Blocks]] = []
         self.left: dict[WorkerKey, list[int]] = {}
         """Steps after which loops were left, of which other workers know nothing; the newest last."""
@@ -287,7 +289,8 @@ class Exact:
         """A worker's state of a stage, every block that is there, is now that of `step`."""
         known = 0 <= step <= self.job.steps
         right = known and (wrong(state) or self.states[step][stage] == merged(state, self.states[step][stage]))
-        require(right, "P1", f"{who}: wrong state of stage {stage} at step {step}")
+        if not right:
+            raise PromiseBroken(f"P1: {who}: wrong state of stage {stage} at step {step}")
 
     def reduced(self, who: WorkerKey, step: int, stage: int, state: Blocks, gradient: SimReduced) -> None:
         """A worker holds the reduced gradient of `step`, computed from `state`."""
@@ -302,12 +305,12 @@ class Exact:
     def does(self, who: WorkerKey, step: int) -> None:
         """A worker carries out a step itself, and does not have its state from others or from disk. If it had gone
         beyond that step before, it has gone back, and knows no more of what came then."""
-        self._done = {(one, n) for one, n in self._done if one != who or n < step} | {(who, step)}
+        self._done[who] = {n for n in self._done.get(who, ()) if n < step} | {step}
 
     def goes_on(self, who: Collection[WorkerKey], step: int) -> None:
         """These have more to do after this step, or are through with it. That it was the end is known to who has done
         it: to the others it may be the step with which an earlier run of the job has ended."""
-        known = [one for one in who if (one, step) in self._done] if self.job.ends_with(step) else []
+        known = [one for one in who if step in self._done.get(one, ())] if self.job.ends_with(step) else []
         require(not known, "P1", f"{known} go on after step {step}, by which the job ends for what is not finite")
 
     def ends(self, who: WorkerKey, step: int) -> None:
@@ -535,7 +538,8 @@ class Checks:
         low, high = min(positions.values()), max(positions.values())
         by_gather = low.step == high.step and high.seq - low.seq <= 1
         by_update = low.step + 1 == high.step and high.seq == 0
-        require(by_gather or by_update, "P1", f"members of generation {generation} are apart: {positions}")
+        if not (by_gather or by_update):
+            raise PromiseBroken(f"P1: members of generation {generation} are apart: {positions}")
 
     def given_up_by(self, term: int, who: WorkerKey, *, excused: bool) -> None:
         """A coordinator says that a life is over; this counts when it is journaled.

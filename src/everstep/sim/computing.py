@@ -234,7 +234,7 @@ class SimLanes:
     def _leaf(self, step: int, lane: int) -> SimGradient:
         """Gradient of a lane, for a model of one stage."""
         found = leaf(self.life.job.trained(self.life.state.stages[0]), step, lane)
-        return tuple(tuple(map(self._odd, block)) for block in found)
+        return _each(self._odd, found) if self.life.site.is_odd(self.life) else found
 
     def _odd(self, value: int) -> int:
         """A value as this worker computes it."""
@@ -278,7 +278,8 @@ class SimLanes:
         coming_back = self._came.pop(("backward", step, stage, lane))
         real = self._repeated.get(lane, lane)
         value, gradient = through(state, step, real, entering, coming_back)
-        value, gradient = self._odd(value), tuple(tuple(map(self._odd, block)) for block in gradient)
+        if self.life.site.is_odd(self.life):
+            value, gradient = self._odd(value), _each(self._odd, gradient)
         if stage > 0:
             to = self._with_trials(operation).holder(stage - 1, lane)
             self.mesh.send(to, "lane", "backward", step, stage - 1, lane, value)
@@ -290,6 +291,10 @@ class SimLanes:
             self._wanted.discard((stage, lane))
         else:
             self._hold(operation, stage, lane, gradient)
+
+
+def _each(change: Callable[[int], int], gradient: SimGradient) -> SimGradient:
+    return tuple(tuple(map(change, block)) for block in gradient)
 
 
 _USE = 0xFFFFFFFF
@@ -306,12 +311,24 @@ class Reduction:
         self.lanes = lanes
         self._parts: dict[tuple[int, int], dict[int, SimPart]] = {}  # by (step, stage)
         self._pieces: dict[tuple[int, int], dict[int, Mapping[int, UnitValues]]] = {}
+        self._divisions: dict[tuple[int, bool], Division] = {}  # of this generation, by stage and whether it is step 1
         life.install({do.Reduce: self._reduce, ("owes", do.Reduce): self._owes})
         life.install({("message", "part"): self._on_part, ("message", "piece"): self._on_piece})
 
     def clear(self) -> None:
         """Begin a generation."""
-        self._parts, self._pieces = {}, {}
+        self._parts, self._pieces, self._divisions = {}, {}, {}
+
+    def _division(self, plan: Plan, stage: int, step: int) -> Division:
+        """Who finishes and who takes which blocks of a step's gradient."""
+        known = self._divisions.get((stage, step == 1))
+        if known is None:
+            if plan.divided:
+                known = Division.among(takers(plan, stage, step), BLOCKS)
+            else:
+                known = Division.whole(finishers(plan.of_pool(stage), BLOCKS), BLOCKS)
+            self._divisions[stage, step == 1] = known
+        return known
 
     def _pool(self, stage: int) -> tuple[int, ...]:
         return tuple(s.worker_id for s in self.mesh.plan.pool(stage)) if self.mesh.plan is not None else ()
@@ -321,7 +338,7 @@ class Reduction:
         plan, me = operation.plan, self.life.me.worker_id
         for stage in plan.stages_of(me):
             nodes = self.lanes.sums(plan, operation.step, stage)
-            for worker_id, runs in _division(plan, stage, operation.step).finishes.items():
+            for worker_id, runs in self._division(plan, stage, operation.step).finishes.items():
                 blocks = [block for run in runs for block in range(*run)]
                 part = {node: tuple(value[block] for block in blocks) for node, value in nodes.items()}
                 self.mesh.send(worker_id, "part", operation.step, stage, me, part)
@@ -335,7 +352,7 @@ class Reduction:
         values = {node: value for _, one in sorted(parts.items()) for node, value in one.items()}
         for left, right, into in fold_order(plan.lanes, sorted(values)):
             values[into] = tuple(map(add, values[left], values[right]))
-        division, me = _division(plan, stage, step), self.life.me.worker_id
+        division, me = self._division(plan, stage, step), self.life.me.worker_id
         own = [block for run in division.finishes[me] for block in range(*run)]
         result = dict(zip(own, values[root(plan.lanes)], strict=True))
         for pool_mate in pool:
@@ -394,7 +411,7 @@ class Reduction:
         for k, lanes in mine.items():
             losses = {n: math.nan if (step, n) in strange else 0.0 for n in lanes} if k + 1 == plan.stages else {}
             reports = [LaneReport(n, loss, 1.0, 1, hash((step, n)) & _USE) for n, loss in losses.items()]
-            owned = _division(plan, k, step).finishes[me] if (step, GRADIENT) in strange else ()
+            owned = self._division(plan, k, step).finishes[me] if (step, GRADIENT) in strange else ()
             norms = array("d", [0.0 if k or block else math.inf for run in owned for block in range(*run)])
             said = format(self._state(k), "x") if operation.compare else ""
             probes, votes = self.lanes.given.of(step, (k,)), [msgspec.msgpack.encode(vote)]
@@ -414,13 +431,6 @@ class Reduction:
             for k in operation.plan.stages_of(self.life.me.worker_id)
             if worker_id in self._pool(k)
         )
-
-
-def _division(plan: Plan, stage: int, step: int) -> Division:
-    """Who finishes and who takes which blocks of a step's gradient."""
-    if plan.divided:
-        return Division.among(takers(plan, stage, step), BLOCKS)
-    return Division.whole(finishers(plan.of_pool(stage), BLOCKS), BLOCKS)
 
 
 _Spread = do.Spread | do.BeginSpread

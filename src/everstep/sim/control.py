@@ -140,7 +140,9 @@ class SimCoordinator(Process):
                 if isinstance(message, wire.PlanNow | wire.PlanPrepared):
                     self.control.checks.records.plan(message.plan)
                     kinds = {member.host == self.control.site.foreign for member in message.plan.members}
-                    require(len(kinds) == 1, "P1", f"some members have other kernels in {message.plan}")
+                    require(
+                        len(kinds) == 1, "P1", f"members of generation {message.plan.generation} have other kernels"
+                    )
                 if self.world.tracing and not isinstance(message, wire.Pong):
                     self.world.log(self.name, "->", name, message)
                 if name in self.peers:
@@ -160,6 +162,7 @@ class SimCoordinator(Process):
             case Report(kind=kind, fields=fields):
                 self.world.log(self.name, "reports", kind, fields)
                 self.control.fate.report(kind, fields)
+                self.control.site.tell(kind, **fields)
 
     def _knocked(self, key: WorkerKey) -> None:
         """Report the answer of this worker's host, if it can be heard."""
@@ -504,6 +507,7 @@ class Control:
         """Resume the job from its disk, with this many workers and stages, unless it runs."""
         if self.fallen and not self.fate.ended:
             self.world.log("user", "resumes with", size, stages)
+            self.site.tell("job_started", workers=size, step=0)
             self.fallen, self.size = False, size
             self.journal.clear()
             self.agents.clear()
@@ -554,7 +558,8 @@ class Control:
 
     def live_workers(self) -> list[SimWorker]:
         """Live workers, by key."""
-        return [w for _, w in sorted(self.workers.items()) if w.alive]
+        live = [w for w in self.workers.values() if w.alive]
+        return sorted(live, key=lambda w: (w.me.worker_id, w.me.incarnation))
 
 
 def forget(control: Control, entries: int) -> None:

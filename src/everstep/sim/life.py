@@ -307,6 +307,11 @@ class SimSite:
         self.lives: dict[WorkerKey, Life] = {}
         self.phases = Phases()
         self.went_back: list[int] = []  # steps that workers went back to
+        self.told: list[dict[str, Any]] = []  # events of the job, as its log would have them
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Write an event of the job."""
+        self.told.append({"kind": kind, "time_unix_ns": self.world.now_ns, **fields})
 
     def damages(self, share: float) -> None:
         """Damage a block in this share of answers from now on."""

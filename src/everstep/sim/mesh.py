@@ -174,9 +174,11 @@ class Mesh:
     def look(self) -> None:
         """End the operation under way if lost peers owe it something."""
         operation = self.life.operation
+        if not self.lost or operation is None:
+            return
         owes = self.life.handlers.get(("owes", type(operation)))
         missing = tuple(i for i in sorted(self.lost) if owes is not None and owes(operation, i))
-        if missing and operation is not None:
+        if missing:
             self.life.abort(operation, missing, "a transfer failed")
 
 

@@ -4,6 +4,9 @@ The sum of two gradients is not associative here, as in floating point: only the
 a split model a lane's gradient at one stage depends on the states of all of them: an activation goes up through the
 stages, and the gradient that comes back down depends on it.
 
+All of it is pure, and members compute the same values, which the undisturbed run has computed before: so the functions
+that take long remember what they have found.
+
 The lowest bit of every value says whether the value descends from one in which a bit has flipped. So values that are
 wrong for another reason are told apart from these.
 
@@ -16,8 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from everstep.base.errors import check
+from everstep.base.errors import InvariantViolation
 from everstep.base.extents import Extents
 from everstep.base.plan import Plan
 from everstep.placement.shards import Takers, runs_of_numbers, segment_holders
@@ -28,6 +32,8 @@ GRADIENT = -1
 INITIAL = 2
 PLANES = (("model", 2), ("optimizer/exp_avg", 2))
 _DIVIDED = 2
+
+_MOST_KNOWN = 1 << 14
 
 UnitValues = tuple[int, ...]
 """Values by number of the unit, of a stage's units."""
@@ -128,6 +134,7 @@ def flipped(state: Blocks) -> Blocks:
     return tuple(block if block is None else tuple(value | 1 for value in block) for block in state)
 
 
+@lru_cache(maxsize=_MOST_KNOWN)
 def wrong(state: int | Blocks) -> bool:
     """Whether a state, or a digest of one, descends from a flipped bit."""
     if isinstance(state, int):
@@ -135,6 +142,7 @@ def wrong(state: int | Blocks) -> bool:
     return any(value & 1 for block in state for value in block or ())
 
 
+@lru_cache(maxsize=_MOST_KNOWN)
 def present(state: Blocks) -> Extents:
     """Blocks that are not lost."""
     return Extents.numbered(PLANES, (k for k, block in enumerate(state) if block is not None))
@@ -146,6 +154,7 @@ def without(state: Blocks, lost: Extents) -> Blocks:
     return tuple(None if k in gone else block for k, block in enumerate(state))
 
 
+@lru_cache(maxsize=_MOST_KNOWN)
 def merged(first: Blocks, second: Blocks) -> Blocks:
     """Blocks that either state has."""
     return tuple(b if a is None else a for a, b in zip(first, second, strict=True))
@@ -169,19 +178,22 @@ def cut_anew(states: Mapping[int, Blocks], job: SimJob) -> dict[int, Blocks]:
     }
 
 
+@lru_cache(maxsize=_MOST_KNOWN)
 def digest(state: Blocks) -> int:
     """Digest of all blocks; its lowest bit says whether the state is wrong, too."""
     return hash(state) & -2 | _bit(state)
 
 
 def _bit(state: Blocks) -> int:
-    check(None not in state, f"nothing is computed from a state that lacks blocks: {state}")
+    if None in state:
+        raise InvariantViolation(f"nothing is computed from a state that lacks blocks: {state}")
     return int(wrong(state))
 
 
 def _units(state: Blocks) -> list[Blocks]:
     """State of each unit of a stage that is whole."""
-    check(None not in state, f"nothing is computed from a state that lacks blocks: {state}")
+    if None in state:
+        raise InvariantViolation(f"nothing is computed from a state that lacks blocks: {state}")
     return [tuple((value,) for value in unit) for unit in zip(*state, strict=True)]  # type: ignore[arg-type]
 
 
@@ -190,14 +202,16 @@ def forward(state: Blocks, step: int, lane: int, entering: int) -> int:
     return _entering(state, step, lane, entering)[-1]
 
 
-def _entering(state: Blocks, step: int, lane: int, entering: int) -> list[int]:
+@lru_cache(maxsize=_MOST_KNOWN)
+def _entering(state: Blocks, step: int, lane: int, entering: int) -> tuple[int, ...]:
     """Input of each unit of a stage, and the output of the last one."""
     found = [entering]
     for unit in _units(state):
         found.append(hash((unit, step, lane, found[-1], 5)) & -2 | (_bit(unit) | found[-1]) & 1)
-    return found
+    return tuple(found)
 
 
+@lru_cache(maxsize=_MOST_KNOWN)
 def through(state: Blocks, step: int, lane: int, entering: int, coming_back: int) -> tuple[int, SimGradient]:
     """The backward pass of a stage: the gradient for the stage before, and the gradient of the lane."""
     leaves: list[SimGradient] = []
@@ -209,19 +223,23 @@ def through(state: Blocks, step: int, lane: int, entering: int, coming_back: int
     return coming_back, tuple(tuple(one[block][0] for one in reversed(leaves)) for block in range(BLOCKS))
 
 
+@lru_cache(maxsize=_MOST_KNOWN)
 def add(left: UnitValues, right: UnitValues) -> UnitValues:
     """Sum of one block of two subtrees."""
     return tuple(hash((a, b, 17)) & -2 | (a | b) & 1 for a, b in zip(left, right, strict=True))
 
 
+@lru_cache(maxsize=_MOST_KNOWN)
 def update(state: Blocks, step: int, gradient: SimReduced) -> Blocks:
     """The state of a stage after the step."""
-    check(None not in gradient, f"nothing is updated with a gradient that lacks blocks: {gradient}")
+    if None in gradient:
+        raise InvariantViolation(f"nothing is updated with a gradient that lacks blocks: {gradient}")
     values = zip(*gradient, strict=True)  # type: ignore[arg-type]
     units = [_updated(unit, step, one) for unit, one in zip(_units(state), values, strict=True)]
     return tuple(zip(*units, strict=True))
 
 
+@lru_cache(maxsize=_MOST_KNOWN)
 def _update_apart(state: Blocks, step: int, gradient: SimReduced) -> Blocks:
     """The same where a block of a plane depends on that of the other plane alone; of what is not there, nothing."""
     after: list[UnitValues | None] = list(state)

@@ -53,9 +53,6 @@ class Orders:
                     self._members = len(plan.members)
                 case Send(connection=name, message=wire.CommandReply(ok=True, result=result)) if name in self._asked:
                     self._granted(self._asked[name], result)
-        told = [(i, agent) for agent, ids in self._told.items() for i in ids]
-        twice = sorted(i for i, _ in told if sum(i == other for other, _ in told) > 1)
-        require(not twice, "P3", f"slots {twice} are wanted of two hosts: {told}")
 
     def _over(self, connection: str) -> None:
         """A connection has ended: what its agent does next is not known until it is back."""
@@ -66,6 +63,8 @@ class Orders:
         wanted = ids - self._drained.get(agent, ids)
         require(not wanted, "P3", f"slots {sorted(wanted)} are wanted of {agent}, which was drained")
         self._told[agent] = ids
+        twice = sorted(i for other, theirs in self._told.items() if other != agent for i in theirs & ids)
+        require(not twice, "P3", f"slots {twice} are wanted of two hosts: {self._told}")
 
     def _granted(self, command: wire.Command, result: dict[str, object]) -> None:
         """A command has succeeded."""

@@ -15,6 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig
@@ -188,6 +189,10 @@ class Simulation:
         return self.new_coordinator(setup.rules.of_coordinator(config), list(journal))
 
     def _driver(self, key: WorkerKey) -> Driver:
+        return self.new_driver(self._driver_config, self.new_machine(key))
+
+    @cached_property
+    def _driver_config(self) -> DriverConfig:
         job, every = self.setup.job, self.setup.verify_every
         memory, judged = MemoryTierConfig(every_steps=job.keep_every or None), job.write_every == 2
         disk = DiskTierConfig(job.write_every or None, keep_best=int(judged))
@@ -195,8 +200,7 @@ class Simulation:
         saving = self.setup.rules.of_saving(SavingRules(rule, on=True))
         rule_of_probes = ProbeRule(every=every, joins=True)
         config = DriverConfig(job.lanes, self.setup.rewindable, every, saving=saving, probes=rule_of_probes)
-        config = replace(config, nonfinite=NonfiniteRule(job.on_nonfinite, job.nonfinite_limit))
-        return self.new_driver(config, self.new_machine(key))
+        return replace(config, nonfinite=NonfiniteRule(job.on_nonfinite, job.nonfinite_limit))
 
     def _holders(self) -> dict[WorkerKey, set[tuple[int, tuple[int, int]]]]:
         """(step, part of the state) that live, reachable workers with a plan hold, or would hold with one more
@@ -228,11 +232,11 @@ class Simulation:
         return {(k, n) for k, blocks in held.items() for lo, hi in blocks.spans(PLANES) for n in range(lo, hi)}
 
     def _settled(self, generation: int) -> dict[WorkerKey, Key]:
-        machines = [w.driver.machine for w in self.control.live_workers()]
-        return {m.me: m.position for m in machines if m.settled and m.generation == generation}
+        machines = [w.driver.machine for w in self.control.workers.values() if w.alive]
+        return {m.me: m.position for m in machines if m.generation == generation and m.settled}
 
     def _positions(self) -> dict[WorkerKey, Key]:
-        machines = [w.driver.machine for w in self.control.live_workers()]
+        machines = [w.driver.machine for w in self.control.workers.values() if w.alive]
         return {m.me: m.position for m in machines if m.plan is not None}
 
     def ended(self) -> bool:

@@ -291,4 +291,5 @@ class SimWorker(Life):
             position = max(position, Key(effect.step, 1))
         self.state.release(effect.step, position)
         if driver.machine.plan is not None and driver.machine.plan.leader(0) == self.me.worker_id:
+            self.site.tell("step_committed", step=effect.step, generation=driver.machine.generation)
             self.ties.client.send(driver.progress(effect.step, 10.0))

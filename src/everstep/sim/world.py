@@ -41,7 +41,8 @@ class World:
     def later(self, delay_ns: int, act: Act, *args: Any) -> None:
         """Call `act(*args)` after the delay."""
         self._count += 1
-        heapq.heappush(self._heap, (self.now_ns + max(0, delay_ns), self._count, act, args))
+        at_ns = self.now_ns + delay_ns if delay_ns > 0 else self.now_ns
+        heapq.heappush(self._heap, (at_ns, self._count, act, args))
 
     def run(self, until_ns: int, stop: Callable[[], bool]) -> bool:
         """Let time pass. Returns whether `stop` became true by then."""
@@ -67,7 +68,13 @@ class World:
     # ---- time
 
     def between(self, low_ns: int, high_ns: int) -> int:
-        return self.rng.randint(low_ns, high_ns)
+        """A whole number, as `randint` draws it: without that function's checks, which cost more than the draw."""
+        count = high_ns - low_ns + 1
+        bits = count.bit_length()
+        drawn = self.rng.getrandbits(bits)
+        while drawn >= count:
+            drawn = self.rng.getrandbits(bits)
+        return low_ns + drawn
 
     def latency_ns(self) -> int:
         """Latency of one message: mostly a fraction of a millisecond, now and then very long."""
@@ -108,10 +115,14 @@ class World:
 
     def passes(self, a: str, b: str) -> bool:
         """Whether packets from one host to another arrive."""
-        return a == b or not (_pair(a, b) in self._cuts or (a, b) in self._one_way)
+        if a == b or not (self._cuts or self._one_way):
+            return True
+        return not (_pair(a, b) in self._cuts or (a, b) in self._one_way)
 
     def reachable(self, a: str, b: str) -> bool:
         """Whether packets pass both ways: a connection needs that."""
+        if a == b or not (self._cuts or self._one_way):
+            return True
         return self.passes(a, b) and self.passes(b, a)
 
     def spoil(self, a: str, b: str) -> None:
@@ -153,6 +164,7 @@ class Process:
         self.name = name
         self.host = host
         self.alive = True
+        self.died_ns = 0
         self.frozen_ns: int | None = None
         self.starved = False
         self.waited_ns = 0
@@ -199,7 +211,7 @@ class Process:
         if not self.alive:
             return
         self.world.log(self.name, "DIED", reason)
-        self.alive = False
+        self.alive, self.died_ns = False, self.world.now_ns
         for connection in list(self.world.connections):
             if connection.ends[0] is self or connection.ends[1] is self:
                 connection.close(self)
@@ -287,10 +299,15 @@ class SimConnection:
         if not self._passes(to):
             self._hold(to, message)
             return
-        self._early[to][message[0]] = message[1]
-        while self.open and (number := self._came[to] + 1) in self._early[to]:
+        early, (number, content) = self._early[to], message
+        if number != self._came[to] + 1:
+            early[number] = content
+            return
+        self._came[to] = number
+        self.ends[to].wake(self._received, (to, content))
+        while self.open and (number := self._came[to] + 1) in early:
             self._came[to] = number
-            self.ends[to].wake(self._received, (to, self._early[to].pop(number)))
+            self.ends[to].wake(self._received, (to, early.pop(number)))
 
     def _received(self, to: int, message: Any) -> None:
         receive = self._receive[to]

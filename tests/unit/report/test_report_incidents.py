@@ -114,6 +114,22 @@ def test_what_training_does_not_stand_still_for() -> None:
     ]
 
 
+def test_a_slot_that_is_given_up_is_told_with_the_fault_and_for_no_other_reason() -> None:
+    lost = {name: event("warning", 6, worker_id=2, cause=name, reason="why") for name in ("crash_loop", "oom")}
+    events = [*trained(), killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]])]
+    assert "the slot of worker 2 was given up" in lines([*events, lost["crash_loop"]])[0]
+    assert "given up" not in lines([*events, lost["oom"]])[0]
+    assert lines([*trained(), lost["crash_loop"]]) == []
+
+
+def test_who_is_only_suspected_still_trains() -> None:
+    """A coordinator that was frozen suspects all, and hears a moment later that training went on long ago."""
+    silent = [event("worker_suspected", 11 + i / 10, worker_id=i, cause="host_lost", reason="quiet") for i in range(4)]
+    events = [*trained(), killed(2, 5.8), plan(5.9, 2, [[0, 1, 2, 3]]), commit(11, 6.2), *silent, recovered(2, 5.8, 12)]
+    said = headline(facts_of(events), Now(T0 + 12 * S))
+    assert "0 of 4" not in said.text and ("4 of 4" in said.text or "suspected" in said.text), said
+
+
 def test_a_coordinator_that_was_killed_and_restarted_is_one_incident() -> None:
     killed = event("coordinator_killed", 5.8, cause="hung", reason="the coordinator has not answered for 5.0 s")
     restarted = event("coordinator_restarted", 5.9, cause="hung", reason="continues from its journal")

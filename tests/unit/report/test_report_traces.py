@@ -70,6 +70,7 @@ def test_rows_ids_and_one_clock(tmp_path: Path, name: str) -> None:
     events = trace["traceEvents"]
     assert len(events) == count and trace["baseTimeNanoseconds"] == BASE_NS
     rows = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert len(set(rows.values())) == len(rows), "two rows must not have one id"
     worker, other = rows["worker 0 (stage 0, active)"], rows["worker 2 (stage 1, active)"]
     assert set(rows) == {
         "job",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from math import inf
+from pathlib import Path
 
 import pytest
 
 from everstep.base.cause import Cause, Why
+from everstep.observe.events import EventLog
 from everstep.protocol.messages import JobEnded
 from everstep.runtime.job_end import AGENTS_WAIT_S, ALONE_S, GRACE_S, LAST_WAIT_S, JobEnd
+from everstep.runtime.lead.coordinator_setup import report_end
 
 FINISH_S = 100.0
 
@@ -147,3 +151,15 @@ def test_the_first_outcome_stands() -> None:
     told(end, "failed", 3)
     end.fail(Why(Cause.CRASH_LOOP, "the coordinator cannot start"))
     assert end.over and end.outcome is not None and end.outcome.exit_code == 3
+
+
+@pytest.mark.parametrize("state", ["completed", "failed"])
+def test_an_end_that_was_decided_and_not_told_is_told_once_by_the_next_coordinator(tmp_path: Path, state: str) -> None:
+    ended = JobEnded(state=state, cause=Cause.NONFINITE, reason="said so", exit_code=state == "failed")
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write("job_started", step=0)
+    log.write("step_committed", step=7)
+    for _ in range(2):
+        report_end(log, ended)
+    found = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()][2:]
+    assert [(one["kind"], one["step"], one["reason"]) for one in found] == [(f"job_{state}", 7, "said so")]

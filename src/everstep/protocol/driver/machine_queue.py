@@ -26,9 +26,10 @@ class MachineQueue:
         """Hand events to the machine and queue its effects."""
         for event in events:
             effects = self._machine.handle(event)
-            if any(isinstance(e, step.Leave | step.Regroup) for e in effects):
+            kinds = {type(e) for e in effects}
+            if step.Leave in kinds or step.Regroup in kinds:
                 self.drop_transfers()
-            if any(isinstance(e, step.StepDecided | step.Gathered) for e in effects):
+            if step.StepDecided in kinds or step.Gathered in kinds:
                 self._stepper.decision(self._machine.generation)  # a plan may come before it is carried out
             self._effects.extend(effects)
 

@@ -66,7 +66,7 @@ from everstep.runtime.files.head_files import HeadFiles
 from everstep.runtime.files.host_directory import OWN_FOLDER, word_in
 from everstep.runtime.files.led_directory import led_directory
 from everstep.runtime.files.standby_senders import StandbyHosts
-from everstep.runtime.lead.coordinator_setup import coordinator_config, job_facts, scripted_strikes
+from everstep.runtime.lead.coordinator_setup import coordinator_config, job_facts, report_end, scripted_strikes
 from everstep.runtime.lead.journal_and_lease import (
     EtcdStore,
     InOrder,
@@ -527,6 +527,8 @@ async def serve(place: Post) -> None:
     await asyncio.sleep(0)  # it was tried once before anything else
     if journal.entries and coordinator.job.progress.ended is None:
         report_restart(events, coordinator, journal, place)
+    elif coordinator.job.progress.ended is not None:
+        report_end(events, coordinator.job.progress.ended)
     if isinstance(journal, EtcdStore):
         journal.end_after(server.standbys.caught_up)
     if lacking:

@@ -13,6 +13,7 @@ import msgspec
 from everstep.base.config import Config, inexact, pool_wish
 from everstep.base.stage_map import devices_of, hosts_of, parse_map
 from everstep.base.strikes import Strike
+from everstep.observe.events import EventLog, last_committed_step, told_lately
 from everstep.placement.cell_shapes import CellShape, shapes_of
 from everstep.protocol.coordinator.types import (
     Alike,
@@ -22,6 +23,7 @@ from everstep.protocol.coordinator.types import (
 from everstep.protocol.identity import Code, read_code, read_divides, read_kernels
 from everstep.protocol.lease.candidate import GONE_PART
 from everstep.protocol.messages import (
+    JobEnded,
     JobFacts,
 )
 from everstep.runtime.files.host_directory import word_in
@@ -118,3 +120,16 @@ def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
         place=word_in(run_dir),
         job=job,
     )
+
+
+def report_end(events: EventLog, ended: JobEnded) -> None:
+    """Write the event of the job's end, if the coordinator that had decided it died before it told it."""
+    told = {kind for kind, _ in told_lately(events.path)}
+    if not told & {"job_completed", "job_failed"}:
+        kind = "job_completed" if ended.state == "completed" else "job_failed"
+        said: dict[str, Any] = {
+            "state": ended.state,
+            "exit_code": ended.exit_code,
+            "step": last_committed_step(events.path),
+        }
+        events.write(kind, time_unix_ns=None, cause=ended.cause, reason=ended.reason, **said)

@@ -1,0 +1,143 @@
+"""Headline, incidents and metrics agree with the truth that the simulator knows, over its seeds: how the job ended,
+who has died and when, how many members are left, and which steps were done."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from everstep.base.cause import Cause
+from everstep.base.plan import WorkerKey
+from everstep.report.facts import Facts
+from everstep.report.headline import Now, headline
+from everstep.report.tally import Tally
+from everstep.report.words import reason_text
+from everstep.sim.life import Life
+from everstep.sim.scenario import Simulation
+from everstep.sim.setups import Setup, set_up, set_up_leased, set_up_operated, set_up_split
+
+Event = dict[str, Any]
+
+
+def happened(seed: int, draw: Callable[[int], Setup]) -> tuple[Simulation, list[Event]]:
+    """A simulated job that has ended, and its events."""
+    one = Simulation(seed, draw(seed), tracing=False)
+    assert one.run() == ""
+    begins = {"kind": "job_started", "time_unix_ns": 1, "workers": one.setup.workers, "step": 0}
+    told, steps = [begins], set[int]()
+    for event in one.control.site.told:
+        if event["kind"] == "job_started":  # it was resumed
+            steps.clear()
+        if event["kind"] != "step_committed":
+            told.append(event)
+        elif event["step"] not in steps:  # the next leader repeats what the one before it may not have told
+            steps.add(event["step"])
+            told.append(event)
+    return one, told
+
+
+def taken(events: list[Event], look: Callable[[Facts, Event], None]) -> Facts:
+    """Facts of all events; `look` is called after each."""
+    facts = Facts()
+    for event in events:
+        facts.take(event)
+        look(facts, event)
+    assert "not understood" not in facts.counts
+    return facts
+
+
+def by_a_fault(event: Event) -> bool:
+    return event["kind"] == "worker_evicted" and event["cause"].is_fault
+
+
+def key_of(event: Event) -> WorkerKey:
+    return WorkerKey(event["worker_id"], event["incarnation"])
+
+
+@pytest.mark.parametrize("seeds", [range(k, k + 10) for k in range(0, 50, 10)], ids=str)
+@pytest.mark.parametrize("draw", [set_up, set_up_split, set_up_leased, set_up_operated])
+def test_what_is_told_is_what_has_happened(draw: Callable[[int], Setup], seeds: range) -> None:
+    for seed in seeds:
+        one, events = happened(seed, draw)
+        crew = Seated()
+        facts = taken(events, crew.look)
+        the_end_is_told_as_it_was(one, facts)
+        deaths_are_those_that_were(one, events, facts)
+        metrics_count_what_was_told(events)
+
+
+class Seated:
+    """The members of the newest plan that live, by the events alone; the headline has to name the same number."""
+
+    def __init__(self) -> None:
+        self.members: set[int] = set()
+        self.lives: dict[int, int] = {}
+        self.wanted = 0
+
+    def look(self, facts: Facts, event: Event) -> None:
+        """Take in an event that `facts` have taken in."""
+        if event["kind"] == "generation_started":
+            self.members, self.wanted = {seat[0] for seat in event["seats"]}, event["target"]
+        elif event["kind"] == "worker_evicted":
+            self.members.discard(event["worker_id"])
+        elif event["kind"] == "worker_joined":
+            if self.lives.get(event["worker_id"], event["incarnation"]) != event["incarnation"]:
+                self.members.discard(event["worker_id"])  # a deposed coordinator took its eviction with it
+            self.lives[event["worker_id"]] = event["incarnation"]
+        said = headline(facts, Now(event["time_unix_ns"]))
+        named = re.search(r"(?:Training with|, ) ?(\d+) of (\d+) workers", said.text)
+        if named is not None:
+            assert tuple(map(int, named.groups())) == (len(self.members), self.wanted), said
+        if by_a_fault(event) and facts.incidents.open is not None:
+            assert said.level != "good", said
+
+
+def the_end_is_told_as_it_was(one: Simulation, facts: Facts) -> None:
+    fate, now = one.control.fate, Now(one.world.now_ns, running=False, finished=one.control.fate.completed)
+    said = headline(facts, now)
+    if fate.completed:
+        # A coordinator that dies between its journal and its report tells no end: the result does.
+        assert facts.condition.state == "completed" or not facts.counts.get("job_completed")
+        assert f"all {one.checks.exact.ended_at} steps are done" in said.text
+        assert facts.course.step == one.checks.exact.ended_at
+    elif fate.stopped:
+        assert said.level == "warning" and said.text.startswith("Stopped after step "), said
+    else:
+        assert said.level == "bad" and said.text.startswith("Failed after step "), said
+        assert facts.condition.reason == reason_text(fate.failed)
+    assert facts.incidents.open is None
+
+
+def deaths_are_those_that_were(one: Simulation, events: list[Event], facts: Facts) -> None:
+    struck = {who for incident in facts.incidents.all for who in incident.struck}
+    evicted = [event for event in events if event["kind"] == "worker_evicted"]
+    faults = [event for event in evicted if by_a_fault(event)]
+    assert facts.faults - facts.launchers_lost == len(faults) - facts.raised_again, [
+        (e["cause"], e["reason"]) for e in evicted
+    ]
+    for event in faults:
+        who, life = f"worker {event['worker_id']}", one.control.workers[key_of(event)]
+        assert who in struck, event
+        if event["cause"] is Cause.KILLED:
+            died_where_it_is_told(life, event)
+    suspected = {event["worker_id"] for event in events if event["kind"] == "worker_suspected"}
+    known = {f"worker {i}" for i in suspected | {event["worker_id"] for event in evicted}}
+    assert struck - known <= {"states", "checkpoint", "launcher"}
+    for incident in facts.incidents.all:
+        assert incident.end_ns is None or incident.begin_ns <= incident.end_ns
+
+
+def died_where_it_is_told(life: Life, event: Event) -> None:
+    assert 0 < life.died_ns <= event["died_unix_ns"] <= event["time_unix_ns"], event
+
+
+def metrics_count_what_was_told(events: list[Event]) -> None:
+    tally, kinds = Tally(), Counter(event["kind"] for event in events)
+    for event in events:
+        tally.take(event)
+    assert tally.steps == kinds["step_committed"]
+    assert sum(tally.recoveries.values()) == kinds["recovery_completed"]
