@@ -16,9 +16,9 @@ from everstep.sim.scenario import Simulation
 from everstep.sim.setups import Setup, set_up, set_up_leased, set_up_split
 from everstep.sim.world import MS
 
-SPANS_MS = (20, 150, 1600, 5000, 30_000)
-"""Shorter than a heartbeat; and so long that the coordinator sees that it was away (`LATE_NS`): longer than the limits
-of silence, a lease, and the limits of hangs and returns."""
+SPANS_MS = (20, 150, 450, 700, 1600, 5000, 30_000)
+"""Shorter than a heartbeat; about as long as the limits of silence; and so long that the coordinator sees that it was
+away (`LATE_NS`): longer than a lease, and the limits of hangs and returns."""
 
 
 def ran(seed: int, draw: Callable[[int], Setup], *faults: SimFault) -> Simulation:

@@ -45,6 +45,7 @@ class PhiDetector:
         self._ceiling_ns = ceiling_ns
         self._last_ns = now_ns
         self._least_mean_ns = 0
+        self._given_up = False
         self._waits: deque[int] = deque(maxlen=_LATE_BEATS)
         # The expectation stands in until three real samples have replaced it.
         self._expected = 3
@@ -62,6 +63,13 @@ class PhiDetector:
     def resume(self, now_ns: int) -> None:
         """A heartbeat after an interruption whose length says nothing about the peer's rhythm (a reconnect)."""
         self._last_ns = max(self._last_ns, now_ns)
+        self._given_up = False
+
+    def give_up(self) -> bool:
+        """The silence has lasted too long. Returns False for the first time: if the watcher itself has stood still,
+        heartbeats that came meanwhile are still to be read, and it has to look again after that."""
+        before, self._given_up = self._given_up, True
+        return before
 
     def expect(self, interval_ns: int) -> None:
         """From now on the peer may wait `interval_ns` between heartbeats, whatever it did before."""

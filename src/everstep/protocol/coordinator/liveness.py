@@ -37,6 +37,10 @@ STALE_NS = 200 * MILLISECOND_NS
 """Messages read within this time of a long absence of the coordinator had waited for it: a worker that stood still
 then may have gone on since.
 """
+READING_NS = 20 * MILLISECOND_NS
+"""A host that seems dead is given up if this much later it is still silent: if the coordinator itself had stopped, what
+the host said meanwhile has been read by then.
+"""
 EXEMPT_PHASES = ("idle", "starting")
 
 
@@ -296,7 +300,7 @@ def agent_due(job: JobState, agent_id: str) -> None:
         give_up_host(job, agent, f"it and all its workers have been without a connection for {away_s:.2f} s")
         return
     dead = suspicion.dead if connected else now >= agent.detector.ceiling_at_ns
-    if dead:
+    if dead and agent.detector.give_up():
         give_up_host(job, agent, suspicion.reason)
         return
     if not connected:  # it had enough time, or some of its workers are connected: the others may be decided about
@@ -307,7 +311,8 @@ def agent_due(job: JobState, agent_id: str) -> None:
     change = agent.detector.next_change_ns(now) if connected else agent.detector.ceiling_at_ns
     if agent.left_ns is not None and now < agent.left_ns + job.env.config.hosts.reconnect_ns:
         change = min(change, agent.left_ns + job.env.config.hosts.reconnect_ns)
-    job.env.alarms.set(Alarm.AGENT, max(change, now + MILLISECOND_NS), agent_id)
+    again = now + READING_NS if dead else max(change, now + MILLISECOND_NS)
+    job.env.alarms.set(Alarm.AGENT, again, agent_id)
 
 
 def _cut_off(job: JobState, agent: Agent) -> bool:
