@@ -54,3 +54,22 @@ def test_a_spare_comes_before_a_smaller_cell(jobs: Jobs) -> None:
     chaos = "kill:target=worker:0/1,at=4,phase=forward"
     job = jobs.run("Sharded", workers=1, numerics=FOUR, settings=settings, chaos=chaos)
     assert not job.of_kind("cell_shrunk") and len(job.of_kind("worker_evicted")) == 1, job.account()
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize(
+    ("task", "numerics", "settings", "shape"),
+    [
+        ("Text", {}, {"cell.fsdp": 2, "cell.wrap": 300}, (1, 1, 1)),
+        ("Text", {}, {"cell.fsdp": 3}, (1, 2, 1)),
+        ("Sharded", FOUR, {"cell.tp": 4}, (1, 1, 2)),
+    ],
+)
+@pytest.mark.parametrize("phase", ["forward", "update"])
+def test_a_stage_goes_on_with_cells_of_unlike_sizes(
+    jobs: Jobs, task: str, numerics: dict[str, Any], settings: dict[str, Any], shape: tuple[int, int, int], phase: str
+) -> None:
+    chaos = f"kill:target=worker:1/1,at=4,phase={phase}"
+    settings = {"stages": 2, "max_restarts": 0, **settings}
+    job = jobs.run(task, workers=4, numerics=numerics, settings=settings, chaos=chaos, pace=[healed(1)])
+    assert _shapes(job) == [shape], job.account()
