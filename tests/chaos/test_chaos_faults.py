@@ -82,6 +82,7 @@ def test_all_but_one_at_once(jobs: Jobs) -> None:
     assert {e["worker_id"] for e in job.of_kind("worker_evicted")} == {0, 1, 3}
 
 
+@pytest.mark.longer
 def test_all_at_once_start_over(jobs: Jobs) -> None:
     chaos = "; ".join(f"kill:target=worker:{k},at=7,phase=reduce" for k in range(3))
     job = jobs.run("Text", chaos=chaos, numerics=STEPS)

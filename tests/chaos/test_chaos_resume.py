@@ -93,6 +93,7 @@ def test_all_workers_die_at_once_while_the_launcher_lives(jobs: Jobs) -> None:
     jobs.check(job, "PicturesOneCycle")
 
 
+@pytest.mark.longer
 def test_the_newest_checkpoint_is_damaged_and_the_next_older_one_is_used(jobs: Jobs) -> None:
     job = jobs.start("Pictures", workers=2, settings={"checkpoint.disk.every_steps": 5}, pace=ENDLESS)
     job.wait_for("checkpoint_completed", step(10))
@@ -112,6 +113,7 @@ def test_the_newest_checkpoint_is_damaged_and_the_next_older_one_is_used(jobs: J
     assert list(newest.glob("damaged-*"))
 
 
+@pytest.mark.longer
 def test_a_checkpoint_on_request_starts_another_job(jobs: Jobs) -> None:
     job = jobs.start("Pictures", workers=2, pace=ENDLESS)
     job.wait_for("step_committed", step(3))

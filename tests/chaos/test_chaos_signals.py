@@ -49,6 +49,7 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.longer
 def test_workers_outlive_a_fork_server_that_is_frozen_and_get_another(jobs: Jobs) -> None:
     """The one that the job itself has started: whoever is left without it is nobody's child here."""
     job = jobs.start("Pictures", workers=2, pace=[healed(1)], lane_s=0.2)

@@ -54,6 +54,7 @@ def test_a_kill_in_each_phase(jobs: Jobs, phases: tuple[str, ...]) -> None:
     assert not job.of_kind("fallback")
 
 
+@pytest.mark.longer
 def test_leaders_die_one_after_the_other_and_a_standby_takes_over(jobs: Jobs) -> None:
     chaos = "kill:target=leader:1,at=5,phase=backward; kill:target=leader:1,at=6,phase=agree"
     settings = {"stages": 2, "redundancy": 2, "backoff.initial_s": 20}

@@ -17,6 +17,7 @@ def _everstep(*argv: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.longer
 def test_one_scenario_and_its_report(tmp_path: Path) -> None:
     code, said = _everstep("chaos", "suite", "death_in_update", "--json", "--run-dir", str(tmp_path / "s"))
     assert code == 0, said

@@ -24,6 +24,7 @@ def test_cut_off_from_everybody(jobs: Jobs, transport: str) -> None:
     assert back[0]["time_unix_ns"] - away >= 2e9, "it could not come back before"
 
 
+@pytest.mark.longer
 def test_a_short_partition_and_a_lost_connection_cost_nothing(jobs: Jobs) -> None:
     chaos = "partition:target=worker:1,at=5,for=0.3; disconnect:target=worker:2,at=8,for=0.5"
     job = jobs.run("Text", chaos=chaos, settings=LIMITS, numerics=STEPS, pace=[{"kind": "fault_injected", "count": 2}])

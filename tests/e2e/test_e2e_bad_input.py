@@ -200,6 +200,7 @@ def test_a_full_disk_does_not_stop_training_and_costs_no_row(small_task: str, sm
     assert not [event for event in told if "were lost" in str(event["reason"])]
 
 
+@pytest.mark.longer
 def test_a_ledger_that_can_never_be_written_is_not_passed_over(
     small_task: str, small_disk: Path, request: pytest.FixtureRequest
 ) -> None:

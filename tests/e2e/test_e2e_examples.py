@@ -41,10 +41,8 @@ def test_an_example_survives_a_kill(name: str, more: tuple[str, ...], tmp_path: 
     assert '"worker_evicted"' in (tmp_path / "many" / "events.jsonl").read_text()
 
 
-@pytest.mark.parametrize(
-    "origin",
-    ["plain", pytest.param("lightning", marks=pytest.mark.longer), pytest.param("hf", marks=pytest.mark.longer)],
-)
+@pytest.mark.longer
+@pytest.mark.parametrize("origin", ["plain", "lightning", "hf"])
 def test_a_starting_point_survives_a_kill(origin: str, tmp_path: Path) -> None:
     made = everstep("init", tmp_path, "--from", origin)
     assert made.returncode == 0, made.stderr

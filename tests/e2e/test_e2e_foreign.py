@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from e2e_cli import TASK_FILE, digest_of, one_error, together
 
 from foreign_checkpoints import ESCAPE, escaping
@@ -33,6 +34,7 @@ class Mine(Small):
 """
 
 
+@pytest.mark.longer
 def test_no_process_takes_what_lies_in_the_working_directory(tmp_path: Path) -> None:
     work, mark, told = tmp_path / "work", tmp_path / "mark", tmp_path / "told"
     work.mkdir()

@@ -96,7 +96,8 @@ def processes_of(run_dir: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("how", [pytest.param("moved", marks=pytest.mark.longer), "removed"])
+@pytest.mark.longer
+@pytest.mark.parametrize("how", ["moved", "removed"])
 def test_a_run_directory_that_is_taken_away_ends_the_job(run_dir: Path, small_task: str, how: str) -> None:
     """In one line; and another directory of its name stays as it is."""
     there = run_dir.with_name("there")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from e2e_cli import digest_of, events_of, one_error, together
 
 
+@pytest.mark.longer
 def test_notices_arrive_and_hold_up_nothing(small_task: str, tmp_path: Path) -> None:
     out = tmp_path / "told"
     good = tmp_path / "good.sh"

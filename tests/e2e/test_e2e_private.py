@@ -179,6 +179,7 @@ def test_the_stranger_takes_what_is_open(base: Path) -> None:
     assert strangers_take(paths, [], NOBODY) == paths[:1]
 
 
+@pytest.mark.longer
 def test_what_is_made_of_a_job_is_closed_and_an_old_one_is_closed_again(base: Path, small_task: str) -> None:
     run_dir, other = base / "job", base / "other"
     done = everstep("run", small_task, "--run-dir", run_dir, "--steps", "2")

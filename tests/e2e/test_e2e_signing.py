@@ -10,6 +10,7 @@ import pytest
 from e2e_cli import TASK_FILE, digest_of, everstep, one_error, together
 
 
+@pytest.mark.longer
 def test_a_job_begins_with_what_was_signed_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(TASK_FILE)
     task = f"{tmp_path / 'small.py'}:Small"

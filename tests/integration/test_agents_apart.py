@@ -126,6 +126,7 @@ def test_every_fault_ends_with_the_bits_of_the_undisturbed_run(jobs: Jobs, agent
     assert {e["host"] for e in job.of_kind("worker_joined")} == {"other"}
 
 
+@pytest.mark.longer
 def test_with_the_jobs_process_all_of_it_ends(jobs: Jobs, agents: list[Agent]) -> None:
     job = jobs.start("Text", *APART, workers=2, numerics={"steps": 10_000})
     agents.append(Agent(job, "--slots", "1", "--host-name", "one"))

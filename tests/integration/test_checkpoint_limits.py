@@ -79,6 +79,7 @@ def test_a_directory_without_permission(tmp_path: Path) -> None:
     assert list(locked.iterdir()) == []
 
 
+@pytest.mark.longer
 def test_memory_beyond_the_state(tmp_path: Path) -> None:
     """Writing 200 MB takes a block of memory, not the size of the state; loading takes a few pieces."""
     script = (

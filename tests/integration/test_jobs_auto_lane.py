@@ -7,6 +7,8 @@ import os
 import signal
 from typing import Any
 
+import pytest
+
 from job_harness import Job, Jobs
 
 
@@ -15,6 +17,7 @@ def lanes_of(job: Job) -> dict[str, Any]:
     return {key: config[key] for key in ("lanes", "micro_batch")}
 
 
+@pytest.mark.longer
 def test_a_resumed_job_keeps_the_lane_that_was_found(jobs: Jobs) -> None:
     auto, numerics = {"micro_batch": "auto"}, {"steps": 12}
     chaos = "kill:target=worker:1,at=3,phase=backward"

@@ -112,6 +112,7 @@ def test_a_spare_cell_takes_over_and_a_rank_that_is_stopped_hangs(jobs: Jobs) ->
     jobs.check(job, "Pictures")
 
 
+@pytest.mark.longer
 def test_lanes_of_limbs_read_what_a_scheduler_has_changed(jobs: Jobs, tmp_path: Path) -> None:
     """The scheduler itself, a learning rate, and dropout that the scheduler anneals."""
     (tmp_path / "driven.py").write_text(DRIVEN)

@@ -9,6 +9,6 @@ from sampling import mostly_longer
 
 
 @pytest.mark.parametrize("workers", mostly_longer([2, 3, 4, 5], lambda workers: workers == 3))
-@pytest.mark.parametrize("task", ["Pictures", "Text"])
+@pytest.mark.parametrize("task", [pytest.param("Pictures", marks=pytest.mark.longer), "Text"])
 def test_any_number_of_workers(jobs: Jobs, task: str, workers: int) -> None:
     jobs.run(task, workers=workers)

@@ -45,7 +45,7 @@ SPLIT = ("--stages", "2", "--pool", "2", *KILL)
     ("name", "alike", "placed"),
     [
         pytest.param("gpt2", (), SPLIT, marks=pytest.mark.longer),  # it has dropout and a tied weight
-        ("llama", ("--set", "task.lora.rank=2"), SPLIT),
+        pytest.param("llama", ("--set", "task.lora.rank=2"), SPLIT, marks=pytest.mark.longer),
         pytest.param("gpt_neox", (), ("--workers", "2", *KILL), marks=pytest.mark.longer),
         pytest.param("gpt2", (*SHARDS, "--set", "cell.sp=true"), TOGETHER, marks=pytest.mark.longer),
         ("llama, tied", SHARDS, TOGETHER),

@@ -160,6 +160,7 @@ def test_lightning_goes_on_from_a_checkpoint(trained: Path) -> None:
     assert done.stdout.split()[-3:] == ["5", "20", "0.2"]
 
 
+@pytest.mark.longer
 def test_a_module_survives_a_kill_and_a_stop(jobs: Jobs, scripts: Path) -> None:
     script = str(scripts / "ours.py")
     plain = jobs.start(script, "--", "epoch", str(scripts / "plain"), workers=1)

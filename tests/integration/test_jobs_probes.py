@@ -11,7 +11,6 @@ import pytest
 
 from everstep.runtime.link.address import read_address
 from job_harness import Event, Job, Jobs, same
-from sampling import mostly_longer
 
 SCRIPT = """
 import os, time, torch
@@ -276,9 +275,10 @@ PARTS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("file", "settings", "says"),
-    mostly_longer(PARTS, lambda part: "chunks" in part[1]),
+    PARTS,
     ids=["data", "code", "code, in chunks"],
 )
 def test_a_worker_of_a_stage_that_comes_back_otherwise_is_refused(

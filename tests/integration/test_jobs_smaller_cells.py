@@ -49,6 +49,7 @@ def test_cells_of_unlike_sizes_train_together(
     assert cells == {0: before, 1: shapes[0][1] * shapes[0][2]}, job.account()
 
 
+@pytest.mark.longer
 def test_a_spare_comes_before_a_smaller_cell(jobs: Jobs) -> None:
     settings = {"cell.tp": 2, "max_restarts": 0, "spares": 1}
     chaos = "kill:target=worker:0/1,at=4,phase=forward"

@@ -31,20 +31,18 @@ def cells(ranks: int, **more: Any) -> dict[str, Any]:
     return {"stages": 2, "cell.fsdp": ranks, **more}
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("task", "ranks", "workers", "settings"),
-    mostly_longer(
-        [
-            ("Text", 2, 4, {}),
-            ("Pictures", 3, 1, {"recompute": True}),
-            ("Pictures", 2, 3, {"schedule": "gpipe", "verify_every": 2}),
-            ("Layers", 2, 5, {"stages": 4, "verify_every": 3}),
-            ("SparseStages", 3, 4, {"cell.wrap": 30, "verify_every": 4}),
-            ("PicturesEpochs", 2, 4, {"eval_every": 5}),
-            ("Text", 2, 4, {"redundancy": 1, "transport": "sockets"}),
-        ],
-        lambda case: case[:3] == ("Text", 2, 4) and not case[3],
-    ),
+    [
+        ("Text", 2, 4, {}),
+        ("Pictures", 3, 1, {"recompute": True}),
+        ("Pictures", 2, 3, {"schedule": "gpipe", "verify_every": 2}),
+        ("Layers", 2, 5, {"stages": 4, "verify_every": 3}),
+        ("SparseStages", 3, 4, {"cell.wrap": 30, "verify_every": 4}),
+        ("PicturesEpochs", 2, 4, {"eval_every": 5}),
+        ("Text", 2, 4, {"redundancy": 1, "transport": "sockets"}),
+    ],
 )
 def test_any_number_of_ranks(jobs: Jobs, task: str, ranks: int, workers: int, settings: dict[str, Any]) -> None:
     numerics = {} if task == "PicturesEpochs" else {"steps": 8}
@@ -102,12 +100,10 @@ def test_a_spare_cell_takes_over_and_a_rank_that_is_stopped_hangs(jobs: Jobs) ->
     jobs.check(job, "Pictures")
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("task", "numerics", "whole"),
-    mostly_longer(
-        [("Text", {}, {"cell.fsdp": 2}), ("Sharded", {"cell.shards": 4}, {"cell.tp": 2})],
-        lambda case: case[0] == "Text",
-    ),
+    [("Text", {}, {"cell.fsdp": 2}), ("Sharded", {"cell.shards": 4}, {"cell.tp": 2})],
 )
 def test_it_is_resumed_in_other_shapes(jobs: Jobs, task: str, numerics: dict[str, Any], whole: dict[str, Any]) -> None:
     plain = {"stages": 1, "cell.fsdp": 1, "cell.tp": 1}

@@ -109,6 +109,7 @@ def test_a_kill_changes_no_bit(jobs: Jobs, script: str, tmp_path: Path) -> None:
     assert ends[0][1][-1]["step"] == 9
 
 
+@pytest.mark.longer
 def test_a_plain_trainer_is_refused(jobs: Jobs, script: str, tmp_path: Path) -> None:
     where = tmp_path / "plain"
     argv = ["run", script, "--run-dir", str(where), "--workers", "2", "--", str(tmp_path / "out")]

@@ -118,7 +118,8 @@ def test_both_holders_of_a_part_are_killed_at_once(jobs: Jobs, script: str, refe
     ended_alike(job, reference)
 
 
-@pytest.mark.parametrize("worker_id", [0, pytest.param(1, marks=pytest.mark.longer)])
+@pytest.mark.longer
+@pytest.mark.parametrize("worker_id", [0, 1])
 def test_a_worker_dies_while_the_result_is_brought_together(
     jobs: Jobs, script: str, reference: Path, worker_id: int
 ) -> None:
@@ -164,6 +165,7 @@ def test_it_is_resumed_otherwise_divided_or_not_at_all(
     ended_alike(again, reference)
 
 
+@pytest.mark.longer
 def test_members_come_and_go_and_a_bit_that_flips_in_a_part_is_found(jobs: Jobs, script: str, reference: Path) -> None:
     settings = {**ZERO, "verify_every": 4}
     job = jobs.start(script, workers=2, settings=settings, environment={"LANE_S": "0.05"})

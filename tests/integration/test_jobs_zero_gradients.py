@@ -106,6 +106,7 @@ def test_it_is_resumed_otherwise_divided_and_not_at_all(jobs: Jobs, script: str,
     same(reference, last)
 
 
+@pytest.mark.longer
 def test_over_sockets_gradients_stay_and_the_bits_too(jobs: Jobs, script: str, reference: Path) -> None:
     chaos = "kill:target=worker:1,at=8,phase=reduce; kill:target=leader:0,at=14,phase=agree"
     job = jobs.start(script, workers=4, settings={**ZERO, "transport": "sockets"}, chaos=chaos, environment=PACED)

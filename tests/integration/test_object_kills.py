@@ -86,6 +86,7 @@ def gone(pid: int, timeout_s: float) -> bool:
     return True
 
 
+@pytest.mark.longer
 @pytest.mark.timeout(300 + 60 * KILLS)  # each kill is followed by a check of all that is there
 def test_what_is_accepted_is_whole_whenever_the_uploader_dies(
     uploaders: tuple[Proxy, ObjectStore, subprocess.Popen[str]], tmp_path: Path

@@ -61,6 +61,7 @@ def within(old: Mapping[str, int], new: Mapping[str, int]) -> bool:
     return all(new[name] <= old[name] + more for name, more in few.items())
 
 
+@pytest.mark.longer
 def test_members_that_come_and_go_leave_no_mapping(tmp_path: Path) -> None:
     crew = Crew("shm", 2, tmp_path)
     try:
