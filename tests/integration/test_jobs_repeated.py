@@ -15,7 +15,7 @@ import everstep
 torch.manual_seed(0)
 model = nn.Linear(16, 16)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randn(64, 16))
+data = torch.utils.data.TensorDataset(torch.randn(640, 16), torch.randn(640, 16))
 scale = float(os.environ.get("SCALE", "1"))
 for step in everstep.join(model, optimizer, data, lanes=4, micro_batch=2, steps=30):
     for x, y in step:
@@ -26,12 +26,11 @@ for step in everstep.join(model, optimizer, data, lanes=4, micro_batch=2, steps=
 
 def test_a_script_that_reads_another_environment_after_a_crash_is_refused(jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "scaled.py").write_text(SCRIPT)
-    script, rule = str(tmp_path / "scaled.py"), {"checkpoint.disk.every_steps": 5}
+    script, rule = str(tmp_path / "scaled.py"), {"checkpoint.disk.every_steps": 12}
     alone = jobs.start(script, workers=1)
-    job = jobs.start(script, workers=2, settings=rule, environment={"LANE_S": "0.03"})
-    job.wait_for("checkpoint_completed")
-    checkpoint = job.of_kind("checkpoint_completed")[-1]["step"]
-    job.wait_for("step_committed", step=checkpoint + 3)
+    job = jobs.start(script, workers=2, settings=rule, environment={"LANE_S": "0.1"})
+    job.wait_for("checkpoint_completed", step=12)
+    job.wait_for("step_committed", step=15)  # the next checkpoint is far
     signal.pidfd_send_signal(job._pidfd, signal.SIGKILL)
     job.end()
 

@@ -108,7 +108,7 @@ for step in run:
         if what == "own": raise ValueError("of the user")
         if what == "scaler": torch.amp.GradScaler("cpu").scale(model(x).sum())
         step.backward(model(x).sum() if what == "again" else model(x))
-if what == "again": everstep.join(model, optimizer, data, steps=1, micro_batch=2)
+if what == "again": getattr(everstep, "join")(model, optimizer, data, steps=1, micro_batch=2)
 """
 
 
