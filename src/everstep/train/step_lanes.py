@@ -151,6 +151,8 @@ class Lanes:
     def batch(self, number: int, lane: int) -> tuple[Any, Any]:
         """A lane's batch on the device, and its samples (none: the lane is empty)."""
         self._enter(number - 1)
+        if not self._view.config.loader.workers:  # the dataset may read the model
+            self.await_parameters()
         batch, samples = self._loader.batch(number, lane)
         if compiling() and self._shapes.new(batch):
             self._view.link.row.chill()

@@ -91,6 +91,18 @@ def test_who_copied_a_state_that_changed_is_not_the_odd_one() -> None:
     assert kept.doubt == Doubt()
 
 
+def test_samples_that_are_others_when_they_are_read_again_end_the_job() -> None:
+    """A dataset that reads the model, in loader processes that are forked anew as workers come and go."""
+    kept = probing(OLD, NEW)
+    assert kept.judge(outcome(7, {3: {0: "s a", 1: "t b"}}), 0) is not None
+    found = kept.judge(outcome(7, {3: {0: "t b", 1: "t b"}}), 0)
+    assert found is not None and (found.changed, found.odd, found.ends) == (False, frozenset(), True)
+    assert found.reason.startswith("worker 0 got different samples for lane 3 of step 7 the second time")
+    kept = probing(OLD, NEW)
+    assert kept.judge(outcome(7, {3: {0: "s a", 1: "t b"}}), 0) is not None
+    assert kept.judge(outcome(7, {3: {0: "s a", 1: "s a"}}), 0) is None, "the new member read them wrongly once"
+
+
 @pytest.mark.parametrize(
     ("second", "odd"),
     [

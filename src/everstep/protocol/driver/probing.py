@@ -153,16 +153,22 @@ class Probing:
 
     def _changed(self, outcome: StepOutcome) -> ProbeVerdict | None:
         """All members agree now. None unless older members, which new ones differed from, get another result from
-        the same input than at first."""
+        the same input than at first, or other samples."""
         doubt = self.doubt
         now = outcome.probes.get((doubt.lane, doubt.part), {})
+        reread = {worker for worker, one in doubt.said.items() if one.data != now.get(worker, one).data}
         changed = {worker for worker, one in doubt.said.items() if _otherwise(one, now.get(worker, one))}
-        if doubt.step != outcome.step or not changed or len(set(doubt.said.values())) > 1:
+        if doubt.step != outcome.step or not (reread or changed) or len(set(doubt.said.values())) > 1:
             return None
         self.doubt = Doubt()
         where = self._where(doubt.step, doubt.lane, doubt.part)
-        reason = f"{_workers(changed)} got different results for {where} before and after others copied the state"
-        return ProbeVerdict(doubt.lane, tuple(sorted(now)), frozenset(), reason, self._sound, changed=True)
+        if reread:
+            rule = "a sample may depend on its index and epoch alone"
+            reason = f"{_workers(reread)} got different samples for {where} the second time: {rule}"
+        else:
+            reason = f"{_workers(changed)} got different results for {where} before and after others copied the state"
+        ends = bool(reread)
+        return ProbeVerdict(doubt.lane, tuple(sorted(now)), frozenset(), reason, self._sound, ends, changed=not ends)
 
     def _where(self, step: int, lane: int, part: int) -> str:
         return f"lane {lane} of step {step}" + (f", part {part} of the model" if self._split else "")
