@@ -78,6 +78,15 @@ def test_one_worker_is_asked_and_all_who_follow_that_plan_go_on() -> None:
     assert asked(again) == ["w2.0"] and again.last(m.PlanNow) is None
 
 
+def test_the_doubt_of_a_plan_that_the_journal_lacks_lasts_until_somebody_has_settled_in_it() -> None:
+    again, newer = behind()
+    newer = replace(newer, sound=4, voided=2)
+    again.hello(0, plan=newer, step=9, shows=False)
+    again.shows(0, plan=newer)
+    progress = again.coordinator.job.progress
+    assert again.plan == newer and (progress.sound, progress.voided) == (4, 2)
+
+
 def test_nothing_is_decided_while_somebody_is_asked() -> None:
     again, newer = behind()
     for i in range(4):

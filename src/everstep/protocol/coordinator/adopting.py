@@ -120,6 +120,7 @@ def _adopt(job: JobState, plan: Plan, source: WorkerKey) -> None:
     agreement, membership = job.agreement, job.membership
     known = agreement.newest.generation
     agreement.adopt(plan)
+    job.progress.take_up(plan)
     job.healing.keep(())
     job.quorum.met()
     membership.begin_grace()

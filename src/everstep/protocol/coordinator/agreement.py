@@ -330,8 +330,8 @@ class JobProgress:
         """An earlier life of the coordinator had ended the job."""
         self.ended = ended
 
-    def replay_plan(self, plan: Plan) -> None:
-        """Take the newest plan of the journal, which may not have been entered yet."""
+    def take_up(self, plan: Plan) -> None:
+        """Take the newest plan of the journal, or one that workers follow; it may not have been entered yet."""
         self.sound, self.voided = plan.sound, plan.voided
         for step, stage, digest in plan.alike:
             self.alike(step, {stage: digest})

@@ -202,7 +202,7 @@ def _take_plan(job: JobState, entry: _Planned) -> None:
     check_plan(plan, job.env.config)
     if job.agreement.replay_plan(plan, adopted=entry.adopted):
         job.speeds.replay_plan(plan)
-        job.progress.replay_plan(plan)
+        job.progress.take_up(plan)
         for member in plan.members:
             job.membership.restore(member, entry.agents.get(str(member.worker_id)))
 
