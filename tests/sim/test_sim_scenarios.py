@@ -49,7 +49,7 @@ SCENARIOS = {
     ),
     # All members were given up for their silence, and training began anew, while they went on.
     "the coordinator is cut off from everybody": Setup(
-        3, 1, 1, 1, "replace", SimJob(12, 6, 3), (SimFault("cut_control", 150, for_ms=3500),)
+        3, 1, 1, 1, "replace", SimJob(12, 6, 3), (SimFault("cut_control", 150, for_ms=3200),)
     ),
     # Asymmetric partitions: what a host, or the coordinator, says arrives, and it hears nothing.
     "a host hears no other one": Setup(

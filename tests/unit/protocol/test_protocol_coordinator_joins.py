@@ -396,6 +396,18 @@ def test_who_leaves_in_order_before_the_others_have_told_of_the_switch_is_not_ev
     assert world.last(m.SetSlots, "a1").worker_ids == [0, 2]
 
 
+@pytest.mark.parametrize("entered", [False, True])
+def test_who_lost_blocks_as_the_others_switched_is_heard(entered):
+    """It cannot switch, and the others wait for it in the generation that was prepared."""
+    world = running()
+    assert world.command("drain", worker_id=1).ok
+    world.exited(1, reason="exit code 0", in_order=True)
+    if entered:
+        world.entered(2, 2, 5)
+    world.say("w2.0", m.SettleAgain(worker_id=2, incarnation=0, generation=1, reason="it has lost blocks"))
+    assert world.plan.generation == (2 if entered else 3) and world.plan.worker_ids == (0, 2)
+
+
 def test_a_spare_that_leaves_in_order_says_nothing_of_the_switch():
     world = three_and_a_spare()
     assert world.command("scale", workers=2).ok and world.prepared is not None

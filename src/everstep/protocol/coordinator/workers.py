@@ -302,12 +302,20 @@ def settle_again(job: JobState, worker: Worker, message: m.SettleAgain) -> None:
         if job.progress.differ(why, message):
             return
         job.progress.in_doubt(why, message.sound)
-    if message.generation == agreement.plan.generation and agreement.plan.has(worker.key):
+    in_force = message.generation == agreement.plan.generation or _left_behind(job, worker.key.worker_id)
+    if in_force and agreement.plan.has(worker.key):
         text = message.reason if message.tainted else f"worker {worker.key.worker_id}: {message.reason}"
         for odd in _members(job, message.odd):
             evict(job, odd, why, kill=True)
         agreement.break_off(Why(message.cause, text))
         job.recovery.begin(why)
+
+
+def _left_behind(job: JobState, worker_id: int) -> bool:
+    """Whether the others have switched to the plan in force, which was prepared, and this member has not entered it:
+    what it lacks in the generation before, it lacks in this one."""
+    agreement = job.agreement
+    return agreement.switched == agreement.plan.generation and worker_id not in agreement.entered
 
 
 def _members(job: JobState, worker_ids: Collection[int]) -> list[Worker]:
