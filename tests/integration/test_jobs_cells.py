@@ -100,12 +100,14 @@ def test_any_rank_is_killed_and_its_cell_comes_back(jobs: Jobs, phase: str) -> N
 
 
 @pytest.mark.longer
-def test_a_spare_cell_takes_over_and_a_rank_that_is_stopped_hangs(jobs: Jobs) -> None:
-    job = jobs.start("Pictures", workers=2, settings=cells(2, spares=1, hang_limit_s=3), pace=[healed(2), healed(1)])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_spare_cell_takes_over_and_a_rank_that_is_stopped_hangs(jobs: Jobs, stages: int) -> None:
+    settings, spare = cells(2, stages=stages, spares=1, hang_limit_s=3), 2 * stages
+    job = jobs.start("Pictures", workers=2 * stages, settings=settings, pace=[healed(spare), healed(1)])
     job.wait_for("step_committed", step=4)
-    for pid in ranks_of(job, 0):  # both at once
+    for pid in ranks_of(job, spare - 2):  # both at once
         os.kill(pid, signal.SIGKILL)
-    job.wait_for("worker_healed", worker_id=2)
+    job.wait_for("worker_healed", worker_id=spare)
     os.kill(ranks_of(job, 1)[1], signal.SIGSTOP)
     evicted = job.wait_for("worker_evicted", worker_id=1)
     assert evicted["cause"] == "hung" and "its rank 1" in evicted["reason"], job.account()

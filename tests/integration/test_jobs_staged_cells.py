@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from job_harness import Job, Jobs, healed
+from job_harness import Jobs, healed
 from sampling import mostly_longer
 
 RAISES = """
@@ -66,12 +66,6 @@ def test_virtual_shards_at_any_degree(jobs: Jobs, settings: dict[str, Any], work
     jobs.run("Sharded", workers=workers, numerics={"cell.shards": 4}, settings=cells(2, **settings))
 
 
-def ranks_of(job: Job, worker_id: int) -> list[int]:
-    """Pids of the newest life of a worker, the head's first."""
-    joined = [e for e in job.of_kind("worker_joined") if e["worker_id"] == worker_id]
-    return [int(pid) for pid in joined[-1]["pids"]]
-
-
 @pytest.mark.parametrize(
     "phase", mostly_longer(["forward", "backward", "reduce", "agree", "update"], lambda phase: phase == "backward")
 )
@@ -84,20 +78,6 @@ def test_any_rank_of_any_stage_is_killed_and_its_cell_comes_back(jobs: Jobs, pha
     assert len(job.of_kind("fault_injected")) == 3, job.account()
     reasons = [event["reason"] for event in job.of_kind("worker_evicted")]
     assert sum("its rank 1 was killed by SIGKILL" in reason for reason in reasons) == 2, job.account()
-
-
-@pytest.mark.longer
-def test_a_spare_cell_takes_over_and_a_rank_that_is_stopped_hangs(jobs: Jobs) -> None:
-    settings = cells(2, spares=1, hang_limit_s=3)
-    job = jobs.start("Pictures", workers=4, settings=settings, pace=[healed(4), healed(1)])
-    job.wait_for("step_committed", step=4)
-    for pid in ranks_of(job, 2):  # both at once
-        os.kill(pid, signal.SIGKILL)
-    job.wait_for("worker_healed", worker_id=4)
-    os.kill(ranks_of(job, 1)[1], signal.SIGSTOP)
-    evicted = job.wait_for("worker_evicted", worker_id=1)
-    assert evicted["cause"] == "hung" and "its rank 1" in evicted["reason"], job.account()
-    jobs.check(job, "Pictures")
 
 
 @pytest.mark.longer

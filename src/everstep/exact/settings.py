@@ -112,7 +112,8 @@ class _Attributes:
             self._fields.append(fields)
             self._plain += [(itemgetter(*plain), fields)] if plain else []
             self._packed += [(fields, k, v) for k, v in packed.items()]
-            self._others += [(fields, k, v.at) for k, v in watched.now.items() if isinstance(v, _Other) and v.at]
+            # The values themselves: no other one gets the identity of a value that is held.
+            self._others += [(fields, k, fields[k]) for k, v in watched.now.items() if isinstance(v, _Other) and v.at]
         self._seen = self._look()
 
     def _look(self) -> tuple[list[int], list[Any]]:
@@ -131,7 +132,7 @@ class _Attributes:
                 return False
         except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or is a tensor now
             return False
-        if any(id(fields.get(k)) != at for fields, k, at in self._others):
+        if any(fields.get(k) is not value for fields, k, value in self._others):
             return False
         return all(k in fields and _pack(fields[k]) == v for fields, k, v in self._packed)
 

@@ -81,7 +81,7 @@ class Calls:
 
     @property
     def memory(self) -> RoundMemory:
-        """Point of the round."""
+        """Facts of the round."""
         return self.reader.memory
 
     def iterate(self, value: Value, node: ast.expr) -> Value:

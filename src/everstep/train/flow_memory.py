@@ -1,4 +1,4 @@
-"""Point of a loop while one round of it is read: places, their dependences, and those that reach training.
+"""Facts of a loop while one round of it is read: places, their dependences, and those that reach training.
 
 A place is something that outlives the round: a variable, an attribute of an object, or an object's content. At the
 beginning of the round each place depends on itself alone; so a value that depends on a place at the end depends on the
@@ -92,7 +92,7 @@ def joined(values: Iterable[Value]) -> Value:
 
 @dataclass(frozen=True)
 class Judge:
-    """Point of live objects. flags: run, trained, carried, restless (any method changes it), drives (its arguments
+    """Facts of live objects. flags: run, trained, carried, restless (any method changes it), drives (its arguments
     change trained values), copies (a class whose objects copy). of_user: whether the class is the user's."""
 
     flags: Callable[[Any], frozenset[str]]

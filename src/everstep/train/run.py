@@ -146,8 +146,6 @@ class Step:
         if lacking:
             cell, mine = self._session.cell, plan.lanes_of(self._session.view.me)
             lanes.schedule(self.number, mine if cell is None else cell.own(lacking))
-        if self._session.cell is not None:
-            lanes.await_parameters()
         for lane in operation.lanes:
             if lane not in lacking:
                 lanes.done(self.number, 0, lane)
