@@ -128,10 +128,6 @@ def test_a_killed_worker_and_a_resumed_job_are_set_as_the_loop_has_set_them(jobs
             "everstep.state(best=...)",
             marks=pytest.mark.longer,
         ),
-        (
-            ("pass", "if step.number == 10: model[5].bias.detach().mul_(2)"),
-            *("parameter 5.bias was changed by the loop before the batches", "change it after the batches"),
-        ),
     ],
 )
 def test_what_cannot_be_carried_ends_the_job_before_anything_is_lost(
@@ -145,3 +141,12 @@ def test_what_cannot_be_carried_ends_the_job_before_anything_is_lost(
     assert job.of_kind("checkpoint_completed")[-1]["step"] == 9
     again = jobs.start(job.what.split()[1], workers=1, run_dir=job.run_dir)  # from there, as if nothing had been said
     assert again.end() == 1 and says in again.of_kind("job_failed")[-1]["reason"], again.account()
+
+
+def test_a_state_that_the_loop_has_changed_before_the_batches_is_not_saved(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.start(write(tmp_path, "pass", "if step.number == 10: model[5].bias.detach().mul_(2)"), workers=2)
+    assert job.end() == 1, job.account()
+    failed = job.of_kind("job_failed")[-1]["reason"]
+    assert "parameter 5.bias was changed by the loop before the batches" in failed, job.account()
+    assert "change it after the batches" in failed and "no checkpoint" in failed, job.account()
+    assert 9 not in [c["step"] for c in job.of_kind("checkpoint_completed")], job.account()

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from everstep.base.errors import Uncarried
 from everstep.exact.settings import Moment
 from everstep.exact.unchanged import BUFFER, StandingTensors
 from everstep.train.heal import StateCopy, moved_in, pack_state, unpack_state, with_entry, with_moved
@@ -42,7 +41,6 @@ class LoopMoves:
         self.told: dict[str, Tensor] = {}
         self._tensors: StandingTensors | None = None
         self._round = 0
-        self._refused = False
 
     def begin(self, tensors: StandingTensors) -> None:
         """The loop is about to begin."""
@@ -51,10 +49,6 @@ class LoopMoves:
     def enter(self, number: int) -> None:
         """The body is about to be entered, for this step."""
         self._round = number
-
-    def refuse(self) -> None:
-        """A change was refused: the job ends."""
-        self._refused = True
 
     def reach(self) -> bool:
         """The loop has come to the batches of its round. Returns whether its first change has shown."""
@@ -82,8 +76,8 @@ class LoopMoves:
 
     def midway(self) -> str:
         """Name of a tensor that the loop has changed since the update; a worker that goes on from here would do so
-        again. "" if there is none, or the change was refused."""
-        found = {} if self._tensors is None or (self._refused and not self.known) else self._tensors.moved()
+        again. "" if there is none."""
+        found = {} if self._tensors is None else self._tensors.moved()
         return next(iter(found), "")
 
     def past(self, number: int) -> bool:
@@ -97,15 +91,11 @@ class LoopMoves:
             self._tensors.give(moved)
 
 
-def _stood(tensors: StandingTensors | None, moves: LoopMoves) -> bool:
+def _stood(tensors: StandingTensors | None) -> bool:
     """Let the tensors change. Returns whether they had to stand still. Raises: Uncarried if one has changed."""
     if tensors is None:
         return False
-    try:
-        tensors.check()
-    except Uncarried:
-        moves.refuse()
-        raise
+    tensors.check()
     return tensors.release()
 
 
@@ -172,7 +162,7 @@ class LoopState:
     def reach(self) -> bool:
         """The loop has come to the batches of its round. Returns whether it has changed trained tensors after the
         batches before, for the first time. Raises: Uncarried for a change that cannot be put back."""
-        _stood(self._standing, self.moves)
+        _stood(self._standing)
         again, self._again = self._again, b""
         if again:
             unpack_state(self._stages.any.application, again)
@@ -181,7 +171,7 @@ class LoopState:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """While inside, changes of tensors are not the loop's. Raises: as `reach`."""
-        stood, moved = _stood(self._standing, self.moves), self.moves.midway()
+        stood, moved = _stood(self._standing), self.moves.midway()
         yield
         if not moved:
             self.moves.updated()  # an evaluation puts buffers back
