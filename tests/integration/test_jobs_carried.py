@@ -111,3 +111,18 @@ def test_what_nobody_carries_is_told_and_then_refused(jobs: Jobs, tmp_path: Path
     resumed = jobs.start(script, workers=1, settings=SAVED, run_dir=stopped.run_dir)
     assert resumed.end() == 2, resumed.account()
     assert "the loop had changed box.level" in resumed.of_kind("job_failed")[-1]["reason"]
+
+
+def test_a_job_does_not_go_on_with_other_data(jobs: Jobs, tmp_path: Path) -> None:
+    script = written(tmp_path, KEPT)
+    stopped = jobs.start(script, workers=2, settings={"lanes": 4}, pace=[{"kind": "never"}])
+    stopped.wait_for("step_committed", step=6)
+    os.kill(stopped.launcher_pid(), signal.SIGINT)
+    assert stopped.end() == 130, stopped.account()
+    written(tmp_path, KEPT.replace("model = ", "data[42] = data[42][0] + 1, data[42][1]\nmodel = ", 1))
+    told = "the dataset holds other samples than before the checkpoint of step"
+    refused = jobs.start(script, workers=2, settings={"lanes": 4}, run_dir=stopped.run_dir)
+    assert refused.end() == 2 and told in refused.of_kind("job_failed")[-1]["reason"], refused.account()
+    settings = {"lanes": 4, "numerics.changed": "warn"}
+    warned = jobs.start(script, workers=2, settings=settings, run_dir=stopped.run_dir)
+    assert warned.end() == 0 and told in str(warned.of_kind("warning")), warned.account()

@@ -21,8 +21,10 @@ import msgspec
 
 from everstep.base.below import write_atomically
 from everstep.base.config import Config
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, TaskError
 from everstep.base.given import read_json
+from everstep.data.first_samples import FirstSamples
+from everstep.data.loader_process import LoaderDied
 from everstep.data.reading import reading_of
 from everstep.data.stream import Front, Stream, StreamMark, StreamReader, check_starts_over, count
 from everstep.runtime.link.address import DATASET_FILE
@@ -36,24 +38,29 @@ _MOST_FILES = 1 << 16
 
 class _Stated(msgspec.Struct):
     """What a checkpoint says. files: a digest of each file's name and size, in order. front: of the stream's first
-    samples, "" if it is none. mark: a place in the stream at or before the checkpoint's step."""
+    samples, "" if it is none. mark: a place in the stream at or before the checkpoint's step. samples: digest of some
+    samples of a map-style dataset, "" if they could not be read."""
 
     files: list[str]
     front: str
     mark: StreamMark | None
+    samples: str = ""
 
 
 @dataclass
 class DataPosition:
     """Where a job is in its data, besides its step, and which data they are.
 
-    files: names and sizes of the dataset's files, as it tells them. front: None of a map-style dataset.
+    files: names and sizes of the dataset's files, as it tells them. front: None of a map-style dataset. first: reads
+    some samples of one, until `settle`; None if nothing is to be compared.
     """
 
     order: AnyOrder
     files: Sequence[tuple[str, int]] = ()
     front: Front | None = None
     reader: StreamReader | None = None
+    first: FirstSamples | None = None
+    _samples: str = ""
     _digests: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -63,13 +70,21 @@ class DataPosition:
 
     def encoded(self, step: int) -> bytes:
         """For the checkpoint of a step; empty if there is nothing to say."""
-        if not self.files and self.front is None:
+        self.settle()
+        if not self.files and self.front is None and not self._samples:
             return b""
         mark = self.reader.mark(*self._next(step)) if self.reader is not None else None
-        return msgspec.json.encode(_Stated(self._digests, self.front.digest if self.front else "", mark))
+        return msgspec.json.encode(_Stated(self._digests, self.front.digest if self.front else "", mark, self._samples))
 
-    def accept(self, data: bytes, step: int) -> None:
-        """Take in what a checkpoint of an earlier life says. Raises: ConfigError if its data were others."""
+    def settle(self) -> None:
+        """Wait for the samples that are compared. Call it before the first sample is read."""
+        if self.first is not None:
+            first, self.first = self.first, None
+            self._samples = first.close()
+
+    def accept(self, data: bytes, step: int) -> str:
+        """Take in what a checkpoint of an earlier life says. Returns a line about samples that were others, "" if they
+        were not. Raises: ConfigError if the files or the stream were others."""
         try:
             stated = msgspec.json.decode(data, type=_Stated)
         except msgspec.MsgspecError as error:
@@ -82,8 +97,10 @@ class DataPosition:
                 f"the files of the dataset are not those that the checkpoint of step {step} was trained on: number "
                 f"{number} of {len(stated.files)} is {here} now, of {len(self.files)}: {undo}"
             )
+        if stated.samples and self._samples and stated.samples != self._samples:
+            return f"the dataset holds other samples than before the checkpoint of step {step}"
         if self.front is None or self.reader is None:
-            return
+            return ""
         if stated.front and stated.front != self.front.digest:
             raise ConfigError(
                 f"the stream {self.reader.stream.name} begins with other samples than before the checkpoint of step "
@@ -91,6 +108,7 @@ class DataPosition:
             )
         if stated.mark is not None:
             self.reader.add(stated.mark)
+        return ""
 
     def cost(self, step: int) -> str:
         """What it costs to go on after this step, in words; "" if next to nothing."""
@@ -130,7 +148,11 @@ def job_data(link: WorkerLink, dataset: Any) -> JobData:
     files = _files(dataset)
     if not reading.streamed:
         order = sample_order(config, dataset)
-        return JobData(dataset, order, DataPosition(order, files))
+        position = DataPosition(order, files)
+        if link.regular_saves and link.run_dir is not None:
+            with contextlib.suppress(TaskError, LoaderDied):
+                position.first = FirstSamples(dataset, order.dataset_size, config.seed)
+        return JobData(dataset, order, position)
     stream = Stream.of(dataset, reading.size, config.seed)
     front = check_starts_over(stream)
     size = reading.size

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from everstep.base.cause import Cause
-from everstep.base.errors import CollectiveAborted
+from everstep.base.config import inexact
+from everstep.base.errors import CollectiveAborted, ConfigError
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop
 from everstep.data.batch import to_device
@@ -142,9 +143,13 @@ class Lanes:
         if self._entered:
             return
         self._entered, view = True, self._view
+        view.position.settle()
         said = self._restorer.data_position(after) if after else None
-        if said is not None:
-            view.position.accept(said[1], said[0])
+        if said is not None and (others := view.position.accept(said[1], said[0])):
+            if not inexact(view.config):
+                remedy = "put them back, go on inexactly with --set numerics.changed=warn, or begin again with --fresh"
+                raise ConfigError(f"{others}, so this job would not end as if nothing had happened: {remedy}")
+            view.publisher.emit("warning", step=after, cause=Cause.NONDETERMINISTIC, reason=others)
         if cost := view.position.cost(after):
             view.publisher.emit("warning", step=after, cause=Cause.SLOW, reason=cost)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
+from everstep.data.first_samples import FirstSamples
 from everstep.data.stream import Front, Stream, StreamReader
 from everstep.order.cursor import SampleOrder
 from everstep.train.elastic import sample_order
@@ -36,6 +40,40 @@ def test_the_place_in_a_terabyte_of_shards_is_small_and_names_a_change() -> None
 def test_a_stream_that_begins_otherwise_is_refused() -> None:
     with pytest.raises(ConfigError, match="begins with other samples than before the checkpoint of step 3"):
         position(front="g").accept(position().encoded(3), 3)
+
+
+class Rows:
+    """A dataset that counts its reads, of which one may fail or end its process."""
+
+    def __init__(self, last: int = 0, breaks: bool = False, ends: bool = False) -> None:
+        self.last, self.breaks, self.ends, self.reads = last, breaks, ends, 0
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, str]:
+        self.reads += 1
+        if self.ends:
+            os._exit(1)
+        if self.breaks:
+            raise ValueError("broken")
+        return torch.rand(2) + (self.last if index == 99 else 0), str(index)
+
+
+def looked_at(rows: Rows) -> DataPosition:
+    return DataPosition(ORDER, first=FirstSamples(rows, len(rows), 0))
+
+
+def test_other_samples_than_before_are_told() -> None:
+    rows = Rows()
+    said = looked_at(rows).encoded(5)
+    assert rows.reads == 0, "they are read elsewhere"
+    for one, told in ((Rows(), False), (Rows(last=1), True), (Rows(breaks=True), False), (Rows(ends=True), False)):
+        position = looked_at(one)
+        position.settle()
+        text = position.accept(said, 5)
+        assert text == ("the dataset holds other samples than before the checkpoint of step 5" if told else "")
+    assert looked_at(Rows(breaks=True)).encoded(5) == b""
 
 
 def test_the_cost_is_said() -> None:
