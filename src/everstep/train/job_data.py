@@ -148,11 +148,11 @@ def job_data(link: WorkerLink, dataset: Any) -> JobData:
     files = _files(dataset)
     if not reading.streamed:
         order = sample_order(config, dataset)
-        position = DataPosition(order, files)
+        first = None
         if link.regular_saves and link.run_dir is not None:
             with contextlib.suppress(TaskError, LoaderDied):
-                position.first = FirstSamples(dataset, order.dataset_size, config.seed)
-        return JobData(dataset, order, position)
+                first = FirstSamples(dataset, order.dataset_size, config.seed)
+        return JobData(dataset, order, DataPosition(order, files, first=first))
     stream = Stream.of(dataset, reading.size, config.seed)
     front = check_starts_over(stream)
     size = reading.size
