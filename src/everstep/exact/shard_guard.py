@@ -6,10 +6,11 @@ Looked at when the model is cut, and again at each call, for what a loop may hav
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -23,6 +24,8 @@ _HOOKS = {
     "_backward_hooks": "a backward hook",
 }
 _GLOBAL = {f"_global{name}": f"{words} of all modules" for name, words in _HOOKS.items()}
+_CLOSE, _NOISE = 1e-3, 1e-5
+"""Of a tensor's own largest value, and of the largest of all: rounding of other kernels stays far below."""
 _REMEDY = "take it away, or set cell.tp=1 and cell.shards=1"
 
 
@@ -74,6 +77,41 @@ def refuse_hooks(name: str, module: nn.Module) -> None:
     for kind, words in _HOOKS.items():
         if any(not _seeds(hook) for hook in vars(module)[kind].values()):
             raise _passed_over(name, words)
+
+
+def compare_with_whole(
+    name: str, owner: nn.Module, whole: Callable[[Tensor], Any], sharded: Callable[[Tensor], Any], x: Tensor
+) -> None:
+    """Compare what a module gives, and the gradients of `x` and of its parameters, with those by shards.
+
+    Raises: ConfigError naming the module if they differ by more than rounding.
+    """
+    parameters = [p for p in owner.parameters() if p.requires_grad]
+
+    def outcome(act: Callable[[Tensor], Any]) -> list[Tensor | None]:
+        with torch.enable_grad():
+            given = x.detach().clone().requires_grad_()
+            found = act(given)
+            y = found[0] if isinstance(found, tuple) else found
+            if not y.requires_grad:
+                return [y]
+            weights = torch.arange(y.numel(), device=y.device).cos().to(y.dtype).view(y.shape)
+            return [y.detach(), *torch.autograd.grad(y, [given, *parameters], weights, allow_unused=True)]
+
+    wanted, found = outcome(whole), outcome(sharded)
+    sizes = [0.0 if one is None or not one.numel() else float(one.abs().max()) for one in wanted]
+    for one, other, size in zip(wanted, found, sizes, strict=True):
+        if one is None or other is None:
+            same = one is None and other is None
+        else:
+            same = one.shape == other.shape
+            same = same and not bool(((one - other).abs() > _CLOSE * size + _NOISE * max(sizes)).any())
+        if not same:
+            raise ConfigError(
+                f"cell.shards: what {name} ({type(owner).__name__}) gives is another one by shards than as a whole: "
+                "expected a forward pass that the plan's column and row-parallel layers make up; correct the plan, or "
+                "set cell.tp=1 and cell.shards=1"
+            )
 
 
 def refuse_tensor_hooks(name: str, module: nn.Module, *more: str) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from everstep.base.errors import ConfigError, TaskError
 from everstep.exact.shard_cut import ShardCut
-from everstep.exact.shard_guard import CutModules
+from everstep.exact.shard_guard import CutModules, compare_with_whole
 from everstep.exact.shard_sums import ShardMesh
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -116,6 +116,22 @@ class ShardedRegion:
         for layer, module in self._layers.items():
             if self._owner.get_submodule(layer) is not module:
                 raise ConfigError(f"cell.shards: {layer} of {self._name} was replaced after the model was cut")
+        if self._mesh.compares:
+            self._compare(args, named)
+        return self._by_shards(*args, **named)
+
+    def _compare(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        owner, key = self._owner, "" if args else next(iter(named))
+        whole = getattr(type(owner), self._method or "forward")
+        rest = {name: value for name, value in named.items() if name != key}
+
+        def given(act: Any, *first: Any) -> Any:
+            return lambda x: act(*first, x, *args[1:], **rest) if args else act(*first, **{key: x}, **rest)
+
+        x = args[0] if args else named[key]
+        compare_with_whole(self._name, owner, given(whole, owner), given(self._by_shards), x)
+
+    def _by_shards(self, *args: Any, **named: Any) -> Any:
         key = "" if args else next(iter(named))
         hidden = args[0] if args else named[key]
         for other in (*args[1:], *(value for name, value in named.items() if name != key)):
@@ -156,7 +172,7 @@ class SequencePieces:
 
     def __init__(self, name: str, owner: nn.Module, mesh: ShardMesh) -> None:
         """name: of the module in the model. Raises: ConfigError for what parts of the sequence would pass over."""
-        self._owner, self._mesh = owner, mesh
+        self._name, self._owner, self._mesh = name, owner, mesh
         self._guard = CutModules(_named(name, owner), owner)
         self._twin = copy.deepcopy(owner)
         self._pairs = _pairs(owner, self._twin)
@@ -164,6 +180,13 @@ class SequencePieces:
     def __call__(self, x: Tensor) -> Tensor:
         """x: this rank's part, (N, T, width) -> the same shape. Gradients of parameters are sums over shards."""
         self._guard.check()
+        if self._mesh.compares:
+            owner = self._owner
+            whole = type(owner).forward
+            compare_with_whole(self._name, owner, lambda y: whole(owner, y), self._by_parts, x)
+        return self._by_parts(x)
+
+    def _by_parts(self, x: Tensor) -> Tensor:
         mesh, twin, draws = self._mesh, self._twin, _set_as_owner(self._pairs)
         pieces = mesh.pieces(x)
         spread = {name: mesh.spread(parameter) for name, parameter in self._owner.named_parameters()}

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from everstep.base.errors import ConfigError, TaskError
 from everstep.exact.shard_cut import ShardCut, bounds
-from everstep.exact.shard_guard import CutModules
+from everstep.exact.shard_guard import CutModules, compare_with_whole
 from everstep.exact.shard_sums import ShardMesh
 
 _ROWS = ShardCut(0)
@@ -115,14 +115,23 @@ class VocabularyHead(_VocabularyModule):
         if (not method and type(owner) is not nn.Linear) or present != ["weight"]:
             raise ConfigError(f"cell.shards: {name}: expected a linear head that has a weight and no bias")
         super().__init__(name, owner, mesh, method)
+        self._name, self._method = name, method or "forward"
 
     def __call__(self, x: Tensor) -> VocabularyLogits | Tensor:
         """x: (N, T, width), alike at all ranks."""
-        pairs = zip(self._mesh.spread(x), self._parts(), strict=True)
-        logits = VocabularyLogits(
-            self._mesh, self._words, tuple(functional.linear(own, weight) for own, weight in pairs)
-        )
+        if self._mesh.compares:
+            owner, whole = self._owner, getattr(type(self._owner), self._method)
+            compare_with_whole(
+                *(self._name, owner, lambda y: whole(owner, y).detach()),
+                *(lambda y: self._by_shards(y).whole(), x),
+            )
+        logits = self._by_shards(x)
         return logits if torch.is_grad_enabled() else logits.whole()
+
+    def _by_shards(self, x: Tensor) -> VocabularyLogits:
+        pairs = zip(self._mesh.spread(x), self._parts(), strict=True)
+        own = tuple(functional.linear(own, weight) for own, weight in pairs)
+        return VocabularyLogits(self._mesh, self._words, own)
 
 
 def _refuse_unknown(what: str, tokens: Tensor, words: int) -> None:
