@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from everstep.base.errors import ConfigError, TaskError, check
+from everstep.base.errors import ConfigError, check
 from everstep.exact.seeding import preserve_rng, seed_all, shard_seed
 from everstep.exact.shard_cut import ShardCut
 from everstep.placement.tree import fold
@@ -109,9 +109,12 @@ class ShardMesh:
         return found
 
     def total(self, mine: Sequence[Tensor]) -> Tensor:
-        """The sum over all shards, along the tree. Raises: TaskError for a backward pass that is to be derived, too."""
+        """The sum over all shards, along the tree.
+
+        Raises: ConfigError for a backward pass that is to be derived, too.
+        """
         if torch.is_grad_enabled():
-            raise TaskError(
+            raise ConfigError(
                 "cell.shards: a sharded module has first derivatives alone, but its gradients are to be derived again "
                 "(create_graph=True): set cell.tp=1 and cell.shards=1"
             )
