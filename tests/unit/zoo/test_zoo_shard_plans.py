@@ -375,6 +375,14 @@ def test_what_shards_do_not_make_up_is_found_by_comparison() -> None:
                 made.forward(_batch(0)[:, :-1])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_stand_the_comparison(kind: str) -> None:
+    made, mesh = KINDS[kind](0.1), ShardMesh(4, sequence=True)
+    shard_model(made.model.eval(), made.plan, mesh)
+    with torch.no_grad(), mesh.comparing():
+        assert _loss(made.forward(_batch(0)[:, :-1]), _batch(0)) > 0
+
+
 def test_gradients_that_are_derived_again_are_refused() -> None:
     made = _zoo(0.0)
     shard_model(made.model, made.plan, ShardMesh(4))
