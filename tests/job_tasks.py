@@ -30,7 +30,7 @@ from everstep.parallel.socket_mesh import BlockNote, SocketMesh
 from everstep.zoo.digits import ResNet50Digits
 from everstep.zoo.recipe import token_loss
 from everstep.zoo.shard_plans import transformer_plan
-from everstep.zoo.transformer import Transformer, TransformerConfig
+from everstep.zoo.transformer import Attention, Transformer, TransformerConfig
 
 PACE = "EVERSTEP_TEST_PACE"
 STRIKE = "EVERSTEP_TEST_STRIKE"
@@ -365,6 +365,22 @@ class Sharded(Text):
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         loss = token_loss(model(batch[:, :-1]), batch[:, 1:]).double()
         return {"loss": torch.stack([loss, torch.tensor(float(batch[:, 1:].numel()), dtype=torch.float64)])}
+
+
+class _Bounded(Attention):
+    """Shards would be added up after the last function."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(x))
+
+
+class Unfitting(Sharded):
+    """A plan that does not fit the model."""
+
+    def build_model(self) -> nn.Module:
+        model: Any = super().build_model()
+        model.blocks[0].attention.__class__ = _Bounded
+        return model
 
 
 class _Branches(nn.Module):

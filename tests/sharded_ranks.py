@@ -14,7 +14,7 @@ from torch import Tensor
 
 from everstep.exact.shard_sums import ShardMesh
 
-_LIMIT_S = 30.0
+_LIMIT_S = 300.0
 
 
 class Turns:

@@ -98,6 +98,7 @@ def _refused(job: Job) -> str:
     ("task", "settings", "said"),
     [
         ("Sharded", {"cell.tp": 8}, "blocks.0.attention.qkv.weight is [48, 16], of 4 heads"),
+        ("Unfitting", {"cell.tp": 2}, "what blocks.0.attention (_Bounded) gives is another one by shards"),
         ("Sharded", {"cell.tp": 3, "cell.shards": 4}, "cell.shards: expected a multiple of cell.tp=3, got 4"),
         ("Text", {"cell.tp": 2}, "cell.shards: Text has no plan of what is cut, got 2 shards: define parallelize"),
     ],

@@ -213,11 +213,14 @@ def _check_parts(task: Task) -> None:
 
 
 def _check_shards(task: Task) -> None:
-    """Raises: ConfigError if the model cannot be cut into as many virtual shards."""
+    """Raises: ConfigError if the model cannot be cut into as many virtual shards, or they do not make it up."""
+    from everstep.train.shard_check import look_at_shards
     from everstep.train.stage import cut_into_shards
 
     if task.config.cell.shards > 1:
         cut_into_shards(task, _build(task), task.config)
+        if not task.config.meta_init:
+            look_at_shards(task)
 
 
 def check_metric(task: Task) -> None:

@@ -278,6 +278,13 @@ class Settings:
 
     def _by_loop(self) -> None:
         """Note the changes since the update: the loop made them."""
+        self._modules_by_loop()
+        for k, (mine, before) in enumerate(zip(self._groups(), self._updated.modes.groups, strict=False)):
+            if mine != before:
+                self._driven |= {(k, key) for key in mine if mine[key] != before.get(key)}
+
+    def _modules_by_loop(self) -> None:
+        """Note those of modules, and of the optimizer's attributes."""
         for (name, key), (before, now) in self._differing().items():
             if isinstance(now, _Other):
                 if isinstance(before, _Other) and self._attributes.is_anew((name, key)):
@@ -292,10 +299,6 @@ class Settings:
             self._set(name, key, now)
             self._times[name, key] += 1
         self._by_optimizer()
-        now = self._groups()
-        for k, (mine, before) in enumerate(zip(now, self._updated.modes.groups, strict=False)):
-            if mine != before:
-                self._driven |= {(k, key) for key in mine if mine[key] != before.get(key)}
 
     def _by_optimizer(self) -> None:
         now = _comparable(added(self._optimizer)) if self._optimizer is not None else {}
@@ -377,7 +380,8 @@ class Settings:
         return found
 
     def restore(self, given: Mapping[str, Any]) -> None:
-        """Restore settings that `now` or `after` gave in a worker whose loop began alike.
+        """Restore settings that `now` or `after` gave in a worker whose loop began alike. Groups may have been loaded
+        by now: their values are not the loop's.
 
         Raises: CheckpointCorrupt if they are malformed; ConfigError if this model has no such setting.
         """
@@ -392,7 +396,7 @@ class Settings:
             said = msgspec.convert(dict(given), Said)
         except msgspec.ValidationError as error:
             raise CheckpointCorrupt(f"settings of a model are not as Everstep writes them: {error}") from None
-        (self._by_forward if self._lanes else self._by_loop)()
+        (self._by_forward if self._lanes else self._modules_by_loop)()
         self._put_modes(said)
         first_flags = dict(zip(flags.NAMES, self._first.flags, strict=True))
         wanted = {**first_flags, **{name: decode(node, {}) for name, node in said.flags.items()}}

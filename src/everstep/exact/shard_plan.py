@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from everstep.base.errors import ConfigError
+from everstep.exact.shard_guard import refuse_hooks
 from everstep.exact.shard_region import RegionRule, SequencePieces, ShardedRegion
 from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.shard_vocabulary import VocabularyEmbedding, VocabularyHead
@@ -59,11 +60,12 @@ def shard_model(model: nn.Module, plan: ShardPlan, mesh: ShardMesh) -> None:
         _put(owner, "", VocabularyEmbedding(plan.embedding, owner, mesh))
     if plan.head:
         owner = model.get_submodule(plan.head)
-        _put(owner, plan.head_method, VocabularyHead(plan.head, owner, mesh))
+        _put(owner, plan.head_method, VocabularyHead(plan.head, owner, mesh, plan.head_method))
     if mesh.sequence:
+        _refuse_hooks_between(model, plan, [*between, *(name for names in matched.values() for name in names)])
         for name in between:
             owner = model.get_submodule(name)
-            _put(owner, "", SequencePieces(owner, mesh))
+            _put(owner, "", SequencePieces(name, owner, mesh))
         _hook(model.get_submodule(plan.sequence.enter), mesh.enter_sequence)
         _hook(model.get_submodule(plan.sequence.leave), mesh.leave_sequence)
 
@@ -104,6 +106,16 @@ def _hook(module: nn.Module, act: Any) -> None:
         return args, {**named, first: act(named[first])}
 
     module.register_forward_pre_hook(change, with_kwargs=True)
+
+
+def _refuse_hooks_between(model: nn.Module, plan: ShardPlan, names: Sequence[str]) -> None:
+    """Modules around those that are cut see parts of the sequence. Raises: ConfigError naming one with a hook."""
+    around = {name.rpartition(".")[0] for name in names} | {plan.sequence.enter, plan.sequence.leave}
+    for name in sorted(around - {""}):
+        module = model.get_submodule(name)
+        refuse_hooks(name, module)
+        if "forward" in vars(module) and not isinstance(vars(module)["forward"], _WRAPPED):
+            raise ConfigError(f"cell.sp: {name} has a forward pass of its own, which would see parts of the sequence")
 
 
 def _matching(model: nn.Module, pattern: str) -> list[str]:

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from everstep.base.errors import ConfigError, TaskError
 from everstep.exact.shard_cut import ShardCut
+from everstep.exact.shard_guard import CutModules, compare_with_whole
 from everstep.exact.shard_sums import ShardMesh
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -74,9 +75,10 @@ class ShardedRegion:
 
     def __init__(self, name: str, owner: nn.Module, rule: RegionRule, mesh: ShardMesh) -> None:
         """name: of the module in the model. Raises: ConfigError for what the rule cannot cut."""
-        self._owner, self._mesh, self._method = owner, mesh, rule.method
+        self._name, self._owner, self._mesh, self._method = name, owner, mesh, rule.method
         self._layers = {layer: _layer(name, owner, layer) for layer in (*rule.column, *rule.row)}
         _refuse_others(name, owner, rule, self._layers)
+        self._guard = CutModules(_in_region(name, owner, rule, self._layers), owner)
         self._cuts = {
             layer: self._cut(f"{name}.{layer}", module, rule.column.get(layer))
             for layer, module in self._layers.items()
@@ -91,7 +93,10 @@ class ShardedRegion:
         self._biased = biased
         self._pairs = _pairs(owner, self._twin, rule.divided)
         after = [owner.get_submodule(path) for path in rule.after]
-        self._after = [SequencePieces(module, mesh) if mesh.sequence else module for module in after]
+        self._after = [
+            SequencePieces(f"{name}.{path}", module, mesh) if mesh.sequence else module
+            for path, module in zip(rule.after, after, strict=True)
+        ]
 
     def _cut(self, name: str, module: nn.Module, column: Column | None) -> dict[str, ShardCut]:
         """How a layer's parameters are cut."""
@@ -107,6 +112,26 @@ class ShardedRegion:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """What the module gives. Its first argument is the hidden state; the others are alike for all shards."""
+        self._guard.check()
+        for layer, module in self._layers.items():
+            if self._owner.get_submodule(layer) is not module:
+                raise ConfigError(f"cell.shards: {layer} of {self._name} was replaced after the model was cut")
+        if self._mesh.compares:
+            self._compare(args, named)
+        return self._by_shards(*args, **named)
+
+    def _compare(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        owner, key = self._owner, "" if args else next(iter(named))
+        whole = getattr(type(owner), self._method or "forward")
+        rest = {name: value for name, value in named.items() if name != key}
+
+        def given(act: Any, *first: Any) -> Any:
+            return lambda x: act(*first, x, *args[1:], **rest) if args else act(*first, **{key: x}, **rest)
+
+        x = args[0] if args else named[key]
+        compare_with_whole(self._name, owner, given(whole, owner), given(self._by_shards), x)
+
+    def _by_shards(self, *args: Any, **named: Any) -> Any:
         key = "" if args else next(iter(named))
         hidden = args[0] if args else named[key]
         for other in (*args[1:], *(value for name, value in named.items() if name != key)):
@@ -145,13 +170,23 @@ class ShardedRegion:
 class SequencePieces:
     """What a module between regions makes of the sequence, such as a norm: each shard has a part of it."""
 
-    def __init__(self, owner: nn.Module, mesh: ShardMesh) -> None:
-        self._owner, self._mesh = owner, mesh
+    def __init__(self, name: str, owner: nn.Module, mesh: ShardMesh) -> None:
+        """name: of the module in the model. Raises: ConfigError for what parts of the sequence would pass over."""
+        self._name, self._owner, self._mesh = name, owner, mesh
+        self._guard = CutModules(_named(name, owner), owner)
         self._twin = copy.deepcopy(owner)
         self._pairs = _pairs(owner, self._twin)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: this rank's part, (N, T, width) -> the same shape. Gradients of parameters are sums over shards."""
+        self._guard.check()
+        if self._mesh.compares:
+            owner = self._owner
+            whole = type(owner).forward
+            compare_with_whole(self._name, owner, lambda y: whole(owner, y), self._by_parts, x)
+        return self._by_parts(x)
+
+    def _by_parts(self, x: Tensor) -> Tensor:
         mesh, twin, draws = self._mesh, self._twin, _set_as_owner(self._pairs)
         pieces = mesh.pieces(x)
         spread = {name: mesh.spread(parameter) for name, parameter in self._owner.named_parameters()}
@@ -196,7 +231,30 @@ def _layer(name: str, owner: nn.Module, layer: str) -> nn.Module:
         raise ConfigError(
             f"cell.shards: {name}.{layer} is a {type(module).__name__}: expected a linear layer, which can be cut"
         )
+    present = [path for path, parameter in module.named_parameters() if parameter is not None]
+    more = [path for path in present if path not in ("weight", "bias")] + [path for path, _ in module.named_buffers()]
+    if more or "weight" not in present:
+        raise ConfigError(
+            f"cell.shards: {name}.{layer} has {', '.join(more) or 'no weight'}: expected a linear layer with a weight "
+            "and a bias alone, without weight_norm, spectral_norm or an adapter; or set cell.tp=1 and cell.shards=1"
+        )
     return module
+
+
+def _named(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(f"{name}.{path}" if path else name, one) for path, one in module.named_modules()]
+
+
+def _in_region(
+    name: str, owner: nn.Module, rule: RegionRule, layers: Mapping[str, nn.Module]
+) -> list[tuple[str, nn.Module]]:
+    """Modules that the shards have twins of."""
+    if rule.method:
+        if rule.method in vars(owner):
+            raise ConfigError(f"cell.shards: {name} has a method {rule.method} of its own")
+        return [(f"{name}.{layer}", module) for layer, module in layers.items()]
+    apart = {id(one) for path in rule.after for one in owner.get_submodule(path).modules()}
+    return [(path, one) for path, one in _named(name, owner) if id(one) not in apart]
 
 
 def _refuse_others(name: str, owner: nn.Module, rule: RegionRule, layers: Mapping[str, nn.Module]) -> None:

@@ -56,14 +56,24 @@ class ShardMesh:
     """Virtual shards, and which of them this rank has: all, unless it is `among` others.
 
     shards: how many; sequence: whether the hidden state between sharded regions is cut along the sequence; cuts: the
-    parameters that are cut, by name.
+    parameters that are cut, by name; compares: whether this is inside `comparing`.
     """
 
     def __init__(self, shards: int, *, sequence: bool = False) -> None:
         check(shards >= 1, f"a model has one shard or more, not {shards}")
         self.shards, self.sequence = shards, sequence
         self.cuts: dict[str, ShardCut] = {}
+        self.compares = False
         self._seat = _Seat()
+
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Inside, what is computed by shards is compared with what the whole module gives. For a rank that has all."""
+        self.compares = True
+        try:
+            yield
+        finally:
+            self.compares = False
 
     @contextmanager
     def among(self, rank: int, degree: int, exchange: ShardExchange) -> Iterator[None]:
@@ -99,7 +109,15 @@ class ShardMesh:
         return found
 
     def total(self, mine: Sequence[Tensor]) -> Tensor:
-        """The sum over all shards, along the tree."""
+        """The sum over all shards, along the tree.
+
+        Raises: ConfigError for a backward pass that is to be derived, too.
+        """
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "cell.shards: a sharded module has first derivatives alone, but its gradients are to be derived again "
+                "(create_graph=True): set cell.tp=1 and cell.shards=1"
+            )
         found = self.gather(mine)
         return found[0].clone() if self.shards == 1 else fold(self.shards, dict(enumerate(found)), torch.add)
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from everstep.base.errors import ConfigError, TaskError
 from everstep.exact.shard_cut import ShardCut, bounds
+from everstep.exact.shard_guard import CutModules, compare_with_whole
 from everstep.exact.shard_sums import ShardMesh
 
 _ROWS = ShardCut(0)
@@ -51,8 +52,9 @@ class VocabularyLogits:
 class _VocabularyModule:
     """In the place of a method of a module that has a weight with a row for each word."""
 
-    def __init__(self, name: str, owner: nn.Module, mesh: ShardMesh) -> None:
-        """name: of the module. Raises: ConfigError for too few words."""
+    def __init__(self, name: str, owner: nn.Module, mesh: ShardMesh, method: str = "") -> None:
+        """name: of the module; method: as of `CutModules`. Raises: ConfigError for too few words."""
+        self._guard = CutModules([(name, owner)], owner, method)
         weight = cast(Tensor, owner.weight)
         if weight.shape[0] < mesh.shards:
             raise ConfigError(
@@ -62,6 +64,7 @@ class _VocabularyModule:
         mesh.cuts[f"{name}.weight"] = _ROWS
 
     def _parts(self) -> tuple[Tensor, ...]:
+        self._guard.check()
         return self._mesh.parts_of(cast(Tensor, self._owner.weight), _ROWS)
 
 
@@ -73,21 +76,28 @@ class VocabularyEmbedding(_VocabularyModule):
         if type(owner) is not nn.Embedding and type(owner).__name__ != "GemmaTextScaledWordEmbedding":
             raise ConfigError(f"cell.shards: {name} is a {type(owner).__name__}: expected an embedding")
         super().__init__(name, owner, mesh)
+        self._name = name
+        self._padding()
+
+    def _padding(self) -> int | None:
+        """The word that has no gradient. Raises: ConfigError for what an embedding may do beyond looking up."""
+        owner = cast(nn.Embedding, self._owner)
         if owner.max_norm is not None or owner.scale_grad_by_freq or owner.sparse:
             raise ConfigError(
-                f"cell.shards: {name}: expected an embedding without max_norm, scale_grad_by_freq and sparse"
+                f"cell.shards: {self._name}: expected an embedding without max_norm, scale_grad_by_freq and sparse"
             )
-        self._padding: int | None = cast(nn.Embedding, owner).padding_idx
+        return owner.padding_idx
 
     def __call__(self, input: Tensor) -> Tensor:
         """input: tokens, (N, T) int64 -> (N, T, width). Raises: TaskError for tokens that are no words."""
+        padding_idx = self._padding()
         _refuse_unknown("tokens", input, self._words)
         limits = bounds(self._words, self._mesh.shards)
         found = []
         for shard, weight in zip(self._mesh.mine, self._parts(), strict=True):
             first, stop = limits[shard]
             inside = (input >= first) & (input < stop)
-            padding = None if self._padding is None or not first <= self._padding < stop else self._padding - first
+            padding = None if padding_idx is None or not first <= padding_idx < stop else padding_idx - first
             looked = functional.embedding((input - first).clamp(0, stop - first - 1), weight, padding)
             found.append(looked * inside.unsqueeze(-1))
         joined = self._mesh.join(found)
@@ -98,19 +108,30 @@ class VocabularyEmbedding(_VocabularyModule):
 class VocabularyHead(_VocabularyModule):
     """Logits: `VocabularyLogits` where gradients are wanted, else the tensor of all."""
 
-    def __init__(self, name: str, owner: nn.Module, mesh: ShardMesh) -> None:
-        """Raises: ConfigError for a head that has more than a weight."""
-        if not isinstance(getattr(owner, "weight", None), Tensor) or getattr(owner, "bias", None) is not None:
-            raise ConfigError(f"cell.shards: {name}: expected a head that has a weight and no bias")
-        super().__init__(name, owner, mesh)
+    def __init__(self, name: str, owner: nn.Module, mesh: ShardMesh, method: str) -> None:
+        """method: that gives the logits, "": the forward pass. Raises: ConfigError for a head that has more than a
+        weight."""
+        present = [name for name, parameter in owner._parameters.items() if parameter is not None]
+        if (not method and type(owner) is not nn.Linear) or present != ["weight"]:
+            raise ConfigError(f"cell.shards: {name}: expected a linear head that has a weight and no bias")
+        super().__init__(name, owner, mesh, method)
+        self._name, self._method = name, method or "forward"
 
     def __call__(self, x: Tensor) -> VocabularyLogits | Tensor:
         """x: (N, T, width), alike at all ranks."""
-        pairs = zip(self._mesh.spread(x), self._parts(), strict=True)
-        logits = VocabularyLogits(
-            self._mesh, self._words, tuple(functional.linear(own, weight) for own, weight in pairs)
-        )
+        if self._mesh.compares:
+            owner, whole = self._owner, getattr(type(self._owner), self._method)
+            compare_with_whole(
+                *(self._name, owner, lambda y: whole(owner, y).detach()),
+                *(lambda y: self._by_shards(y).whole(), x),
+            )
+        logits = self._by_shards(x)
         return logits if torch.is_grad_enabled() else logits.whole()
+
+    def _by_shards(self, x: Tensor) -> VocabularyLogits:
+        pairs = zip(self._mesh.spread(x), self._parts(), strict=True)
+        own = tuple(functional.linear(own, weight) for own, weight in pairs)
+        return VocabularyLogits(self._mesh, self._words, own)
 
 
 def _refuse_unknown(what: str, tokens: Tensor, words: int) -> None:

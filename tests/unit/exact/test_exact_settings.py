@@ -134,6 +134,17 @@ def test_what_the_loop_sets_is_told_apart_and_taken_on(name: str) -> None:
     assert other.settings.now() == given
 
 
+def test_hyperparameters_that_a_state_has_loaded_are_not_the_loop_s() -> None:
+    """As a scheduler sets them: a job that goes on with other stages cannot take a loop's."""
+    life = Life()
+    life.step()
+    life.optimizer.param_groups[0]["lr"] = 0.05
+    life.settings.restore({})
+    assert life.settings.now() == {}
+    life.optimizer.param_groups[0]["lr"] = 0.02
+    assert life.settings.now() == {"hyperparameters": {"0": {"lr": {"f": (0.02).hex()}}}}
+
+
 def test_it_is_beside_the_state_and_in_its_manifest_only_if_something_has_changed() -> None:
     one, other = Life(), Life()
     states = [ModelState(life.model, life.optimizer, settings=life.settings) for life in (one, other)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError, TaskError
@@ -22,7 +23,7 @@ from everstep.zoo.huggingface import HuggingFace
 from everstep.zoo.recipe import token_loss
 from everstep.zoo.shard_plans import hub_plan, transformer_plan
 from everstep.zoo.text import TransformerText
-from everstep.zoo.transformer import Transformer, TransformerConfig
+from everstep.zoo.transformer import Attention, Transformer, TransformerConfig, TransformerHead
 from hub_models import made
 from sharded_ranks import on_ranks
 
@@ -261,6 +262,133 @@ def test_what_a_plan_leaves_out_is_refused() -> None:
     rule = RegionRule("blocks.*", {"norm1": Column()}, ["down"], method="perceptron")
     sequence = replace(_zoo(0.0).plan.sequence, between=[])
     assert "is a LayerNorm" in _refusal(ShardPlan([rule], sequence), 4)
+
+
+def _patched(module: nn.Module) -> None:
+    was = module.forward
+    vars(module)["forward"] = lambda *args, **named: was(*args, **named)
+
+
+def _subclassed(module: nn.Module) -> None:
+    module.__class__ = type("Other", (type(module),), {})
+
+
+def _ours(*args: Any) -> None:
+    """A hook."""
+
+
+ODD: dict[str, Callable[[nn.Module], Any]] = {
+    "a forward hook": lambda module: module.register_forward_hook(_ours),
+    "a forward pre-hook": lambda module: module.register_forward_pre_hook(_ours),
+    "a backward hook": lambda module: module.register_full_backward_hook(_ours),
+    "a backward pre-hook": lambda module: module.register_full_backward_pre_hook(_ours),
+    "a hook on its gradient": lambda module: cast(Tensor, module.weight).register_hook(_ours),
+}
+"""What shards would pass over, by what it is called."""
+CUT = ["blocks.0.attention.qkv", "blocks.0.down", "embedding.tokens", "head"]
+
+
+@pytest.mark.parametrize("where", CUT)
+@pytest.mark.parametrize("what", ODD)
+def test_hooks_of_what_is_cut_are_refused_before_and_after_it(what: str, where: str) -> None:
+    made, later = _zoo(0.0), _zoo(0.0)
+    ODD[what](made.model.get_submodule(where))
+    said = _refusal(made.plan, 4, made.model)
+    assert what in said and (where in said or where == "head"), said  # whose weight is the embedding's
+    shard_model(later.model, later.plan, ShardMesh(4))
+    ODD[what](later.model.get_submodule(where))
+    with pytest.raises(ConfigError, match=f"has {what}"):
+        later.forward(_batch(0)[:, :-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_patched, "a method forward in the place"),
+        (weight_norm, "weight_g, weight_v"),
+        (spectral_norm, "weight_orig, weight_u"),
+        (parametrizations.weight_norm, "is a ParametrizedLinear"),
+        (_subclassed, "is a Other"),
+        (lambda module: module.register_parameter("more", nn.Parameter(torch.ones(1))), "has more"),
+    ],
+)
+def test_layers_that_do_more_than_their_weight_says_are_refused(change: Callable[[nn.Module], Any], said: str) -> None:
+    made = _zoo(0.0)
+    change(made.model.get_submodule("blocks.1.up"))
+    found = _refusal(made.plan, 4, made.model)
+    assert "blocks.1.up" in found and said in found, found
+
+
+def test_what_a_loop_changes_in_what_is_cut_is_refused() -> None:
+    for where in ("blocks.0.attention.out", "blocks.1.down", "embedding.tokens"):
+        for change in (_patched, _subclassed) if where != "embedding.tokens" else (_subclassed,):
+            made = _zoo(0.0)
+            shard_model(made.model, made.plan, ShardMesh(4))
+            change(made.model.get_submodule(where))
+            with pytest.raises(ConfigError, match=f"{where} was changed after the model was cut"):
+                made.forward(_batch(0)[:, :-1])
+    made = _zoo(0.0)
+    shard_model(made.model, made.plan, ShardMesh(4))
+    cast(Any, made.model).blocks[1].down = nn.Linear(128, 32)
+    with pytest.raises(ConfigError, match=r"down of blocks\.1 was replaced"):
+        made.forward(_batch(0)[:, :-1])
+
+
+def test_hooks_of_all_modules_and_of_what_sees_parts_of_a_sequence_are_refused() -> None:
+    made = _zoo(0.0)
+    made.model.get_submodule("blocks.0").register_forward_hook(_ours)
+    shard_model(made.model, made.plan, ShardMesh(4))
+    handle = nn.modules.module.register_module_forward_hook(_ours)
+    try:
+        with pytest.raises(ConfigError, match="torch has a forward hook of all modules"):
+            made.forward(_batch(0)[:, :-1])
+    finally:
+        handle.remove()
+    for where in ("blocks.0", "blocks.1.norm2", "head.norm"):
+        made = _zoo(0.0)
+        made.model.get_submodule(where).register_forward_hook(_ours)
+        with pytest.raises(ConfigError, match=f"{where} has a forward hook"):
+            shard_model(made.model, made.plan, ShardMesh(4, sequence=True))
+
+
+def _mixing(self: Any, x: Tensor) -> Tensor:
+    mixed: Tensor = torch.tanh(Attention.forward(self, x))  # shards would be added up after it
+    return mixed
+
+
+def test_what_shards_do_not_make_up_is_found_by_comparison() -> None:
+    """A class whose forward pass the plan does not fit, in a region, in the head, and between regions."""
+    mixing = type("Mixing", (Attention,), {"forward": _mixing})
+    scaled = type("Scaled", (TransformerHead,), {"logits": lambda self, x: 2 * TransformerHead.logits(self, x)})
+    over = type("Over", (nn.LayerNorm,), {"forward": lambda self, x: nn.LayerNorm.forward(self, x - x.mean(1, True))})
+    for where, kind in (("", None), ("blocks.1.attention", mixing), ("head", scaled), ("blocks.0.norm2", over)):
+        made = _zoo(0.0)
+        if kind is not None:
+            made.model.get_submodule(where).__class__ = kind
+        mesh = ShardMesh(4, sequence=True)
+        shard_model(made.model.eval(), made.plan, mesh)
+        with torch.no_grad(), mesh.comparing():
+            if kind is None:
+                made.forward(_batch(0)[:, :-1])
+                continue
+            with pytest.raises(ConfigError, match=f"{where}.* is another one by shards"):
+                made.forward(_batch(0)[:, :-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_stand_the_comparison(kind: str) -> None:
+    made, mesh = KINDS[kind](0.1), ShardMesh(4, sequence=True)
+    shard_model(made.model.eval(), made.plan, mesh)
+    with torch.no_grad(), mesh.comparing():
+        assert _loss(made.forward(_batch(0)[:, :-1]), _batch(0)) > 0
+
+
+def test_gradients_that_are_derived_again_are_refused() -> None:
+    made = _zoo(0.0)
+    shard_model(made.model, made.plan, ShardMesh(4))
+    loss = _loss(made.forward(_batch(0)[:, :-1]), _batch(0))
+    with pytest.raises(ConfigError, match="first derivatives alone"):
+        torch.autograd.grad(loss, list(made.model.parameters()), create_graph=True)
 
 
 def test_other_architectures_and_tasks_without_a_plan_are_refused() -> None:
