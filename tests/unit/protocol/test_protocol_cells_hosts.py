@@ -18,7 +18,7 @@ HOSTS = replace(CONFIG.hosts, cells=(CellShape(2), CellShape()))
 
 def spread(*, spares: int = 0, **config: Any) -> World:
     """Two workers of two processes and spares, each on a host of its own that has room for one."""
-    world = World(workers=2, slots=2 + spares, hosts=HOSTS, **config)
+    world = World(**{"workers": 2, "slots": 2 + spares, "hosts": HOSTS, **config})
     for i in range(2 + spares):
         world.connect(f"a{i}", "agent")
         world.say(f"a{i}", m.AgentHello(agent_id=f"a{i}", host=f"h{i}", workers=[], slots=0, room=1))
@@ -95,3 +95,18 @@ def test_the_slot_of_a_spare_on_a_lost_host_gets_the_room_of_the_one_that_it_rep
     world.say("a1", m.SlotLost(agent_id="a1", worker_id=2, ranks=2, cause=Cause.KILLED, reason="no more restarts"))
     assert world.report("cell_shrunk")["worker_id"] == 2
     assert world.last(m.SetSlots, "a1").ranks == [1]
+
+
+def test_slots_are_shared_out_where_a_plan_is_adopted_while_hosts_are_awaited() -> None:
+    """The journal is lost, and a member comes back before the hosts have."""
+    world = spread(hosts=replace(HOSTS, least=2))
+    again = world.restart(journal=[])
+    again.sees = True
+    again.hello(0, plan=world.plan, host="h0")
+    assert again.plan == world.plan and again.report("waiting")["reason"].startswith("hosts.min: 0 of 2")
+    lives = {0: [m.WorkerLife(worker_id=0, incarnation=0, pid=1000, limbs=(1005,))], 1: []}
+    for i in (0, 1):
+        again.connect(f"a{i}", "agent")
+        again.say(f"a{i}", m.AgentHello(agent_id=f"a{i}", host=f"h{i}", workers=lives[i], slots=0, room=1))
+    again.wait(60 * S)
+    assert again.last(m.SetSlots, "a1").worker_ids == [1]
