@@ -28,7 +28,8 @@ def spread(*, spares: int = 0, **config: Any) -> World:
         world.say(
             f"a{i}",
             m.WorkerStarted(
-                agent_id=f"a{i}", worker=m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + 10 * i, limbs=(cell[0].pid,))
+                agent_id=f"a{i}",
+                worker=m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + 10 * i, limbs=(cell[0].pid,)),
             ),
         )
         world.connect(f"w{i}.0", "worker")
