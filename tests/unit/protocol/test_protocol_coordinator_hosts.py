@@ -558,6 +558,19 @@ def test_a_job_that_grows_takes_no_slot_back_that_still_runs_on_a_drained_host()
     assert world.last(m.SetSlots, "h3").worker_ids == [4, 5]
 
 
+def test_a_host_that_is_drained_is_not_wanted_for_slots_whose_processes_are_still_leaving_it() -> None:
+    world = shared_out(4)
+    assert world.command("scale", workers=2).ok
+    for i in (0, 1):
+        world.entered(i, 2, 5)  # the others go on without 2 and 3, whose processes are still there
+    arrive(world, "h2", 2)
+    assert world.command("drain", host="h1").result["moved"] == 2
+    for i in (2, 3):
+        world.exited(i, agent="h1", in_order=True)
+    assert world.last(m.SetSlots, "h1").worker_ids == [0, 1], "until the others have healed"
+    assert world.last(m.SetSlots, "h2").worker_ids == [4, 5]
+
+
 @pytest.mark.parametrize("written", [1, 2])
 def test_a_coordinator_that_dies_while_a_host_is_drained_leaves_no_host_half_drained(written: int) -> None:
     before = shared_out(2, 2)
