@@ -758,6 +758,14 @@ def test_a_host_is_not_drained_if_fewer_workers_than_stages_would_be_left() -> N
     assert not reply.ok and "1 workers would be left of 2" in reply.error
 
 
+def test_who_takes_the_place_of_a_worker_of_a_drained_host_is_not_drained_meanwhile() -> None:
+    world = shared_out(1, 1, workers=2, stages=2)
+    arrive(world, "h3", 1)
+    assert world.command("drain", host="h2").ok and begin(world, "h3") == [2]
+    reply = world.command("drain", worker_id=2)
+    assert reply.error == "cannot drain worker 2: 1 workers would be left of 2 for the stages"
+
+
 def test_a_host_of_a_job_with_fewer_workers_than_stages_is_drained_where_its_workers_have_room() -> None:
     world = shared_out(1, 1, workers=2, stages=3)
     assert not world.command("drain", host="h2").ok, "one worker would be left of two that have stages of their own"
