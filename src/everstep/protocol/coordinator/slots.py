@@ -62,13 +62,6 @@ class Slots:
         """Number of slots (of this agent, if one is given) that were not given up."""
         return sum(agent_id in (None, self._owners.get(i)) for i in self.ids() - set(self.lost))
 
-    def kept(self) -> int:
-        """Number of slots that were not given up, and that a host keeps filled or a worker has."""
-        if self._membership.in_grace:  # hosts have yet to come back to a restarted coordinator
-            return self.left()
-        here = self._membership.workers.keys() | {i for i, owner in self._owners.items() if owner in self._agents.known}
-        return len(here & (self.ids() - set(self.lost)))
-
     def expected(self) -> int:
         """Number of members that there can be: the target, or fewer if slots were given up."""
         return min(self.target, self.left())

@@ -451,10 +451,14 @@ def _shrink(job: JobState, key: WorkerKey, cause: Cause) -> None:
 
 
 def shrinks_cell(job: JobState, worker_id: int) -> bool:
-    """Whether this worker, if its slot is given up, goes on as a smaller cell: the job runs, and it has no spare."""
+    """Whether this worker, if its slot is given up, goes on as a smaller cell: the job runs, and it has no spare on a
+    host that is there."""
     slots = job.slots
     runs = job.agreement.plan is not NO_PLAN and slots.wanted(worker_id) and worker_id not in slots.lost
-    return runs and slots.kept() <= slots.target and slots.cells.smaller(worker_id) is not None
+    if not runs or slots.cells.smaller(worker_id) is None:
+        return False
+    kept = slots.left() if job.membership.in_grace else sum(map(slots.left, job.agents.known))
+    return kept <= slots.target
 
 
 def kill_life(job: JobState, agent: Agent, key: WorkerKey, why: Why) -> None:
