@@ -434,7 +434,6 @@ def _check_cell(config: Config) -> None:
     for other, expected, got, why in (
         ("device", "cpu", config.device, "its processes share parameters in the memory of the host"),
         ("chunks", "1", config.chunks, "its processes add up the whole of a stage"),
-        ("hosts.min", "1", config.hosts.min, "its workers are on one host"),
         ("zero.stage", "0", config.zero.stage, "its processes divide the optimizer's state already"),
         ("zero.offload", "none", config.zero.offload or "none", "its processes share the optimizer's state in memory"),
         ("batch", "constant", config.batch, "which lanes a process computes must not change what they are"),

@@ -258,6 +258,12 @@ FOREIGN_KEYS = (
         ("cell.tp", "cell.sp"),
     ),
     ForeignKey(
+        "all processes of a worker are on one host and share its memory: each of a host's --slots takes cell.fsdp x "
+        "cell.tp of them; a model that is too large for a host is split by stages",
+        "cell.hosts cell_hosts cell.nodes fsdp_nodes tp_nodes",
+        ("stages",),
+    ),
+    ForeignKey(
         "a model is split by stages, into a pipeline, or by cell.tp",
         "cp cp_size context_parallel_size context_parallel_degree ep ep_size expert_parallel_size "
         "expert_model_parallel_size expert_parallel_degree",

@@ -104,7 +104,7 @@ class Injector:
                 self._strike(drawn, step, phase, plan, f"{source.index}-{step}")
 
     def now(self, text: str, number: int, step: int, phase: str, plan: Plan | None) -> None:
-        """Strike a fault that was requested while the job runs, the `number`-th; called in the thread that heard of it.
+        """Strike a fault that was requested while the job runs, the `number`-th; called in a thread of its own.
 
         A fault that kills or stops strikes its target wherever it is, idle spares included; any other waits until the
         target next enters a phase. step, phase, plan: of this worker at the moment.

@@ -76,4 +76,5 @@ def draw_rules(rng: Random, hosts: int, wanted: int, lasting_ms: int) -> Rules:
         by_steps=rng.random() < 0.1,
         lasting_ms=lasting_ms,
         reboots=rng.random() < 0.7,
+        degree=rng.choice((1, 2, 4)) if shared else 1,
     )

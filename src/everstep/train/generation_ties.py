@@ -130,7 +130,9 @@ class GenerationTies:
         if isinstance(message, wire.InjectFault):
             pulse = link.row.read()
             plan = self._view.driver.standing.plan
-            link.fault_now(message.fault, message.number, pulse.step + 1, pulse.phase, plan)
+            asked = (message.fault, message.number, pulse.step + 1, pulse.phase, plan)
+            # Who strikes first is asked of the coordinator, whose answer comes to this thread.
+            threading.Thread(target=link.fault_now, args=asked, name="everstep-fault", daemon=True).start()
         elif isinstance(message, wire.ProfileNow):
             self._profile(message)
         self._rendezvous.observe(message)

@@ -558,6 +558,19 @@ def test_a_job_that_grows_takes_no_slot_back_that_still_runs_on_a_drained_host()
     assert world.last(m.SetSlots, "h3").worker_ids == [4, 5]
 
 
+def test_a_host_that_is_drained_is_not_wanted_for_slots_whose_processes_are_still_leaving_it() -> None:
+    world = shared_out(4)
+    assert world.command("scale", workers=2).ok
+    for i in (0, 1):
+        world.entered(i, 2, 5)  # the others go on without 2 and 3, whose processes are still there
+    arrive(world, "h2", 2)
+    assert world.command("drain", host="h1").result["moved"] == 2
+    for i in (2, 3):
+        world.exited(i, agent="h1", in_order=True)
+    assert world.last(m.SetSlots, "h1").worker_ids == [0, 1], "until the others have healed"
+    assert world.last(m.SetSlots, "h2").worker_ids == [4, 5]
+
+
 @pytest.mark.parametrize("written", [1, 2])
 def test_a_coordinator_that_dies_while_a_host_is_drained_leaves_no_host_half_drained(written: int) -> None:
     before = shared_out(2, 2)
@@ -743,6 +756,14 @@ def test_a_host_is_not_drained_if_fewer_workers_than_stages_would_be_left() -> N
     world = shared_out(1, 1, workers=2, stages=2)
     reply = world.command("drain", host="h2")
     assert not reply.ok and "1 workers would be left of 2" in reply.error
+
+
+def test_who_takes_the_place_of_a_worker_of_a_drained_host_is_not_drained_meanwhile() -> None:
+    world = shared_out(1, 1, workers=2, stages=2)
+    arrive(world, "h3", 1)
+    assert world.command("drain", host="h2").ok and begin(world, "h3") == [2]
+    reply = world.command("drain", worker_id=2)
+    assert reply.error == "cannot drain worker 2: 1 workers would be left of 2 for the stages"
 
 
 def test_a_host_of_a_job_with_fewer_workers_than_stages_is_drained_where_its_workers_have_room() -> None:

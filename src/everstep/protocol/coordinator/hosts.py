@@ -89,6 +89,7 @@ def _slots_of(job: JobState, agent: Agent) -> list[int]:
 def _fresh(job: JobState, size: int) -> list[int]:
     """Numbers of slots that are unused, and were not used under an agent that may still run them."""
     used = job.slots.ids() | set(job.slots.lost) | set(job.membership.workers)
+    used |= {key.worker_id for agent in job.agents.known.values() for key in agent.believed}
     return list(islice((i for i in count() if i not in used), size))
 
 

@@ -137,6 +137,9 @@ def _drain(job: JobState, args: _Args) -> _Reply:
     if alone:
         where = f"stage {listed(alone)}"
         return f"cannot drain worker {worker_id}: nobody else holds {where}; let a backup join it first", {}
+    least = _least(job)
+    if target < least:
+        return f"cannot drain worker {worker_id}: {target} workers would be left of {least} for the stages", {}
     slots.want(target, ids - {worker_id}, Why(Cause.DRAINED, f"worker {worker_id} drained by request"))
     return "", {"workers": target}
 

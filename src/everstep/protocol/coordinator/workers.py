@@ -444,16 +444,21 @@ def _shrink(job: JobState, key: WorkerKey, cause: Cause) -> None:
     slots, shrinks = job.slots, job.env.config.on_failure == "shrink"
     others = slots.ids() - {key.worker_id}
     enough = slots.target > slots.least and len(others - set(slots.lost)) >= slots.least  # else it has to come back
-    if shrinks and not shrinks_cell(job, key.worker_id) and slots.wanted(key.worker_id) and enough:
+    smaller = cause != Cause.HOST_LOST and shrinks_cell(job, key.worker_id)  # nobody is there who could start it
+    if shrinks and not smaller and slots.wanted(key.worker_id) and enough:
         reason = f"{describe(key)} was lost and on_failure is 'shrink'"
         slots.want(slots.target - 1, others, Why(cause, reason))
 
 
 def shrinks_cell(job: JobState, worker_id: int) -> bool:
-    """Whether this worker, if its slot is given up, goes on as a smaller cell: the job runs, and it has no spare."""
+    """Whether this worker, if its slot is given up, goes on as a smaller cell: the job runs, and it has no spare on a
+    host that is there."""
     slots = job.slots
     runs = job.agreement.plan is not NO_PLAN and slots.wanted(worker_id) and worker_id not in slots.lost
-    return runs and slots.left() <= slots.target and slots.cells.smaller(worker_id) is not None
+    if not runs or slots.cells.smaller(worker_id) is None:
+        return False
+    kept = slots.left() if job.membership.in_grace else sum(map(slots.left, job.agents.known))
+    return kept <= slots.target
 
 
 def kill_life(job: JobState, agent: Agent, key: WorkerKey, why: Why) -> None:
