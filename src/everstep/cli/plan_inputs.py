@@ -33,6 +33,9 @@ SIZES = ("layers", "hidden", "heads", "vocab", "sequence", "experts", "experts_p
 CLUSTER = ("gpus", "gpu", "per_node", "network", "slowest")
 """Keys of a cluster's file, as the options without their dashes."""
 
+DEVICE = ("peak_tflops", "memory", "bandwidth_gb_s", "link_gb_s", "network", "price", "mtbf", "source")
+"""Keys of a device in a file of --catalogue."""
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
@@ -122,8 +125,9 @@ def read_question(asked: Mapping[str, Any]) -> Question:
     shape, near = read_shape(asked, assumed)
     fleet = read_fleet(asked, assumed)
     device = fleet.device
-    dtype = asked["dtype"] or next(one for one in ("bf16", "fp16", "fp32") if one in device.peak)
-    if asked["dtype"] is None:
+    dtype = asked["dtype"]
+    if dtype is None:
+        dtype = next(one for one in ("bf16", "fp16", "fp32") if one in device.peak)
         assumed.append(f"matrix products in {dtype}")
     if dtype not in device.peak:
         raise ConfigError(f"--dtype: expected one of {', '.join(device.peak)} on {device.name}, got {dtype[:40]!r}")
@@ -132,8 +136,8 @@ def read_question(asked: Mapping[str, Any]) -> Question:
     if batch is None:
         batch = near.batch
         assumed.append(f"a batch of {batch} sequences, as {near.name} ({near.source})")
-    tokens = quantities.parse_count(asked["tokens"], "--tokens") if asked["tokens"] else None
-    if asked["samples"]:
+    tokens = quantities.parse_count(asked["tokens"], "--tokens") if asked["tokens"] is not None else None
+    if asked["samples"] is not None:
         if tokens is not None:
             raise ConfigError("expected --tokens or --samples, got both")
         tokens = quantities.parse_count(asked["samples"], "--samples") * shape.sequence
@@ -144,7 +148,7 @@ def read_question(asked: Mapping[str, Any]) -> Question:
 
 def choose_stack(name: str | None, device: DeviceKind, assumed: list[str]) -> SoftwareStack:
     """The program whose efficiency is taken. Raises: ConfigError, one line."""
-    wanted = name or ("torchtitan-compile" if "fp8" in device.peak else "megatron-2021")
+    wanted = ("torchtitan-compile" if "fp8" in device.peak else "megatron-2021") if name is None else name
     if wanted not in STACKS:
         raise ConfigError(f"--stack: expected one of {', '.join(STACKS)}, got {wanted[:40]!r}")
     if name is None:
@@ -201,7 +205,8 @@ def read_fleet(asked: Mapping[str, Any], assumed: list[str]) -> Fleet:
         assumed.append("devices a100-80")
     if given["per_node"] is None:
         assumed.append("8 devices per node")
-    device, count, per_node = device_named(given["gpu"] or "a100-80", known), given["gpus"], given["per_node"] or 8
+    device = device_named("a100-80" if given["gpu"] is None else given["gpu"], known)
+    count, per_node = given["gpus"], given["per_node"] or 8
     slowest = 1.0 if given["slowest"] is None else given["slowest"]
     if not 0.01 <= slowest <= 1:
         raise ConfigError(f"--slowest: expected a share of the others' speed, from 0.01 to 1, got {slowest:g}")
@@ -261,12 +266,19 @@ def _device(name: str, given: Mapping[str, Any]) -> DeviceKind:
             raise ConfigError(f"{name[:40]}: {what}: expected a number above 0, got {str(value)[:40]!r}")
         return float(value)
 
+    for key in given:
+        if key not in DEVICE:
+            near = did_you_mean(str(key), DEVICE, "{}")
+            raise ConfigError(f"{name[:40]}: expected {', '.join(DEVICE)}, got {str(key)[:40]!r}{near}")
     peak = {str(dtype): positive(value, f"peak_tflops.{dtype}") * 1e12 for dtype, value in given["peak_tflops"].items()}
     if not set(peak) <= set(DTYPES) or not set(peak) & {"fp32", "fp16", "bf16"}:
         raise ConfigError(
             f"{name[:40]}: peak_tflops: expected some of {', '.join(DTYPES)}, got {', '.join(peak)[:80]!r}"
         )
     figures = ("peak", "memory_gb", "bandwidth", "link", "network", "price", "mtbf_h")
+    source = given["source"]
+    if not isinstance(source, str) or not source.strip():
+        raise ConfigError(f"{name[:40]}: source: expected words on where the figures come from, got {source!r:.40}")
     return DeviceKind(
         name,
         peak,
@@ -276,7 +288,7 @@ def _device(name: str, given: Mapping[str, Any]) -> DeviceKind:
         quantities.parse_rate(str(given["network"]), f"{name[:40]}: network"),
         positive(given["price"], "price"),
         quantities.parse_seconds(str(given["mtbf"]), f"{name[:40]}: mtbf") / 3600,
-        dict.fromkeys(figures, str(given["source"])),
+        dict.fromkeys(figures, source),
     )
 
 

@@ -230,7 +230,7 @@ def _memory(run: _Run) -> dict[str, Any]:
         fixed = WORKER_BYTES + SHARED_BYTES / (1 + run.found.workers / max(1, config.hosts.min))
         model = Model(count, held / _ADAM, held - held / _ADAM, fixed_bytes=fixed)
         pool = max(1, run.found.workers // run.found.shape.stages)
-        split = Split(pool, config.lanes, 1, min(config.zero.copies, pool), config.zero.offload != "none")
+        split = Split(pool, config.lanes, 1, min(config.zero.copies, pool), config.zero.offload is not None)
         predicted = round(of_ours(model, split, config.zero.stage).total)
     return {
         "state_bytes": round(state),

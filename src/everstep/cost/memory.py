@@ -62,6 +62,27 @@ class Split:
     host_apart: bool = False
 
 
+_LOOKED_AT = 4096
+"""Workers whose lanes are looked at one by one; the lanes of the others begin at like places."""
+
+
+def most_nodes(workers: int, lanes: int) -> int:
+    """Complete subtrees of the lanes of the worker that has most of them, where each has a run of lanes."""
+
+    def inside(low: int, high: int, first: int, last: int) -> int:
+        if last <= low or high <= first:
+            return 0
+        if first <= low and high <= last:
+            return 1
+        middle = low + (1 << ((high - low - 1).bit_length() - 1))
+        return inside(low, middle, first, last) + inside(middle, high, first, last)
+
+    if workers >= lanes:
+        return 1
+    looked_at = {*range(min(workers, _LOOKED_AT)), workers - 1}
+    return max(inside(0, lanes, k * lanes // workers, (k + 1) * lanes // workers) for k in looked_at)
+
+
 @dataclass(frozen=True)
 class MemoryUse:
     """Bytes of one worker by kind, on its device and in the memory of its host.

@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from everstep.base.errors import ConfigError
 from everstep.cost import quantities
 from everstep.cost.catalogue import device_named
-from everstep.cost.memory import GB, STAGES, Model, Split, answers_by_paper, answers_of_ours, by_paper, of_ours
+from everstep.cost.memory import (
+    GB,
+    STAGES,
+    Model,
+    Split,
+    answers_by_paper,
+    answers_of_ours,
+    by_paper,
+    most_nodes,
+    of_ours,
+)
+from everstep.placement.tree import cover
 
 BILLION = 10**9
 
@@ -47,6 +58,12 @@ def test_bytes_per_parameter_of_eight_workers_on_several_hosts() -> None:
 def test_more_lanes_per_worker_hold_more_sums() -> None:
     totals = [of_ours(adam(BILLION), Split(2, lanes), 0).device["lanes"] / BILLION for lanes in (2, 4, 8, 16, 32)]
     assert totals == [8, 8, 8, 12, 16]
+
+
+@given(st.integers(1, 60), st.integers(1, 300))
+def test_lanes_of_a_worker_make_as_many_nodes_as_its_tree_has(workers: int, lanes: int) -> None:
+    runs = (range(k * lanes // workers, (k + 1) * lanes // workers) for k in range(workers))
+    assert most_nodes(workers, lanes) == max(len(cover(run, lanes)) for run in runs)
 
 
 def test_of_gradients_that_are_given_back_few_are_held() -> None:
