@@ -16,7 +16,7 @@ from everstep.base.config_keys import OFFLOAD
 from everstep.base.errors import ConfigError, nearest
 from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time, plan_usual
 from everstep.cli.plan_config_dir import is_config_dir, shape_of_config
-from everstep.cli.plan_inputs import MOST_GPUS, json_option, known_devices
+from everstep.cli.plan_inputs import MOST_GPUS, json_option, known_devices, snapshots_of
 from everstep.cli.plan_splits import refuse_split_of_task, split_lines, split_options, splits_of
 from everstep.cost import quantities
 from everstep.cost.catalogue import CATALOGUE, device_named
@@ -184,7 +184,8 @@ def _split(known: _Known, asked: Mapping[str, Any]) -> Split:
     offload, staging = asked["offload"] != "none", asked["staging"]
     staged = known.staging if staging is None else quantities.parse_bytes(staging, "--staging")
     copies, apart = copies or min(2, workers), asked["gpu"] is not None
-    return Split(workers, lanes, most_nodes(workers, lanes), copies, offload, asked["hosts"], staged, apart)
+    nodes, kept = most_nodes(workers, lanes), snapshots_of(known.config)
+    return Split(workers, lanes, nodes, copies, offload, asked["hosts"], staged, kept, apart)
 
 
 def _cell(model: Model, split: Split, known: _Known) -> CellMemoryUse | None:
@@ -301,7 +302,7 @@ def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
     model = Model(found.parameters, *sizes, WORKER_BYTES + JOB_BYTES / config.workers)
     kind = found.optimizer and {"divides": str(found.optimizer.divides), "why": found.optimizer.why}
     staged = (config.checkpoint.staging_mb or 0) * 2**20 if config.checkpoint.enabled else 0
-    assumed = [*found.assumed, "no checkpoints kept in memory"]
+    assumed = [*found.assumed, *(["no checkpoints kept in memory"] if not snapshots_of(config) else [])]
     assumed += ["stages of equal length"] * (config.stages > 1)
     return _Known(
         model,

@@ -15,6 +15,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from everstep.base.config import Config
 from everstep.base.errors import ConfigError, did_you_mean
 from everstep.cli.config_file import read_config_file
 from everstep.cli.plan_config_dir import is_config, is_config_dir, shape_of_config
@@ -308,6 +309,14 @@ def not_given(words: Mapping[str, str]) -> list[str]:
     """What is assumed for parameters of the running command that were left out. words: by parameter."""
     asked = click.get_current_context()
     return [said for name, said in words.items() if asked.get_parameter_source(name) is ParameterSource.DEFAULT]
+
+
+def snapshots_of(config: Config) -> int:
+    """Copies of as much state as it has that the fullest worker of a job keeps in memory: where the model is cut into
+    stages, those of its own state, and of the state of another stage."""
+    rule = config.checkpoint.memory
+    regular = rule.every_steps or rule.every_epochs or rule.every_minutes
+    return 2 * rule.keep_last if config.stages > 1 else rule.keep_last if regular else 0
 
 
 def recovery_times(changed: Sequence[str]) -> tuple[dict[str, float], list[dict[str, Any]]]:

@@ -19,6 +19,7 @@ from everstep.cost.memory import (
     by_paper,
     most_nodes,
     of_ours,
+    of_running,
 )
 from everstep.placement.tree import cover
 
@@ -64,6 +65,22 @@ def test_more_lanes_per_worker_hold_more_sums() -> None:
 def test_lanes_of_a_worker_make_as_many_nodes_as_its_tree_has(workers: int, lanes: int) -> None:
     runs = (range(k * lanes // workers, (k + 1) * lanes // workers) for k in range(workers))
     assert most_nodes(workers, lanes) == max(len(cover(run, lanes)) for run in runs)
+
+
+def test_a_running_worker_of_three_stages_holds_what_was_measured() -> None:
+    """A job of 12.6M parameters, Adam, 4 lanes: the fullest worker's PSS before it has snapshots, and after."""
+    for snapshots, measured in ((0, 237e6), (2, 343e6)):
+        split = Split(1, 4, snapshots=snapshots)
+        assert of_running(adam(4_200_000), split, 0, 3).total == pytest.approx(measured, rel=0.1)
+    apart = of_ours(adam(BILLION), Split(2, snapshots=1, host_apart=True), 0)
+    assert "snapshots" not in apart.device and apart.host["snapshots"] == 12 * BILLION
+
+
+@pytest.mark.parametrize(("workers", "measured"), [(2, 480e6), (4, 414.7e6)])
+def test_a_running_worker_holds_what_was_measured(workers: int, measured: float) -> None:
+    """Jobs of 12.6M parameters, Adam, 8 lanes, data parallel on one host: the fullest worker's PSS."""
+    split = Split(workers, 8, most_nodes(workers, 8))
+    assert of_running(adam(12_600_000), split, 0, workers).total == pytest.approx(measured, rel=0.1)
 
 
 def test_of_gradients_that_are_given_back_few_are_held() -> None:
