@@ -88,13 +88,13 @@ def test_two_plans_of_one_job_and_what_it_takes(jobs: Jobs) -> None:
 @pytest.mark.parametrize(("stages", "workers"), [JOBS[0], JOBS[2]])
 def test_a_job_holds_as_much_memory_as_planned(jobs: Jobs, tmp_path: Path, stages: int, workers: int) -> None:
     """All its processes together at the most; all workers have as many lanes, as the plan is that of the busiest.
-    Nothing is emulated, for emulated stages have no gradients. After ten steps stages have snapshots."""
+    Nothing is emulated, for emulated stages have no gradients. After 40 steps stages have all snapshots."""
     (tmp_path / "wide.py").write_text(WIDE)
     task = f"{tmp_path / 'wide.py'}:Wide"
     planned = said("memory", task, "--workers", str(workers), "--pp", str(stages))["per_worker_bytes"]
     assert isinstance(planned, dict)
     settings = {"stages": stages, "checkpoint.enabled": "false"}
-    job = jobs.start(task, workers=workers, settings=settings, numerics={"steps": 12} if stages > 1 else {})
+    job = jobs.start(task, workers=workers, settings=settings, numerics={"steps": 44} if stages > 1 else {})
     held = Limit(job.launcher_pid())
     with held.holds():
         assert job.end() == 0, job.account()

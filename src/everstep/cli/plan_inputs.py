@@ -34,6 +34,8 @@ SIZES = ("layers", "hidden", "heads", "vocab", "sequence", "experts", "experts_p
 CLUSTER = ("gpus", "gpu", "per_node", "network", "slowest")
 """Keys of a cluster's file, as the options without their dashes."""
 
+SNAPSHOT_EVERY = 10
+"""Steps between snapshots in memory where the model is cut into stages and the config has no rule for them."""
 DEVICE = ("peak_tflops", "memory", "bandwidth_gb_s", "link_gb_s", "network", "price", "mtbf", "source")
 """Keys of a device in a file of --catalogue."""
 
@@ -311,12 +313,18 @@ def not_given(words: Mapping[str, str]) -> list[str]:
     return [said for name, said in words.items() if asked.get_parameter_source(name) is ParameterSource.DEFAULT]
 
 
-def snapshots_of(config: Config) -> int:
-    """Copies of as much state as it has that the fullest worker of a job keeps in memory: where the model is cut into
-    stages, those of its own state, and of the state of another stage."""
-    rule = config.checkpoint.memory
-    regular = rule.every_steps or rule.every_epochs or rule.every_minutes
-    return 2 * rule.keep_last if config.stages > 1 else rule.keep_last if regular else 0
+def snapshots_of(config: Config, steps: int | None = None) -> int:
+    """Copies of as much state as it has that the fullest worker of a job keeps in memory, after so many steps (None:
+    at the most): the newest, one that was compared, and one on its way. Where the model is cut into stages, of its own
+    state and of that of another stage.
+
+    Source: a job of three stages held 2, 4 and 6 copies after 11, 21 and 41 steps.
+    """
+    rule, split = config.checkpoint.memory, config.stages > 1
+    most, every = rule.keep_last + 2, rule.every_steps or SNAPSHOT_EVERY
+    if not (split or rule.every_steps or rule.every_epochs or rule.every_minutes):
+        return 0
+    return (1 + split) * (most if steps is None else min(most, steps // every))
 
 
 def recovery_times(changed: Sequence[str]) -> tuple[dict[str, float], list[dict[str, Any]]]:

@@ -47,6 +47,11 @@ class _Run:
         return self.history.faults(False)
 
     @property
+    def steps(self) -> int:
+        """Those that were measured."""
+        return int(sum(one[2] for one in self.history.facts.course.rates.values()))
+
+    @property
     def failure_mtbf_s(self) -> float:
         """Seconds between failures: as configured, else as jobs estimate them."""
         minutes = self.job.config.checkpoint.mtbf_minutes
@@ -231,7 +236,7 @@ def _memory(run: _Run) -> dict[str, Any]:
         workers, stages, copies = run.found.workers, run.found.shape.stages, config.zero.copies
         pool, offload = max(1, workers // stages), config.zero.offload is not None
         nodes, hosts = most_nodes(pool, config.lanes), max(1, config.hosts.min)
-        kept = snapshots_of(config)
+        kept = snapshots_of(config, run.steps)
         split = Split(pool, config.lanes, nodes, min(copies, pool), offload, min(hosts, pool), snapshots=kept)
         use = of_running(model, split, config.zero.stage, workers)
         kinds = {kind: round(size) for kind, size in use.device.items()}
