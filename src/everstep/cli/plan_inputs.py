@@ -23,6 +23,7 @@ from everstep.cost import quantities
 from everstep.cost.catalogue import CATALOGUE, DTYPES, DeviceKind, device_named
 from everstep.cost.models import PUBLISHED, ModelShape, PublishedModel, check_shape, nearest_model, shape_of
 from everstep.cost.step_time import STACKS, Fleet, SoftwareStack
+from everstep.protocol.driver.saver import MEMORY_EVERY
 from everstep.report.words import aligned
 
 MOST_NODES, MOST_HOURS = 10**7, 10**6
@@ -34,8 +35,6 @@ SIZES = ("layers", "hidden", "heads", "vocab", "sequence", "experts", "experts_p
 CLUSTER = ("gpus", "gpu", "per_node", "network", "slowest")
 """Keys of a cluster's file, as the options without their dashes."""
 
-SNAPSHOT_EVERY = 10
-"""Steps between snapshots in memory where the model is cut into stages and the config has no rule for them."""
 DEVICE = ("peak_tflops", "memory", "bandwidth_gb_s", "link_gb_s", "network", "price", "mtbf", "source")
 """Keys of a device in a file of --catalogue."""
 
@@ -321,7 +320,7 @@ def snapshots_of(config: Config, steps: int | None = None) -> int:
     Source: a job of three stages held 2, 4 and 6 copies after 11, 21 and 41 steps.
     """
     rule, split = config.checkpoint.memory, config.stages > 1
-    most, every = rule.keep_last + 2, rule.every_steps or SNAPSHOT_EVERY
+    most, every = rule.keep_last + 2, rule.every_steps or MEMORY_EVERY
     if not (split or rule.every_steps or rule.every_epochs or rule.every_minutes):
         return 0
     return (1 + split) * (most if steps is None else min(most, steps // every))
