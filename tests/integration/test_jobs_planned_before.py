@@ -88,13 +88,19 @@ def test_two_plans_of_one_job_and_what_it_takes(jobs: Jobs) -> None:
 @pytest.mark.parametrize(("stages", "workers"), [JOBS[0], JOBS[2]])
 def test_a_job_holds_as_much_memory_as_planned(jobs: Jobs, tmp_path: Path, stages: int, workers: int) -> None:
     """All its processes together at the most; all workers have as many lanes, as the plan is that of the busiest.
-    Nothing is emulated, for emulated stages have no gradients. After 40 steps stages have all snapshots."""
+    Nothing is emulated, for emulated stages have no gradients."""
     (tmp_path / "wide.py").write_text(WIDE)
     task = f"{tmp_path / 'wide.py'}:Wide"
-    planned = said("memory", task, "--workers", str(workers), "--pp", str(stages))["per_worker_bytes"]
+    lanes = 8 if stages == 1 else 3
+    options = ["--workers", str(workers), "--pp", str(stages), "--lanes", str(lanes)]
+    planned = said("memory", task, *options)["per_worker_bytes"]
     assert isinstance(planned, dict)
     settings = {"stages": stages, "checkpoint.enabled": "false"}
-    job = jobs.start(task, workers=workers, settings=settings, numerics={"steps": 44} if stages > 1 else {})
+    numerics = {"lanes": lanes, "steps": 5}
+    if stages > 1:  # with all snapshots in memory that it ever has
+        settings |= {"checkpoint.memory.every_steps": 2}
+        numerics["steps"] = 12
+    job = jobs.start(task, workers=workers, settings=settings, numerics=numerics)
     held = Limit(job.launcher_pid())
     with held.holds():
         assert job.end() == 0, job.account()
