@@ -91,9 +91,16 @@ def test_a_job_holds_as_much_memory_as_planned(jobs: Jobs, tmp_path: Path, stage
     Nothing is emulated, for emulated stages have no gradients."""
     (tmp_path / "wide.py").write_text(WIDE)
     task = f"{tmp_path / 'wide.py'}:Wide"
-    planned = said("memory", task, "--workers", str(workers), "--pp", str(stages))["per_worker_bytes"]
+    lanes = 8 if stages == 1 else 3
+    options = ["--workers", str(workers), "--pp", str(stages), "--lanes", str(lanes)]
+    planned = said("memory", task, *options)["per_worker_bytes"]
     assert isinstance(planned, dict)
-    job = jobs.start(task, workers=workers, settings={"stages": stages, "checkpoint.enabled": "false"})
+    settings = {"stages": stages, "checkpoint.enabled": "false"}
+    numerics = {"lanes": lanes, "steps": 5}
+    if stages > 1:  # with all snapshots in memory that it ever has
+        settings |= {"checkpoint.memory.every_steps": 2}
+        numerics["steps"] = 12
+    job = jobs.start(task, workers=workers, settings=settings, numerics=numerics)
     held = Limit(job.launcher_pid())
     with held.holds():
         assert job.end() == 0, job.account()

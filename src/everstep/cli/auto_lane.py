@@ -18,8 +18,7 @@ from everstep.base.errors import ConfigError
 from everstep.cli.job import Request, effective_config, read_job
 from everstep.cli.probe import probe_task
 from everstep.cli.task_loading import make_task, parse_task
-from everstep.cost.memory import GB, WORKER_BYTES, Model, Split, of_ours
-from everstep.placement.tree import cover
+from everstep.cost.memory import GB, WORKER_BYTES, Model, Split, most_nodes, of_ours
 from everstep.runtime.host.fork_server_client import EarlyForkServer, ForkEnded
 from everstep.runtime.link.address import JOB_FILE
 from everstep.runtime.process import available_bytes
@@ -170,10 +169,9 @@ def _bytes(task: Task, batch: int, size: int) -> int:
     if lacking:
         raise ConfigError(f"expected a model that can be counted, got {lacking[0]}: give a number")
     workers, lanes = config.workers, batch // size
-    runs = (range(k * lanes // workers, (k + 1) * lanes // workers) for k in range(workers))
-    nodes = max(len(cover(run, lanes)) for run in runs)
     sizes = (found.parameters, found.parameter_bytes, found.optimizer_bytes, found.buffer_bytes, found.activation_bytes)
-    split = Split(workers, lanes, nodes, config.zero.copies, config.zero.offload is not None)
+    nodes, offload = most_nodes(workers, lanes), config.zero.offload is not None
+    split = Split(workers, lanes, nodes, config.zero.copies, offload)
     return round(of_ours(Model(*sizes, WORKER_BYTES), split, config.zero.stage).total)
 
 

@@ -70,8 +70,11 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the config file {path} is not YAML: {' '.join(str(error).split())[:300]}") from None
     if data is None:
         return {}
-    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+    if not isinstance(data, dict):
         raise ConfigError(f"the config file {path} must hold keys and values, got {type(data).__name__}")
+    odd = next((key for key in data if not isinstance(key, str)), "")
+    if odd != "":
+        raise ConfigError(f"the config file {path}: expected keys that are text, got {odd!s:.40}: put it in quotes")
     return data
 
 

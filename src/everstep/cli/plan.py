@@ -16,7 +16,7 @@ from everstep.base.config_keys import OFFLOAD
 from everstep.base.errors import ConfigError, nearest
 from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time, plan_usual
 from everstep.cli.plan_config_dir import is_config_dir, shape_of_config
-from everstep.cli.plan_inputs import json_option, known_devices
+from everstep.cli.plan_inputs import MOST_GPUS, json_option, known_devices, snapshots_of
 from everstep.cli.plan_splits import refuse_split_of_task, split_lines, split_options, splits_of
 from everstep.cost import quantities
 from everstep.cost.catalogue import CATALOGUE, device_named
@@ -32,12 +32,12 @@ from everstep.cost.memory import (
     StageMemory,
     answers_by_paper,
     answers_of_ours,
+    most_nodes,
     of_cell,
 )
 from everstep.cost.task_time import part_of_model
 from everstep.placement.cell_shapes import CellShape
 from everstep.placement.ranks import most_slots
-from everstep.placement.tree import cover
 from everstep.report.words import aligned
 
 _PAPER = "ZeRO paper (arXiv 1910.02054): 2 + 2 + 12 bytes per parameter, one copy"
@@ -102,8 +102,8 @@ command.add_command(plan_usual.command)
 @command.command(epilog=f"Devices known to --gpu: {', '.join(CATALOGUE)}.")
 @click.argument("task", required=False)
 @click.option("--params", metavar="N", help="Number of parameters in place of a task: 125M, 7.5B, 1.5T.")
-@click.option("--workers", type=click.IntRange(min=1), help="Number of workers in total (1, or the task's).")
-@click.option("--lanes", type=click.IntRange(min=1), help="Lanes of the global batch (the task's, or 8).")
+@click.option("--workers", type=click.IntRange(1, MOST_GPUS), help="Number of workers in total (1, or the task's).")
+@click.option("--lanes", type=click.IntRange(1, MOST_GPUS), help="Lanes of the global batch (the task's, or 8).")
 @click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="Hosts that they are on.")
 @click.option(
     "--zero",
@@ -179,12 +179,13 @@ def _split(known: _Known, asked: Mapping[str, Any]) -> Split:
     for option, number in (("--copies", copies or 1), ("--hosts", asked["hosts"])):
         if number > workers:
             raise ConfigError(f"{option}: expected at most one per worker ({workers}), got {number}")
-    runs = (range(k * lanes // workers, (k + 1) * lanes // workers) for k in range(workers))
-    nodes = max(len(cover(run, lanes)) for run in runs)
+    if lanes > MOST_GPUS:
+        raise ConfigError(f"lanes: expected at most {MOST_GPUS}, got {lanes}")
     offload, staging = asked["offload"] != "none", asked["staging"]
     staged = known.staging if staging is None else quantities.parse_bytes(staging, "--staging")
     copies, apart = copies or min(2, workers), asked["gpu"] is not None
-    return Split(workers, lanes, nodes, copies, offload, asked["hosts"], staged, apart)
+    nodes, kept = most_nodes(workers, lanes), snapshots_of(known.config)
+    return Split(workers, lanes, nodes, copies, offload, asked["hosts"], staged, kept, apart)
 
 
 def _cell(model: Model, split: Split, known: _Known) -> CellMemoryUse | None:
@@ -301,7 +302,7 @@ def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
     model = Model(found.parameters, *sizes, WORKER_BYTES + JOB_BYTES / config.workers)
     kind = found.optimizer and {"divides": str(found.optimizer.divides), "why": found.optimizer.why}
     staged = (config.checkpoint.staging_mb or 0) * 2**20 if config.checkpoint.enabled else 0
-    assumed = [*found.assumed, "no checkpoints kept in memory"]
+    assumed = [*found.assumed, *(["no checkpoints kept in memory"] if not snapshots_of(config) else [])]
     assumed += ["stages of equal length"] * (config.stages > 1)
     return _Known(
         model,

@@ -27,7 +27,9 @@ MOST_FAILURES = 2_000_000
 @click.option("--days", type=float, default=90.0, show_default=True, help="Days that the job takes.")
 @click.option("--per-node", type=click.IntRange(1, 1024), help="Devices of a node (8).")
 @click.option("--mtbf", default="100000h", show_default=True, help="Mean time between failures of a node.")
-@click.option("--spares", type=click.IntRange(min=0), default=0, show_default=True, help="Further devices, ready.")
+@click.option(
+    "--spares", type=click.IntRange(0, MOST_DEVICES), default=0, show_default=True, help="Further devices, ready."
+)
 @click.option("--stages", type=click.IntRange(1, 1024), help="Stages of a pipeline, for the policy ours-stages (8).")
 @click.option(
     "--backups", type=click.IntRange(0, 1024), default=0, show_default=True, help="Workers on standby for each stage."
@@ -62,10 +64,11 @@ def command(names: Sequence[str], days: float, runs: int, seed: int, as_json: bo
     tried = 1 if wanted is None else 1 + cluster.devices.bit_length()
     expected = cluster.rate * days * 86400 * runs * tried
     if expected > MOST_FAILURES:
-        most = max(2, int(MOST_FAILURES / expected * runs))
+        most = int(MOST_FAILURES / expected * runs)
+        fewer = f"--runs {most}, " * (most >= 2)
         raise ConfigError(
             f"expected at most {MOST_FAILURES:,} failures in all runs of a policy, got about {expected:.3g}: "
-            f"take --runs {most}, fewer --days or a longer --mtbf"
+            f"take {fewer}fewer --days or a longer --mtbf"
         )
     found = {
         name: (policy, simulate(policy, cluster, days * 86400, runs, random.Random(seed).random))

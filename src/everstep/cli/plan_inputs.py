@@ -15,6 +15,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from everstep.base.config import Config
 from everstep.base.errors import ConfigError, did_you_mean
 from everstep.cli.config_file import read_config_file
 from everstep.cli.plan_config_dir import is_config, is_config_dir, shape_of_config
@@ -22,6 +23,7 @@ from everstep.cost import quantities
 from everstep.cost.catalogue import CATALOGUE, DTYPES, DeviceKind, device_named
 from everstep.cost.models import PUBLISHED, ModelShape, PublishedModel, check_shape, nearest_model, shape_of
 from everstep.cost.step_time import STACKS, Fleet, SoftwareStack
+from everstep.protocol.driver.saver import MEMORY_EVERY
 from everstep.report.words import aligned
 
 MOST_NODES, MOST_HOURS = 10**7, 10**6
@@ -32,6 +34,9 @@ MOST_GPUS, MOST_PER_NODE = 10**6, 1024
 SIZES = ("layers", "hidden", "heads", "vocab", "sequence", "experts", "experts_per_token")
 CLUSTER = ("gpus", "gpu", "per_node", "network", "slowest")
 """Keys of a cluster's file, as the options without their dashes."""
+
+DEVICE = ("peak_tflops", "memory", "bandwidth_gb_s", "link_gb_s", "network", "price", "mtbf", "source")
+"""Keys of a device in a file of --catalogue."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
@@ -122,8 +127,9 @@ def read_question(asked: Mapping[str, Any]) -> Question:
     shape, near = read_shape(asked, assumed)
     fleet = read_fleet(asked, assumed)
     device = fleet.device
-    dtype = asked["dtype"] or next(one for one in ("bf16", "fp16", "fp32") if one in device.peak)
-    if asked["dtype"] is None:
+    dtype = asked["dtype"]
+    if dtype is None:
+        dtype = next(one for one in ("bf16", "fp16", "fp32") if one in device.peak)
         assumed.append(f"matrix products in {dtype}")
     if dtype not in device.peak:
         raise ConfigError(f"--dtype: expected one of {', '.join(device.peak)} on {device.name}, got {dtype[:40]!r}")
@@ -132,8 +138,8 @@ def read_question(asked: Mapping[str, Any]) -> Question:
     if batch is None:
         batch = near.batch
         assumed.append(f"a batch of {batch} sequences, as {near.name} ({near.source})")
-    tokens = quantities.parse_count(asked["tokens"], "--tokens") if asked["tokens"] else None
-    if asked["samples"]:
+    tokens = quantities.parse_count(asked["tokens"], "--tokens") if asked["tokens"] is not None else None
+    if asked["samples"] is not None:
         if tokens is not None:
             raise ConfigError("expected --tokens or --samples, got both")
         tokens = quantities.parse_count(asked["samples"], "--samples") * shape.sequence
@@ -144,7 +150,7 @@ def read_question(asked: Mapping[str, Any]) -> Question:
 
 def choose_stack(name: str | None, device: DeviceKind, assumed: list[str]) -> SoftwareStack:
     """The program whose efficiency is taken. Raises: ConfigError, one line."""
-    wanted = name or ("torchtitan-compile" if "fp8" in device.peak else "megatron-2021")
+    wanted = ("torchtitan-compile" if "fp8" in device.peak else "megatron-2021") if name is None else name
     if wanted not in STACKS:
         raise ConfigError(f"--stack: expected one of {', '.join(STACKS)}, got {wanted[:40]!r}")
     if name is None:
@@ -201,7 +207,8 @@ def read_fleet(asked: Mapping[str, Any], assumed: list[str]) -> Fleet:
         assumed.append("devices a100-80")
     if given["per_node"] is None:
         assumed.append("8 devices per node")
-    device, count, per_node = device_named(given["gpu"] or "a100-80", known), given["gpus"], given["per_node"] or 8
+    device = device_named("a100-80" if given["gpu"] is None else given["gpu"], known)
+    count, per_node = given["gpus"], given["per_node"] or 8
     slowest = 1.0 if given["slowest"] is None else given["slowest"]
     if not 0.01 <= slowest <= 1:
         raise ConfigError(f"--slowest: expected a share of the others' speed, from 0.01 to 1, got {slowest:g}")
@@ -261,12 +268,19 @@ def _device(name: str, given: Mapping[str, Any]) -> DeviceKind:
             raise ConfigError(f"{name[:40]}: {what}: expected a number above 0, got {str(value)[:40]!r}")
         return float(value)
 
+    for key in given:
+        if key not in DEVICE:
+            near = did_you_mean(str(key), DEVICE, "{}")
+            raise ConfigError(f"{name[:40]}: expected {', '.join(DEVICE)}, got {str(key)[:40]!r}{near}")
     peak = {str(dtype): positive(value, f"peak_tflops.{dtype}") * 1e12 for dtype, value in given["peak_tflops"].items()}
     if not set(peak) <= set(DTYPES) or not set(peak) & {"fp32", "fp16", "bf16"}:
         raise ConfigError(
             f"{name[:40]}: peak_tflops: expected some of {', '.join(DTYPES)}, got {', '.join(peak)[:80]!r}"
         )
     figures = ("peak", "memory_gb", "bandwidth", "link", "network", "price", "mtbf_h")
+    source = given["source"]
+    if not isinstance(source, str) or not source.strip():
+        raise ConfigError(f"{name[:40]}: source: expected words on where the figures come from, got {source!r:.40}")
     return DeviceKind(
         name,
         peak,
@@ -276,7 +290,7 @@ def _device(name: str, given: Mapping[str, Any]) -> DeviceKind:
         quantities.parse_rate(str(given["network"]), f"{name[:40]}: network"),
         positive(given["price"], "price"),
         quantities.parse_seconds(str(given["mtbf"]), f"{name[:40]}: mtbf") / 3600,
-        dict.fromkeys(figures, str(given["source"])),
+        dict.fromkeys(figures, source),
     )
 
 
@@ -296,6 +310,20 @@ def not_given(words: Mapping[str, str]) -> list[str]:
     """What is assumed for parameters of the running command that were left out. words: by parameter."""
     asked = click.get_current_context()
     return [said for name, said in words.items() if asked.get_parameter_source(name) is ParameterSource.DEFAULT]
+
+
+def snapshots_of(config: Config, steps: int | None = None) -> int:
+    """Copies of as much state as it has that the fullest worker of a job keeps in memory, after so many steps (None:
+    at the most): the newest, one that was compared, and one on its way. Where the model is cut into stages, of its own
+    state and of that of another stage.
+
+    Source: a job of three stages held 2, 4 and 6 copies after 11, 21 and 41 steps.
+    """
+    rule, split = config.checkpoint.memory, config.stages > 1
+    most, every = rule.keep_last + 2, rule.every_steps or MEMORY_EVERY
+    if not (split or rule.every_steps or rule.every_epochs or rule.every_minutes):
+        return 0
+    return (1 + split) * (most if steps is None else min(most, steps // every))
 
 
 def recovery_times(changed: Sequence[str]) -> tuple[dict[str, float], list[dict[str, Any]]]:

@@ -14,11 +14,11 @@ from typing import Any
 
 from everstep.base.errors import ConfigError
 from everstep.cli.job import JobFile, read_job
-from everstep.cli.plan_inputs import recovery_times, say, table
+from everstep.cli.plan_inputs import recovery_times, say, snapshots_of, table
 from everstep.cost import online
 from everstep.cost.failures import LLAMA3
 from everstep.cost.goodput import HARMS, Cluster, closed_form, recovery_policies
-from everstep.cost.memory import SHARED_BYTES, WORKER_BYTES, Model, Split, of_ours
+from everstep.cost.memory import Model, Split, most_nodes, of_running
 from everstep.cost.quantities import time_words
 from everstep.cost.save_interval import automatic_interval, daly_s, expected_mtbf_s, young_s
 from everstep.report.history import History
@@ -45,6 +45,11 @@ class _Run:
     @property
     def failures(self) -> int:
         return self.history.faults(False)
+
+    @property
+    def steps(self) -> int:
+        """Those that were measured."""
+        return int(sum(one[2] for one in self.history.facts.course.rates.values()))
 
     @property
     def failure_mtbf_s(self) -> float:
@@ -217,31 +222,36 @@ def _stall_s(history: History) -> float:
 
 
 def _memory(run: _Run) -> dict[str, Any]:
-    """Memory of a worker by formula, and the most that one has; None if no checkpoint or sample has told."""
+    """Memory of a worker by formula, and the most that one has; None if no checkpoint or sample has told. Of a worker
+    of several processes there is no formula here."""
     config, state = run.job.config, _state_bytes(run.history)
 
     def most(name: str) -> int | None:
         return round(max((_amount(one.row.get(name)) for one in run.history.usage.workers.values()), default=0)) or None
 
-    predicted, measured = None, most("pss_bytes")
-    if state:
+    predicted, measured, kinds = None, most("pss_bytes"), {}
+    if state and config.cell.ranks == 1:
         held = state / run.found.shape.stages
-        count = round(held / _ADAM / 4)
-        fixed = WORKER_BYTES + SHARED_BYTES / (1 + run.found.workers / max(1, config.hosts.min))
-        model = Model(count, held / _ADAM, held - held / _ADAM, fixed_bytes=fixed)
-        pool = max(1, run.found.workers // run.found.shape.stages)
-        split = Split(pool, config.lanes, 1, min(config.zero.copies, pool), config.zero.offload != "none")
-        predicted = round(of_ours(model, split, config.zero.stage).total)
+        model = Model(round(held / _ADAM / 4), held / _ADAM, held - held / _ADAM)
+        workers, stages, copies = run.found.workers, run.found.shape.stages, config.zero.copies
+        pool, offload = max(1, workers // stages), config.zero.offload is not None
+        nodes, hosts = most_nodes(pool, config.lanes), max(1, config.hosts.min)
+        kept = snapshots_of(config, run.steps)
+        split = Split(pool, config.lanes, nodes, min(copies, pool), offload, min(hosts, pool), snapshots=kept)
+        use = of_running(model, split, config.zero.stage, workers)
+        kinds = {kind: round(size) for kind, size in use.device.items()}
+        predicted = sum(kinds.values())
     return {
         "state_bytes": round(state),
         "predicted_bytes": predicted,
+        "per_worker_bytes": kinds,
         "measured_bytes": measured,
         "error": None if predicted is None or measured is None else online.off(predicted, measured),
         "resident_bytes": most("rss_bytes") or 0,
         "device_reserved_bytes": most("device_reserved_bytes"),
-        "source": "layout of this product's memory for a state as large as its checkpoint, with Adam; activations, "
-        "copies in memory and a checkpoint under way are left out. Both are a worker's own pages and its part "
-        "of those that it shares (PSS, looked at every 10 s)",
+        "source": "layout of this product's memory for a state as large as its checkpoint, with Adam; activations "
+        "and a checkpoint under way are left out. Both are a worker's own pages and its part of those that it shares "
+        "(PSS, looked at every 10 s)",
     }
 
 

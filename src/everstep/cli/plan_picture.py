@@ -12,6 +12,8 @@ from everstep.report.style import can_draw, write_pictures
 from everstep.report.svg import Curve, line_chart
 
 _COLUMNS, _ROWS = 60, 10
+_DASHES = 300
+"""Widths of half a dash in the picture."""
 
 
 def check_picture(path: Path) -> None:
@@ -28,14 +30,18 @@ def check_picture(path: Path) -> None:
 
 def write_picture(path: Path, front: Sequence[dict[str, Any]], best: Sequence[dict[str, Any]]) -> None:
     """Draw the front, and the best of each division, as a PNG. Raises: ConfigError if it cannot be written."""
-    curves = [_curve("cannot be bettered in both", front, 0), _curve("best of each division", best, 1)]
+    ordered = sorted((row["step_s"], row["total_bytes"] / 1e9) for row in front)
+    edge = Curve("no split is both smaller and shorter", [x for x, _ in ordered], [y for _, y in ordered], 0)
+    curves = [edge, _dashes("best of each division", best, (ordered[-1][0] - ordered[0][0]) / _DASHES)]
     chart = line_chart("GB per device, by seconds per step", curves, "seconds per step")
     write_pictures(path.parent, {path.stem: chart}, None)
 
 
-def _curve(name: str, rows: Sequence[dict[str, Any]], colour: int) -> Curve:
-    ordered = sorted((row["step_s"], row["total_bytes"] / 1e9) for row in rows)
-    return Curve(name, [step for step, _ in ordered], [size for _, size in ordered], colour)
+def _dashes(name: str, rows: Sequence[dict[str, Any]], width: float) -> Curve:
+    """A dash for each row, so wide on either side: no line joins them."""
+    points = [(row["step_s"], row["total_bytes"] / 1e9) for row in rows]
+    x = [at for step, _ in points for at in (step - width, step + width, step + width)]
+    return Curve(name, x, [at for _, size in points for at in (size, size, None)], 1)
 
 
 def picture_lines(front: Sequence[dict[str, Any]], best: Sequence[dict[str, Any]]) -> list[str]:

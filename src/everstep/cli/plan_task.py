@@ -69,7 +69,7 @@ def read_task_question(task: str, asked: Mapping[str, Any]) -> TaskQuestion:
     found = count_task(made, config.micro_batch)
     if not found.forward_flops:
         raise ConfigError(f"the operations of {task} cannot be counted: {'; '.join(found.assumed) or 'there are none'}")
-    dtype = asked["dtype"] or _DTYPES[config.precision]
+    dtype = _DTYPES[config.precision] if asked["dtype"] is None else asked["dtype"]
     if dtype not in fleet.device.peak:
         raise ConfigError(
             f"--dtype: expected one of {', '.join(fleet.device.peak)} on {fleet.device.name}, got {dtype[:40]!r}"
@@ -79,7 +79,7 @@ def read_task_question(task: str, asked: Mapping[str, Any]) -> TaskQuestion:
         CONTEXT_BYTES + WORKER_BYTES,
     )
     stack = choose_stack(asked["stack_name"], fleet.device, assumed)
-    samples = quantities.parse_count(asked["samples"], "--samples") if asked["samples"] else None
+    samples = quantities.parse_count(asked["samples"], "--samples") if asked["samples"] is not None else None
     work = CountedWork(found.forward_flops, config.micro_batch, model)
     return TaskQuestion(
         task, work, found.units, config, fleet, dtype, stack, samples, (*assumed, *found.assumed, _LAUNCHES)

@@ -27,6 +27,11 @@ Source: bench/memory.py with a model of 0.1M parameters, 2 and 4 workers; what a
 of 12.6M and 25M parameters, 2 to 4 workers (84 to 111 MiB). Torch 2.13 on Linux, x86-64, November 2026."""
 
 
+PEAK_BYTES = 140_000_000
+"""What the workers of a job hold together beside that and beside their states, where gradients are as large as that.
+Source: jobs of 12.6M parameters with 2 and 4 workers, 146 and 126 MB."""
+
+
 @dataclass(frozen=True)
 class Model:
     """Sizes of a model and of its optimizer's state for one worker that holds all of it, in bytes.
@@ -49,7 +54,8 @@ class Split:
     lanes: of the global batch. nodes: complete subtrees of lanes per worker. copies: of each part of the optimizer's
     state; with as many as workers, or more, each worker has all. offload: that state lies in host memory or on disk.
     hosts: on which the workers are. staging: bytes that a worker may use for what of a checkpoint is not written yet
-    (`checkpoint.staging_mb`). host_apart: devices have memory of their own, so that of the host is counted by itself.
+    (`checkpoint.staging_mb`). snapshots: copies of as much state as a worker has, in memory. host_apart: devices have
+    memory of their own, so that of the host is counted by itself.
     """
 
     workers: int
@@ -59,7 +65,29 @@ class Split:
     offload: bool = False
     hosts: int = 1
     staging: float = 0.0
+    snapshots: int = 0
     host_apart: bool = False
+
+
+_LOOKED_AT = 4096
+"""Workers whose lanes are looked at one by one; the lanes of the others begin at like places."""
+
+
+def most_nodes(workers: int, lanes: int) -> int:
+    """Complete subtrees of the lanes of the worker that has most of them, where each has a run of lanes."""
+
+    def inside(low: int, high: int, first: int, last: int) -> int:
+        if last <= low or high <= first:
+            return 0
+        if first <= low and high <= last:
+            return 1
+        middle = low + (1 << ((high - low - 1).bit_length() - 1))
+        return inside(low, middle, first, last) + inside(middle, high, first, last)
+
+    if workers >= lanes:
+        return 1
+    looked_at = {*range(min(workers, _LOOKED_AT)), workers - 1}
+    return max(inside(0, lanes, k * lanes // workers, (k + 1) * lanes // workers) for k in looked_at)
 
 
 @dataclass(frozen=True)
@@ -71,7 +99,7 @@ class MemoryUse:
 
     device: Mapping[str, float]
     host: Mapping[str, float] = field(default_factory=dict)
-    grows: frozenset[str] = frozenset({"parameters", "gradients", "optimizer", "lanes", "results"})
+    grows: frozenset[str] = frozenset({"parameters", "gradients", "optimizer", "lanes", "results", "snapshots"})
 
     @property
     def total(self) -> float:
@@ -104,7 +132,7 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
     - results: reduced gradients. The workers of one host hold them once, in parts; elsewhere each has its own. From
       stage 1 on, two of the own part, since blocks are finished early.
     - gradients: from stage 1 on, those normalised for one part of the update, which is made a little at a time.
-    - staging: of a worker's part of a checkpoint, as far as it is allowed.
+    - staging: of a worker's part of a checkpoint, as far as it is allowed. snapshots: copies in memory.
     Where all workers hold all parts, stages 1 and 2 divide nothing. Stage 2 gives the sums of a worker's last lane back
     block by block as soon as they have been added up, so with one lane per worker few are held; on one host those that
     wait for workers that are slower, half of them at the most. With several lanes, and where some hosts but not all
@@ -135,7 +163,18 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
     host = {"optimizer": optimizer} if split.offload else {}
     if staging:
         (host if split.host_apart else device)["staging"] = staging
+    if split.snapshots:
+        state = model.parameter_bytes + optimizer + model.buffer_bytes
+        (host if split.host_apart else device)["snapshots"] = split.snapshots * state
     return MemoryUse(device, host)
+
+
+def of_running(model: Model, split: Split, stage: int, workers: int) -> MemoryUse:
+    """As `of_ours`, of a worker by itself, with its part of what it shares with others (PSS). workers: of all stages.
+    model: without fixed bytes."""
+    shared = SHARED_BYTES / (1 + workers / split.hosts)
+    fixed = WORKER_BYTES + shared + min(PEAK_BYTES / workers, 4.0 * model.parameters)
+    return of_ours(replace(model, fixed_bytes=fixed), split, stage)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everstep.cost.memory import MemoryUse, Model, Split, of_ours
+from everstep.cost.memory import MemoryUse, Model, Split, most_nodes, of_ours
 from everstep.cost.online import JobShape, StepParts
 from everstep.cost.step_time import (
     LINK_LATENCY_S,
@@ -84,4 +84,4 @@ def task_memory(work: CountedWork, split: TaskSplit) -> MemoryUse:
     """Bytes of a worker by this product's layout."""
     each = -(-split.lanes // split.pool)
     part = part_of_model(work.model, split.stages, each)
-    return of_ours(part, Split(split.pool, split.lanes, each.bit_count(), hosts=1), 0)
+    return of_ours(part, Split(split.pool, split.lanes, most_nodes(split.pool, split.lanes)), 0)

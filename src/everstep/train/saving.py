@@ -35,7 +35,7 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
 from everstep.protocol.driver.policy import TIERS
 from everstep.protocol.driver.records import decode_records, encode
-from everstep.protocol.driver.saver import SavingRules
+from everstep.protocol.driver.saver import MEMORY_EVERY, SavingRules
 from everstep.protocol.step_types import Record
 from everstep.runtime.files.host_directory import checkpoints_in
 from everstep.runtime.link.peer import PeerConnection
@@ -49,9 +49,6 @@ from everstep.train.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
 
-_AUTOMATIC_EVERY = 10
-"""Steps between snapshots in memory of a split job whose config says nothing: five steps are done again on average, and
-copying a stage to one other worker takes a small part of ten steps."""
 LOOP, PAST = "loop", "past"
 """Parts of a checkpoint. loop: state of the user's loop, for a loop that enters its body again for this step. past:
 the loop was done with the step; state as it was when the body was entered for the next one.
@@ -92,7 +89,7 @@ def saving_of(link: WorkerLink, split: bool, order: AnyOrder) -> SavingRules:
         return epochs_over(number) if link.regular_saves and epochs_over is not None else 0
 
     on = link.run_dir is not None and bool(link.task) and config.checkpoint.enabled
-    every = _AUTOMATIC_EVERY if split else 0
+    every = MEMORY_EVERY if split else 0
     return SavingRules(config.checkpoint, on, every, config.eval_every, epoch_ends, config.eval_every_epochs)
 
 

@@ -162,6 +162,8 @@ def test_what_does_not_fit_is_an_answer_with_exit_code_1(capsys: pytest.CaptureF
         (["--params", "7B", "--copies", "3", "--workers", "2"], "at most one per worker (2), got 3"),
         (["--params", "7B", "--hosts", "3", "--workers", "2"], "at most one per worker (2), got 3"),
         (["--params", "7B", "--zero", "4"], "--zero"),
+        (["--params", "7B", "--workers", "1000000000"], "1<=x<=1000000"),
+        (["--params", "7B", "--set", "lanes=10000000000"], "lanes: expected at most 1000000, got 10000000000"),
         (["--params", "7B", "--offload", "gpu"], "expected none, cpu or a folder"),
         (["--params", "13B", "--workers", "8", "--tp", "3"], "--tp: expected a divisor of the 40 heads"),
         (["--params", "13B", "--workers", "8", "--pp", "2", "--chunks", "2"], "chunks: expected 1 with schedule 1f1b"),

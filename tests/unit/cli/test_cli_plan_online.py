@@ -69,6 +69,16 @@ def test_memory_is_compared_with_a_workers_own(tmp_path: Path, capsys: pytest.Ca
     assert said["measured_bytes"] == 130_000_000 and said["resident_bytes"] == 2000
     assert said["predicted_bytes"] == pytest.approx(48e6 + 233e6 / 3, rel=0.001)
     assert said["error"] == pytest.approx(said["predicted_bytes"] / 130e6 - 1)
+    assert said["per_worker_bytes"]["optimizer"] == 8000 and "snapshots" not in said["per_worker_bytes"]
+    cells = {**CONFIG, "cell": {"fsdp": 2}}
+    assert planned(capsys, make_run(tmp_path / "cells", config=cells))["memory"]["predicted_bytes"] is None
+
+
+def test_workers_of_stages_keep_snapshots_of_two_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for steps, sets in ((12, 1), (22, 2), (62, 3)):
+        run_dir = make_run(tmp_path / f"{steps}", steps=steps, config={**CONFIG, "stages": 2})
+        said = planned(capsys, run_dir)["memory"]["per_worker_bytes"]
+        assert (said["parameters"], said["optimizer"], said["snapshots"]) == (2000, 4000, sets * 12_000)
 
 
 def test_what_a_change_would_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,6 +177,9 @@ def test_users_add_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         ("64GB", "64", "with its unit"),
         ("bf16: 100, fp32: 10", "int4: 3", "expected some of fp32"),
         ("{bf16: 100, fp32: 10}", "3", "got something else"),
+        ("measured here", "", "source: expected words"),
+        ("price: 0.5", "price: 0.5\n  prise: 1", "got 'prise'; did you mean price"),
+        ("mine-64", "64", "expected keys that are text, got 64: put it in quotes"),
     ):
         file.write_text(CATALOGUE.replace(old, new))
         assert run_command(["plan", "time", "--params", "1B", "--gpus", "8", "--catalogue", str(file)]) == 2
@@ -296,6 +299,11 @@ REFUSED = [
     (["recommend", "--params", "13 billion", "--gpus", "32"], "--params: expected a number such as 125M"),
     (["time", "--model", "lama3-8b", "--gpus", "8"], "did you mean llama3-8b"),
     ([*TIME, "8", "--catalogue", "/no/such"], "cannot read"),
+    ([*TIME, "8", "--gpu", ""], "--gpu: expected one of a10-24"),
+    ([*TIME, "8", "--dtype", ""], "--dtype: expected one of fp32"),
+    ([*TIME, "8", "--stack", ""], "--stack: expected one of megatron-2021"),
+    ([*TIME, "8", "--tokens", ""], "--tokens: expected a number"),
+    (["goodput", "--devices", "8", "--spares", "1000000000"], "--spares"),
     (["failures", "--hours", "1"], "--nodes"),
     (["failures", "--nodes", "0", "--hours", "1"], "--nodes"),
     (["failures", "--nodes", "8", "--hours", "-1"], "more than 0 and at most 1e+06 hours, got -1"),

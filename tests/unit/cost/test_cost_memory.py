@@ -9,7 +9,19 @@ from hypothesis import strategies as st
 from everstep.base.errors import ConfigError
 from everstep.cost import quantities
 from everstep.cost.catalogue import device_named
-from everstep.cost.memory import GB, STAGES, Model, Split, answers_by_paper, answers_of_ours, by_paper, of_ours
+from everstep.cost.memory import (
+    GB,
+    STAGES,
+    Model,
+    Split,
+    answers_by_paper,
+    answers_of_ours,
+    by_paper,
+    most_nodes,
+    of_ours,
+    of_running,
+)
+from everstep.placement.tree import cover
 
 BILLION = 10**9
 
@@ -47,6 +59,28 @@ def test_bytes_per_parameter_of_eight_workers_on_several_hosts() -> None:
 def test_more_lanes_per_worker_hold_more_sums() -> None:
     totals = [of_ours(adam(BILLION), Split(2, lanes), 0).device["lanes"] / BILLION for lanes in (2, 4, 8, 16, 32)]
     assert totals == [8, 8, 8, 12, 16]
+
+
+@given(st.integers(1, 60), st.integers(1, 300))
+def test_lanes_of_a_worker_make_as_many_nodes_as_its_tree_has(workers: int, lanes: int) -> None:
+    runs = (range(k * lanes // workers, (k + 1) * lanes // workers) for k in range(workers))
+    assert most_nodes(workers, lanes) == max(len(cover(run, lanes)) for run in runs)
+
+
+def test_a_running_worker_of_three_stages_holds_what_was_measured() -> None:
+    """A job of 12.6M parameters, Adam, 4 lanes: the fullest worker's PSS by the snapshots that it has."""
+    for snapshots, measured in ((0, 237e6), (2, 343e6), (4, 449e6), (6, 554e6)):
+        split = Split(1, 4, snapshots=snapshots)
+        assert of_running(adam(4_200_000), split, 0, 3).total == pytest.approx(measured, rel=0.1)
+    apart = of_ours(adam(BILLION), Split(2, snapshots=1, host_apart=True), 0)
+    assert "snapshots" not in apart.device and apart.host["snapshots"] == 12 * BILLION
+
+
+@pytest.mark.parametrize(("workers", "measured"), [(2, 480e6), (4, 414.7e6)])
+def test_a_running_worker_holds_what_was_measured(workers: int, measured: float) -> None:
+    """Jobs of 12.6M parameters, Adam, 8 lanes, data parallel on one host: the fullest worker's PSS."""
+    split = Split(workers, 8, most_nodes(workers, 8))
+    assert of_running(adam(12_600_000), split, 0, workers).total == pytest.approx(measured, rel=0.1)
 
 
 def test_of_gradients_that_are_given_back_few_are_held() -> None:

@@ -31,6 +31,11 @@ GIVE_UP_S = 300.0
 """Time that the next checkpoint waits for an earlier one that lacks parts."""
 
 
+MEMORY_EVERY = 10
+"""Steps between snapshots in memory of a split job whose config says nothing: five steps are done again on average, and
+copying a stage to one other worker takes a small part of ten steps."""
+
+
 @dataclass(frozen=True)
 class SavingRules:
     """Settings of a saver.
