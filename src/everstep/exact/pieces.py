@@ -35,10 +35,17 @@ def may_be_cut(parameter: Tensor) -> bool:
     return parameter.layout is torch.strided and dense_stride(parameter) == tuple(parameter.stride())
 
 
+def alike_in_pieces(parameter: Tensor) -> bool:
+    """Whether pieces of it may be updated apart, if its optimizer treats each element by itself: kernels round the last
+    elements of a range of a narrow type otherwise than those before."""
+    return may_be_cut(parameter) and parameter.dtype.itemsize >= torch.float32.itemsize
+
+
 def calls_of(parameters: Iterable[Tensor], most: int, cut: bool) -> list[Ranges]:
     """All of these parameters in calls of at most `most` elements each, in order. cut: whether one may lie in several
     calls; otherwise it has a call to itself if it is larger."""
-    return in_calls({p: ((0, p.numel()),) for p in parameters}, most, lambda parameter: cut and may_be_cut(parameter))
+    whole = {p: ((0, p.numel()),) for p in parameters}
+    return in_calls(whole, most, lambda parameter: cut and alike_in_pieces(parameter))
 
 
 def in_calls(ranges: Ranges, most: int, cut: Callable[[Tensor], bool]) -> list[Ranges]:

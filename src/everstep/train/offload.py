@@ -156,9 +156,12 @@ def memory_for(offload: str | None, device: torch.device) -> StateMemory:
 def _refusal(folder: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"zero.offload: {folder} is full: make room, or name another folder"
+    why = error.strerror or str(error)
+    if isinstance(error, FileExistsError):
+        why = f"a link to {os.readlink(folder)}, which is no folder" if folder.is_symlink() else "it is no folder"
     return (
-        f"zero.offload: expected a folder in which a file can be written, got {folder} "
-        f"({error.strerror or error}): name another one, or set zero.offload=none"
+        f"zero.offload: expected a folder in which a file can be written, got {folder} ({why}): name another one, or "
+        "set zero.offload=none"
     )
 
 

@@ -19,7 +19,7 @@ from everstep.exact.attributes import plain
 from everstep.exact.digest import tensor_digest
 from everstep.exact.divisible import divisible, kept_like
 from everstep.exact.layout import ALIGN_ELEMENTS
-from everstep.exact.pieces import PieceUpdate, Ranges, may_be_cut
+from everstep.exact.pieces import PieceUpdate, Ranges, alike_in_pieces, may_be_cut
 from everstep.exact.seeding import derive, preserve_rng, seed_all
 from everstep.train.update_probe import twin_of
 
@@ -131,7 +131,7 @@ def _cut(parameters: Sequence[Tensor], owner: int) -> dict[Tensor, list[tuple[in
     for number, parameter in enumerate(parameters):
         size = parameter.numel()
         cuts = [int(size * share) // ALIGN_ELEMENTS * ALIGN_ELEMENTS for share in _CUTS]
-        if not may_be_cut(parameter) or not 0 < cuts[0] < cuts[1] < size:
+        if not alike_in_pieces(parameter) or not 0 < cuts[0] < cuts[1] < size:
             found[parameter] = [(0, size)] if size == 1 or number % 2 == owner else []
         else:
             found[parameter] = [(0, cuts[0]), (cuts[1], size)] if owner == 0 else [(cuts[0], cuts[1])]

@@ -81,6 +81,14 @@ def test_workers_of_stages_keep_snapshots_of_two_stages(tmp_path: Path, capsys: 
         assert (said["parameters"], said["optimizer"], said["snapshots"]) == (2000, 4000, sets * 12_000)
 
 
+def test_an_offloaded_state_is_not_counted_and_no_other_is_taken_for_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = make_run(tmp_path / "a"), make_run(tmp_path / "b", config={**CONFIG, "zero": {"offload": "/disk"}})
+    here, there = (planned(capsys, run)["memory"]["predicted_bytes"] for run in runs)
+    assert here - there == 8000
+
+
 def test_what_a_change_would_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = planned(capsys, make_run(tmp_path / "r"))
     by = {one["workers"]: one for one in said["what_if"]["workers"]}

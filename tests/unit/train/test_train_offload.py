@@ -251,6 +251,15 @@ def test_a_folder_that_cannot_be_written_is_named(folder: str) -> None:
         memory_for(folder, CPU)
 
 
+def test_a_file_or_a_link_to_nothing_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"file \(it is no folder\)"):
+        memory_for(str(tmp_path / "file"), CPU)
+    with pytest.raises(ConfigError, match=r"link \(a link to .*gone, which is no folder\)"):
+        memory_for(str(tmp_path / "link"), CPU)
+
+
 def test_a_full_disk_is_named_and_no_page_is_promised_without_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

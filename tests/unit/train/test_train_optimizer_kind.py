@@ -11,6 +11,7 @@ from torch import nn, optim
 
 import optimizers_divided as cases
 from everstep.base.errors import ConfigError
+from everstep.exact.pieces import calls_of
 from everstep.train.optimizer_kind import expected_kind, kind_of
 from everstep.train.optimizer_update import refuse_in_cell
 
@@ -46,6 +47,16 @@ def test_so_can_those_of_narrow_parameters_and_frozen_ones() -> None:
     narrow[3].requires_grad_(False)
     narrow[3].grad = None
     assert kind_of(optim.AdamW(narrow, amsgrad=True), 3).divides == "elements"
+
+
+def test_narrow_parameters_stay_whole_since_the_last_elements_of_a_range_are_rounded_otherwise() -> None:
+    """Pieces of these would differ, from whichever step on has such values."""
+    torch.manual_seed(0)
+    narrow = [nn.Parameter(torch.randn(shape, dtype=torch.bfloat16)) for shape in ((300,), (300, 300))]
+    for parameter in narrow:
+        parameter.grad = torch.randn_like(parameter)
+    assert kind_of(optim.SGD(narrow, lr=0.02, momentum=0.9), 3).divides == "elements"
+    assert calls_of(narrow, 64, cut=True) == [{p: [(0, p.numel())]} for p in narrow]
 
 
 def test_those_that_look_at_whole_parameters_can_be_divided_between_them() -> None:
