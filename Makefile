@@ -183,7 +183,7 @@ bench: $(STAMP)
 	mkdir -p bench/out
 	for name in recovery overhead cost memory control_plane pipeline observe; do $(BIN)/python bench/$$name.py > bench/out/$$name.json || exit 1; done
 
-# Plans beside published figures; docs/planning.md holds the same.
+# Plans beside published figures.
 plan-tables: $(RUNS)
 	@$(BIN)/python bench/plan_tables.py
 

@@ -1,4 +1,4 @@
-"""Plans beside published figures, misses included, in Markdown: `make plan-tables`. docs/planning.md holds the same.
+"""Plans beside published figures, misses included, in Markdown: `make plan-tables`.
 
 What was recalled rather than read says so.
 """

@@ -1,30 +1,20 @@
-"""`everstep plan usual`: its figures are those of the other commands, and the documentation holds the same."""
+"""`everstep plan usual`: its figures are those of the other commands."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from everstep.cli.main import run_command
-from everstep.cli.plan_usual import usual_answers, usual_lines
 from everstep.cost.mixed import equal_speed, lanes_by_speed, mixed_speed
-
-ROOT = Path(__file__).parents[3]
 
 
 def asked(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
     assert run_command(["plan", *options, "--json"]) == 0
     said: dict[str, Any] = json.loads(capsys.readouterr().out)
     return said
-
-
-def test_the_documentation_holds_what_the_command_prints() -> None:
-    text = (ROOT / "docs" / "planning.md").read_text().partition("<!-- plan-usual -->\n")[2]
-    held = text.partition("<!-- end-usual -->")[0].strip("\n").removeprefix("```\n").removesuffix("\n```")
-    assert held.split("\n") == usual_lines(usual_answers()), "everstep plan usual"
 
 
 def test_its_figures_are_those_of_the_other_commands(capsys: pytest.CaptureFixture[str]) -> None:

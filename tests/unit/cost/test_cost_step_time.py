@@ -270,11 +270,11 @@ def test_every_figure_of_the_catalogue_has_its_source() -> None:
     )
 
 
-def test_the_documentation_holds_every_comparison_as_it_is_printed() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
-    held = text.partition("<!-- plan-tables -->\n")[2].partition("<!-- end -->")[0]
-    assert held.rstrip("\n").split("\n") == "\n".join(all_lines()).rstrip("\n").split("\n"), "make plan-tables"
-    assert "missed" in held
+def test_the_documentation_says_how_far_plans_are_off() -> None:
+    printed = "\n".join(all_lines())
+    told = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
+    assert "mean error 2.7%, worst 7.6%" in printed and "to 7.6 % at worst (2.7 % on" in told
+    assert printed.count("| missed |") == 3 and "Three of ten" in told
 
 
 def test_all_wait_for_the_slowest_device() -> None:
