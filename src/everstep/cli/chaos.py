@@ -138,7 +138,7 @@ def _conclude(results: list[Result], base: Path, wall_s: float, as_json: bool) -
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Directory for both runs (runs/chaos-<time>).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def run(task: str, options: tuple[str, ...], chaos: str, run_dir: Path | None, as_json: bool) -> int:
-    """Train TASK with faults, then on one worker without faults, and compare. Takes the options of `everstep run`."""
+    """Train TASK with faults, and compare with a run without. Takes the options of `everstep run`."""
     parse(chaos)
     base = run_dir or in_runs("chaos")
     runs = Suite(base, task, {}, tuple(options))
@@ -161,7 +161,7 @@ def run(task: str, options: tuple[str, ...], chaos: str, run_dir: Path | None, a
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("fault")
 def inject(run_dir: Path, fault: str) -> int:
-    """Inject FAULT into the running job in DIR now, e.g. kill:target=worker:2 or stop:target=leader:1,for=5."""
+    """Inject FAULT into the running job in DIR now. Examples: kill:target=worker:2, stop:target=leader:1,for=5."""
     result = ask_running(run_dir, "chaos", parse_now(fault).request())
     print(f"{run_dir}: {result.get('fault')} is sent; events.jsonl says which processes it strikes")
     return 0
@@ -171,7 +171,7 @@ def inject(run_dir: Path, fault: str) -> int:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object per run.")
 def report(directory: Path, as_json: bool) -> int:
-    """Show the faults injected into the runs of DIRECTORY (a suite, a `chaos run` or one run), and their outcomes."""
+    """Show the faults injected into runs, and their outcomes. DIRECTORY: a suite's, a `chaos run`'s or one run's."""
     reference = directory / UNDISTURBED
     several = reference.is_dir()
     folders = [path.parent for path in directory.glob(f"*/{EVENTS_FILE}")] if several else [directory]

@@ -43,7 +43,7 @@ class UsualAnswer(NamedTuple):
 @click.command("usual")
 @json_option
 def command(as_json: bool) -> int:
-    """Answer the usual questions: 13B on 4 nodes of 8 A100s, 175B on 1,024, efficiency, checkpoints, recovery."""
+    """Answer the usual questions. They are about 13B on 32 A100s, 175B on 1,024, checkpoints and recovery."""
     answers = usual_answers()
     result: dict[str, Any] = {
         "kind": "usual",
