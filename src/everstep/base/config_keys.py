@@ -114,7 +114,7 @@ class TierConfig:
     """When one checkpoint tier takes a checkpoint, and which it keeps."""
 
     every_steps: int | None = key(None, "take a checkpoint every N steps", low=1)
-    every_epochs: int | None = key(None, "take a checkpoint at the end of every Nth epoch, whatever it costs", low=1)
+    every_epochs: int | None = key(None, "take a checkpoint at the end of every Nth epoch, at any cost", low=1)
     every_minutes: float | None = key(None, "take a checkpoint every N minutes", above=0)
     keep_last: int = key(2, "newest checkpoints to keep", low=1)
     keep_every: int | None = key(None, "keep checkpoints of every Nth step for ever", low=1)
@@ -529,7 +529,7 @@ class Config:
     transport: str = key("auto", "how workers exchange gradients", choices=("auto", *TRANSPORTS))
 
     eval_every: int = key(0, "steps between evaluations; 0: never", low=0)
-    eval_every_epochs: int = key(0, "epochs between evaluations, beside those of eval_every; 0: never", low=0)
+    eval_every_epochs: int = key(0, "epochs between evaluations, in addition to eval_every; 0: never", low=0)
     log_every: int = key(1, "steps between progress lines; 0: none", low=0)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     sinks: tuple[str, ...] = key(

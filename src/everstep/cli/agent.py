@@ -1,4 +1,4 @@
-"""`everstep agent`: this host runs workers of a job that somebody else has started and that listens for hosts."""
+"""`everstep agent`: this host runs workers of a job that another host has started and that listens for hosts."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def run(task: str, options: tuple[str, ...], chaos: str, run_dir: Path | None, a
 def inject(run_dir: Path, fault: str) -> int:
     """Inject FAULT into the running job in DIR now. Examples: kill:target=worker:2, stop:target=leader:1,for=5."""
     result = ask_running(run_dir, "chaos", parse_now(fault).request())
-    print(f"{run_dir}: {result.get('fault')} is sent; events.jsonl says which processes it strikes")
+    print(f"{run_dir}: {result.get('fault')} is sent; events.jsonl says which processes it hits")
     return 0
 
 

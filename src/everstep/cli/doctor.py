@@ -38,7 +38,7 @@ from everstep.runtime.versions import differences, task_digest, versions
 _CONNECT_S = 5.0
 _LEAST_MTU = 576
 _MOST_BYTES = 65535
-"""Largest IPv4 packet, whatever an interface would take."""
+"""Largest IPv4 packet, even if an interface would take larger ones."""
 
 
 @click.command()

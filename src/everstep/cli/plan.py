@@ -44,7 +44,7 @@ _PAPER = "ZeRO paper (arXiv 1910.02054): 2 + 2 + 12 bytes per parameter, one cop
 _OURS = "float32, by the layout of this product's memory"
 _ADAM_BYTES = 8
 FEWEST = 1000
-"""Parameters: with fewer somebody has left out the unit."""
+"""Parameters: a smaller number lacks its unit."""
 _DIVIDES = {
     "elements": "can be divided anywhere: its updates of pieces give the bits of the whole",
     "matrices": "can be divided between parameters, not within one",
@@ -69,7 +69,7 @@ class _Plan(click.Group):
     "run_dir",
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Run directory: show the plan beside what the job measured.",
+    help="Run directory: compare the plan with the job's measurements.",
 )
 @json_option
 @click.pass_context
@@ -191,7 +191,7 @@ def _split(known: _Known, asked: Mapping[str, Any]) -> Split:
 
 
 def _cell(model: Model, split: Split, known: _Known) -> CellMemoryUse | None:
-    """What each process of a worker of several needs; None of workers of one."""
+    """Memory of each process, for workers of several processes; None for others."""
     cell, lanes = known.config.cell, split.lanes
     if cell.ranks == 1:
         return None

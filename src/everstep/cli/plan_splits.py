@@ -38,7 +38,7 @@ def split_options(command: Callable[..., Any]) -> Callable[..., Any]:
             ),
             click.option("--ep", type=count, default=1, show_default=True, help="Devices that divide the experts."),
             click.option("--cp", type=count, default=1, show_default=True, help="Devices that divide each sequence."),
-            click.option("--sp", "sequence_parallel", is_flag=True, help="Sequence parallelism beside --tp."),
+            click.option("--sp", "sequence_parallel", is_flag=True, help="Sequence parallelism, with --tp."),
         )
     ):
         command = option(command)

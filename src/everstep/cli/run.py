@@ -167,7 +167,7 @@ class _Run(click.Command):
 @click.option("--min-workers", type=int, help="Wait while there are fewer workers than this (1).")
 @click.option("--stages", type=int, help="Parts that the model is split into (1).")
 @click.option("--pool", type=int, help="Workers per stage, all active.")
-@click.option("--redundancy", type=int, help="Standby backups per stage, beside one active worker.")
+@click.option("--redundancy", type=int, help="Standby backups per stage, in addition to one active worker.")
 @click.option("--steps", type=int, help="End after this many steps.")
 @click.option("--epochs", type=int, help="End after this many passes over the data.")
 @click.option("--batch-size", type=int, help="Samples per global batch (lanes x micro_batch); sets micro_batch.")
@@ -447,7 +447,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
         keep_hub_files(asked.spec.what, config.task, run_dir)
     opening = _opening(run_dir, found, start, aside, asked.is_script)
     if config.hosts.mixed:
-        opening.insert(0, "hosts.mixed: hosts with other kernels are admitted, so the result is not exact any more")
+        opening.insert(0, "hosts.mixed: hosts with other kernels are admitted, so the result is no longer exact")
     if config.zero.offload == "cpu" and config.device == "cpu":
         opening.append("zero.offload=cpu changes nothing where the device is the CPU; name a folder to use a disk")
     if config.zero.stage and (least := min(map(len, pool_wish(config).homes))) <= config.zero.copies:
