@@ -266,8 +266,8 @@ class Step:
         retain_graph: bool = False,
     ) -> None:
         """Run the backward pass of this batch. `loss` is the batch's mean; or its sum, with `weight`, such as the
-        number of tokens. Several calls for one batch add up their losses and gradients. `optimizer`: one that join got, or its
-        name; then its parameters alone get a gradient. `retain_graph`: a later call goes through the same graph.
+        number of tokens. Several calls for one batch add up their losses and gradients. `optimizer`: one that join got,
+        or its name; then its parameters alone get a gradient. `retain_graph`: a later call uses the same graph.
 
         Raises: Misused if the loss is no scalar with a gradient, or the weights of several calls differ.
         """
