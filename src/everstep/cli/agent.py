@@ -1,4 +1,4 @@
-"""`everstep agent`: this host runs workers of a job that somebody else has started and that listens for hosts."""
+"""`everstep agent`: this host runs workers of a job that another host has started and that listens for hosts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _AGAIN_S = 1.0
 @click.option(
     "--slots",
     type=click.IntRange(0, 65_535),
-    help="Most workers to run on this host (one per device, or 1). 0, with --standby: stand by only.",
+    help="Largest number of workers on this host (one per device, or 1). 0, with --standby: only stand by.",
 )
 @click.option(
     "--token-file",
@@ -70,7 +70,9 @@ _AGAIN_S = 1.0
 @click.option(
     "--address", "own", metavar="IP", help="Address that other hosts use for this one (that of the route to the job)."
 )
-@click.option("--stay", is_flag=True, help="Wait for the next process of the job when this one is gone or got SIGTERM.")
+@click.option(
+    "--stay", is_flag=True, help="Stay when the job's process ends or gets SIGTERM, and wait for the next one."
+)
 @click.option(
     "--refill",
     metavar="N",

@@ -47,9 +47,10 @@ NOT_COVERED = (
 def command(target: str, argv: tuple[str, ...], steps: int, max_seconds: float, as_json: bool) -> int:
     """Check TARGET before a job: a script that calls everstep.join (-- its own arguments), or a task.
 
-    It is trained for a few steps, and resumed; with other clocks, ids, variables, hashes and orders of files; around an
-    evaluation, the end of an epoch and the last step; then on several workers, one of which is killed. The bits are
-    compared each time, and what makes them differ is named, with its line. Exit code 1: something was found.
+    The check trains a few steps and resumes them, also around an evaluation, the end of an epoch and the last step. It
+    repeats them with other clocks, ids, variables, hashes and orders of files. Then it trains on several workers and
+    kills one. It compares the bits each time, and names what makes them differ, with its line. Exit code 1: it found
+    something.
     """
     spec = parse_task(target)
     if argv and spec.kind != "script":

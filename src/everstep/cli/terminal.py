@@ -1,4 +1,4 @@
-"""The one way to the user's terminal: all printed text is made visible, whatever its origin.
+"""The one way to the user's terminal: all printed text is made visible, from any origin.
 
 `guarded` wraps stdout and stderr while a command runs, so no command has to think of it. Code that draws in colours or
 in place uses `console`: its own sequences pass, its text is made visible. Nothing else writes to `raw` streams.

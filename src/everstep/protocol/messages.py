@@ -105,7 +105,7 @@ class HostRefused(FromAgent, frozen=True, kw_only=True):
 
 
 class HostLeaving(FromAgent, frozen=True, kw_only=True):
-    """From an agent: its host wants to leave in order, as if somebody had asked to drain it."""
+    """From an agent: its host wants to leave in order, as after `everstep drain`."""
 
 
 class AgentNotice(FromAgent, frozen=True, kw_only=True):

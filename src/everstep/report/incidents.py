@@ -30,7 +30,7 @@ _DID = {
     Cause.CORRUPT: "held a damaged state",
     Cause.NONDETERMINISTIC: "computed other bits than the others",
     Cause.PREEMPTED: "was taken away by the scheduler",
-    Cause.INJECTED: "was struck by a fault on purpose",
+    Cause.INJECTED: "was hit by an injected fault",
 }
 LAUNCHER = "launcher"
 _THINGS = {

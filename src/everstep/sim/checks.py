@@ -304,7 +304,7 @@ class Exact:
 
     def does(self, who: WorkerKey, step: int) -> None:
         """A worker carries out a step itself, and does not have its state from others or from disk. If it had gone
-        beyond that step before, it has gone back, and knows no more of what came then."""
+        beyond that step before, it has returned, and no longer knows what came then."""
         self._done[who] = {n for n in self._done.get(who, ()) if n < step} | {step}
 
     def goes_on(self, who: Collection[WorkerKey], step: int) -> None:
@@ -412,7 +412,7 @@ class Checks:
         plan = self.records.plans[made_in]
         needed = key.step if key.seq else key.step - 1
         positions = self.views.positions()
-        stale = made_in < self.newest  # members may have gone back since: their records show where they were
+        stale = made_in < self.newest  # members may have returned since: their records show where they were
         behind = [m.key for m in plan.members if not stale and positions.get(m.key, key).step < needed]
         require(not behind, "P2", f"{key} was decided while members {behind} had not decided step {needed}")
         if key.seq == 0:
@@ -496,8 +496,8 @@ class Checks:
         require(step == newest, "P2", f"{who} enters {generation} at step {step}; the newest in all is {newest}")
 
     def _in_parts(self, said: Mapping[int, Holding], at: int, stage: int, *, rolls: bool) -> bool:
-        """Whether the members' parts of a stage at a step are together all of it. rolls: whoever has its gradient may
-        take that step."""
+        """Whether the members' parts of a stage at a step are together all of it. rolls: a member that has its gradient
+        may take that step."""
         live = [h.live(stage) for h in said.values() if h.position.step == at]
         if rolls and self.job.copies:
             takes = [(h.gradients.get(stage, NONE), h) for h in said.values() if h.gradient_step == at]

@@ -216,7 +216,7 @@ def _of(plain: type) -> Any:
 
 
 class _Entries:
-    """What `os.scandir` gives, in another order."""
+    """The entries of `os.scandir`, in another order."""
 
     def __init__(self, entries: list[Any]) -> None:
         self._entries = iter(entries)

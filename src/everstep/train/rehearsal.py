@@ -422,7 +422,7 @@ class Rehearsal:
         return Judgement(tuple(places.of(f) for f in found if f.refused or listed), seen=first)
 
     def result(self, life: str) -> Sighting:
-        """What a life has seen; waits for its end."""
+        """The findings of a life; waits for its end."""
         self.seen[life] = found = self._found(life)
         return found
 

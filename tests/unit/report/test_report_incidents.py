@@ -146,7 +146,7 @@ def test_a_fault_that_was_injected_is_told_once() -> None:
     after = [commit(step, 6 + step / 10) for step in range(11, 16)]
     assert [line.partition(";")[0] for line in lines([*died, *after])] == ["worker 2 was killed"]
     assert lines([*trained(), struck, *after]) == [
-        "worker 2 was struck by a fault on purpose (chaos fault 'x' strikes); training did not stand still"
+        "worker 2 was hit by an injected fault (chaos fault 'x' strikes); training did not stand still"
     ]
 
 

@@ -1,6 +1,6 @@
 """Lives of slots and the agents that supervise them. Pure.
 
-A slot's worker id is its number. Agents that start their own slots are told nothing about them until somebody asks
+A slot's worker id is its number. Agents that start their own slots are told nothing about them until a user asks
 for others. The slots that a job begins with (`CoordinatorConfig.slots`) are shared out among its agents.
 """
 

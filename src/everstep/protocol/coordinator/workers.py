@@ -226,7 +226,7 @@ def progressed(job: JobState, worker: Worker, message: m.Progress) -> None:
     follow(job, message.generation)
     worker.reached(message.step)
     here = message.generation == job.agreement.plan.generation
-    if here or not job.agreement.entered:  # else it may be of a step that all have gone back from
+    if here or not job.agreement.entered:  # else it may be of a step that all have left again
         job.progress.reached(message.step, message.step_ms)
     if here and message.generation:
         job.agreement.enter(worker.key.worker_id)

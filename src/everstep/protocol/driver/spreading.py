@@ -10,7 +10,7 @@ from everstep.protocol.step_machine import StepMachine
 
 class Spreader:
     """Starts the exchange. If nobody reads the state before the next lanes, it goes on beside whatever follows, and
-    whoever needs all of the state waits for its end."""
+    a caller that needs all of the state waits for its end."""
 
     def __init__(self, machine: StepMachine, out: Outbox) -> None:
         self._machine, self._out = machine, out

@@ -164,7 +164,7 @@ class HostAgent:
             self._take(item)
         now_s = time.monotonic()
         if self._job_fd in ready and self._ended is None:
-            self._leave(Left(NO_HEAD, "the job's process is gone: its workers here are ended"))
+            self._leave(Left(NO_HEAD, "the job's process is gone: its workers on this host are stopped"))
         self._link.beat(now_s)
         for name in self._harms.look():
             if self._host is not None:
