@@ -108,6 +108,10 @@ class HostLeaving(FromAgent, frozen=True, kw_only=True):
     """From an agent: its host wants to leave in order, as if somebody had asked to drain it."""
 
 
+class HostEmptied(FromAgent, frozen=True, kw_only=True):
+    """From an agent whose host was drained: nothing runs there, and nothing will be started."""
+
+
 class AgentNotice(FromAgent, frozen=True, kw_only=True):
     """A line about the agent's work for people. The job's process shows it; the coordinator only hands it on."""
 
@@ -504,11 +508,12 @@ class SetSlots(AnyMessage, frozen=True, kw_only=True):
     """Keep these worker ids running; start missing ones, dismiss none. first: the least incarnation of each id's
     next life. The agent counts on from there by itself; the slot may have had lives elsewhere, whose incarnations
     are fenced. ranks: processes of each id's next life, none: as the job says. A slot that was given up with more of
-    them is filled again."""
+    them is filled again. drained: start nothing any more, and answer with `HostEmptied` once nothing runs."""
 
     worker_ids: list[int]
     first: list[int] = []
     ranks: list[int] = []
+    drained: bool = False
 
 
 class Pong(AnyMessage, frozen=True, kw_only=True):

@@ -205,7 +205,8 @@ class AgentProcess(Process):
         super().__init__(world, f"agent-{host}", host)
         self.control = control
         self.process = process
-        self.dismissed = self.leaving = False
+        self.dismissed = self.leaving = self.drained = False
+        self.unreaped: set[WorkerKey] = set()  # lives whose end it has not told
         self.slots = sorted(worker_ids)
         self.lost: dict[int, wire.SlotLost] = {}  # slots that the agent has given up
         self.ranks: dict[int, int] = {}  # of a slot's next life, if the coordinator has said it
@@ -252,6 +253,7 @@ class AgentProcess(Process):
             return
         worker = self.control.new_worker(worker_id, self)
         self.workers[worker_id] = worker
+        self.unreaped.add(worker.me)
         self.client.send(wire.WorkerStarted(agent_id=self.name, worker=_life(worker)))
 
     def give_up(self, worker: SimWorker) -> None:
@@ -303,8 +305,14 @@ class AgentProcess(Process):
                 in_order=in_order,
             )
         )
+        self.unreaped.discard(key)
+        self._answer_drained()
         if restart:
             self.soon(5 * MS, 60 * MS, self.start, key.worker_id)
+
+    def _answer_drained(self) -> None:
+        if self.drained and not self.unreaped:
+            self.client.send(wire.HostEmptied(agent_id=self.name))
 
     def _heartbeat(self) -> None:
         self.later(self.heartbeat_ns, self._heartbeat)
@@ -317,13 +325,14 @@ class AgentProcess(Process):
 
     def _deliver(self, message: wire.AnyMessage) -> None:
         match message:
-            case wire.SetSlots(worker_ids=ids, ranks=ranks):
-                self.slots = sorted(ids)
+            case wire.SetSlots(worker_ids=ids, ranks=ranks, drained=drained):
+                self.slots, self.drained = [] if drained else sorted(ids), drained
                 self.ranks = dict(zip(ids, ranks, strict=False))
                 smaller = {i for i, lost in self.lost.items() if self.ranks.get(i, lost.ranks) < lost.ranks}
                 self.lost = {i: lost for i, lost in self.lost.items() if i not in smaller}
                 for worker_id in self.slots:
                     self.start(worker_id)
+                self._answer_drained()
             case wire.KillWorker(worker_id=worker_id, incarnation=incarnation, reason=reason):
                 worker = self.workers.get(worker_id)
                 if worker is not None and worker.me.incarnation == incarnation:

@@ -324,6 +324,18 @@ def test_a_drained_host_leaves_with_a_line(started: Started) -> None:
     assert started.end() == Left(0, "host here was drained")
 
 
+def test_a_drained_host_starts_nothing_any_more_and_says_when_nothing_runs(started: Started) -> None:
+    request = started.with_worker()
+    started.say(m.SetSlots(worker_ids=[1], first=[1], drained=True), lambda: not started.agent._slots())
+    started.server.workers[0].kill()
+    started.server.exited(request)
+    assert started.coordinator.hear(m.WorkerExited).worker_id == 1
+    assert started.coordinator.hear(m.HostEmptied).agent_id == "here"
+    started.coordinator.say(m.SetSlots(worker_ids=[], drained=True))  # another coordinator asks again
+    assert started.coordinator.hear(m.HostEmptied).agent_id == "here"
+    assert len(started.server.workers) == 1
+
+
 def test_sigusr1_asks_for_its_host_to_be_drained_until_it_may_not(
     started: Started, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from everstep.placement.domain_spread import Crowd
 from everstep.protocol.coordinator.environment import SECOND_NS, Alarm
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Agent
-from everstep.protocol.messages import AgentHello, HostDismissed, HostKept, HostLeaving, HostRefused
+from everstep.protocol.messages import AgentHello, HostDismissed, HostEmptied, HostKept, HostLeaving, HostRefused
 
 
 def came(job: JobState, agent: Agent) -> None:
@@ -131,6 +131,13 @@ def leaving(job: JobState, agent: Agent, message: HostLeaving | AgentHello) -> N
     job.agents.wish(agent)
 
 
+def emptied(job: JobState, agent: Agent, message: HostEmptied) -> None:
+    """Nothing runs on a drained host, and nothing will be started there."""
+    if agent.drained == "asked":
+        job.env.change()
+        agent.drain("emptied")
+
+
 def stays_out(job: JobState, agent: Agent, message: HostRefused) -> None:
     """A host does not fit the job, as it found before it started anything."""
     why = Why(message.cause, f"host {agent.agent_id} stays out: {message.reason}")
@@ -148,7 +155,7 @@ def let_go(job: JobState) -> None:
             continue
         if agent.drained == "wished" and (agent.sent_slots is not None or not job.slots.shared_out):
             _drain_as_wished(job, agent)
-        if agent.drained == "asked" and agent.connection and not agent.believed and agent.sent_slots == []:
+        if agent.drained == "emptied":
             agent.drain("told")
             text = f"host {agent.agent_id} was drained: its workers have left, and so does its agent"
             job.env.send(agent.connection, HostDismissed(cause=Cause.DRAINED, reason=text))
