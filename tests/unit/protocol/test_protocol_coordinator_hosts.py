@@ -549,6 +549,21 @@ def test_a_life_that_began_before_its_agent_heard_of_the_drain_leaves_before_the
     assert world.last(m.HostDismissed, "h2") is not None
 
 
+def test_a_drained_host_is_not_asked_for_the_slot_of_a_life_that_is_about_to_leave() -> None:
+    world = shared_out(2, 2)
+    arrive(world, "h3", 2)
+    assert world.command("scale", workers=3).ok
+    world.entered(0, 2, 5)
+    world.entered(1, 2, 5)
+    world.entered(2, 2, 5)
+    world.exited(3, agent="h2", in_order=True)
+    world.started(3, 1, agent="h2")  # the agent had not heard that 3 is not wanted any more
+    world.hello(3, 1, host="h2")
+    assert world.last(m.Dismissed, "w3.1").drained
+    assert world.command("drain", host="h2").ok
+    assert world.last(m.SetSlots, "h2").worker_ids == [2] and world.last(m.SetSlots, "h3").worker_ids == [4]
+
+
 def test_an_agent_that_was_not_drained_is_not_let_go() -> None:
     world = shared_out(2, 2)
     assert not any(message.drained for message in world.messages(m.SetSlots))

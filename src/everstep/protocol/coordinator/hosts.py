@@ -87,8 +87,9 @@ def _slots_of(job: JobState, agent: Agent) -> list[int]:
 
 
 def _fresh(job: JobState, size: int) -> list[int]:
-    """Numbers of slots that are unused, and were not used under an agent that may still run them."""
+    """Numbers of slots that are unused, and of which no agent may still run a life, though it was told to leave."""
     used = job.slots.ids() | set(job.slots.lost) | set(job.membership.workers)
+    used |= {key.worker_id for agent in job.agents.known.values() for key in agent.believed}
     return list(islice((i for i in count() if i not in used), size))
 
 
