@@ -84,11 +84,12 @@ def test_faults_of_packets_to_one_peer(
     net = Net(3, six=True)
     try:
         near, far, _ = net.hosts
+        a, b, c = map(bound, net.hosts)
+        assert arrived(a, b)[0] == arrived(b, a)[0] == PACKETS, "from here on they know where the other is"
         with near.inside():
             if why := lacking(["drop", "delay", "rate"]):
                 pytest.skip(why)
             undone = harm(StrikeNow(number=1, kind=kind, peer=far.address, for_s=1000.0, **numbers), near.address)
-        a, b, c = map(bound, net.hosts)
         count, took_s = arrived(a, b)
         assert count == there and took_s >= least_s
         assert arrived(b, a)[0] == back and arrived(a, c)[0] == PACKETS

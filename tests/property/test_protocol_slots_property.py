@@ -23,8 +23,8 @@ NAMES = ("a", "b", "c")
 class AgentModel:
     """An agent's process as the coordinator meets it: it counts incarnations for itself, from what it is told.
 
-    told: it knows its slots as they are since it connected; before, it may start what is another's by now. drained: it was
-    asked to say when nothing runs, and has not answered.
+    told: it knows its slots as they are since it connected; before, it may start what is another's by now. drained: it
+    was asked to say when nothing runs, and has not answered.
     """
 
     name: str  # also of its connection

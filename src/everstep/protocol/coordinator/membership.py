@@ -268,8 +268,8 @@ class Agent:
     it says hello to this life of the coordinator. slots: how many it started by itself; room: how many it has room
     for, 0: no limit. process: id of its process, so that a new one is told apart. left_ns: when its connection
     ended, None while it has one or before its first. about: facts about its host, as it said. drained: whether it
-    wishes to leave, has to leave when its workers have, has none any more, or was told to leave. sent_slots: the slots that it was told
-    to keep filled, None: none was sent.
+    wishes to leave, has to leave when its workers have, has none any more, or was told to leave. sent_slots: the slots
+    that it was told to keep filled, None: none was sent.
     """
 
     agent_id: str
