@@ -252,7 +252,7 @@ class _Test:
 
 
 def _address(at: Mapping[int, int], peer: str) -> list[_Test]:
-    """Tests of a packet's address, one per word; none for any peer. Raises: ConfigError for a text that is no address."""
+    """Tests of a packet's address, one per word; none for any peer. Raises: ConfigError if a text is no address."""
     if not peer:
         return []
     found = _read_address(peer)
