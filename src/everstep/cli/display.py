@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from everstep.base.cause import Cause, Why
 from everstep.base.foreign import passed_on
-from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console, folded
+from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console, folded, tell
 from everstep.observe.events import KINDS, follow
 from everstep.report.facts import Facts, present_speed
 from everstep.report.headline import Now, headline
@@ -111,10 +111,10 @@ class JsonDisplay(Display):
     """The lines of events.jsonl on stdout; notes on stderr."""
 
     def event(self, event: Event, facts: Facts) -> None:
-        print(json.dumps(event, separators=(",", ":")), flush=True)
+        tell(json.dumps(event, separators=(",", ":")), sys.stdout)
 
     def note(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        tell(text, sys.stderr)
 
 
 class PlainDisplay(Display):
@@ -137,7 +137,7 @@ class PlainDisplay(Display):
             self.note(text)
 
     def note(self, text: str) -> None:
-        print(text, file=self._out or sys.stdout, flush=True)
+        tell(text, self._out or sys.stdout)
 
 
 class LiveDisplay(Display):
@@ -176,7 +176,10 @@ class LiveDisplay(Display):
         self._live.update(self._render(facts), refresh=True)
 
     def note(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console, (words, command, rest) = self._live.console, text.partition(": everstep ")
+        if len(text) > console.width:  # a command is not broken: it is there to be copied
+            words, command = folded(words, console.width, "  "), command.replace(" ", "\n", 1)
+        console.print(f"{words}{command}{rest}", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._keep_incidents(over=True)
@@ -312,20 +315,17 @@ class Watcher:
         self._due = [self._notes.popleft() for _ in range(len(self._notes))]
 
     def _run(self) -> None:
-        try:
-            for event in follow(self._path, poll_s=_POLL_S, stop=self._stopped):
-                self.facts.take(event)  # earlier starts included: the figures are the job's
-                time_ns = int(event.get("time_unix_ns") or 0)
-                if time_ns >= self._begin_ns:
-                    for line in self._output.before(time_ns):
-                        self._display.note(line)
-                    self._said(event)
-                    self._display.event(event, self.facts)
-            for line in self._output.due(math.inf):
-                self._display.note(line)
-            self._tell_notes()
-        except BrokenPipeError:
-            pass  # nobody reads any more; the job goes on
+        for event in follow(self._path, poll_s=_POLL_S, stop=self._stopped):
+            self.facts.take(event)  # earlier starts included: the figures are the job's
+            time_ns = int(event.get("time_unix_ns") or 0)
+            if time_ns >= self._begin_ns:
+                for line in self._output.before(time_ns):
+                    self._display.note(line)
+                self._said(event)
+                self._display.event(event, self.facts)
+        for line in self._output.due(math.inf):
+            self._display.note(line)
+        self._tell_notes()
 
 
 class Output:
@@ -456,7 +456,7 @@ def print_summary(summary: dict[str, Any]) -> None:
     rows = summary_lines(summary)
     if not sys.stdout.isatty():
         for name, value in rows:
-            print(f"{name:<16} {value}")
+            tell(f"{name:<16} {value}", sys.stdout)
         return
     from rich.table import Table
 

@@ -302,6 +302,23 @@ def test_at_80_columns_no_word_is_cut(tmp_path: Path) -> None:
     assert said.splitlines()[-1].rstrip("…").split() == f"warning: {reason}".split()[:14]
 
 
+def test_a_note_is_broken_between_words_and_a_command_in_it_not_at_all(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    out = io.StringIO()
+    live = LiveDisplay(Console(file=out, width=40), Folder(tmp_path, "*.jsonl"))
+    try:
+        live.note("the output of all workers goes to a/logs/worker-*.jsonl")
+        live.note("hosts join with: everstep agent --join 10.0.0.1:29400")
+        live.note("short: everstep top a")
+    finally:
+        live.close()
+    said = [line for line in out.getvalue().splitlines() if line.strip()]
+    assert said[:2] == ["the output of all workers goes to", "  a/logs/worker-*.jsonl"]
+    assert said[2:4] == ["hosts join with:", "everstep agent --join 10.0.0.1:29400"]
+    assert said[4] == "short: everstep top a"
+
+
 def test_incidents_and_warnings_stay_above_the_live_view(tmp_path: Path) -> None:
     """Once, when their line is whole; those of an earlier start are not told again."""
     from rich.console import Console
