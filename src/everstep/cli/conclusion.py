@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ from everstep.cli.job import JobFile
 from everstep.cli.ledger import missing_rows
 from everstep.cli.main import complain
 from everstep.cli.run_dir import checkpoint_dir, read_digest
-from everstep.cli.terminal import paragraph, tell
+from everstep.cli.terminal import folded_around_command, paragraph, tell
 from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import Facts
 from everstep.report.history import History
@@ -68,7 +70,8 @@ def _say(run_dir: Path, facts: Facts, outcome: Outcome, lacking: str) -> None:
     if wrong:
         complain("; ".join(wrong))
     for line in raised[1:]:
-        tell(f"  {line}", sys.stderr)
+        wide = shutil.get_terminal_size().columns - 2 if sys.stderr.isatty() else sys.maxsize
+        tell(textwrap.indent(folded_around_command(line, wide), "  "), sys.stderr)
 
 
 def say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome) -> None:

@@ -108,6 +108,14 @@ def folded(text: str, width: int, indent: str = "") -> str:
     return wrapper.fill(text)
 
 
+def folded_around_command(text: str, width: int) -> str:
+    """Text in lines of at most so many characters; a command at its end is not broken: it is there to be copied."""
+    words, mark, command = text.partition(": everstep ")
+    if len(text) <= width or not mark:
+        return folded(text, width, "  ")
+    return f"{folded(f'{words}:', width, '  ')}\neverstep {command}"
+
+
 def tell(text: str, stream: TextIO) -> None:
     """Print a line at once. If nobody reads the stream any more, this line and what follows is dropped: a job goes on,
     and ends with its own exit code."""

@@ -225,12 +225,13 @@ def progressed(job: JobState, worker: Worker, message: m.Progress) -> None:
     """A step is committed."""
     follow(job, message.generation)
     worker.reached(message.step)
-    here = message.generation == job.agreement.plan.generation
+    here, before = message.generation == job.agreement.plan.generation, job.progress.step
     if here or not job.agreement.entered:  # else it may be of a step that all have gone back from
         job.progress.reached(message.step, message.step_ms)
     if here and message.generation:
         job.agreement.enter(worker.key.worker_id)
-        job.recovery.complete(job.progress.step, message.committed_unix_ns)
+        if job.saving.ending is None or message.step > before:  # else the state is only saved before the end
+            job.recovery.complete(job.progress.step, message.committed_unix_ns)
 
 
 def loop_left(job: JobState, worker: Worker, message: m.LoopLeft) -> None:
