@@ -397,10 +397,11 @@ class Incidents:
                 incident.whole_ns = incident.whole_ns or incident.end_ns
 
     def _over(self, event: Event, time_ns: int, step: int) -> None:
-        newest = self._redone or self.open
-        if newest is not None and event.get("state") == "failed":
-            newest.end_ns = newest.whole_ns = None  # the others went on only to save the state
-            newest.did("the job failed")
+        undone = [one for one in (self.open, self._redone) if one is not None and event.get("state") == "failed"]
+        for one in undone:
+            one.end_ns = one.whole_ns = None  # the others went on only to save the state
+        for one in undone[:1]:
+            one.did("the job failed")
         self.begins()
         self.kills = 0
 

@@ -230,7 +230,8 @@ def progressed(job: JobState, worker: Worker, message: m.Progress) -> None:
         job.progress.reached(message.step, message.step_ms)
     if here and message.generation:
         job.agreement.enter(worker.key.worker_id)
-        if job.saving.ending is None or message.step > before:  # else the state is only saved before the end
+        ends = job.saving.ending is not None or job.saving.staying  # then the others may only save their state
+        if message.step > before or not ends:
             job.recovery.complete(job.progress.step, message.committed_unix_ns)
 
 
