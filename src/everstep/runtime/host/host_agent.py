@@ -74,12 +74,11 @@ _BRING_S, _HURRY_S = 30.0, 2.0
 @dataclass(frozen=True)
 class Left:
     """How an agent ended: exit code, and a line for the user if the job does not report it. later: the job was stopped
-    by a scheduler's signal, so it may be started again. failed: the job has, of which the exit code is."""
+    by a scheduler's signal, so it may be started again."""
 
     exit_code: int
     words: str = ""
     later: bool = False
-    failed: bool = False
 
 
 class Absence:
@@ -392,7 +391,7 @@ def _over(ended: JobEnded | None, joining: Joining, leaving: bool) -> Left:
         return Left(0)
     if ended.state == "failed" and not leaving:
         why = ended.reason.strip().partition("\n")[0]
-        return Left(ended.exit_code or 1, f"the job is over: failed: {why}", failed=True)
+        return Left(ended.exit_code or 1, f"the job is over: failed: {why}")
     stopped = ended.state == "interrupted" and ended.exit_code == 128 + signal.SIGTERM
     return Left(0, f"the job is over: {ended.state}", later=stopped and not leaving)
 
