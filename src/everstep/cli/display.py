@@ -118,7 +118,7 @@ class JsonDisplay(Display):
         tell(text, sys.stderr)
 
 
-class LastStep:
+class FinalStep:
     """Number of the last step, as soon as it is known: a script says it when its workers have joined. look: asks for
     it."""
 
@@ -134,9 +134,9 @@ class LastStep:
 class PlainDisplay(Display):
     """One line per `log_every` steps, and one per event worth telling; no escape codes."""
 
-    def __init__(self, log_every: int, last: LastStep | None = None, out: TextIO | None = None) -> None:
+    def __init__(self, log_every: int, last: FinalStep | None = None, out: TextIO | None = None) -> None:
         self._log_every = max(1, log_every)
-        self._last = last or LastStep(None)
+        self._last = last or FinalStep(None)
         self._sentences = Sentences()
         self._out = out
 
@@ -159,7 +159,7 @@ class LiveDisplay(Display):
     (None: now), and warnings, stay above it for good. samples: workers' resources."""
 
     def __init__(
-        self, console: Console, samples: Folder, last: LastStep | None = None, since_ns: int | None = None
+        self, console: Console, samples: Folder, last: FinalStep | None = None, since_ns: int | None = None
     ) -> None:
         from rich.live import Live
 
@@ -168,7 +168,7 @@ class LiveDisplay(Display):
         self._kept = 0
         self._samples = samples
         self._usage = Usage()
-        self._last_step = last or LastStep(None)
+        self._last_step = last or FinalStep(None)
         self._last: deque[str] = deque(maxlen=_LAST_EVENTS)
         self._sentences = Sentences()
         self._live = Live(console=console, auto_refresh=False, transient=True)
@@ -383,7 +383,7 @@ def choose_display(run_dir: Path, *, as_json: bool, log_every: int, total_steps:
     if as_json:
         return JsonDisplay()
     history = History(run_dir)
-    last = LastStep(total_steps, lambda: history.total_steps)
+    last = FinalStep(total_steps, lambda: history.total_steps)
     if sys.stdout.isatty() and not passed_on(os.environ):
         return LiveDisplay(console(), Folder(run_dir / METRICS_FOLDER, "*.jsonl", _LAST_SAMPLES_BYTES), last)
     return PlainDisplay(log_every, last)

@@ -81,8 +81,7 @@ class WorkerExited(FromAgent, frozen=True, kw_only=True):
 
 
 class SlotLost(FromAgent, frozen=True, kw_only=True):
-    """An agent gave up on a slot (crash loop); it will not be restarted as it was. ranks: processes that its lives
-    have had."""
+    """An agent gave up on a slot (crash loop): it is not restarted as it was. ranks: processes that its lives had."""
 
     worker_id: int
     reason: str
@@ -340,8 +339,7 @@ class SaveNow(AnyMessage, frozen=True, kw_only=True):
 
 
 class InjectFault(AnyMessage, frozen=True, kw_only=True):
-    """To all workers: inject this fault as soon as it fits. number: names it among the faults requested while the
-    job runs."""
+    """To all workers: inject this fault as soon as it fits. number: names it among faults of the running job."""
 
     fault: str
     number: int
@@ -569,15 +567,13 @@ class CommandReply(AnyMessage, frozen=True, kw_only=True):
 
 
 class JobHello(AnyMessage, frozen=True, kw_only=True):
-    """First message of the job's process, also after a reconnect. asked: its unanswered requests, for a coordinator
-    that has never seen them."""
+    """First message of the job's process, also after a reconnect. asked: its unanswered requests."""
 
     asked: list[Command] = []
 
 
 class Goodbye(AnyMessage, frozen=True, kw_only=True):
-    """The job's process leaves for good, however the job ended. The coordinator tells all agents, and then answers
-    that it has."""
+    """The job's process leaves for good, however the job ended. The coordinator tells all agents, then answers."""
 
     cause: Cause
     reason: str

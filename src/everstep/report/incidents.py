@@ -69,7 +69,7 @@ class Hit:
 
     def bare(self) -> Hit:
         """The hit without its reason, which is told elsewhere."""
-        return replace(self, reason="")
+        return replace(self, cause=self.cause, reason="")
 
     @property
     def more(self) -> str:

@@ -206,12 +206,11 @@ class AgentProcess(Process):
         self.control = control
         self.process = process
         self.dismissed = self.leaving = self.drained = False
-        self.unreaped: set[WorkerKey] = set()  # lives whose end it has not told
         self.slots = sorted(worker_ids)
         self.lost: dict[int, wire.SlotLost] = {}  # slots that the agent has given up
         self.ranks: dict[int, int] = {}  # of a slot's next life, if the coordinator has said it
         self.waiting: set[int] | None = None  # slots to start when there is a fork server again
-        self.workers: dict[int, SimWorker] = {}
+        self.workers: dict[int, SimWorker] = {}  # until it has told their ends
         self.heartbeat_ns = heartbeat_ns
         self.seq = 0
         self._told_ns = 0
@@ -253,7 +252,6 @@ class AgentProcess(Process):
             return
         worker = self.control.new_worker(worker_id, self)
         self.workers[worker_id] = worker
-        self.unreaped.add(worker.me)
         self.client.send(wire.WorkerStarted(agent_id=self.name, worker=_life(worker)))
 
     def give_up(self, worker: SimWorker) -> None:
@@ -305,13 +303,15 @@ class AgentProcess(Process):
                 in_order=in_order,
             )
         )
-        self.unreaped.discard(key)
+        newest = self.workers.get(key.worker_id)
+        if newest is not None and newest.me == key:
+            del self.workers[key.worker_id]
         self._answer_drained()
         if restart:
             self.soon(5 * MS, 60 * MS, self.start, key.worker_id)
 
     def _answer_drained(self) -> None:
-        if self.drained and not self.unreaped:
+        if self.drained and not self.workers:
             self.client.send(wire.HostEmptied(agent_id=self.name))
 
     def _heartbeat(self) -> None:

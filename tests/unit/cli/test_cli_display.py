@@ -12,8 +12,8 @@ import pytest
 
 from everstep.base.cause import Cause, Why
 from everstep.cli.display import (
+    FinalStep,
     JsonDisplay,
-    LastStep,
     LiveDisplay,
     Output,
     PlainDisplay,
@@ -181,7 +181,7 @@ def test_a_worker_that_is_not_needed_is_a_spare() -> None:
 
 def test_plain_lines() -> None:
     out = io.StringIO()
-    display, facts = PlainDisplay(2, LastStep(4), out), Facts()
+    display, facts = PlainDisplay(2, FinalStep(4), out), Facts()
     for one in JOB:
         facts.take(one)
         display.event(one, facts)
@@ -265,7 +265,7 @@ def test_in_a_small_window_the_dead_keep_their_lines(tmp_path: Path) -> None:
     many = [event("job_started", 0, workers=40), *joined, begun]
     for width in (80, 100, 140):
         live = LiveDisplay(
-            Console(file=io.StringIO(), width=width, height=20), Folder(tmp_path, "*.jsonl"), LastStep(40)
+            Console(file=io.StringIO(), width=width, height=20), Folder(tmp_path, "*.jsonl"), FinalStep(40)
         )
         try:
             shown = live._render(facts_of([*many, commit(1, 1.5), died]))
@@ -290,7 +290,9 @@ def test_at_80_columns_no_word_is_cut(tmp_path: Path) -> None:
     )
     told = event("warning", 2, cause="disk", reason=reason)
     facts = facts_of([event("job_started", 0, workers=2), *joined, begun, commit(1000, 1.5), told])
-    live = LiveDisplay(Console(file=io.StringIO(), width=80, height=20), Folder(tmp_path, "*.jsonl"), LastStep(100_000))
+    live = LiveDisplay(
+        Console(file=io.StringIO(), width=80, height=20), Folder(tmp_path, "*.jsonl"), FinalStep(100_000)
+    )
     try:
         live.event(told, facts)
         shown = live._render(facts)
@@ -416,7 +418,7 @@ def test_the_live_view_shows_states_and_stages(tmp_path: Path) -> None:
     from rich.console import Console
 
     out = io.StringIO()
-    live = LiveDisplay(Console(file=out, width=120), Folder(tmp_path, "*.jsonl"), last=LastStep(4))
+    live = LiveDisplay(Console(file=out, width=120), Folder(tmp_path, "*.jsonl"), last=FinalStep(4))
     try:
         died = event("worker_evicted", 2, worker_id=1, incarnation=0, **KILLED)
         shown = live._render(facts_of([*SPLIT, commit(1, 1.5), died]))

@@ -279,7 +279,7 @@ def test_an_agent_ends_as_the_job_that_failed(started: Started, said: int, asked
     started.server.workers[0].terminate()
     started.server.exited(request)
     words = "the job is over: failed" + ("" if asked else ": too much")
-    assert started.end() == Left(code, words, failed=not asked)
+    assert started.end() == Left(code, words)
 
 
 def test_who_was_asked_to_leave_leaves_though_the_jobs_process_is_gone(started: Started) -> None:
