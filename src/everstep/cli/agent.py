@@ -163,8 +163,8 @@ def take_part_in(
     begun: Start, *, stay: bool = False, refill: int | None = None, patient: bool = False, apart: bool = False
 ) -> int:
     """Be an agent of the job until it is over. Returns the exit code: that of the job if it failed. patient: keep
-    waiting if a process answers that does not prove the token, because one that does may follow it. apart: 0 for a job
-    that failed, as its own host says so, and may not have ended yet."""
+    waiting if a process answers that does not prove the token, because one that does may follow it. apart: 0 but for
+    signals, since a launcher would end the host that leads for another code; the line says what was wrong."""
     from everstep.runtime.host.host_agent import take_part
 
     folder, look, follows = folder_of(begun.where), looking(begun), moves(begun.where)
@@ -185,7 +185,7 @@ def take_part_in(
             elif left.words:
                 print(left.words, file=sys.stderr, flush=True)
             if not stay or not (left.later or left.exit_code == NO_HEAD):
-                return 0 if apart and left.failed else left.exit_code
+                return 0 if apart and left.exit_code < 128 else left.exit_code
             patient = True
             time.sleep(_AGAIN_S)  # the process that answered may still be there
 

@@ -26,7 +26,7 @@ from everstep.base.errors import (
     did_you_mean,
 )
 from everstep.base.exit_codes import ANOTHER_LEADS, NO_HEAD
-from everstep.cli.terminal import guarded, paragraph
+from everstep.cli.terminal import guarded, paragraph, tell
 from everstep.runtime.files.private import write_privately
 
 COMMANDS = {
@@ -116,7 +116,7 @@ def exit_code_of(error: EverstepError) -> int:
 
 def complain(text: str) -> None:
     """One line on stderr; on a terminal it is broken between words."""
-    print(paragraph(f"error: {' '.join(text.split())}", sys.stderr, "  "), file=sys.stderr, flush=True)
+    tell(paragraph(f"error: {' '.join(text.split())}", sys.stderr, "  "), sys.stderr)
 
 
 def run_command(argv: list[str] | None = None, *, becomes: bool = True) -> int:

@@ -108,6 +108,25 @@ def folded(text: str, width: int, indent: str = "") -> str:
     return wrapper.fill(text)
 
 
+def folded_around_command(text: str, width: int) -> str:
+    """Text in lines of at most so many characters; a command at its end is not broken: it is there to be copied."""
+    words, mark, command = text.partition(": everstep ")
+    if len(text) <= width or not mark:
+        return folded(text, width, "  ")
+    return f"{folded(f'{words}:', width, '  ')}\neverstep {command}"
+
+
+def tell(text: str, stream: TextIO) -> None:
+    """Print a line at once. If nobody reads the stream any more, this line and what follows is dropped: a job goes on,
+    and ends with its own exit code."""
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
 def raw(stream: TextIO) -> TextIO:
     """The stream behind a guarded one, for text that is all our own."""
     return stream.stream if isinstance(stream, Visible) else stream

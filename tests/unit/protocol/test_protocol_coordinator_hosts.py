@@ -502,6 +502,13 @@ def leave(world: World, name: str, *worker_ids: int) -> None:
         world.entered(i, world.prepared.generation if world.prepared else world.plan.generation, 5)
     for i in worker_ids:
         world.exited(i, agent=name, in_order=True)
+    empty(world, name)
+
+
+def empty(world: World, name: str) -> None:
+    """The agent answers that nothing runs there, as it was asked."""
+    assert world.last(m.SetSlots, name).drained
+    world.say(name, m.HostEmptied(agent_id=name))
 
 
 def test_a_drained_agent_leaves_when_the_last_of_its_workers_has() -> None:
@@ -512,7 +519,10 @@ def test_a_drained_agent_leaves_when_the_last_of_its_workers_has() -> None:
     world.exited(2, agent="h2", in_order=True)
     assert not world.messages(m.HostDismissed), "worker 3 still runs"
     world.exited(3, agent="h2", in_order=True)
+    assert not world.messages(m.HostDismissed), "it may have started another life before it heard that it is drained"
+    empty(world, "h2")
     assert "h2 was drained" in world.last(m.HostDismissed, "h2").reason
+    world.say("h2", m.HostEmptied(agent_id="h2"))
     world.wait(60 * S)
     assert len(world.messages(m.HostDismissed)) == 1 and world.plan.worker_ids == (0, 1)
 
@@ -521,7 +531,44 @@ def test_one_that_runs_nothing_leaves_at_once() -> None:
     world = shared_out(2, 2)
     arrive(world, "h3")
     assert world.command("drain", host="h3").ok
+    empty(world, "h3")
     assert world.last(m.HostDismissed, "h3") is not None and world.plan.generation == 1
+
+
+def test_a_life_that_began_before_its_agent_heard_of_the_drain_leaves_before_the_agent() -> None:
+    world = shared_out(2, 2)
+    world.exited(3, agent="h2")  # the agent has begun the next life when it hears
+    assert world.command("drain", host="h2").ok
+    world.exited(2, agent="h2", in_order=True)
+    world.started(3, 1, agent="h2")
+    assert not world.messages(m.HostDismissed)
+    world.hello(3, 1, host="h2")
+    assert world.last(m.Dismissed, "w3.1").drained
+    world.exited(3, 1, agent="h2", in_order=True)
+    empty(world, "h2")
+    assert world.last(m.HostDismissed, "h2") is not None
+
+
+def test_a_drained_host_is_not_asked_for_the_slot_of_a_life_that_is_about_to_leave() -> None:
+    world = shared_out(2, 2)
+    arrive(world, "h3", 2)
+    assert world.command("scale", workers=3).ok
+    world.entered(0, 2, 5)
+    world.entered(1, 2, 5)
+    world.entered(2, 2, 5)
+    world.exited(3, agent="h2", in_order=True)
+    world.started(3, 1, agent="h2")  # the agent had not heard that 3 is not wanted any more
+    world.hello(3, 1, host="h2")
+    assert world.last(m.Dismissed, "w3.1").drained
+    assert world.command("drain", host="h2").ok
+    assert world.last(m.SetSlots, "h2").worker_ids == [2] and world.last(m.SetSlots, "h3").worker_ids == [4]
+
+
+def test_an_agent_that_was_not_drained_is_not_let_go() -> None:
+    world = shared_out(2, 2)
+    assert not any(message.drained for message in world.messages(m.SetSlots))
+    world.say("h2", m.HostEmptied(agent_id="h2"))
+    assert not world.messages(m.HostDismissed)
 
 
 def test_a_restart_of_the_coordinator_does_not_forget_who_is_drained() -> None:
@@ -539,6 +586,7 @@ def test_a_restart_of_the_coordinator_does_not_forget_who_is_drained() -> None:
         world.hello(i, plan=before.plan, step=5)
     world.wait(5 * S)
     assert world.last(m.SetSlots, "h2").worker_ids == []
+    empty(world, "h2")
     assert world.last(m.HostDismissed, "h2") is not None
     assert world.command("scale", workers=4).ok
     assert world.last(m.SetSlots, "h2").worker_ids == [], "room there is none, as long as it does not come anew"
@@ -553,6 +601,7 @@ def test_a_job_that_grows_takes_no_slot_back_that_still_runs_on_a_drained_host()
     for i in (2, 3):
         world.exited(i, agent="h2", in_order=True)
     assert world.last(m.SetSlots, "h2").worker_ids == []
+    empty(world, "h2")
     assert world.last(m.HostDismissed, "h2") is not None
     arrive(world, "h3", 2)
     assert world.last(m.SetSlots, "h3").worker_ids == [4, 5]
@@ -655,6 +704,7 @@ def test_a_host_that_alone_holds_a_stage_hands_it_over_before_it_leaves() -> Non
     assert not set(left) & set(world.plan.worker_ids)
     for i in left:
         world.exited(i, agent=alone, in_order=True)
+    empty(world, alone)
     assert world.last(m.HostDismissed, alone) is not None
 
 

@@ -32,6 +32,18 @@ def test_killed_replaced_and_back() -> None:
     assert lines(events)[0].endswith("worker 2 is back; training went on after 400 ms; whole again after 2.9 s")
 
 
+def test_an_exception_that_comes_again_is_named_once() -> None:
+    raised = {"cause": "exception", "reason": "ValueError: no such label: 17 (train.py:13)"}
+    first = {**killed(2, 5.8), **raised}
+    events = [*trained(), first, plan(5.9, 2, [[0, 1, 3]]), recovered(2, 5.8, 6.2), commit(11, 6.2)]
+    events += [{**killed(1, 6.5), **raised}, plan(6.6, 3, [[0, 3]])]
+    events += [event("job_failed", 7, state="failed", exit_code=1, **raised)]
+    one, other = lines(events)
+    assert one.startswith("worker 2 raised an exception (ValueError: no such label: 17 (train.py:13)); step 11 was")
+    assert other == "worker 1 raised an exception (the same); the job failed"
+    assert "no such label: 17" in headline(facts_of(events), Now(T0 + 9 * S)).text
+
+
 def test_the_step_that_is_done_again_is_the_same_wherever_it_is_said() -> None:
     """The commit of step 11 is told after the plan; the fault struck step 12."""
     injected = event("fault_injected", 5.79, worker_id=2, step=12, **KILLED)

@@ -18,7 +18,7 @@ from everstep.placement.domain_spread import Crowd
 from everstep.protocol.coordinator.environment import SECOND_NS, Alarm
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Agent
-from everstep.protocol.messages import AgentHello, HostDismissed, HostKept, HostLeaving, HostRefused
+from everstep.protocol.messages import AgentHello, HostDismissed, HostEmptied, HostKept, HostLeaving, HostRefused
 
 
 def came(job: JobState, agent: Agent) -> None:
@@ -87,7 +87,7 @@ def _slots_of(job: JobState, agent: Agent) -> list[int]:
 
 
 def _fresh(job: JobState, size: int) -> list[int]:
-    """Numbers of slots that are unused, and were not used under an agent that may still run them."""
+    """Numbers of slots that are unused, and of which no agent may still run a life, though it was told to leave."""
     used = job.slots.ids() | set(job.slots.lost) | set(job.membership.workers)
     used |= {key.worker_id for agent in job.agents.known.values() for key in agent.believed}
     return list(islice((i for i in count() if i not in used), size))
@@ -132,6 +132,13 @@ def leaving(job: JobState, agent: Agent, message: HostLeaving | AgentHello) -> N
     job.agents.wish(agent)
 
 
+def emptied(job: JobState, agent: Agent, message: HostEmptied) -> None:
+    """Nothing runs on a drained host, and nothing will be started there."""
+    if agent.drained == "asked":
+        job.env.change()
+        agent.drain("emptied")
+
+
 def stays_out(job: JobState, agent: Agent, message: HostRefused) -> None:
     """A host does not fit the job, as it found before it started anything."""
     why = Why(message.cause, f"host {agent.agent_id} stays out: {message.reason}")
@@ -149,7 +156,7 @@ def let_go(job: JobState) -> None:
             continue
         if agent.drained == "wished" and (agent.sent_slots is not None or not job.slots.shared_out):
             _drain_as_wished(job, agent)
-        if agent.drained == "asked" and agent.connection and not agent.believed and agent.sent_slots == []:
+        if agent.drained == "emptied":
             agent.drain("told")
             text = f"host {agent.agent_id} was drained: its workers have left, and so does its agent"
             job.env.send(agent.connection, HostDismissed(cause=Cause.DRAINED, reason=text))
