@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from everstep.train.flow_functions import Functions, Given, method_of
-from everstep.train.flow_items import MISSING
+from everstep.train.flow_items import MISSING, namespace_of
 from everstep.train.flow_memory import (
     CHOSEN,
     NOTHING,
@@ -211,6 +212,10 @@ class Calls:
         held = any(_is_held(memory.attribute(thing, name)[1]) for thing in base.objects)
         if callee.codes or held or any(self.functions.is_users(t) for t in callee.objects) or of_module:
             return self._function(node, callee, name, given, scope)
+        if name == "__setitem__" and isinstance(func, ast.Attribute) and len(node.args) == len(given.plain) == 2:
+            target = ast.copy_location(ast.Subscript(func.value, node.args[0], ast.Store()), node)
+            self.reader.store(target, given.plain[1], scope)
+            return Value()
         return self._foreign_method(func, base, name, given, scope)
 
     def _backward(self, given: Given) -> None:
@@ -231,6 +236,13 @@ class Calls:
     def _foreign_method(self, func: Any, base: Value, name: str, given: Given, scope: Scope) -> Value:
         memory = self.memory
         whole = together(memory, given)
+        if name in CHANGING and any(namespace_of(thing) is not None for thing in base.objects):
+            names = given.named.items() if name == "update" and not given.plain else ()
+            for key, value in names:
+                self.reader.store_names(base, ast.Constant(key), value)
+            if not names:
+                self.reader.store_names(base, None, Value(whole))
+            return Value()
         flags = frozenset(f for v in given.all for f in v.flags & {"copy"})
         restless = any("restless" in memory.judge.flags(thing) for thing in base.objects)
         in_place = name.endswith("_") and not name.endswith("__")
@@ -303,7 +315,7 @@ class Calls:
         whole = together(memory, given) | memory.use(callee)
         whole = whole.union(*(memory.fields(thing, callee.title) for thing in callee.objects))
         module = ast.unparse(node.func).split(".")[0] if isinstance(node.func, ast.Attribute) else ""
-        special = self._special(name, node, given, whole, scope)
+        special = self._of_modules(name, given, whole, scope) or self._special(name, node, given, whole, scope)
         if special is not None:
             return special
         if name in SEEDS or (name.startswith("set_") and module == "torch"):
@@ -333,6 +345,19 @@ class Calls:
             self._beside(function, given, deps=deps)
         for inner in thing if type(thing) is torch.nn.Sequential else ():
             self._called(inner, deps)
+
+    def _of_modules(self, name: str, given: Given, together: frozenset[Origin], scope: Scope) -> Value | None:
+        """Result of functions that give or change the names of modules; None for all others."""
+        plain = given.plain
+        if name == "globals" or (name in ("locals", "vars") and not plain and not scope.own):
+            return self.memory.live(scope.globals, name)
+        if name == "exec":
+            self.reader.store_names(self.memory.live(scope.globals, name), None, Value(together))
+            return Value()
+        if name in ("import_module", "__import__") and plain:
+            found = [sys.modules.get(key) for key in plain[0].objects if isinstance(key, str)]
+            return joined([self.memory.live(one, one.__name__) for one in found if one is not None] or [Value()])
+        return None
 
     def _special(
         self, name: str, node: ast.Call, given: Given, together: frozenset[Origin], scope: Scope
@@ -389,6 +414,8 @@ class Calls:
             return replace(joined(inner or [Value()]), deps=whole, flags=CHOSEN)
         if isinstance(key, ast.Constant) and len(plain) > 2:
             self.reader.store_attribute(plain[0], str(key.value), plain[2], node.args[0], scope)
+        elif any(isinstance(thing, types.ModuleType) for thing in plain[0].objects):
+            self.reader.store_names(plain[0], key, Value(whole))
         else:
             memory.mutate(plain[0], Value(whole))
         return Value()
