@@ -236,7 +236,7 @@ class LifeLink(LoneLink):
 
     def _pass_on(self) -> None:
         """Pass the saved checkpoint, and nothing else, to life b."""
-        if self._life == "a" and self.run_dir is not None:
+        if self._life == "a" and self.run_dir is not None and not self._what.path("b").exists():  # traced: there is one
             write_atomically(self._what.path(_SIZE), str(resident_bytes()))
             whole = self._what.path("b.part")
             shutil.copytree(self.run_dir / CHECKPOINTS_DIR, whole / CHECKPOINTS_DIR, copy_function=os.link)

@@ -275,6 +275,8 @@ def unlike(one: Sighting, other: Sighting) -> str:
         if there is not None and there != (data, gave):
             what = "the samples" if there[0] != data else "loss and gradient"
             return f"{what} of step {step}, lane {lane} are others"
+    if other.error:
+        return f"one of them ends early: {other.error}"
     if one.step == other.step:
         names = sorted(name for name in differing(one.facts, other.facts) if name.startswith(TRAINING))
         if names:
