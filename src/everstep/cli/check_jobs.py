@@ -116,7 +116,7 @@ class ShortJobs:
 
 def deaths(events: Path, struck: tuple[int, int] | None) -> list[str]:
     """How workers of a job have died of themselves; struck: worker and incarnation that was killed on purpose."""
-    found = [e for e in read_events(events) if e.get("kind") == "worker_evicted" and Cause(e.get("cause")) in _DEATHS]
+    found = [e for e in read_events(events) if e.get("kind") == "worker_evicted" and e.get("cause") in _DEATHS]
     lives = {(e.get("worker_id"), e.get("incarnation")): str(e.get("reason", "")) for e in found}
     return sorted({f"a worker died of itself: {how}" for life, how in lives.items() if life != struck})
 

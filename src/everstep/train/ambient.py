@@ -215,7 +215,7 @@ def _import_for_users(other: ModuleType) -> None:
             return other
         return real(name, names, *more, **options)
 
-    builtins.__import__ = imported
+    vars(builtins)["__import__"] = imported
 
 
 def _of(plain: type) -> Any:

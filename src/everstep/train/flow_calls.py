@@ -238,8 +238,8 @@ class Calls:
         whole = together(memory, given)
         if name in CHANGING and any(namespace_of(thing) is not None for thing in base.objects):
             names = given.named.items() if name == "update" and not given.plain else ()
-            for key, value in names:
-                self.reader.store_names(base, ast.Constant(key), value)
+            for word, value_of in names:
+                self.reader.store_names(base, ast.Constant(word), value_of)
             if not names:
                 self.reader.store_names(base, None, Value(whole))
             return Value()
@@ -315,7 +315,7 @@ class Calls:
         whole = together(memory, given) | memory.use(callee)
         whole = whole.union(*(memory.fields(thing, callee.title) for thing in callee.objects))
         module = ast.unparse(node.func).split(".")[0] if isinstance(node.func, ast.Attribute) else ""
-        special = self._of_modules(name, given, whole, scope) or self._special(name, node, given, whole, scope)
+        special = _of_modules(self.reader, name, given, whole, scope) or self._special(name, node, given, whole, scope)
         if special is not None:
             return special
         if name in SEEDS or (name.startswith("set_") and module == "torch"):
@@ -345,19 +345,6 @@ class Calls:
             self._beside(function, given, deps=deps)
         for inner in thing if type(thing) is torch.nn.Sequential else ():
             self._called(inner, deps)
-
-    def _of_modules(self, name: str, given: Given, together: frozenset[Origin], scope: Scope) -> Value | None:
-        """Result of functions that give or change the names of modules; None for all others."""
-        plain = given.plain
-        if name == "globals" or (name in ("locals", "vars") and not plain and not scope.own):
-            return self.memory.live(scope.globals, name)
-        if name == "exec":
-            self.reader.store_names(self.memory.live(scope.globals, name), None, Value(together))
-            return Value()
-        if name in ("import_module", "__import__") and plain:
-            found = [sys.modules.get(key) for key in plain[0].objects if isinstance(key, str)]
-            return joined([self.memory.live(one, one.__name__) for one in found if one is not None] or [Value()])
-        return None
 
     def _special(
         self, name: str, node: ast.Call, given: Given, together: frozenset[Origin], scope: Scope
@@ -456,6 +443,20 @@ class Calls:
 def together(memory: RoundMemory, given: Given) -> frozenset[Origin]:
     """Everything that the arguments depend on."""
     return NOTHING.union(*(memory.use(v) for v in given.all))
+
+
+def _of_modules(reader: Reader, name: str, given: Given, deps: frozenset[Origin], scope: Scope) -> Value | None:
+    """Result of functions that give or change the names of modules; None for all others."""
+    memory, plain = reader.memory, given.plain
+    if name == "globals" or (name in ("locals", "vars") and not plain and not scope.own):
+        return memory.live(scope.globals, name)
+    if name == "exec":
+        reader.store_names(memory.live(scope.globals, name), None, Value(deps))
+        return Value()
+    if name in ("import_module", "__import__") and plain:
+        found = [sys.modules.get(key) for key in plain[0].objects if isinstance(key, str)]
+        return joined([memory.live(one, one.__name__) for one in found if one is not None] or [Value()])
+    return None
 
 
 def _only(value: Value) -> Any:

@@ -56,6 +56,7 @@ from everstep.train.watched_life import IN_REHEARSAL, LifeNotes, LifeWatch, Note
 from everstep.train.worker_link import Deliver, Hello, LoneLink
 
 STEPS, LIMIT_S = 3, 120.0
+DIED, LATE = "died", "late"
 _SIZE = "a.bytes"
 """File with the size of life a, when it has done a step."""
 _NEVER = 1 << 40
@@ -88,8 +89,8 @@ class Rehearsed:
 @dataclass(frozen=True)
 class Sighting:
     """Facts that a life has seen at its end. step: its last step. error: why it ended otherwise, "" if it did not;
-    known: Everstep itself has refused something, with an error of this kind, at this place; died: its process ended, at
-    this place; late: it was not through in time. total: the job's last step;
+    known: Everstep itself has refused something; kind: of the error at this place, `DIED` or `LATE`. total: the job's
+    last step;
     epoch_end: that of the first epoch, 0 if there is none. numbers: values in the loop. unpassed: name and type of a
     scheduler that `join` was not given. read: facts from the loop's code, which was read before the first step.
     """
@@ -100,8 +101,6 @@ class Sighting:
     shapes: tuple[tuple[int, ...], ...] = ()
     error: str = ""
     known: bool = False
-    died: bool = False
-    late: bool = False
     kind: str = ""
     place: tuple[str, int] = ("", 0)
     unpassed: tuple[str, str] | None = None
@@ -110,6 +109,16 @@ class Sighting:
     total: int = 0
     epoch_end: int = 0
     numbers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def died(self) -> bool:
+        """Its process ended by itself."""
+        return self.kind == DIED
+
+    @property
+    def late(self) -> bool:
+        """It was not through in time."""
+        return self.kind == LATE
 
 
 @dataclass(frozen=True)
@@ -308,7 +317,7 @@ def live(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> None:
     os.environ[IN_REHEARSAL] = life
     os.environ.setdefault("WANDB_MODE", "disabled")
     link = LifeLink(what, life)
-    error, known, died, kind, place = "", False, False, "", ("", 0)
+    error, known, kind, place = "", False, "", ("", 0)
     faulthandler.enable(2)
     try:
         body(link)
@@ -316,12 +325,12 @@ def live(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> None:
     except EverstepError as refusal:
         error, known, kind, place = str(refusal), True, type(refusal).__name__, place_of(refusal)
     except SystemExit as leaving:
-        error, died = f"it left with exit code {leaving.code}", True
+        error, kind = f"it left with exit code {leaving.code}", DIED
     except BaseException as fault:  # any error of the user's code ends this life, and nothing else
         error, kind, place = f"{type(fault).__name__}: {fault}{where(fault)}", type(fault).__name__, place_of(fault)
     said = " ".join(error.split())[:_MOST_TEXT]
     noted, read = link.watcher.noted(), link.read or Read()
-    report(what, life, Sighting(error=said, known=known, died=died, kind=kind, place=place, read=read, noted=noted))
+    report(what, life, Sighting(error=said, known=known, kind=kind, place=place, read=read, noted=noted))
 
 
 def run_script(what: Rehearsed) -> None:
@@ -444,7 +453,7 @@ class Rehearsal:
         try:
             if not readable([fd], max(0.0, self._until_s - time.monotonic())):
                 late = f"it was not through with {self._what.steps} steps after {self._limit_s:.3g} s"
-                return Sighting(error=late, late=True)
+                return Sighting(error=late, kind=LATE)
         finally:
             os.close(fd)
         del self._pids[life]
@@ -459,7 +468,7 @@ class Rehearsal:
             error = f"its process ended ({why_ended(code).reason})"
             if code == -signal.SIGKILL and self._kills.lately(time.monotonic()):
                 error = "there was not enough memory for it"
-            found = Sighting(error=error, died=True, place=stood_at(self._output(life)))
+            found = Sighting(error=error, kind=DIED, place=stood_at(self._output(life)))
         if found.died:
             self._deaths.append(found)
         return found
