@@ -73,8 +73,11 @@ class _Named(ast.NodeTransformer):
     def __init__(self, name: str, value: int) -> None:
         self._name, self._value = name, value
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.copy_location(ast.Constant(self._value), node) if node.id == self._name else node
+    def visit(self, node: ast.AST) -> Any:
+        """A node, and those in it."""
+        if isinstance(node, ast.Name) and node.id == self._name:
+            return ast.copy_location(ast.Constant(self._value), node)
+        return self.generic_visit(node)
 
 
 def namespace_of(thing: Any) -> Mapping[str, Any] | None:
