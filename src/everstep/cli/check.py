@@ -109,13 +109,15 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         return _report(spec, Judgement(refused=str(error)))
     limit_s = float(question["max_seconds"])
     trials = Trials(what, body, lambda piece, life: _apart(question, piece, life), limit_s)
-    rehearsal = Rehearsal(what, body, limit_s)
+    rehearsal = Rehearsal(what, body, limit_s, deaths=trials.deaths)
     with closing(trials), closing(rehearsal):
         trials.begin()
         verdict = rehearsal.verdict(listed=True)
         more = trials.findings(verdict, rehearsal)
-    if verdict.refused and more:
-        verdict = replace(verdict, refused="")
+    if more or not (verdict.note and verdict.seen.error):
+        more += trials.died()
+    if more:
+        verdict = replace(verdict, refused="", note="")
     named = {f.object for f in verdict.findings}
     verdict = replace(verdict, findings=(*verdict.findings, *(f for f in more if f.object not in named)))
     return _report(spec, verdict, trials.covered, trials.notes)

@@ -92,6 +92,11 @@ class Sentences:
         return text
 
 
+def told_at_the_end(event: Event) -> bool:
+    """Whether the command that shows the job ends with these words, on stderr."""
+    return event["kind"] == "job_failed" and event.get("state") != "interrupted"
+
+
 class Display:
     """Shows a job. All methods are called from one thread."""
 
@@ -147,7 +152,7 @@ class PlainDisplay(Display):
                 self.note(step_line(facts, number, total))
             return
         text = self._sentences.of(event)
-        if text:
+        if text and not told_at_the_end(event):
             self.note(text)
 
     def note(self, text: str) -> None:

@@ -218,10 +218,11 @@ def test_what_agents_do_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_failure_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By its event, if there is one."""
+    """By its event, if there is one; the end of the job by the command itself, on stderr."""
     log = EventLog(tmp_path / "events.jsonl")
     log.write("worker_evicted", worker_id=2, incarnation=0, **KILLED)
     log.write("warning", worker_id=2, cause="crash_loop", reason="its slot was given up: no more restarts")
+    log.write("job_failed", state="failed", reason="its slot was given up: no more restarts")
     log.close()
     watcher = Watcher(tmp_path / "events.jsonl", 0, PlainDisplay(1))
     for incarnation in (0, 1):
