@@ -745,6 +745,19 @@ def test_a_host_is_not_drained_if_fewer_workers_than_stages_would_be_left() -> N
     assert not reply.ok and "1 workers would be left of 2" in reply.error
 
 
+def test_a_host_that_alone_holds_a_stage_is_not_drained_if_nobody_comes_to_take_it() -> None:
+    """Its worker would stay for the stage, and the host would never be let go."""
+    world = shared_out(1, 1, 1, 1, workers=4, stages=3)
+    assert [tuple(s.worker_id for s in world.plan.pool(k)) for k in range(3)] == [(0, 3), (1,), (2,)]
+    assert "h2: nobody else holds stage 1; let a backup join it" in world.command("drain", host="h2").error
+    arrive(world, "h5", 1)
+    assert world.command("drain", host="h2").result == {"workers": 4, "moved": 1, "left": [1]}
+    begin(world, "h5")
+    world.healed(4)
+    world.wait(S)
+    assert [tuple(s.worker_id for s in world.prepared.pool(k)) for k in range(3)] == [(0, 3), (4,), (2,)]
+
+
 def test_a_host_of_a_job_with_fewer_workers_than_stages_is_drained_where_its_workers_have_room() -> None:
     world = shared_out(1, 1, workers=2, stages=3)
     assert not world.command("drain", host="h2").ok, "one worker would be left of two that have stages of their own"

@@ -132,11 +132,8 @@ def _drain(job: JobState, args: _Args) -> _Reply:
     spare = plan is not NO_PLAN and worker_id not in plan.worker_ids and len(ids) > slots.target
     staying = ids - {worker_id} - set(slots.lost)  # a slot that was given up starts nobody
     target = min(len(staying), slots.target if spare else slots.target - 1)
-    pools = [{seat.worker_id for seat in plan.pool(k)} for k in range(plan.stages)]
-    alone = [k for k in plan.stages_of(worker_id) if plan.stages > 1 and not pools[k] & staying]
-    if alone:
-        where = f"stage {listed(alone)}"
-        return f"cannot drain worker {worker_id}: nobody else holds {where}; let a backup join it first", {}
+    if alone := hosts.stages_without(job, [worker_id], staying):
+        return f"cannot drain worker {worker_id}: {hosts.refused_for(alone)}", {}
     if target < least:
         return f"cannot drain worker {worker_id}: {target} workers would be left and {whose} is {least}", {}
     slots.want(target, ids - {worker_id}, Why(Cause.DRAINED, f"worker {worker_id} drained by request"))
