@@ -23,7 +23,7 @@ class Orders:
         self._told: dict[str, set[int]] = {}  # slots that an agent was told to keep filled, by its name
         self._drained: dict[str, set[int]] = {}  # slots that may still be wanted of a drained agent, by its name
         self._asked: dict[str, wire.Command] = {}  # command, by connection
-        self._lives: set[WorkerKey] = set()  # that agents have told of
+        self._lives: set[tuple[str, WorkerKey]] = set()  # that agents have told of, with the agent's name
         self._members = 0  # of the plan in force
 
     def heard(self, event: CoordinatorEvent) -> None:
@@ -31,17 +31,20 @@ class Orders:
         match event:
             case Disconnected(connection=name):
                 self._over(name)
-            case Received(message=wire.WorkerStarted(worker=life)):
-                self._lives.add(WorkerKey(life.worker_id, life.incarnation))
+            case Received(message=wire.WorkerStarted(worker=life) as began):
+                self._lives.add((began.agent_id, WorkerKey(life.worker_id, life.incarnation)))
             case Received(connection=name, message=wire.AgentHello() as hello):
                 for earlier in [one for one, agent_id in self._agents.items() if agent_id == hello.agent_id]:
                     self._over(earlier)
                 self._agents[name] = hello.agent_id
-                self._lives.update(WorkerKey(life.worker_id, life.incarnation) for life in hello.workers)
+                lives = (WorkerKey(life.worker_id, life.incarnation) for life in hello.workers)
+                self._lives.update((hello.agent_id, key) for key in lives)
                 if not hello.workers:  # a new process, or one that has nothing left
                     self._drained.pop(hello.agent_id, None)
             case Received(message=wire.WorkerExited() as left):
-                self._drained.get(left.agent_id, set()).discard(left.worker_id)
+                self._lives.discard((left.agent_id, WorkerKey(left.worker_id, left.incarnation)))
+                if all((name, key.worker_id) != (left.agent_id, left.worker_id) for name, key in self._lives):
+                    self._drained.get(left.agent_id, set()).discard(left.worker_id)
             case Received(connection=name, message=wire.Command() as command):
                 self._asked[name] = command
 
@@ -54,8 +57,9 @@ class Orders:
                 case Send(connection=name, message=wire.SetSlots(worker_ids=ids)) if name in self._agents:
                     self._wants(self._agents[name], set(ids))
                 case Send(connection=name, message=wire.HostDismissed()):
-                    left = [key for key in self._running(self._agents.get(name, "")) if key in self._lives]
-                    require(not left, "P3", f"{self._agents.get(name)} is to leave while {left} run there")
+                    agent = self._agents.get(name, "")
+                    left = [key for key in self._running(agent) if (agent, key) in self._lives]
+                    require(not left, "P3", f"{agent} is to leave while {left} run there")
                 case Send(message=wire.PlanNow(plan=plan)):
                     self._members = len(plan.members)
                 case Send(connection=name, message=wire.CommandReply(ok=True, result=result)) if name in self._asked:
