@@ -120,8 +120,9 @@ def save(
     signer: Signer | None = None,
     **facts: Any,
 ) -> Manifest:
-    """A checkpoint of an unsplit job. incremental: whether all write what changed alone, or how many of them do. Raises:
-    StoreError if there is none in the end."""
+    """A checkpoint of an unsplit job. incremental: whether all write what changed alone, or how many of them do.
+
+    Raises: StoreError if there is none in the end."""
     store = directory if isinstance(directory, DirectoryStore) else DirectoryStore(directory)
     base, some = base_of(store) if incremental else Base(), workers if incremental is True else int(incremental)
     ended = threading.Event()
