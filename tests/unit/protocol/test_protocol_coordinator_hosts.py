@@ -739,6 +739,19 @@ def test_a_slot_that_begins_anew_gets_no_number_of_a_worker_that_is_still_there(
     assert begin(world, "h3") == [6, 7]
 
 
+def test_a_slot_that_begins_anew_gets_no_number_that_another_agent_may_just_have_begun_again() -> None:
+    world = shared_out(2, 2)
+    assert world.command("scale", workers=3).ok
+    for i in range(3):
+        world.entered(i, 2, 5)
+    world.exited(3, agent="h2")
+    arrive(world, "h3", 2)
+    assert world.command("drain", host="h1").ok
+    assert begin(world, "h3") == [4]
+    world.started(3, 1, agent="h2")
+    assert world.last(m.SetSlots, "h3").worker_ids == [4]
+
+
 def test_a_host_is_not_drained_if_fewer_workers_than_stages_would_be_left() -> None:
     world = shared_out(1, 1, workers=2, stages=2)
     reply = world.command("drain", host="h2")

@@ -87,8 +87,10 @@ def _slots_of(job: JobState, agent: Agent) -> list[int]:
 
 
 def _fresh(job: JobState, size: int) -> list[int]:
-    """Numbers of slots that are unused, and were not used under an agent that may still run them."""
+    """Numbers of slots that are unused, and were not used under an agent that may still run them: it starts a slot's
+    next life by itself, and may have before it heard that the slot is not wanted any more."""
     used = job.slots.ids() | set(job.slots.lost) | set(job.membership.workers)
+    used |= {i for i, agent_id in job.slots.grants.agents() if agent_id in job.agents.known}
     return list(islice((i for i in count() if i not in used), size))
 
 
