@@ -83,8 +83,9 @@ def _stop(job: JobState, args: _Args) -> _Reply:
 
 def _scale(job: JobState, args: _Args) -> _Reply:
     wanted, slots, members = args.get("workers"), job.slots, set(job.agreement.newest.worker_ids)
-    (least, whose), most = _least(job), job.env.config.room
+    least, most = _least(job), job.env.config.room
     if not isinstance(wanted, int) or isinstance(wanted, bool) or not least <= wanted <= most:
+        whose = "min_workers" if least == slots.least else "one per stage"
         return f"expected a number of workers from {least} ({whose}) to {most} (lanes), got {wanted!r}", {}
     ids, was = slots.ids(), slots.target
     size = wanted + max(0, len(ids) - was)
@@ -100,12 +101,10 @@ def _scale(job: JobState, args: _Args) -> _Reply:
     return "", {"workers": wanted, "before": was}
 
 
-def _least(job: JobState) -> tuple[int, str]:
-    """Number of workers to which a job may be made smaller, and the rule: every stage keeps one, as far as each has one
-    of its own."""
-    config, least = job.env.config, job.slots.least
-    staged = min(config.stages, len(job.agreement.plan.members) or config.workers)
-    return (staged, "one per stage") if staged > least else (least, "min_workers")
+def _least(job: JobState) -> int:
+    """Number of workers to which a job may be scaled down: every stage keeps one, as far as each has one of its own."""
+    config = job.env.config
+    return max(job.slots.least, min(config.stages, len(job.agreement.plan.members) or config.workers))
 
 
 def _keep(job: JobState, members: list[int], wanted: int) -> list[int]:
@@ -126,16 +125,16 @@ def _drain(job: JobState, args: _Args) -> _Reply:
     if "host" in args:
         return hosts.drain(job, str(args["host"])[:_MOST_HOST])
     worker_id, slots, plan = args.get("worker_id"), job.slots, job.agreement.newest
-    ids, (least, whose) = slots.ids(), _least(job)
+    ids = slots.ids()
     if not isinstance(worker_id, int) or worker_id not in ids:
         return f"no worker {worker_id!r}: the workers are {listed(ids)}", {}
     spare = plan is not NO_PLAN and worker_id not in plan.worker_ids and len(ids) > slots.target
     staying = ids - {worker_id} - set(slots.lost)  # a slot that was given up starts nobody
     target = min(len(staying), slots.target if spare else slots.target - 1)
+    if target < slots.least:
+        return f"cannot drain worker {worker_id}: {target} workers would be left and min_workers is {slots.least}", {}
     if alone := hosts.stages_without(job, [worker_id], staying):
         return f"cannot drain worker {worker_id}: {hosts.refused_for(alone)}", {}
-    if target < least:
-        return f"cannot drain worker {worker_id}: {target} workers would be left and {whose} is {least}", {}
     slots.want(target, ids - {worker_id}, Why(Cause.DRAINED, f"worker {worker_id} drained by request"))
     return "", {"workers": target}
 
