@@ -83,11 +83,18 @@ class SimRecords:
         self.exchanged: dict[Key, dict[int, dict[int, Record]]] = {}  # by generation and worker
         self._votes: dict[bytes, Vote] = {}
         self._forgotten: float = inf
+        self._unknown: set[int] = set()
         self._entered = 0
 
-    def forget(self, generation: int) -> None:
-        """The journal lacks the plans from this generation on: others may get their numbers."""
-        self._forgotten = min(self._forgotten, generation)
+    def forget(self, known: Collection[int]) -> None:
+        """The journal has the plans of these generations alone: others may get the numbers that follow, and what a
+        lost plan said of states is known again once the journal has that plan from a worker."""
+        self._forgotten = min(self._forgotten, 1 + max(known, default=0))
+        self._unknown |= self.plans.keys() - set(known)
+
+    def journaled(self, generation: int) -> None:
+        """The journal has the plan of this generation."""
+        self._unknown.discard(generation)
 
     def plan(self, plan: Plan) -> None:
         """A plan was sent, or taken in."""
@@ -107,6 +114,7 @@ class SimRecords:
     def clear(self) -> None:
         """Another run of the job begins; its generations count from 1."""
         self._entered = 0
+        self._unknown.clear()
         self.plans.clear()
         self.holdings.clear()
         self.exchanged.clear()
@@ -120,7 +128,8 @@ class SimRecords:
                 raise PromiseBroken(f"P3: lanes {lanes} in {plan}")
             if not {plan.leader(stage), *(s.worker_id for s in pool)} <= set(plan.worker_ids):
                 raise PromiseBroken(f"P3: a stranger leads or has a seat in {plan}")
-        before = max((number for number in self.plans if number < plan.generation), default=0)
+        known = self.plans.keys() - self._unknown
+        before = max((number for number in known if number < plan.generation), default=0)
         doubt = self.plans[before].sound if before else -1
         closed = doubt < 0 or self._entered >= before or 0 <= plan.sound <= doubt
         if not closed:

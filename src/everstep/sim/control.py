@@ -553,6 +553,8 @@ class Control:
         for entry in entries:
             if entry["kind"] == "evict":
                 self.checks.evicted(term, _evicted_key(entry))
+            elif entry["kind"] == "plan":
+                self.checks.records.journaled(entry["plan"]["generation"])
 
     def _cut_off(self, who: WorkerKey, cause: Cause) -> bool:
         """Whether the life was given up for its host's silence, while another host was heard."""
@@ -576,4 +578,4 @@ def forget(control: Control, entries: int) -> None:
     journal = control.journal
     journal[:] = journal[: max(1, len(journal) - entries)]
     told = [entry["plan"]["generation"] for entry in journal if entry["kind"] == "plan"]
-    control.checks.records.forget(1 + max((n for n in told if isinstance(n, int)), default=0))
+    control.checks.records.forget({n for n in told if isinstance(n, int)})

@@ -34,7 +34,8 @@ class Orders:
                 if not hello.workers:  # a new process, or one that has nothing left
                     self._drained.pop(hello.agent_id, None)
             case Received(message=wire.WorkerExited() as left):
-                self._drained.get(left.agent_id, set()).discard(left.worker_id)
+                if all(key.worker_id != left.worker_id for key in self._running(left.agent_id)):
+                    self._drained.get(left.agent_id, set()).discard(left.worker_id)
             case Received(connection=name, message=wire.Command() as command):
                 self._asked[name] = command
 

@@ -802,6 +802,19 @@ def test_a_slot_that_begins_anew_gets_no_number_of_a_worker_that_is_still_there(
     assert begin(world, "h3") == [6, 7]
 
 
+def test_a_slot_that_begins_anew_gets_no_number_that_another_agent_may_just_have_begun_again() -> None:
+    world = shared_out(2, 2)
+    assert world.command("scale", workers=3).ok
+    for i in range(3):
+        world.entered(i, 2, 5)
+    world.exited(3, agent="h2")
+    arrive(world, "h3", 2)
+    assert world.command("drain", host="h1").ok
+    assert begin(world, "h3") == [4]
+    world.started(3, 1, agent="h2")
+    assert world.last(m.SetSlots, "h3").worker_ids == [4]
+
+
 def test_a_host_is_not_drained_if_fewer_workers_than_stages_would_be_left() -> None:
     world = shared_out(1, 1, workers=2, stages=2)
     reply = world.command("drain", host="h2")
@@ -814,6 +827,19 @@ def test_who_takes_the_place_of_a_worker_of_a_drained_host_is_not_drained_meanwh
     assert world.command("drain", host="h2").ok and begin(world, "h3") == [2]
     reply = world.command("drain", worker_id=2)
     assert reply.error == "cannot drain worker 2: 1 workers would be left of 2 for the stages"
+
+
+def test_a_host_that_alone_holds_a_stage_is_not_drained_if_nobody_comes_to_take_it() -> None:
+    """Its worker would stay for the stage, and the host would never be let go."""
+    world = shared_out(1, 1, 1, 1, workers=4, stages=3)
+    assert [tuple(s.worker_id for s in world.plan.pool(k)) for k in range(3)] == [(0, 3), (1,), (2,)]
+    assert "h2: nobody else holds stage 1; let a backup join it" in world.command("drain", host="h2").error
+    arrive(world, "h5", 1)
+    assert world.command("drain", host="h2").result == {"workers": 4, "moved": 1, "left": [1]}
+    begin(world, "h5")
+    world.healed(4)
+    world.wait(S)
+    assert [tuple(s.worker_id for s in world.prepared.pool(k)) for k in range(3)] == [(0, 3), (4,), (2,)]
 
 
 def test_a_host_of_a_job_with_fewer_workers_than_stages_is_drained_where_its_workers_have_room() -> None:

@@ -251,6 +251,14 @@ def test_a_standstill_is_not_training() -> None:
     assert (open_one.use, open_one.end_ns - open_one.begin_ns) == ("stalled", pytest.approx(13.7 * S, rel=1e-6))
 
 
+def test_what_a_recovery_takes_is_counted_from_the_fault_on_until_it_is_over() -> None:
+    struck = [*trained(), killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]])]
+    used = {one.use: (one.end_ns - one.begin_ns) / S for one in facts_of(struck).under_way(T0 + 7 * S)}
+    assert used["recovery: other"] == pytest.approx(1.2)
+    for log in (trained(), [*struck, recovered(2, 5.8, 9.0)]):
+        assert "recovery: other" not in {one.use for one in facts_of(log).under_way(T0 + 10 * S)}
+
+
 def test_goodput_by_capacity(tmp_path: Path) -> None:
     """One of four workers for half of the time."""
     log = [event("job_started", 0, step=0, workers=4), plan(0, 1, [[0]]), *(commit(s, s) for s in range(1, 11))]
