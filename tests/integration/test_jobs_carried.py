@@ -55,7 +55,7 @@ for step in everstep.join(model, optimizer, data, lanes=4, micro_batch=2, steps=
         pace.lane()
         step.backward(nn.functional.cross_entropy(model(x * eval("box.level")), y))
     if step.number >= 4:
-        exec("box.level *= 0.9")
+        eval("box.__setattr__('level', box.level * 0.9)")
 """
 )
 SAVED = {"lanes": 4, "checkpoint.disk.every_steps": 5}

@@ -258,10 +258,9 @@ FOREIGN_KEYS = (
         ("cell.tp", "cell.sp"),
     ),
     ForeignKey(
-        "all processes of a worker are on one host and share its memory: each of a host's --slots takes cell.fsdp x "
-        "cell.tp of them; a model that is too large for a host is split by stages",
-        "cell.hosts cell_hosts cell.nodes fsdp_nodes tp_nodes",
-        ("stages",),
+        "a worker's processes (cell.fsdp x cell.tp of them) are on one host: a larger model is split by stages",
+        "cell_hosts cell_nodes fsdp_nodes tp_nodes",
+        ("cell.fsdp", "cell.tp", "stages"),
     ),
     ForeignKey(
         "a model is split by stages, into a pipeline, or by cell.tp",

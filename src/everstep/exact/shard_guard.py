@@ -53,7 +53,7 @@ class CutModules:
     def check(self) -> None:
         """Raises: ConfigError naming what has changed since, so that shards would pass over it."""
         for kind, words in _GLOBAL.items():
-            if getattr(torch_module, kind):
+            if not all(_of_torch(hook) for hook in getattr(torch_module, kind).values()):
                 raise _passed_over("torch", words)
         for name, module, seen in self._seen:
             refuse_hooks(name, module)
@@ -122,6 +122,11 @@ def refuse_tensor_hooks(name: str, module: nn.Module, *more: str) -> None:
     for key, parameter in module._parameters.items():
         if parameter is not None and any(getattr(parameter, kind) for kind in ("_backward_hooks", *more)):
             raise _passed_over(f"{name}.{key}", "a hook on its gradient")
+
+
+def _of_torch(hook: Any) -> bool:
+    """Whether torch looks on by itself, as when it counts operations."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
 def _seeds(hook: Any) -> bool:

@@ -144,7 +144,7 @@ def test_between_hosts_not_one_byte_can_be_changed(meshes: list[SocketMesh]) -> 
 def test_nobody_is_sent_what_it_did_not_ask_for(meshes: list[SocketMesh]) -> None:
     receipt = meshes[1].receive((torch.empty(4), 3, 9))
     meshes[0]._queue(7, 2, 12345, 1 << 50, None)
-    with pytest.raises(CollectiveAborted, match="that nobody asked for"):
+    with pytest.raises(CollectiveAborted, match="that were not asked for"):
         meshes[1].wait(receipt)
 
 
@@ -165,7 +165,7 @@ def test_a_cut_frees_who_waits_and_nothing_is_written_any_more(meshes: list[Sock
 
 def test_blocks_that_nobody_takes_end_the_generation(meshes: list[SocketMesh]) -> None:
     meshes[0].push(7, BlockNote(1, 0, 4, 0, True), torch.zeros(1000))
-    with pytest.raises(CollectiveAborted, match="blocks that nobody here takes") as caught:
+    with pytest.raises(CollectiveAborted, match="blocks that this worker does not take") as caught:
         meshes[1].wait(meshes[1].receive((torch.empty(1), 3, 9)))
     assert caught.value.accused == (3,)
 
