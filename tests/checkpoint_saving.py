@@ -114,15 +114,17 @@ def save(
     *,
     workers: int = 1,
     generation: int = 1,
-    incremental: bool = False,
+    incremental: bool | int = False,
     rule: DiskTierConfig | None = None,
     job: str = "job-a",
     signer: Signer | None = None,
     **facts: Any,
 ) -> Manifest:
-    """A checkpoint of an unsplit job. Raises: StoreError if there is none in the end."""
+    """A checkpoint of an unsplit job. incremental: whether all write what changed alone, or how many of them do.
+
+    Raises: StoreError if there is none in the end."""
     store = directory if isinstance(directory, DirectoryStore) else DirectoryStore(directory)
-    base = base_of(store) if incremental else Base()
+    base, some = base_of(store) if incremental else Base(), workers if incremental is True else int(incremental)
     ended = threading.Event()
     outcomes: list[WriteOutcome] = []
 
@@ -150,7 +152,7 @@ def save(
                     workers=workers,
                     worker_id=worker_id,
                     generation=generation,
-                    base=base,
+                    base=base if worker_id < some else None,
                     job=job,
                     signed=signer is not None,
                 )

@@ -6,6 +6,25 @@ from rehearsed_scripts import Loop
 
 CLEAN = [
     Loop(
+        "items_set_in_a_counted_loop",
+        setup="w = [1.0, 1.0]",
+        before="for k in range(2):\n    w[k] = 1 / (step.number + k)",
+        batch="x = x * w[0] + w[1]",
+    ),
+    Loop(
+        "hook_that_is_a_lambda",
+        setup="seen = {}\nmodel[0].register_forward_hook(lambda m, i, o: seen.update(shape=o.shape))",
+    ),
+    Loop(
+        "hooks_that_are_lambdas",
+        setup="acts = {}\n"
+        "model[0].register_forward_hook(lambda m, i, o: acts.__setitem__('a', o))\n"
+        "model[1].register_forward_hook(lambda m, i, o: o * 2)\n"
+        "model[0].weight.register_hook(lambda g: g * 0.5)",
+        batch="out = model(x)\nstep.backward(loss_fn(out, y) + acts['a'].square().mean())",
+    ),
+    Loop("name_set_before_it_is_read", setup="scale = 1", before="globals()['scale'] = 2", batch="x = x * scale"),
+    Loop(
         "own_sgd",
         setup="class Own(torch.optim.SGD):\n"
         "    @torch.no_grad()\n"

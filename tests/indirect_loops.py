@@ -10,6 +10,48 @@ from rehearsed_scripts import Loop
 
 BAD = [
     Loop(
+        "items_not_all_set_in_a_counted_loop",
+        setup="w = [1.0, 1.0, 1.0]",
+        batch="x = x * w[2]",
+        after="for k in range(2):\n    w[k] = step.loss\nw[2] = w[2] + w[1]",
+        refused=("w",),
+    ),
+    Loop(
+        "set_on_the_own_module",
+        setup="scale = 1.0",
+        batch="x = x * scale",
+        after="setattr(sys.modules[__name__], 'scale', scale * 0.9)",
+        refused=("scale",),
+    ),
+    Loop(
+        "set_in_globals",
+        setup="scale = 1.0",
+        batch="x = x * scale",
+        after="globals()['scale'] *= 0.9",
+        refused=("scale",),
+    ),
+    Loop(
+        "updated_globals",
+        setup="scale = 1.0",
+        batch="x = x * scale",
+        after="globals().update(scale=scale * 0.9)",
+        refused=("scale",),
+    ),
+    Loop(
+        "set_in_globals_by_a_function",
+        setup="scale = 1.0\ndef shrink():\n    names = globals()\n    names['scale'] = names['scale'] * 0.9",
+        batch="x = x * scale",
+        after="shrink()",
+        refused=("scale",),
+    ),
+    Loop(
+        "set_by_a_computed_name",
+        setup="scale = 1.0\nname = 'sca' + 'le'",
+        batch="x = x * scale",
+        after="globals()[name] = scale * 0.9",
+        refused=("globals()[...]",),
+    ),
+    Loop(
         "loss_defined_anew",
         setup="def criterion(y, x): return loss_fn(y, x)",
         batch="step.backward(criterion(model(x), y))",

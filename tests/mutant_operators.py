@@ -6,7 +6,6 @@ Texts for people (log lines, reasons, error messages, docstrings) and annotation
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -228,18 +227,19 @@ def _typing_alone(test: ast.expr) -> bool:
     return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
 
 
-def mistakes(file: str, source: str) -> Iterator[Generated]:
-    """All mistakes that this file could have, in order; each leaves it Python, and another program.
+def mistakes(file: str, source: str) -> list[Generated]:
+    """All mistakes that this file could have, in order; some `change` nothing, or leave it no Python.
 
     file: path below src/everstep.
     """
-    finder, tree = _Finder(file, source), ast.parse(source)
-    finder.visit(tree)
-    same = ast.dump(tree)
-    for one in sorted(set(finder.found)):
-        try:
-            other = ast.dump(ast.parse(one.planted(source)))
-        except SyntaxError:
-            continue
-        if other != same:
-            yield one
+    finder = _Finder(file, source)
+    finder.visit(ast.parse(source))
+    return sorted(set(finder.found))
+
+
+def changes(one: Generated, source: str) -> bool:
+    """Whether the mistake leaves the source Python, and another program."""
+    try:
+        return ast.dump(ast.parse(one.planted(source))) != ast.dump(ast.parse(source))
+    except SyntaxError:
+        return False

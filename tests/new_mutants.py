@@ -31,7 +31,7 @@ from pathlib import Path
 import coverage
 
 from extended import key
-from mutant_operators import Generated, mistakes
+from mutant_operators import Generated, changes, mistakes
 from mutants import AT_ONCE, ROOT, SIMULATED, WARM, NoEnd, Trees
 
 FOLDER = ROOT / "build" / "mutants-new"
@@ -139,7 +139,9 @@ def drawn(seed: int, count: int, paths: Sequence[str]) -> list[Generated]:
         chance.shuffle(bugs)
     while len(found) < count and kinds:
         name = chance.choice(sorted(kinds))
-        found.append(kinds[name].pop())
+        one = kinds[name].pop()
+        if changes(one, (source / one.file).read_text()):
+            found.append(one)
         if not kinds[name]:
             del kinds[name]
     return found

@@ -107,7 +107,13 @@ def _help(command: click.Command, words: tuple[str, ...]) -> Iterator[str]:
 
 def _api() -> str:
     parts = ["```{eval-rst}", ".. autofunction:: everstep.join", ".. autofunction:: everstep.state"]
-    parts += [".. autoclass:: everstep.Task", "   :members:", "   :member-order: bysource", "```", ""]
+    parts += [
+        ".. autoclass:: everstep.train.run.Run()",
+        "   :members: evaluate, is_main, log, stop, barrier, total_steps",
+    ]
+    parts += [".. autoclass:: everstep.train.run.Step()", "   :members: backward, log, loss, metrics"]
+    parts += [".. autoclass:: everstep.Task", "   :members:", "   :member-order: bysource"]
+    parts += [".. autoclass:: everstep.TokenFile", ".. autoclass:: everstep.TarShards", "```", ""]
     return "# API\n\nWhat a script or a task uses of Everstep.\n\n" + "\n".join(parts)
 
 

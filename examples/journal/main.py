@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-TASK, DATASET_SIZE, LANES = "resnet18-digits", 1437, 8
+TASK, LANES = "resnet18-digits", 8
 
 
 def parser():
@@ -35,8 +35,8 @@ def parser():
     add("--lr", type=float, default=0.05, help="task.lr")
     add("--momentum", type=float, default=0.9, help="task.momentum")
     add("--weight-decay", type=float, default=5e-4, help="task.weight_decay")
-    add("--eval-freq", type=int, default=1, help="epochs between evaluations: eval_every, in steps")
-    add("--checkpoint-freq", type=int, default=1, help="epochs between checkpoints: checkpoint.disk.every_steps")
+    add("--eval-freq", type=int, default=1, help="eval_every_epochs")
+    add("--checkpoint-freq", type=int, default=1, help="checkpoint.disk.every_epochs")
     add("--checkpoint-dir", default="runs/journal", help="--run-dir")
     add("--log-interval", type=int, default=0, help="steps between lines that this prints when the job is done")
     add("--log-dir", default="", help="folder for a copy of events.jsonl when the job is done")
@@ -61,11 +61,10 @@ def command(given):
     if given.start_epoch and not (Path(given.checkpoint_dir) / "checkpoints").is_dir():
         raise SystemExit(f"--start-epoch {given.start_epoch}: there is no checkpoint in {given.checkpoint_dir}")
     batch = given.batch_size * given.accumulation_steps
-    epoch = -(-DATASET_SIZE // batch)
     settings = {
         "lanes": LANES * given.accumulation_steps,
-        "eval_every": given.eval_freq * epoch,
-        "checkpoint.disk.every_steps": given.checkpoint_freq * epoch,
+        "eval_every_epochs": given.eval_freq,
+        "checkpoint.disk.every_epochs": given.checkpoint_freq,
         "task.num_classes": given.num_classes,
         "task.lr": given.lr,
         "task.momentum": given.momentum,

@@ -90,5 +90,5 @@ def test_a_run_that_goes_on_elsewhere_is_refused_unless_that_is_allowed(jobs: Jo
     job = start(jobs, tmp_path / "job", *options, "--set", "numerics.changed=warn", **NARROW)
     assert job.end() == 0, job.account()
     said = " ".join(str(event["reason"]) for event in job.of_kind("warning"))
-    assert "the result is not exact any more (numerics.changed=warn)" in said and "the checkpoint of step" in said
+    assert "the result is no longer exact (numerics.changed=warn)" in said and "the checkpoint of step" in said
     assert "the code has changed since this job last ran" in said and "unlike_helper.py is " in said

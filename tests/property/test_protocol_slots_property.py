@@ -23,7 +23,8 @@ NAMES = ("a", "b", "c")
 class AgentModel:
     """An agent's process as the coordinator meets it: it counts incarnations for itself, from what it is told.
 
-    told: it knows its slots as they are since it connected; before, it may start what is another's by now.
+    told: it knows its slots as they are since it connected; before, it may start what is another's by now. drained: it
+    was asked to say when nothing runs, and has not answered.
     """
 
     name: str  # also of its connection
@@ -34,6 +35,7 @@ class AgentModel:
     lives: dict[int, int] = field(default_factory=dict)
     connected: bool = True
     told: bool = False
+    drained: bool = False
 
 
 class Model:
@@ -135,7 +137,8 @@ class Model:
             for to, message in fresh:
                 agent = next((a for a in self.agents.values() if a.name == to), None)
                 if agent is not None and isinstance(message, m.SetSlots):
-                    agent.wanted, agent.told = message.worker_ids, True
+                    agent.wanted, agent.told = [] if message.drained else message.worker_ids, True
+                    agent.drained = message.drained
                     for i, first in zip(message.worker_ids, message.first, strict=True):
                         agent.following[i] = max(first, agent.following.get(i, 0))
                 elif agent is not None and isinstance(message, m.KillWorker):
@@ -150,7 +153,11 @@ class Model:
             some = [agent for agent in self.agents.values() if agent.told or again]
             waiting = [(agent, i) for agent in some for i in agent.wanted if i not in agent.lives]
             started, again = [self.start(*one) for one in waiting], False
-            if not fresh and not started:
+            empty = [one for one in self.agents.values() if one.connected and one.drained and not one.lives]
+            for agent in empty:
+                agent.drained = False
+                self.world.say(agent.name, m.HostEmptied(agent_id=agent.name))
+            if not fresh and not started and not empty:
                 return
 
     def start(self, agent: AgentModel, worker_id: int) -> None:

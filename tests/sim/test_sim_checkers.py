@@ -235,3 +235,18 @@ def test_a_doubt_lasts_until_a_generation_was_entered_with_it(sound: int, lasts:
         records.entered(entered)
         with nullcontext() if lasts or entered == 5 else pytest.raises(PromiseBroken, match="in doubt since"):
             records.plan(replace(first, generation=6, sound=sound))
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_doubt_that_the_journal_lost_counts_once_a_worker_has_shown_its_plan(shown: bool) -> None:
+    simulation = scenario.Simulation(0, SMALL, tracing=False)
+    assert not simulation.run()
+    first = replace(simulation.checks.records.plans[1], generation=5, sound=3)
+    records = SimRecords()
+    records.plan(replace(first, generation=4, sound=-1))
+    records.plan(first)
+    records.forget({4})
+    if shown:
+        records.journaled(5)
+    with pytest.raises(PromiseBroken, match="in doubt since") if shown else nullcontext():
+        records.plan(replace(first, generation=6, sound=-1))

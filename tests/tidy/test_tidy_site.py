@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from everstep.base import exit_codes
 from everstep.base.cause import Cause
 from everstep.base.config import describe, load_config
 from everstep.cli.config_file import read_config_file
-from everstep.cli.main import COMMANDS
+from everstep.cli.main import COMMANDS, cli
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs" / "site"))
@@ -34,10 +36,8 @@ def test_every_cause_has_its_row() -> None:
 
 
 def test_every_exit_code_has_its_row() -> None:
-    told = re.findall(
-        r"(?<!\d)(\d+)(?= and \d+: Ctrl|: )", (ROOT / "docs" / "commands.md").read_text().split("**Exit codes.**")[1]
-    )
-    assert {*told, "143"} == set(rows("By exit code"))
+    named = [value for name, value in vars(exit_codes).items() if name.isupper()]
+    assert sorted(map(int, rows("By exit code"))) == sorted([0, 2, 130, 143, *named])
 
 
 def test_every_page_is_in_the_contents() -> None:
@@ -78,7 +78,15 @@ def test_configs_to_start_from_are_valid_and_say_how(path: Path) -> None:
 
 
 def test_there_is_a_config_for_each_way() -> None:
-    assert {path.stem for path in CONFIGS} == {"data_parallel", "kubernetes", "pipeline", "ray", "slurm", "zero"}
+    local = {"data_parallel", "fsdp", "pipeline", "tensor_parallel", "three_d", "zero"}
+    assert {path.stem for path in CONFIGS} == local | {"kubernetes", "ray", "slurm"}
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "fsdp", "pipeline", "tensor_parallel", "three_d", "zero"])
+def test_a_job_can_be_placed_by_its_config(name: str) -> None:
+    command = ["run", "transformer-text", "--config", str(ROOT / "configs" / f"{name}.yaml"), "--dry-run"]
+    done = CliRunner().invoke(cli, command)
+    assert done.exit_code == 0 and "global batch" in done.output, done.output
 
 
 @pytest.mark.parametrize("engine", ["slurm", "k8s", "ray"])

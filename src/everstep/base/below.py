@@ -1,6 +1,6 @@
 """The one way to read and write files below a run directory.
 
-Somebody else may have prepared the directory. Links that lead to it are followed; links below it are not. Only regular
+Another user may have prepared the directory. Links that lead to it are followed; links below it are not. Only regular
 files are opened. A written file has the owner that any file made there gets, and gets its name when it is whole.
 Opening never waits: a pipe without another end is refused. `folders` is the number of folders above a file that lie
 below DIR: 0 for DIR/job.json, 1 for DIR/logs/output.log.

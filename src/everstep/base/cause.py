@@ -1,7 +1,7 @@
 """Why something happened, as data for metrics, alerts and programs, beside the sentence for people. Pure.
 
 The process that knows the fact names the cause: the agent that read a wait status, the detector that missed a
-heartbeat, the command that was given. Everybody else passes it on. Nothing derives a cause from a sentence.
+heartbeat, the command that was given. Other processes pass it on. Nothing derives a cause from a sentence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Cause(StrEnum):
 
     KILLED = "killed", "a signal from outside ended the process"
     CRASHED = "crashed", "the process ended itself by a signal, such as SIGSEGV or SIGABRT"
-    EXITED = "exited", "the process ended itself with an exit code, or nobody saw how it ended"
+    EXITED = "exited", "the process ended with an exit code, or its end was not seen"
     EXCEPTION = "exception", "the code that was run raised an exception"
     OOM = "oom", "there was not enough memory, on the host or on a device"
     HUNG = "hung", "the process lives, but its progress stands still"

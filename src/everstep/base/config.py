@@ -111,7 +111,7 @@ def _is_free(name: str) -> bool:
 
 
 def check_keys(source: str, layer: Mapping[str, Any]) -> None:
-    """Raises: ConfigError, one line, for an unknown key of the layer, whatever its value."""
+    """Raises: ConfigError, one line, for an unknown key of the layer, with any value."""
     for _ in _flatten(source, layer):
         pass
 

@@ -95,8 +95,8 @@ class NumericsConfig:
 
     changed: str = key(
         "refuse",
-        "when the numerics fingerprint of a worker or a checkpoint differs from the job's, or the loss of a step that "
-        "is repeated after a resume from what it was: refuse it, or warn and go on",
+        "what to do if the numerics fingerprint of a worker or checkpoint differs from the job's, or if a step that is "
+        "repeated after a resume has another loss than before: refuse, or warn and go on",
         choices=("refuse", "warn"),
     )
 
@@ -114,7 +114,7 @@ class TierConfig:
     """When one checkpoint tier takes a checkpoint, and which it keeps."""
 
     every_steps: int | None = key(None, "take a checkpoint every N steps", low=1)
-    every_epochs: int | None = key(None, "take a checkpoint at the end of every Nth epoch, whatever it costs", low=1)
+    every_epochs: int | None = key(None, "take a checkpoint at the end of every Nth epoch, at any cost", low=1)
     every_minutes: float | None = key(None, "take a checkpoint every N minutes", above=0)
     keep_last: int = key(2, "newest checkpoints to keep", low=1)
     keep_every: int | None = key(None, "keep checkpoints of every Nth step for ever", low=1)
@@ -182,9 +182,9 @@ class CheckpointConfig:
     copies: int = key(2, "hosts that hold a copy of each part, where hosts do not share a directory", low=1)
     staging_mb: int | None = key(
         None,
-        "memory per worker, in MiB, for what of a checkpoint is not written when the next update comes; none: half of "
-        "what its host, or control group, has left then, shared by its workers. What does not fit is skipped: no step "
-        "waits for a slow disk",
+        "memory per worker, in MiB, for the part of a checkpoint that is not on disk when the next update comes; none: "
+        "half of the free memory of the host or control group, shared by its workers. A checkpoint that does not fit "
+        "is skipped, so no step waits for a slow disk",
         low=0,
     )
     grace_s: float = key(30.0, "seconds for an emergency checkpoint after SIGTERM or SIGINT", low=0)
@@ -202,10 +202,9 @@ class ZeroConfig:
 
     stage: int = key(
         0,
-        "1: the members of a pool divide the optimizer's state among them (ZeRO), and give each other the parameters "
-        "that each has updated. 2: gradients, too: each member keeps those of what it updates; on one host all others "
-        "are given back as soon as they have been added up, while the last lane of a member is still computed; .grad "
-        "is None after backward()",
+        "1: the members of a pool divide the optimizer's state among them (ZeRO), and send each other the parameters "
+        "that they have updated. 2: they divide gradients, too: each member keeps the gradients of what it updates, "
+        "and .grad is None after backward(). On one host the others are freed as soon as they have been added up",
         low=0,
     )
     copies: int = key(2, "members that hold each part of the optimizer's state, with zero.stage=1 and 2", low=1)
@@ -231,34 +230,32 @@ class CellConfig:
     )
     wrap: str = key(
         "units",
-        "whose gradients the processes of a worker exchange at once: units, or modules that have so many parameters "
-        "together",
+        "the processes of a worker exchange gradients unit by unit, or by modules with this many parameters in total",
         pattern=r"units|[1-9]\d{0,11}",
         example="units, or 1000000",
     )
     offload: str = key(
         "none",
-        "where parameters and the optimizer's state lie. They lie in the host's memory either way: workers of several "
-        "processes run on CPUs alone",
+        "no effect: parameters and the optimizer's state of workers with several processes are in the host's memory",
         choices=("none", "cpu"),
     )
     prefetch: int = key(
-        1, "units that are gathered ahead. It changes nothing: parameters lie in memory that all processes read", low=0
+        1, "no effect: nothing is gathered ahead, because all processes read the same parameters in memory", low=0
     )
     reshard_after_forward: bool = key(
-        True, "let go of a unit's parameters after its forward pass. It changes nothing, as with cell.prefetch"
+        True, "no effect: no parameter is gathered, so none is let go after a forward pass"
     )
 
     tp: int = key(
         1,
-        "processes that compute each lane together, each some of the model's cell.shards; it divides cell.shards, and "
-        "changes no bit. A worker has cell.fsdp x cell.tp processes",
+        "processes that compute each lane together, each a part of cell.shards, which it must divide; changes no bit. "
+        "A worker has cell.fsdp x cell.tp processes",
         low=1,
         high=MAX_RANKS,
     )
     shards: int = key(
         1,
-        "virtual shards into which layers are cut, each computed by itself; if unset: cell.tp of the job's first start",
+        "virtual shards into which layers are cut, each computed alone; if unset: cell.tp of the job's first start",
         low=1,
         high=64,
         numerics=True,
@@ -439,7 +436,10 @@ class Config:
         numerics=True,
     )
     accumulate: int = key(
-        1, "times as many lanes, and as large a global batch; --batch-size stays its size", low=1, numerics=True
+        1,
+        "multiplies the lanes, and with them the global batch; --batch-size is the size after that",
+        low=1,
+        numerics=True,
     )
     steps: int | None = key(None, "last step; if epochs is set, too, the earlier end counts", low=1)
     epochs: int | None = key(None, "passes over the data", low=1)
@@ -529,7 +529,7 @@ class Config:
     transport: str = key("auto", "how workers exchange gradients", choices=("auto", *TRANSPORTS))
 
     eval_every: int = key(0, "steps between evaluations; 0: never", low=0)
-    eval_every_epochs: int = key(0, "epochs between evaluations, beside those of eval_every; 0: never", low=0)
+    eval_every_epochs: int = key(0, "epochs between evaluations, in addition to eval_every; 0: never", low=0)
     log_every: int = key(1, "steps between progress lines; 0: none", low=0)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     sinks: tuple[str, ...] = key(
@@ -569,7 +569,7 @@ class Config:
     )
     schedule: str = key("1f1b", "order of forward and backward passes in a pipeline", choices=tuple(KINDS))
     chunks: int = key(1, "parts of the model per stage, for schedules that allow several", low=1)
-    recompute: bool = key(False, "compute activations again in the backward pass instead of keeping them")
+    recompute: bool = key(False, "with stages: compute activations again in the backward pass instead of keeping them")
     meta_init: bool = key(
         False,
         "initialise each module alone, with its own random generator, so that no worker builds the whole model",
@@ -581,9 +581,9 @@ class Config:
     chaos: str = key("", "faults to inject, as for --chaos")
     emulate_compute_ms: float = key(
         0.0,
-        "time a device that is not there: with stages, replace each forward pass of a lane through a stage by a wait "
-        "of so many milliseconds (backward: twice that), and nothing is learnt; without stages, a lane is computed, "
-        "and takes three times that at least",
+        "pretend to have another device. With stages, a wait of this many milliseconds replaces each forward pass of a "
+        "lane through a stage (backward: twice that), and nothing is learnt; without stages, a lane is computed, and "
+        "takes at least three times as long as that",
         low=0,
     )
     env: Mapping[str, str] = field(default_factory=dict)

@@ -219,7 +219,7 @@ class CheckpointCorrupt(EverstepError):
 class StoreError(EverstepError):
     """A directory or object store could not be read or written.
 
-    `trouble`: text that is equal for equal troubles, whichever file they hit.
+    `trouble`: text that is equal for equal troubles in different files.
     """
 
     cause = Cause.DISK

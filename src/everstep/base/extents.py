@@ -36,7 +36,7 @@ def with_ends(planes: Iterable[tuple[str, int]], ends: Sequence[int]) -> Sizes:
 
 
 def ends_in(of: Sizes) -> tuple[int, ...]:
-    """What `with_ends` was told."""
+    """The argument of `with_ends`."""
     name = of[-1][0] if of else ""
     return tuple(map(int, name.removeprefix(_ENDS).split(","))) if name.startswith(_ENDS) else ()
 

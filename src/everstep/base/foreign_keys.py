@@ -27,7 +27,7 @@ FOREIGN_KEYS = (
         ("lanes", "micro_batch"),
     ),
     ForeignKey(
-        "here it is accumulate: so many times the lanes, whose gradients are added up",
+        "here it is accumulate: it multiplies the lanes, whose gradients are added up",
         "accumulation accumulation_steps gradient_accumulation gradient_accumulation_steps grad_accum "
         "accumulate_grad_batches grad_accum_steps update_freq no_sync num_microbatches n_microbatches micro_batches",
         ("accumulate", "lanes"),

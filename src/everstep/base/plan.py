@@ -1,4 +1,4 @@
-"""Decisions of the coordinator that everybody follows: members, seats, the plan of one generation. Pure data.
+"""Decisions of the coordinator that all processes follow: members, seats, the plan of one generation. Pure data.
 
 A *member* is a worker: a process, or a *cell* of several. The first of a cell, the *head*, alone decides and talks; the
 others are its *limbs*. A *seat* is a member's place in one stage's pool, with the lanes that placement gave it. Members

@@ -144,7 +144,7 @@ class Transport(Protocol):
 
 
 class Channel(Protocol):
-    """Moves single messages between members of one generation, whatever their stages; a member may write to itself.
+    """Moves single messages between members of one generation, of all stages; a member may write to itself.
 
     One thread calls all methods but `abort`. `recv` raises `CollectiveAborted` within milliseconds after
     `abort(generation)` was called for its generation, and when the sender died (`accused` names it).

@@ -96,7 +96,7 @@ def parse_now(text: str) -> Fault:
         raise ConfigError(f"expected one fault such as kill:target=worker:2, got {text!r}")
     fault = _parse_one(texts[0], 0, now=True)
     if isinstance(fault, RandomFaults):
-        why = "random faults are for --chaos, before a job starts; target=random strikes anyone"
+        why = "random faults are for --chaos, before a job starts; use target=random here"
         raise ConfigError(f"chaos fault {texts[0]!r}: {why}")
     return fault
 

@@ -129,7 +129,7 @@ def send_file(
 ) -> None:
     """A copy of a blob for another host; of no effect if that has it. moves: called now and then.
 
-    Raises: StoreError, whatever went wrong.
+    Raises: StoreError for all that can go wrong.
     """
     size = store.size(name)
     request = {"kind": KIND, "op": "write", "name": name, "size": size, "if_absent": True}

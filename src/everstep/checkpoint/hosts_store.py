@@ -261,7 +261,7 @@ def _size(lines: _Lines, address: str, name: str) -> int:
 
 
 class _Lines:
-    """Connections to other hosts, kept for a while. Thread-safe; whatever goes wrong is a StoreError."""
+    """Connections to other hosts, kept for a while. Thread-safe; all that goes wrong is a StoreError."""
 
     def __init__(self, call: Call) -> None:
         self._call = call

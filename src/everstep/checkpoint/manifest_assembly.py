@@ -134,7 +134,7 @@ def assemble(assembly: Assembly, older: Callable[[int | None], Manifest | None],
     for index, (stage, local) in enumerate(sources):
         place = written[stage].get(local) or known.find(whole["blocks"][index])
         if place is None:
-            raise StoreError(f"block {index} was taken from an older checkpoint, which was deleted meanwhile")
+            raise StoreError(f"block {index} belongs to an older checkpoint, which has been deleted")
         places.append((files.setdefault(place[0], len(files)), place[1]))
     return Manifest(
         step=assembly.step,

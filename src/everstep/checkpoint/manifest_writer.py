@@ -105,8 +105,8 @@ class ManifestWriter:
     ) -> None:
         """done: called from the thread for every step that was expected, once. held: steps that must stay for now.
         proven: after so many steps, the newest one whose state is known to be right. collected: called before that, by
-        whoever brings the last report or gives the step up. signer: signs the manifests. copies: on how many hosts
-        each part is to be, where they see different directories."""
+        the thread that brings the last report or gives the step up. signer: signs the manifests. copies: hosts that
+        keep each part, where they see different directories."""
         self._proven = proven
         self._store, self._identity, self._rule, self._done = store, identity, rule, done
         self._metric, self._mode, self._held = best_metric, best_mode, held

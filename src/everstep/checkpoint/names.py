@@ -49,7 +49,7 @@ def is_damaged(name: str) -> bool:
 
 
 def manifest_name(step: int) -> str:
-    """Where the manifest of a step is."""
+    """Path of the manifest of a step."""
     return f"{step_name(step)}/{MANIFEST}"
 
 

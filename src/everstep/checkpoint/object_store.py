@@ -55,7 +55,7 @@ class ObjectStoreError(StoreError):
 
 
 class StoreRefused(ObjectStoreError):
-    """The store refuses this until somebody changes the bucket, the credentials, or its free space."""
+    """The store refuses this until the bucket, the credentials or its free space change."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ObjectOptions:
 class Service:
     """The peculiarities of one kind of object store.
 
-    scheme: of its URLs. title: for people. keys: where credentials come from, likewise. endpoint_from: environment
+    scheme: of its URLs. title: for people. keys: where credentials come from, for people. endpoint_from: environment
     variables that name a server other than the usual. connect: (obstore.store, bucket, endpoint, options, what all
     services take) -> the client's store.
     """

@@ -55,7 +55,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """Where it is, for messages."""
+        """Its place, for messages."""
         return f"{self.store.url}/{step_name(self.step)}"
 
     def check_file(self, file: PartFile) -> None:

@@ -18,7 +18,7 @@ from everstep.base.doors import at_port, split_at_port
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.base.foreign import LAUNCHED_MARK, Foreign, derived_ports, first_host, left_alone
 from everstep.cli.agent import start_of_agent, take_part_in
-from everstep.cli.main import exit_code_of, run_command
+from everstep.cli.main import complain, exit_code_of, run_command
 from everstep.cli.run_dir import RUNS
 from everstep.cli.tokens import TOKEN_VARIABLE, strong
 from everstep.runtime.link import wire
@@ -81,7 +81,11 @@ def _meet(foreign: Foreign, name: str, args: Sequence[str], token: bytes, config
         where = ",".join(at_port(place.host, port) for port in place.ports)
         begun = start_of_agent(config, where, room=foreign.local_size, host=host_name)
         # Until the job is there, other programs may listen at these ports. mpirun would kill it for another's bad end.
-        return take_part_in(begun, patient=True, apart=True)
+        try:
+            return take_part_in(begun, patient=True, apart=True)
+        except EverstepError as error:
+            complain(str(error))
+            return 0
 
 
 def _place(foreign: Foreign) -> LauncherPlace:

@@ -1,4 +1,4 @@
-"""`everstep agent`: this host runs workers of a job that somebody else has started and that listens for hosts."""
+"""`everstep agent`: this host runs workers of a job that another host has started and that listens for hosts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _AGAIN_S = 1.0
 @click.option(
     "--slots",
     type=click.IntRange(0, 65_535),
-    help="Most workers to run on this host (one per device, or 1). 0, with --standby: stand by only.",
+    help="Largest number of workers on this host (one per device, or 1). 0, with --standby: only stand by.",
 )
 @click.option(
     "--token-file",
@@ -70,7 +70,9 @@ _AGAIN_S = 1.0
 @click.option(
     "--address", "own", metavar="IP", help="Address that other hosts use for this one (that of the route to the job)."
 )
-@click.option("--stay", is_flag=True, help="Wait for the next process of the job when this one is gone or got SIGTERM.")
+@click.option(
+    "--stay", is_flag=True, help="Stay when the job's process ends or gets SIGTERM, and wait for the next one."
+)
 @click.option(
     "--refill",
     metavar="N",
@@ -161,8 +163,8 @@ def take_part_in(
     begun: Start, *, stay: bool = False, refill: int | None = None, patient: bool = False, apart: bool = False
 ) -> int:
     """Be an agent of the job until it is over. Returns the exit code: that of the job if it failed. patient: keep
-    waiting if a process answers that does not prove the token, because one that does may follow it. apart: 0 for a job
-    that failed, as its own host says so, and may not have ended yet."""
+    waiting if a process answers that does not prove the token, because one that does may follow it. apart: 0 but for
+    signals, since a launcher would end the host that leads for another code; the line says what was wrong."""
     from everstep.runtime.host.host_agent import take_part
 
     folder, look, follows = folder_of(begun.where), looking(begun), moves(begun.where)
@@ -183,7 +185,7 @@ def take_part_in(
             elif left.words:
                 print(left.words, file=sys.stderr, flush=True)
             if not stay or not (left.later or left.exit_code == NO_HEAD):
-                return 0 if apart and left.failed else left.exit_code
+                return 0 if apart and left.exit_code < 128 else left.exit_code
             patient = True
             time.sleep(_AGAIN_S)  # the process that answered may still be there
 

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from everstep.chaos.spec import parse, parse_now
 from everstep.cli.ledger import audit_run
 from everstep.cli.run_dir import in_runs, read_digest
 from everstep.cli.running import ask_running
+from everstep.cli.seconds import Seconds
 from everstep.cli.verify import compare
 from everstep.observe.events import read_events
 from everstep.runtime.files.run_lock import is_locked
@@ -58,7 +60,6 @@ _HELP = """Break jobs on purpose, and compare them with the undisturbed run, byt
     """
 _KINDS = "\n    ".join(f"{kind.name:11} {kind.about}" for kind in KINDS.values())
 UNDISTURBED = "undisturbed"
-LIMIT_S = 120.0
 _TOPOLOGY_OPTIONS = ("--workers", "--stages", "--pool", "--redundancy", "--spares", "--min-workers")
 _TOPOLOGY_KEYS = ("workers", "stages", "pool", "redundancy", "map", "cut", "spares", "min_workers", "chaos")
 _TITLE = (
@@ -78,6 +79,9 @@ def command() -> None:
 @click.option("--task", help=f"Task to train ({TASK}, made small); it needs units for three stages.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a config key in all runs.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Directory for all runs (runs/chaos-<time>).")
+@click.option(
+    "--max-seconds", type=Seconds(1.0), default=120.0, show_default=True, help="Stop a run after this many seconds."
+)
 @click.option("--list", "only_list", is_flag=True, help="List the scenarios and run none.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object per scenario, then a summary.")
 def suite(
@@ -85,6 +89,7 @@ def suite(
     task: str | None,
     settings: tuple[str, ...],
     run_dir: Path | None,
+    max_seconds: float,
     only_list: bool,
     as_json: bool,
 ) -> int:
@@ -96,7 +101,7 @@ def suite(
     given = dict(parse_set(text) for text in settings)
     config: dict[str, Any] = {**(TINY if task is None else {}), **given}
     base = run_dir or in_runs("chaos")
-    runs = Suite(base, task or TASK, config)
+    runs = Suite(base, task or TASK, config, start=partial(run_everstep, limit_s=max_seconds))
     began = time.monotonic()
     if not as_json:
         print(f"the undisturbed run, on one worker: {runs.undisturbed}", flush=True)
@@ -138,7 +143,7 @@ def _conclude(results: list[Result], base: Path, wall_s: float, as_json: bool) -
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Directory for both runs (runs/chaos-<time>).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def run(task: str, options: tuple[str, ...], chaos: str, run_dir: Path | None, as_json: bool) -> int:
-    """Train TASK with faults, then on one worker without faults, and compare. Takes the options of `everstep run`."""
+    """Train TASK with faults, and compare with a run without. Takes the options of `everstep run`."""
     parse(chaos)
     base = run_dir or in_runs("chaos")
     runs = Suite(base, task, {}, tuple(options))
@@ -161,9 +166,9 @@ def run(task: str, options: tuple[str, ...], chaos: str, run_dir: Path | None, a
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("fault")
 def inject(run_dir: Path, fault: str) -> int:
-    """Inject FAULT into the running job in DIR now, e.g. kill:target=worker:2 or stop:target=leader:1,for=5."""
+    """Inject FAULT into the running job in DIR now. Examples: kill:target=worker:2, stop:target=leader:1,for=5."""
     result = ask_running(run_dir, "chaos", parse_now(fault).request())
-    print(f"{run_dir}: {result.get('fault')} is sent; events.jsonl says which processes it strikes")
+    print(f"{run_dir}: {result.get('fault')} is sent; events.jsonl says which processes it hits")
     return 0
 
 
@@ -171,7 +176,7 @@ def inject(run_dir: Path, fault: str) -> int:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object per run.")
 def report(directory: Path, as_json: bool) -> int:
-    """Show the faults injected into the runs of DIRECTORY (a suite, a `chaos run` or one run), and their outcomes."""
+    """Show the faults injected into runs, and their outcomes. DIRECTORY: a suite's, a `chaos run`'s or one run's."""
     reference = directory / UNDISTURBED
     several = reference.is_dir()
     folders = [path.parent for path in directory.glob(f"*/{EVENTS_FILE}")] if several else [directory]
@@ -314,17 +319,19 @@ def undisturbed_options(options: Sequence[str]) -> list[str]:
     return kept
 
 
-def run_everstep(argv: list[str], run_dir: Path) -> int:
-    """Run the command as a process of its own; its output is in RUN_DIR.log. A job that takes too long is killed."""
+def run_everstep(argv: list[str], run_dir: Path, limit_s: float | None = None) -> int:
+    """Run the command as a process of its own; its output is in RUN_DIR.log. After `limit_s` it is stopped."""
     with os.fdopen(open_below(run_dir.with_suffix(".log"), ANEW), "wb") as log:
         process = subprocess.Popen(
             own_command("everstep", *argv), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
         )
         try:
             with before_leaving(process.terminate):
-                return process.wait(LIMIT_S)
+                return process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            return _end(process)
+            code = _end(process)
+            log.write(f"stopped after {limit_s:g} s: give a slow machine --max-seconds\n".encode())
+            return code
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

@@ -47,9 +47,10 @@ NOT_COVERED = (
 def command(target: str, argv: tuple[str, ...], steps: int, max_seconds: float, as_json: bool) -> int:
     """Check TARGET before a job: a script that calls everstep.join (-- its own arguments), or a task.
 
-    It is trained for a few steps, and resumed; with other clocks, ids, variables, hashes and orders of files; around an
-    evaluation, the end of an epoch and the last step; then on several workers, one of which is killed. The bits are
-    compared each time, and what makes them differ is named, with its line. Exit code 1: something was found.
+    The check trains a few steps and resumes them, also around an evaluation, the end of an epoch and the last step. It
+    repeats them with other clocks, ids, variables, hashes and orders of files. Then it trains on several workers and
+    kills one. It compares the bits each time, and names what makes them differ, with its line. Exit code 1: it found
+    something.
     """
     spec = parse_task(target)
     if argv and spec.kind != "script":
@@ -108,13 +109,15 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         return _report(spec, Judgement(refused=str(error)))
     limit_s = float(question["max_seconds"])
     trials = Trials(what, body, lambda piece, life: _apart(question, piece, life), limit_s)
-    rehearsal = Rehearsal(what, body, limit_s)
+    rehearsal = Rehearsal(what, body, limit_s, deaths=trials.deaths)
     with closing(trials), closing(rehearsal):
         trials.begin()
         verdict = rehearsal.verdict(listed=True)
         more = trials.findings(verdict, rehearsal)
-    if verdict.refused and more:
-        verdict = replace(verdict, refused="")
+    if more or not (verdict.note and verdict.seen.error):
+        more += trials.died()
+    if more:
+        verdict = replace(verdict, refused="", note="")
     named = {f.object for f in verdict.findings}
     verdict = replace(verdict, findings=(*verdict.findings, *(f for f in more if f.object not in named)))
     return _report(spec, verdict, trials.covered, trials.notes)

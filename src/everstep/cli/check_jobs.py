@@ -14,13 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from everstep.base.cause import Cause
 from everstep.base.errors import ConfigError
 from everstep.cli.run_dir import read_digest
 from everstep.cli.task_loading import TaskSpec
+from everstep.observe.events import read_events
+from everstep.runtime.link.address import EVENTS_FILE
 from everstep.runtime.process import own_command
 
 _IN_REHEARSAL, _TRIED = "EVERSTEP_REHEARSAL", "job"
 _KILL = "kill:target=worker:1,at=2"
+_STRUCK = (1, 0)
+"""Worker and incarnation that `_KILL` strikes."""
+_DEATHS = (Cause.KILLED, Cause.CRASHED, Cause.EXITED, Cause.EXCEPTION, Cause.OOM, Cause.CORRUPT, Cause.NONDETERMINISTIC)
 _LEAST_S = 5.0
 
 
@@ -86,6 +92,8 @@ class ShortJobs:
         except subprocess.TimeoutExpired:
             self.notes.append(f"{text}: it was not through in time (--max-seconds)")
             return None
+        for how in deaths(run_dir / EVENTS_FILE, _STRUCK if _KILL in options else None):
+            self._find(f"in a job on {text} {how}", "mend that: a job goes on without it, but slowly")
         try:
             digest = read_digest(run_dir) if done.returncode == 0 else None
         except ConfigError as error:
@@ -104,6 +112,13 @@ class ShortJobs:
         name = os.path.basename(self.spec.where)
         said = {"kind": "job", "object": name, "file": name, "line": 0, "says": says, "remedy": remedy, "refused": True}
         self.findings.append({**said, "changed": 0})
+
+
+def deaths(events: Path, struck: tuple[int, int] | None) -> list[str]:
+    """How workers of a job have died of themselves; struck: worker and incarnation that was killed on purpose."""
+    found = [e for e in read_events(events) if e.get("kind") == "worker_evicted" and e.get("cause") in _DEATHS]
+    lives = {(e.get("worker_id"), e.get("incarnation")): str(e.get("reason", "")) for e in found}
+    return sorted({f"a worker died of itself: {how}" for life, how in lives.items() if life != struck})
 
 
 def _last(text: str) -> str:

@@ -191,9 +191,9 @@ def verify_command(
 ) -> int:
     """Read every byte and compare it with its hash. Exit code 0: no damage; 1: damage.
 
-    With --not-before, 1 also if the newest whole checkpoint is older. With --require-signature, 1 also if a checkpoint
-    is unsigned, signed with another key, altered since, or, in a run directory, of another job. KEY is the public or
-    the private key.
+    With --not-before, exit code 1 may also mean that the newest whole checkpoint is older. With --require-signature, it
+    may also mean that a checkpoint is unsigned, signed with another key, altered since, or, in a run directory, of
+    another job. KEY is the public or the private key.
     """
     from everstep.cli.checkpoints_exchange import required_key
 
@@ -288,7 +288,7 @@ def _step_of(place: StorePlace, which: str | None) -> int:
 @click.argument("place_b", metavar="B")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def diff_command(place_a: str, place_b: str, as_json: bool) -> int:
-    """Say which tensors and values differ between two checkpoints, by their hashes. Exit code 1: they differ."""
+    """Show which tensors and values of two checkpoints differ. It compares hashes. Exit code 1: they differ."""
     from everstep.cli.checkpoints_exchange import choose
 
     a, b = choose(_place(place_a)), choose(_place(place_b))
@@ -347,7 +347,7 @@ def _tensors(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], str]]:
 @command.command("prune")
 @click.argument("places", nargs=-1, required=True, metavar="PLACE...")
 @click.option("--keep-last", type=click.IntRange(min=1), default=2, show_default=True, help="Keep the newest N.")
-@click.option("--keep-every", type=click.IntRange(min=1), help="Keep those of every Nth step.")
+@click.option("--keep-every", type=click.IntRange(min=1), help="Keep checkpoints of every Nth step.")
 @click.option("--keep-best", type=click.IntRange(min=0), default=0, help="Keep the best N by --metric.")
 @click.option("--metric", help="Metric that ranks checkpoints.")
 @click.option(
@@ -414,10 +414,10 @@ def pin_command(place: str, name: str, which: str | None, remove: bool) -> int:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def keygen_command(file: Path, as_json: bool) -> int:
-    """Make a pair of keys for signing checkpoints: the private one in FILE, the public one in FILE.pub.
+    """Make a pair of keys for signing checkpoints. FILE gets the private key, FILE.pub the public key.
 
-    checkpoint.sign_key=FILE signs checkpoints. run and checkpoints verify accept only those with --require-signature
-    FILE.pub.
+    checkpoint.sign_key=FILE signs checkpoints. With --require-signature FILE.pub, `run` and `checkpoints verify` accept
+    no others.
     """
     from everstep.checkpoint.keys import make_keys
 

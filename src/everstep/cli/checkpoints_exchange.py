@@ -111,7 +111,7 @@ def export_command(
 def import_command(
     path: Path, task: str, target: str, config_file: Path | None, settings: tuple[str, ...], as_json: bool
 ) -> int:
-    """Make a checkpoint of step 0 from weights of another tool, for `everstep run TASK --resume-from`.
+    """Make a checkpoint of step 0 from weights of another tool. `everstep run TASK --resume-from` starts from it.
 
     PATH is a safetensors file, a Hugging Face folder, a torch.distributed.checkpoint directory or a torch.save file.
     Nothing in it is executed: anything but tensors, numbers and containers of these is refused.
@@ -136,7 +136,7 @@ def import_command(
 def copy_command(
     source: str, target: str, which: str | None, everything: bool, key_file: str | None, as_json: bool
 ) -> int:
-    """Copy checkpoints between directories and object stores, and compare every byte with its hash on the way.
+    """Copy checkpoints between directories and object stores. Every byte is compared with its hash on the way.
 
     Files that exist at the destination stay, so an interrupted copy goes on where it stopped. Source and destination
     are run directories, or directories or URLs with checkpoints; SOURCE may be one checkpoint (.../step-0000000010).

@@ -22,7 +22,7 @@ HEAD_MARK = "EVERSTEP_HEAD_MARK"
 
 
 def mark_head(*, leads: bool) -> None:
-    """Say whether this host leads the job, where somebody wants to know."""
+    """Say whether this host leads the job, if the caller asked for that."""
     path = os.environ.get(HEAD_MARK, "")
     with contextlib.suppress(OSError):
         if path and leads:

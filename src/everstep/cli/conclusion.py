@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ from everstep.cli.job import JobFile
 from everstep.cli.ledger import missing_rows
 from everstep.cli.main import complain
 from everstep.cli.run_dir import checkpoint_dir, read_digest
-from everstep.cli.terminal import paragraph
+from everstep.cli.terminal import folded_around_command, paragraph, tell
 from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import Facts
 from everstep.report.history import History
@@ -44,7 +46,7 @@ def end_of(process: Job, job: JobFile, events: EventLog, facts: Facts, outcome: 
     digest = read_digest(run_dir) if exit_code == 0 else None
     result = summary(facts, exit_code, str(run_dir), digest, outcome.why if exit_code else None, lacking)
     if as_json:
-        print(json.dumps(result, separators=(",", ":")), flush=True)
+        tell(json.dumps(result, separators=(",", ":")), sys.stdout)
     elif exit_code == 0:
         print_summary(result)
     _say(run_dir, facts, outcome, lacking)
@@ -59,8 +61,8 @@ def _say(run_dir: Path, facts: Facts, outcome: Outcome, lacking: str) -> None:
     if stopped:
         again = History(run_dir).resume
         text = f"stopped after step {reached}: {outcome.why.reason or 'the job was interrupted'}"
-        print(paragraph(text, sys.stderr, "  "), file=sys.stderr, flush=True)
-        print(f"to go on: {again}" if again else f"logs in {run_dir / 'logs'}", file=sys.stderr, flush=True)
+        tell(paragraph(text, sys.stderr, "  "), sys.stderr)
+        tell(f"to go on: {again}" if again else f"logs in {run_dir / 'logs'}", sys.stderr)
     wrong = [lacking] if lacking else []
     if outcome.exit_code and not stopped:
         why = f"{outcome.why.reason or 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})"
@@ -68,7 +70,8 @@ def _say(run_dir: Path, facts: Facts, outcome: Outcome, lacking: str) -> None:
     if wrong:
         complain("; ".join(wrong))
     for line in raised[1:]:
-        print(f"  {line}", file=sys.stderr, flush=True)
+        wide = shutil.get_terminal_size().columns - 2 if sys.stderr.isatty() else sys.maxsize
+        tell(textwrap.indent(folded_around_command(line, wide), "  "), sys.stderr)
 
 
 def say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome) -> None:

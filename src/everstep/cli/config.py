@@ -41,7 +41,7 @@ def command(key: str | None, search: str | None, as_json: bool) -> int:
     If KEY is another tool's name for a key, the answer names the key here. --search WORD shows keys with their default
     and the first sentence of their meaning; --json adds the rest.
 
-    KEY `causes` lists the causes of events, which `metrics`, alerts and programs use.
+    `everstep config causes` lists the causes of events, which metrics, alerts and programs use.
     """
     causes = [{"cause": str(cause), "meaning": cause.meaning} for cause in Cause]
     if search is not None:

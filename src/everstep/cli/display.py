@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from everstep.base.cause import Cause, Why
 from everstep.base.foreign import passed_on
-from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console, folded
+from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console, folded, folded_around_command, tell
 from everstep.observe.events import KINDS, follow
 from everstep.report.facts import Facts, present_speed
 from everstep.report.headline import Now, headline
+from everstep.report.history import History
 from everstep.report.tail import Folder, object_of
 from everstep.report.usage import Usage
 from everstep.report.words import Event, cause, reason_text, shortened, whole_number
@@ -91,6 +92,11 @@ class Sentences:
         return text
 
 
+def told_at_the_end(event: Event) -> bool:
+    """Whether the command that shows the job ends with these words, on stderr."""
+    return event["kind"] == "job_failed" and event.get("state") != "interrupted"
+
+
 class Display:
     """Shows a job. All methods are called from one thread."""
 
@@ -111,33 +117,46 @@ class JsonDisplay(Display):
     """The lines of events.jsonl on stdout; notes on stderr."""
 
     def event(self, event: Event, facts: Facts) -> None:
-        print(json.dumps(event, separators=(",", ":")), flush=True)
+        tell(json.dumps(event, separators=(",", ":")), sys.stdout)
 
     def note(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        tell(text, sys.stderr)
+
+
+class FinalStep:
+    """Number of the last step, as soon as it is known: a script says it when its workers have joined. look: asks for
+    it."""
+
+    def __init__(self, number: int | None, look: Callable[[], int | None] = lambda: None) -> None:
+        self._number, self._look = number, look
+
+    def __call__(self) -> int | None:
+        """The number, None while nobody knows it."""
+        self._number = self._number or self._look()
+        return self._number
 
 
 class PlainDisplay(Display):
     """One line per `log_every` steps, and one per event worth telling; no escape codes."""
 
-    def __init__(self, log_every: int, total_steps: int | None = None, out: TextIO | None = None) -> None:
+    def __init__(self, log_every: int, last: FinalStep | None = None, out: TextIO | None = None) -> None:
         self._log_every = max(1, log_every)
-        self._total_steps = total_steps
+        self._last = last or FinalStep(None)
         self._sentences = Sentences()
         self._out = out
 
     def event(self, event: Event, facts: Facts) -> None:
         if event["kind"] == "step_committed":
-            number = int(event["step"])
-            if number % self._log_every == 0 or number == self._total_steps:
-                self.note(step_line(facts, number, self._total_steps))
+            number, total = int(event["step"]), self._last()
+            if number % self._log_every == 0 or number == total:
+                self.note(step_line(facts, number, total))
             return
         text = self._sentences.of(event)
-        if text:
+        if text and not told_at_the_end(event):
             self.note(text)
 
     def note(self, text: str) -> None:
-        print(text, file=self._out or sys.stdout, flush=True)
+        tell(text, self._out or sys.stdout)
 
 
 class LiveDisplay(Display):
@@ -145,7 +164,7 @@ class LiveDisplay(Display):
     (None: now), and warnings, stay above it for good. samples: workers' resources."""
 
     def __init__(
-        self, console: Console, samples: Folder, total_steps: int | None = None, since_ns: int | None = None
+        self, console: Console, samples: Folder, last: FinalStep | None = None, since_ns: int | None = None
     ) -> None:
         from rich.live import Live
 
@@ -154,7 +173,7 @@ class LiveDisplay(Display):
         self._kept = 0
         self._samples = samples
         self._usage = Usage()
-        self._total_steps = total_steps
+        self._last_step = last or FinalStep(None)
         self._last: deque[str] = deque(maxlen=_LAST_EVENTS)
         self._sentences = Sentences()
         self._live = Live(console=console, auto_refresh=False, transient=True)
@@ -176,7 +195,8 @@ class LiveDisplay(Display):
         self._live.update(self._render(facts), refresh=True)
 
     def note(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console = self._live.console
+        console.print(folded_around_command(text, console.width), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._keep_incidents(over=True)
@@ -206,13 +226,14 @@ class LiveDisplay(Display):
         from rich.table import Table
         from rich.text import Text
 
-        total, (width, height) = self._total_steps, self._live.console.size
+        total, (width, height) = self._last_step(), self._live.console.size
         phases = {i: str(newest.row.get("phase") or "") for i, newest in self._usage.workers.items()}
         said = headline(facts, Now(time.time_ns(), phases=phases, total=total, free_bytes=self._samples.free_bytes))
         head = Table.grid(padding=(0, 2))
         long = min(32, width // 5)
-        bar = ProgressBar(total=total or 100, completed=facts.course.step if total else 0, width=long)
-        head.add_row(bar, Text(shortened(step_line(facts, facts.course.step, total), width - long - 4), no_wrap=True))
+        bar = [ProgressBar(total=total, completed=facts.course.step, width=long)] if total else []
+        room = width - (long + 4) * len(bar)
+        head.add_row(*bar, Text(shortened(step_line(facts, facts.course.step, total), room), no_wrap=True))
         parts: list[RenderableType] = [Text(said.fitted(2 * width - 2), style=LEVEL_STYLES[said.level]), head]
         parts.append(self._workers(facts, max(3, height - len(self._last) - 6)))
         parts += [Text(f"  {shortened(line, width - 2)}", style="dim", no_wrap=True) for line in self._last]
@@ -312,20 +333,17 @@ class Watcher:
         self._due = [self._notes.popleft() for _ in range(len(self._notes))]
 
     def _run(self) -> None:
-        try:
-            for event in follow(self._path, poll_s=_POLL_S, stop=self._stopped):
-                self.facts.take(event)  # earlier starts included: the figures are the job's
-                time_ns = int(event.get("time_unix_ns") or 0)
-                if time_ns >= self._begin_ns:
-                    for line in self._output.before(time_ns):
-                        self._display.note(line)
-                    self._said(event)
-                    self._display.event(event, self.facts)
-            for line in self._output.due(math.inf):
-                self._display.note(line)
-            self._tell_notes()
-        except BrokenPipeError:
-            pass  # nobody reads any more; the job goes on
+        for event in follow(self._path, poll_s=_POLL_S, stop=self._stopped):
+            self.facts.take(event)  # earlier starts included: the figures are the job's
+            time_ns = int(event.get("time_unix_ns") or 0)
+            if time_ns >= self._begin_ns:
+                for line in self._output.before(time_ns):
+                    self._display.note(line)
+                self._said(event)
+                self._display.event(event, self.facts)
+        for line in self._output.due(math.inf):
+            self._display.note(line)
+        self._tell_notes()
 
 
 class Output:
@@ -369,9 +387,11 @@ def choose_display(run_dir: Path, *, as_json: bool, log_every: int, total_steps:
     the lines on."""
     if as_json:
         return JsonDisplay()
+    history = History(run_dir)
+    last = FinalStep(total_steps, lambda: history.total_steps)
     if sys.stdout.isatty() and not passed_on(os.environ):
-        return LiveDisplay(console(), Folder(run_dir / METRICS_FOLDER, "*.jsonl", _LAST_SAMPLES_BYTES), total_steps)
-    return PlainDisplay(log_every, total_steps)
+        return LiveDisplay(console(), Folder(run_dir / METRICS_FOLDER, "*.jsonl", _LAST_SAMPLES_BYTES), last)
+    return PlainDisplay(log_every, last)
 
 
 def step_line(facts: Facts, number: int, total_steps: int | None) -> str:
@@ -456,7 +476,7 @@ def print_summary(summary: dict[str, Any]) -> None:
     rows = summary_lines(summary)
     if not sys.stdout.isatty():
         for name, value in rows:
-            print(f"{name:<16} {value}")
+            tell(f"{name:<16} {value}", sys.stdout)
         return
     from rich.table import Table
 

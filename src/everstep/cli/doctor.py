@@ -38,7 +38,7 @@ from everstep.runtime.versions import differences, task_digest, versions
 _CONNECT_S = 5.0
 _LEAST_MTU = 576
 _MOST_BYTES = 65535
-"""Largest IPv4 packet, whatever an interface would take."""
+"""Largest IPv4 packet, even if an interface would take larger ones."""
 
 
 @click.command()
@@ -72,9 +72,9 @@ def command(
 ) -> int:
     """Check whether this host could take part in the job at ADDR:PORT, or in the job that etcd names.
 
-    Checks names, route, interface, ports, clocks, versions and packet sizes; with the token also bandwidth, and the
-    task's modules and data, for which it imports the task that the head names and loads one batch. Checks space and
-    limits of this host, and with etcd how fast that answers. Exit code 1: something would stop it."""
+    The command checks names, route, interface, ports, clocks, versions, packet sizes, free space and limits, and how
+    fast etcd answers. With the token it also checks bandwidth, and the task's modules and data: it imports the task
+    that the head names, and loads one batch. Exit code 1: something would stop this host."""
     known = None if address.startswith(SCHEMES) else parse_listen("--join", address)
     config = own_settings(settings)
     parse_ports(ports)

@@ -268,7 +268,7 @@ def with_shards(request: Request, run_dir: Path) -> Request:
     try:
         kept = read_job(run_dir, joined=False).config.cell.shards
     except ConfigError:
-        return request  # no job is here, or whoever goes on with it says what is wrong
+        return request  # no job is here, or the process that goes on with it says what is wrong
     if "cell.shards" in read_layers(request.layers):
         return request
     return replace(request, layers=((JOB_FILE, {"cell.shards": kept}), *request.layers))

@@ -67,7 +67,7 @@ def _engine(**more: Any) -> Any:
 def launch() -> None:
     """Start a job on the hosts of an engine, or print (--print) the script or objects that would start it.
 
-    TASK and all options unknown to launch are those of 'everstep run'. The engine starts hosts and replaces lost ones;
+    TASK and all other options are passed on to 'everstep run'. The engine starts hosts and replaces lost ones;
     the job goes on meanwhile.
     """
 
@@ -374,7 +374,7 @@ def launch_ray(
     address: str | None,
     gpus: int,
 ) -> int:
-    """Run TASK on a Ray cluster with an actor per node, and stay until it is over. Lost nodes are replaced."""
+    """Run TASK on a Ray cluster, with an actor per node. The command stays until the end; lost nodes are replaced."""
     found = launch_of(_local(words), hosts, slots, run_dir.resolve(), python or "")
     if only_print:
         found = found._replace(python=found.python or _own_python())

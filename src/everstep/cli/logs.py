@@ -26,7 +26,7 @@ _POLL_S = 0.2
 @click.option("--follow", "-f", is_flag=True, help="Follow until the job is over.")
 @click.option("--worker", type=int, help="Only this worker.")
 @click.option("--host", help="Only workers of this host, which keeps its logs itself.")
-@click.option("--level", type=click.Choice(LEVELS), default="info", help="This level and higher ones (info).")
+@click.option("--level", type=click.Choice(LEVELS), default="info", help="Only lines of this level or higher (info).")
 @click.option("--since-step", type=click.IntRange(0), help="Only lines after this step was done.")
 @click.option("--grep", metavar="TEXT", help="Only lines with this text, tracebacks included.")
 @click.option("--steps", is_flag=True, help="Show every committed step, too.")

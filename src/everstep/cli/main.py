@@ -26,7 +26,7 @@ from everstep.base.errors import (
     did_you_mean,
 )
 from everstep.base.exit_codes import ANOTHER_LEADS, NO_HEAD
-from everstep.cli.terminal import guarded, paragraph
+from everstep.cli.terminal import guarded, paragraph, tell
 from everstep.runtime.files.private import write_privately
 
 COMMANDS = {
@@ -38,7 +38,7 @@ COMMANDS = {
         "Continue a job on this host after the host that led it was lost.",
     ),
     "init": ("everstep.cli.starting_points:init", "Write a script to start from."),
-    "check": ("everstep.cli.check", "Find state that is lost on resume, before training."),
+    "check": ("everstep.cli.check", "Find out before a job what would make its results differ."),
     "demo": ("everstep.cli.demo", "Kill workers while they train, and compare with an undisturbed run."),
     "eval": ("everstep.cli.evaluate", "Evaluate trained weights on the task's test split."),
     "config": ("everstep.cli.config", "List the config keys, and the causes of events and metrics."),
@@ -67,7 +67,10 @@ COMMANDS = {
     "sim": ("everstep.cli.simulate", "Train under simulated faults, seed by seed, and check the promises."),
     "plan": ("everstep.cli.plan", "Plan a job before it is started: splits, memory, time, failures, goodput."),
     "schedule": ("everstep.cli.schedule", "Show a pipeline schedule as a table of stages by time steps."),
-    "completion": ("everstep.cli.starting_points:completion", "Print what completes commands in bash, zsh and fish."),
+    "completion": (
+        "everstep.cli.starting_points:completion",
+        "Print a script for command completion in bash, zsh or fish.",
+    ),
 }
 
 
@@ -113,7 +116,7 @@ def exit_code_of(error: EverstepError) -> int:
 
 def complain(text: str) -> None:
     """One line on stderr; on a terminal it is broken between words."""
-    print(paragraph(f"error: {' '.join(text.split())}", sys.stderr, "  "), file=sys.stderr, flush=True)
+    tell(paragraph(f"error: {' '.join(text.split())}", sys.stderr, "  "), sys.stderr)
 
 
 def run_command(argv: list[str] | None = None, *, becomes: bool = True) -> int:

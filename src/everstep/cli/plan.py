@@ -44,7 +44,7 @@ _PAPER = "ZeRO paper (arXiv 1910.02054): 2 + 2 + 12 bytes per parameter, one cop
 _OURS = "float32, by the layout of this product's memory"
 _ADAM_BYTES = 8
 FEWEST = 1000
-"""Parameters: with fewer somebody has left out the unit."""
+"""Parameters: a smaller number lacks its unit."""
 _DIVIDES = {
     "elements": "can be divided anywhere: its updates of pieces give the bits of the whole",
     "matrices": "can be divided between parameters, not within one",
@@ -69,14 +69,14 @@ class _Plan(click.Group):
     "run_dir",
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Run directory: show the plan beside what the job measured.",
+    help="Run directory: compare the plan with the job's measurements.",
 )
 @json_option
 @click.pass_context
 def command(context: click.Context, run_dir: Path | None, as_json: bool) -> int:
     """Plan a job before it is started; with --from, compare a job that runs or ran with its plan.
 
-    Without a command it recommends: everstep plan --params 13B --gpus 32.
+    Without a command it does what `plan recommend` does: everstep plan --params 13B --gpus 32.
     """
     if context.invoked_subcommand is not None:
         if run_dir is not None or as_json:
@@ -104,7 +104,9 @@ command.add_command(plan_usual.command)
 @click.option("--params", metavar="N", help="Number of parameters in place of a task: 125M, 7.5B, 1.5T.")
 @click.option("--workers", type=click.IntRange(1, MOST_GPUS), help="Number of workers in total (1, or the task's).")
 @click.option("--lanes", type=click.IntRange(1, MOST_GPUS), help="Lanes of the global batch (the task's, or 8).")
-@click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="Hosts that they are on.")
+@click.option(
+    "--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="Hosts that the workers are on."
+)
 @click.option(
     "--zero",
     "stage",
@@ -115,21 +117,22 @@ command.add_command(plan_usual.command)
 )
 @click.option("--copies", type=click.IntRange(min=1), help="Workers that hold each divided part (2).")
 @click.option("--offload", metavar="none|cpu|DIR", default="none", help="Where the optimizer's state lies (none).")
-@click.option("--staging", metavar="SIZE", help="What each worker may stage of a checkpoint: 512MiB (the task's).")
+@click.option("--staging", metavar="SIZE", help="Memory of each worker to stage a checkpoint: 512MiB (the task's).")
 @click.option("--gpu", metavar="NAME", help="Device that each worker has.")
 @click.option("--catalogue", type=click.Path(path_type=Path), help="YAML file of more devices.")
-@click.option("--memory", "memory_text", metavar="SIZE", help="Memory of each worker's device in its place: 80GiB.")
 @click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="A key of the job: cell.fsdp=4, for workers of four."
+    "--memory", "memory_text", metavar="SIZE", help="Memory of each worker's device, instead of --gpu: 80GiB."
+)
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="A config key of the job, e.g. cell.fsdp=4."
 )
 @split_options
 @json_option
 def memory(task: str | None, as_json: bool, **asked: Any) -> int:
-    """Show how much memory a worker needs to train TASK, the model of a Hugging Face directory, or one of so many
-    parameters.
+    """Show how much memory a worker needs. TASK may be a Hugging Face directory; --params N replaces it.
 
     No parameter is allocated: the model is counted on torch's meta device. With --pp, a TASK is cut into stages of
-    equal length. Exit code: 0; 1 if it does not fit into the memory of the device that was named.
+    equal length. Exit code 1: the model does not fit into the memory of the named device.
     """
     named, task = _named(task, asked["params"])
     if re.fullmatch(OFFLOAD, asked["offload"]) is None:
@@ -189,7 +192,7 @@ def _split(known: _Known, asked: Mapping[str, Any]) -> Split:
 
 
 def _cell(model: Model, split: Split, known: _Known) -> CellMemoryUse | None:
-    """What each process of a worker of several needs; None of workers of one."""
+    """Memory of each process, for workers of several processes; None for others."""
     cell, lanes = known.config.cell, split.lanes
     if cell.ranks == 1:
         return None

@@ -63,7 +63,7 @@ def shape_of_config(text: str) -> tuple[ModelShape, list[str]]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
-    """A config and its kind of model. Raises: ConfigError for a file, or a kind, that is not to be had."""
+    """A config and its kind of model. Raises: ConfigError for a file that is missing, or an unknown kind."""
     try:
         found = read_json(path, links=True)
     except (OSError, ValueError) as error:

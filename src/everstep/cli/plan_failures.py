@@ -36,7 +36,7 @@ _INTERVALS = "Young 1974; Daly 2006, equation 37; the interval that jobs use (ch
 )
 @json_option
 def command(nodes: int, hours: float, mtbf: str, per_node: int, checkpoint_cost: str, as_json: bool) -> int:
-    """Show how likely a job is to fail, how often, for which causes, and how often it should checkpoint."""
+    """Show how often a job fails, and how often it should checkpoint. The tables are by size and by cause."""
     mtbf_h = mtbf_hours(mtbf)
     cost_s = parse_seconds(checkpoint_cost, "--checkpoint-cost")
     asked = failures.forecast(nodes, hours_within(hours, "--hours"), mtbf_h)

@@ -27,9 +27,7 @@ MOST_FAILURES = 2_000_000
 @click.option("--days", type=float, default=90.0, show_default=True, help="Days that the job takes.")
 @click.option("--per-node", type=click.IntRange(1, 1024), help="Devices of a node (8).")
 @click.option("--mtbf", default="100000h", show_default=True, help="Mean time between failures of a node.")
-@click.option(
-    "--spares", type=click.IntRange(0, MOST_DEVICES), default=0, show_default=True, help="Further devices, ready."
-)
+@click.option("--spares", type=click.IntRange(0, MOST_DEVICES), default=0, show_default=True, help="Spare devices.")
 @click.option("--stages", type=click.IntRange(1, 1024), help="Stages of a pipeline, for the policy ours-stages (8).")
 @click.option(
     "--backups", type=click.IntRange(0, 1024), default=0, show_default=True, help="Workers on standby for each stage."
@@ -43,14 +41,15 @@ MOST_FAILURES = 2_000_000
     "--checkpoint-cost", default="10s", show_default=True, help="Training time that a checkpoint on disk takes."
 )
 @click.option("--policy", "names", multiple=True, help="Policy to simulate; may be repeated (all).")
-@click.option("--time", "changed", multiple=True, metavar="NAME=TIME", help="Another recovery time; may be repeated.")
+@click.option(
+    "--time", "changed", multiple=True, metavar="NAME=TIME", help="Recovery time to use instead; may be repeated."
+)
 @click.option("--wanted", metavar="PERCENT", help="Show the fewest spares and backups that give this goodput: 99.9%.")
 @click.option("--runs", type=click.IntRange(2, 1000), default=20, show_default=True, help="Simulated jobs per policy.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the simulation.")
 @json_option
 def command(names: Sequence[str], days: float, runs: int, seed: int, as_json: bool, **asked: Any) -> int:
-    """Show the goodput of a job by recovery policy: the work that counts as a share of that without
-    failures."""
+    """Show the goodput of a job by recovery policy. Goodput is the share of the work that counts."""
     if not 0 < days * 24 <= MOST_HOURS:
         raise ConfigError(f"--days: expected more than 0 and at most {MOST_HOURS / 24:.0f} days, got {days:g}")
     times, about = recovery_times(asked["changed"])

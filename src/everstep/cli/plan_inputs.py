@@ -51,24 +51,26 @@ _MODEL = (
     click.option("--heads", type=int, help="Number of attention heads."),
     click.option("--vocab", type=int, help="Size of the vocabulary."),
     click.option("--sequence", type=int, help="Tokens of a sequence."),
-    click.option("--experts", type=int, help="Feed-forward parts of each layer, of a mixture of experts."),
-    click.option("--experts-per-token", type=int, help="How many of them a token goes through."),
+    click.option("--experts", type=int, help="Experts of each layer, for a mixture of experts."),
+    click.option("--experts-per-token", type=int, help="Experts that a token goes through."),
 )
 _FLEET = (
-    click.option("--cluster", type=click.Path(path_type=Path), help=f"YAML file of the next: {', '.join(CLUSTER)}."),
+    click.option("--cluster", type=click.Path(path_type=Path), help=f"YAML file with {', '.join(CLUSTER)}."),
     click.option("--gpus", type=click.IntRange(1, MOST_GPUS), help="Number of devices."),
-    click.option("--gpu", "gpu_name", help="Device, of the catalogue (a100-80)."),
+    click.option("--gpu", "gpu_name", help="Device from the catalogue (a100-80)."),
     click.option("--per-node", type=click.IntRange(1, MOST_PER_NODE), help="Devices of a node (8)."),
     click.option("--network", metavar="RATE", help="Speed of each device's link to other nodes: 200Gb."),
-    click.option("--slowest", type=float, help="Speed of the slowest device: 0.8 (1)."),
+    click.option("--slowest", type=float, help="Speed of the slowest device, as a share of the others' (1)."),
     click.option("--catalogue", type=click.Path(path_type=Path), help="YAML file of more devices."),
 )
 _JOB = (
-    click.option("--batch", type=click.IntRange(1, 10**9), help="Sequences of a step, of all devices."),
+    click.option("--batch", type=click.IntRange(1, 10**9), help="Sequences per step, on all devices together."),
     click.option("--tokens", metavar="N", help="Tokens to train on: 26B."),
     click.option("--samples", metavar="N", help="Sequences, or samples of a task, to train on: 10M."),
-    click.option("--dtype", help="Numbers in matrix products: bf16, fp16, fp32, fp8 (the device's best of 16 bits)."),
-    click.option("--stack", "stack_name", help=f"Program whose efficiency is taken: {', '.join(STACKS)}."),
+    click.option(
+        "--dtype", help="Type of numbers in matrix products: bf16, fp16, fp32, fp8 (the device's best of 16 bits)."
+    ),
+    click.option("--stack", "stack_name", help=f"Program whose efficiency is assumed: {', '.join(STACKS)}."),
 )
 
 

@@ -58,11 +58,11 @@ _OURS = "float32, data parallel and stages, by the layout of this product's memo
 def command(
     task: str | None, mtbf: str | None, write: Path | None, picture: Path | None, as_json: bool, **asked: Any
 ) -> int:
-    """Show the ten best ways to divide a model over devices, with memory, time, cost and failures, and why.
+    """Show the ten best ways to divide a model over devices. Each has its memory, time, cost, failures and reason.
 
-    A TASK is counted on torch's meta device; it is divided data parallel and into stages, as jobs can run it.
-    For each number of tensor parallel devices and stages it shows the best settings. Exit code: 1 if nothing fits, or
-    nothing that jobs can run, with --write.
+    A TASK is counted on torch's meta device; it is divided data parallel and into stages, as jobs can run it. For each
+    number of tensor parallel devices and stages the table has the best settings. Exit code 1: nothing fits, or with
+    --write, nothing that jobs can run.
     """
     task = model_or_task(task, asked)
     if write is not None and write.exists():

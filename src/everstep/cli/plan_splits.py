@@ -31,12 +31,14 @@ def split_options(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--tp", type=count, default=1, show_default=True, help="Devices of tensor parallelism."),
             click.option("--pp", type=count, default=1, show_default=True, help="Stages of the pipeline."),
             click.option("--micro-batch", type=count, default=1, show_default=True, help="Sequences of a micro-batch."),
-            click.option("--schedule", type=click.Choice(tuple(KINDS)), default="1f1b", show_default=True),
+            click.option("--schedule", type=click.Choice(tuple(KINDS)), default="1f1b", help="Order of passes (1f1b)."),
             click.option("--chunks", type=count, default=1, show_default=True, help="Chunks of the model per stage."),
-            click.option("--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True),
+            click.option(
+                "--recompute", type=click.Choice(RECOMPUTE), default="none", help="Activations computed again."
+            ),
             click.option("--ep", type=count, default=1, show_default=True, help="Devices that divide the experts."),
             click.option("--cp", type=count, default=1, show_default=True, help="Devices that divide each sequence."),
-            click.option("--sp", "sequence_parallel", is_flag=True, help="Sequence parallelism beside --tp."),
+            click.option("--sp", "sequence_parallel", is_flag=True, help="Sequence parallelism, with --tp."),
         )
     ):
         command = option(command)

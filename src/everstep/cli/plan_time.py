@@ -36,10 +36,10 @@ MOST_PLAYED = 100_000
 @zero_option
 @json_option
 def command(task: str | None, as_json: bool, **asked: Any) -> int:
-    """Show how long a step takes, by part, and a job of so many tokens; and whether it fits when it is split so.
+    """Show how long a step and a job take. Times are by part; the last lines say whether the split fits into memory.
 
-    A TASK is counted on torch's meta device; else the model is given by numbers. If no split is given, the fastest that
-    fits is taken. Exit code: 1 if the model does not fit.
+    A TASK is counted on torch's meta device; without TASK, options describe the model. Without a split, the fastest
+    that fits is shown. Exit code 1: the model does not fit.
     """
     task = model_or_task(task, asked)
     if task is not None:

@@ -43,7 +43,7 @@ class UsualAnswer(NamedTuple):
 @click.command("usual")
 @json_option
 def command(as_json: bool) -> int:
-    """Answer the usual questions: 13B on 4 nodes of 8 A100s, 175B on 1,024, efficiency, checkpoints, recovery."""
+    """Answer the usual questions. They are about 13B on 32 A100s, 175B on 1,024, checkpoints and recovery."""
     answers = usual_answers()
     result: dict[str, Any] = {
         "kind": "usual",
@@ -61,7 +61,7 @@ def command(as_json: bool) -> int:
 
 
 def usual_lines(answers: list[UsualAnswer]) -> list[str]:
-    """Answers for people; docs/planning.md holds the same."""
+    """Answers for people."""
     lines = []
     for one in answers:
         lines += [one.question, f"  {one.answer}", f"  ({one.source})"]
@@ -69,7 +69,7 @@ def usual_lines(answers: list[UsualAnswer]) -> list[str]:
 
 
 def usual_answers() -> list[UsualAnswer]:
-    """All of them, in the order of the documentation."""
+    """All answers, in the order in which they are shown."""
     best = ranked_splits(_SHAPES["gpt3-13b"], _FOUR_NODES, _BATCH, "bf16", _STACK)
     return [
         _fits(best),

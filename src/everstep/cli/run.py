@@ -164,10 +164,10 @@ class _Run(click.Command):
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED)
 @click.option("--workers", type=int, help="Number of workers in total (1, or as the pools need).")
 @click.option("--spares", type=int, help="Idle workers that replace a lost worker at once (0).")
-@click.option("--min-workers", type=int, help="Wait for more workers while there are fewer (1).")
+@click.option("--min-workers", type=int, help="Wait while there are fewer workers than this (1).")
 @click.option("--stages", type=int, help="Parts that the model is split into (1).")
 @click.option("--pool", type=int, help="Workers per stage, all active.")
-@click.option("--redundancy", type=int, help="Standby backups per stage, beside one active worker.")
+@click.option("--redundancy", type=int, help="Standby backups per stage, in addition to one active worker.")
 @click.option("--steps", type=int, help="End after this many steps.")
 @click.option("--epochs", type=int, help="End after this many passes over the data.")
 @click.option("--batch-size", type=int, help="Samples per global batch (lanes x micro_batch); sets micro_batch.")
@@ -197,11 +197,11 @@ class _Run(click.Command):
 @click.option(
     "--listen", metavar="ADDR:PORT", help="Address where agents join; port 0: any free port. Sets network.address."
 )
-@click.option("--address", "told", metavar="IP", help="With --listen 0.0.0.0:PORT: address that others are told.")
+@click.option("--address", "told", metavar="IP", help="With --listen 0.0.0.0:PORT: address that other hosts use.")
 @click.option(
     "--slots",
     type=click.IntRange(1, 65_535),
-    help="With --listen, --rank: most workers on this host (one per device, or 1).",
+    help="Largest number of workers on this host, with --listen or --rank (one per device, or 1).",
 )
 @click.option(
     "--token-file", type=click.Path(path_type=Path), help="File with the job's token. Sets security.token_file."
@@ -219,7 +219,7 @@ class _Run(click.Command):
 @click.option("--json", "as_json", is_flag=True, help="Print the lines of events.jsonl, then a summary object.")
 @click.option("--dashboard", is_flag=True, help="Serve the live page while the job runs, and print its address.")
 @click.option(
-    "--public", is_flag=True, help=f"With --dashboard and --metrics: {PUBLIC_HELP[0].lower()}{PUBLIC_HELP[1:]}"
+    "--public", is_flag=True, help=f"With --dashboard or --metrics: {PUBLIC_HELP[0].lower()}{PUBLIC_HELP[1:]}"
 )
 @click.option(
     "--metrics",
@@ -447,7 +447,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
         keep_hub_files(asked.spec.what, config.task, run_dir)
     opening = _opening(run_dir, found, start, aside, asked.is_script)
     if config.hosts.mixed:
-        opening.insert(0, "hosts.mixed: hosts with other kernels are admitted, so the result is not exact any more")
+        opening.insert(0, "hosts.mixed: hosts with other kernels are admitted, so the result is no longer exact")
     if config.zero.offload == "cpu" and config.device == "cpu":
         opening.append("zero.offload=cpu changes nothing where the device is the CPU; name a folder to use a disk")
     if config.zero.stage and (least := min(map(len, pool_wish(config).homes))) <= config.zero.copies:

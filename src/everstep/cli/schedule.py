@@ -35,7 +35,7 @@ _KINDS = "\b\n" + "\n".join(f"{kind.name:12} {kind.about}" for kind in KINDS.val
 
 @click.command(epilog=_KINDS)
 @click.option("--kind", type=click.Choice(tuple(KINDS)), default="1f1b", show_default=True, help="Schedule to show.")
-@click.option("--stages", type=int, default=4, show_default=True, help="Stage workers along the pipeline.")
+@click.option("--stages", type=int, default=4, show_default=True, help="Stages of the pipeline.")
 @click.option("--micro-batches", type=int, default=8, show_default=True, help="Micro-batches per step.")
 @click.option(
     "--chunks", type=int, default=1, show_default=True, help="Chunks per worker, for schedules that allow several."

@@ -14,7 +14,9 @@ from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, parse_li
 from everstep.cli.ledger import audit_run
 from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, METRICS_TOKEN_FILE
 
-TOKEN_HELP = "The token (on loopback: a new one). The list of processes shows this option, but not the variable."
+TOKEN_HELP = (
+    "Token that browsers need (on loopback: a new one). Others can read it here; use the variable on shared hosts."
+)
 
 
 @click.command()

@@ -29,7 +29,10 @@ require_signature = click.option(
 )
 """KEY holds a public key, or the private one."""
 not_before = click.option(
-    "--not-before", metavar="STEP", type=click.IntRange(1), help="Accept no older checkpoint, signed or not."
+    "--not-before",
+    metavar="STEP",
+    type=click.IntRange(1),
+    help="Refuse a checkpoint older than this step, signed or not.",
 )
 """A signature says who wrote a checkpoint, not that it is the newest: a writer of the store may put back an old one."""
 

@@ -26,7 +26,7 @@ from everstep.sim.scenario import SeedKind, run_many, run_one, run_shrunk
 )
 @click.option("--sharded", is_flag=True, help="Simulate members that divide the optimizer's state among them.")
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first failure.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end; goes on after a failure.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end; implies --keep-going.")
 def command(
     seed: int | None,
     trace: bool,

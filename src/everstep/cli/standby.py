@@ -222,7 +222,7 @@ def _own(etcd: Etcd, config: Config) -> str:
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--listen", metavar="ADDR:PORT", help="Address of this host where agents join; port 0: any free port.")
-@click.option("--slots", type=click.IntRange(1), help="Most workers to run on this host (none).")
+@click.option("--slots", type=click.IntRange(1), help="Largest number of workers on this host (none).")
 def takeover(run_dir: Path, listen: str | None, slots: int | None) -> int:
     """Go on with the job in DIR on this host, from its journal, after the host that led it was lost.
 

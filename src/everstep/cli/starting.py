@@ -11,7 +11,7 @@ from everstep.cli.worker import ENTRY, FILES, PRELOAD
 from everstep.runtime.lead.etcd_access import taken_secrets
 from everstep.runtime.start import Start
 
-DOMAIN_HELP = f"Parts that this host fails together with, e.g. rack=r1,nvlink=u7 (${VARIABLE}, and Slurm's switch)."
+DOMAIN_HELP = f"Failure domains of this host, e.g. rack=r1,nvlink=u7 (${VARIABLE}, and Slurm's switch)."
 
 
 def start_here(config: Config, domain: str | None = None, **known: Any) -> Start:

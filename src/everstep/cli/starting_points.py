@@ -44,7 +44,7 @@ def init(folder: str, origin: str) -> int:
 @click.command()
 @click.argument("shell", type=click.Choice(tuple(_SHELLS)), required=False)
 def completion(shell: str | None) -> int:
-    """Print the completion of commands and options for SHELL (by default that of $SHELL).
+    """Print a script that completes commands, options and config keys in SHELL (default: $SHELL).
 
     bash: `everstep completion bash > ~/.local/share/bash-completion/completions/everstep`; zsh: into a file `_everstep`
     in a folder of $fpath; fish: `> ~/.config/fish/completions/everstep.fish`.

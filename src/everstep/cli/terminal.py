@@ -1,4 +1,4 @@
-"""The one way to the user's terminal: all printed text is made visible, whatever its origin.
+"""The one way to the user's terminal: all printed text is made visible, from any origin.
 
 `guarded` wraps stdout and stderr while a command runs, so no command has to think of it. Code that draws in colours or
 in place uses `console`: its own sequences pass, its text is made visible. Nothing else writes to `raw` streams.
@@ -106,6 +106,25 @@ def folded(text: str, width: int, indent: str = "") -> str:
         max(20, width), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
     return wrapper.fill(text)
+
+
+def folded_around_command(text: str, width: int) -> str:
+    """Text in lines of at most so many characters; a command at its end is not broken: it is there to be copied."""
+    words, mark, command = text.partition(": everstep ")
+    if len(text) <= width or not mark:
+        return folded(text, width, "  ")
+    return f"{folded(f'{words}:', width, '  ')}\neverstep {command}"
+
+
+def tell(text: str, stream: TextIO) -> None:
+    """Print a line at once. If nobody reads the stream any more, this line and what follows is dropped: a job goes on,
+    and ends with its own exit code."""
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def raw(stream: TextIO) -> TextIO:

@@ -232,7 +232,7 @@ class _Run:
         self.speed = 1 + min(0, *self.held) * len(self.held) / self.cluster.devices
 
     def fail(self) -> None:
-        """One failure hits a worker, whatever it is doing."""
+        """One failure hits a worker, idle or busy."""
         policy, cluster = self.policy, self.cluster
         place, workers = self.uniform(), policy.workers(cluster)
         stage = int(place * policy.stages)

@@ -69,7 +69,7 @@ def list_row(history: History, running: bool, notes: Notes) -> ListRow:
 
 
 def _settings(job: Mapping[str, Any]) -> dict[str, str]:
-    """Settings that somebody has chosen, as text by dotted key."""
+    """Settings that the user has chosen, as text by dotted key."""
     config, explicit = dotted(shown_settings(as_dict(job.get("config")))), job.get("explicit")
     keys = [key for key in explicit if isinstance(key, str) and key in config] if isinstance(explicit, list) else []
     return {one_line(key, 80): one_line(setting_text(config[key]), 120) for key in keys[:_MOST_SETTINGS]}

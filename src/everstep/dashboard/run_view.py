@@ -222,7 +222,7 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
 
 
 def _spent(measured: Newest | None) -> dict[str, Any] | None:
-    """Where the worker's time goes, rounded so that only visible changes are sent."""
+    """The worker's time by phase, rounded so that only visible changes are sent."""
     if measured is None or measured.spent is None:
         return None
     found = measured.spent

@@ -73,7 +73,9 @@ def read_data(data: Any, collate: Collate | None) -> GivenData:
         return GivenData(data, collate or default_collate)
     name = type(data).__name__
     if collate is not None and collate is not data.collate_fn:
-        raise ConfigError(f"collate: expected none beside a {name}, which has its own collate_fn: give one of the two")
+        raise ConfigError(
+            f"collate: expected none together with a {name}, which has its own collate_fn: give one of the two"
+        )
     if type(data).__iter__ is not DataLoader.__iter__:
         raise ConfigError(f"{name} has an __iter__ of its own, which would not be called: give its dataset instead")
     if data.worker_init_fn is not None and data.num_workers:

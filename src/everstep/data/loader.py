@@ -1,7 +1,7 @@
 """`LaneLoader`: the batches of this worker's lanes, ahead of time where loader processes are allowed.
 
-Bits do not depend on it: `fetch` alone decides the content of a batch, in whichever process, at whatever time and in
-whatever order it runs; and a batch that was not prepared is loaded at once.
+Bits do not depend on it: `fetch` alone decides the content of a batch, in any process, at any time and in
+any order; and a batch that was not prepared is loaded at once.
 """
 
 from __future__ import annotations

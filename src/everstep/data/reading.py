@@ -51,7 +51,7 @@ def _length(dataset: Any) -> int | None:
 
 
 class ByIndex:
-    """A stream as if it were map-style, for whoever reads it in order: samples of its first pass by number."""
+    """A stream as if it were map-style, for a caller that reads it in order: samples of its first pass by number."""
 
     def __init__(self, reading: Reading, seed: int, batch: int) -> None:
         """batch: samples that are asked for at once."""

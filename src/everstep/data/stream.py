@@ -34,7 +34,7 @@ PROVEN = 16
 MOST_STATE_BYTES = 1 << 20
 _MARKS = 4
 NO_MORE = object()
-"""What a pass gives after its last sample."""
+"""The value after the last sample of a pass."""
 _ONLY_READER = {"RANK": "0", "WORLD_SIZE": "1"}
 _PLAIN = bool | int | float | complex | str | bytes | None
 
@@ -136,7 +136,7 @@ class StreamPass:
     name: str
 
     def next(self) -> Any:
-        """The next sample; `NO_MORE` at the end. Raises: whatever the stream does."""
+        """The next sample; `NO_MORE` at the end. Raises: what the stream raises."""
         with _only_reader():
             return next(self.iterator, NO_MORE)
 

@@ -42,7 +42,7 @@ Sample = dict[str, Any]
 class TarShards(Dataset[Any]):
     """Samples of WebDataset shards: the files of a tar with the same name up to the first dot of the last part.
 
-    shards: paths, or a pattern ("data/train-*.tar"), which is sorted. transform: makes a sample of a dict with
+    shards: paths, or a pattern (`"data/train-*.tar"`), which is sorted. transform: makes a sample of a dict with
     `__key__` and one entry per ending. decode: entries are decoded by their ending (pictures to (3, height, width)
     uint8, cls and id to int, txt to str, json, npy); otherwise they are bytes.
 

@@ -246,7 +246,7 @@ class BufferGuard:
             _copy([guarded.remember() for guarded in self._all])
 
     def begin_lane(self) -> None:
-        """Put the step's buffers back, whatever the lane before (or an interrupted one) left."""
+        """Put the step's buffers back after a lane, finished or interrupted."""
         if self._all:
             with torch.no_grad():
                 self._restore()

@@ -1,6 +1,6 @@
 """A lane's running statistics, as a part of its gradient's flat vector: what it changed, and that it did.
 
-Apart from the accumulator because whoever adds up lanes takes them alike.
+Apart from the accumulator because all code that adds up lanes uses it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LaneStatistics:
     """Takes a lane's running statistics, by region, each followed by 1.0 if the lane changed it.
 
     Statistics that a lane left bitwise unchanged count as 0.0 with a count of 0, so that a layer in evaluation mode
-    keeps its statistics whatever the number of lanes.
+    keeps its statistics for any number of lanes.
     """
 
     def __init__(self, layout: GradientLayout, model: nn.Module, units: range) -> None:

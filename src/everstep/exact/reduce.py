@@ -1,6 +1,6 @@
 """Finishing the lane tree: the sums of all workers' subtrees become one, in the canonical order.
 
-Apart because every transport uses it, whatever carried the parts. The additions are element by element, so the bits
+Apart because every transport uses it. The additions are element by element, so the bits
 depend neither on who finishes which range, nor on how the range is cut into chunks.
 """
 

@@ -1,7 +1,7 @@
 """A region of a model that is computed shard by shard: column-parallel layers, what lies between, row-parallel layers.
 
 The module's own forward pass runs once for each shard, on a twin whose layers are the shard's: so attention, with heads
-of whatever grouping, and perceptrons of whatever kind need no second implementation. What the region gives is the sum
+of any grouping, and perceptrons of any kind need no second implementation. What the region gives is the sum
 over shards; biases of row-parallel layers and what comes after them are applied to the sum, once.
 """
 
@@ -60,7 +60,7 @@ class ShardLinear(nn.Module):
         self.bias: Tensor | None = None
 
     def hold(self, weight: Tensor | None, bias: Tensor | None) -> None:
-        """What the next call computes with."""
+        """Set the weight and bias of the next call."""
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:

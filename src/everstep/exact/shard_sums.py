@@ -39,7 +39,7 @@ class AllHere:
     """The exchange of a rank that has all shards."""
 
     def gather(self, mine: Sequence[Tensor]) -> list[Tensor]:
-        """What was given."""
+        """The values that were given."""
         return list(mine)
 
 

@@ -359,8 +359,8 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
             super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write checkpoint-N in the hub's format, once, whoever dies meanwhile. To go on, a job has checkpoints of its
-        own."""
+        """Write checkpoint-N in the hub's format, once, even if workers die meanwhile. To go on, a job has
+        checkpoints of its own."""
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if self.state.best_global_step == self.state.global_step:
             vars(self.state).update(best_model_checkpoint=str(folder))

@@ -40,8 +40,8 @@ class SharedPlace(NamedTuple):
 class CellMemory(Mapping):
     """One worker's shared memory, from either side. rank: of this process; its head has rank 0.
 
-    Words that the head alone writes: `go`, whether the pass at the gate is made. `broken` is set by whoever leaves a
-    pass before its end, and cleared by the head before the next command.
+    Words that the head alone writes: `go`, whether the pass at the gate is made. A process that leaves a pass early
+    sets `broken`, and the head clears it before the next command.
     """
 
     def __init__(self, fd: int, rank: int, size_bytes: int) -> None:

@@ -49,7 +49,7 @@ class NearMemory(Protocol):
         """Let all know that these blocks of an own node are final, or that the step has begun."""
 
     def final_blocks(self, worker_id: int) -> tuple[int, list[tuple[Node, int, bytes]]] | None:
-        """What a member has told so."""
+        """Blocks that a member has reported so."""
 
     def tell_done(self, step: int, flags: bytes) -> None:
         """Tell all that these blocks are finished: a byte for each, 1 if it is."""
@@ -61,7 +61,7 @@ class NearMemory(Protocol):
         """Node in that slot of a member."""
 
     def result_for(self, step: int, blocks: Runs) -> torch.Tensor:
-        """Where the own part of the step's result goes: these blocks."""
+        """Memory for this member's part of the step's result: these blocks."""
 
     def give_back(self, step: int, first: int, last: int) -> None:
         """Give the memory of these blocks of all own nodes back."""

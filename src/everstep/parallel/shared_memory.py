@@ -234,7 +234,7 @@ class SharedMemoryTransport:
         self._own.write(DONE, record_key(self._fence.generation, Tag("done", step, 0)), flags)
 
     def done_blocks(self, worker_id: int, step: int) -> bytes | None:
-        """What a member has told with `tell_done` in this generation, None if there is nothing."""
+        """Blocks that a member has reported with `tell_done` in this generation, None if none."""
         key = record_key(self._fence.generation, Tag("done", step, 0))
         record = self.segment_of(worker_id).read(DONE, key)
         check(record is None or len(record) == self._geometry.blocks, "expected a byte for each block of a result")
@@ -328,7 +328,7 @@ class SharedMemoryTransport:
         return Division.whole(self._owned, self._layout.n_blocks)
 
     def _begin_early(self, step: int) -> EarlyReduction | None:
-        """What is done of the step's reduction before it begins; None if nothing is."""
+        """The part of the step's reduction that is done before it begins; None if nothing is."""
         if not self._frees or not self._peers:
             return None
         if self._early is None or self._early.step != step:

@@ -422,7 +422,7 @@ class SocketMesh:
 
     def _space(self, w: int, note: BlockNote | None, size: int) -> memoryview:
         if note is None or self._receiver is None:
-            raise ProtocolError(f"worker {w} sends blocks that nobody here takes")
+            raise ProtocolError(f"worker {w} sends blocks that this worker does not take")
         return self._receiver.space(w, note, size)
 
     def _tensor_asked(self, w: int, tag: int, size: int) -> None:
@@ -434,7 +434,7 @@ class SocketMesh:
         with self._changed:
             wanted = self._wanted[w, tag]
             if not wanted:
-                raise ProtocolError(f"worker {w} sends {size} bytes that nobody asked for")
+                raise ProtocolError(f"worker {w} sends {size} bytes that were not asked for")
             receipt = wanted.popleft()
         if size != len(receipt.content):
             raise ProtocolError(f"worker {w} sends {size} bytes where {len(receipt.content)} are wanted")

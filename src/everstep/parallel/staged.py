@@ -30,7 +30,7 @@ _OPEN = "open"
 
 
 class StagedTransport:
-    """Moves gradients, records and activations among the members of one generation, whatever their stages.
+    """Moves gradients, records and activations among the members of one generation, of all stages.
 
     kind: a name of `kinds`. store: where groups meet, for kinds that need one; key: the token of the role `peer`, for
     the same kinds; tls: certificates for connections that need TLS. machine: its name; members with the same one can

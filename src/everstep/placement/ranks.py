@@ -1,6 +1,6 @@
 """How the processes of one worker divide its work: lanes by rounds, updates and sums by ranges. Pure.
 
-None of it changes a bit: sums are those of the lane tree whoever makes them, and one process updates each element.
+None of it changes a bit: any process makes the sums of the lane tree, and one process updates each element.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def most_slots(lanes: Sequence[int], n_lanes: int, ranks: int) -> int:
 
 
 def _end_in(adds: list[Add], at: SumPlace, slot: SumPlace) -> None:
-    """What would come to lie in a box comes to lie in a slot."""
+    """Put into a slot what would otherwise lie in a box."""
     for k in range(len(adds) - 1, -1, -1):
         if adds[k].into == at:
             adds[k] = adds[k]._replace(into=slot)

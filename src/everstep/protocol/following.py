@@ -55,7 +55,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def name_of(plan: Plan | None) -> PlanName | None:
-    """The name of a plan; None for None. Equal plans have equal names, whatever way they came."""
+    """The name of a plan; None for None. Equal plans have equal names, however they arrived."""
     if plan is None:
         return None
     speeds = tuple((worker_id, float(speed)) for worker_id, speed in plan.speeds)

@@ -81,8 +81,7 @@ class WorkerExited(FromAgent, frozen=True, kw_only=True):
 
 
 class SlotLost(FromAgent, frozen=True, kw_only=True):
-    """An agent gave up on a slot (crash loop); it will not be restarted as it was. ranks: processes that its lives
-    have had."""
+    """An agent gave up on a slot (crash loop): it is not restarted as it was. ranks: processes that its lives had."""
 
     worker_id: int
     reason: str
@@ -105,7 +104,11 @@ class HostRefused(FromAgent, frozen=True, kw_only=True):
 
 
 class HostLeaving(FromAgent, frozen=True, kw_only=True):
-    """From an agent: its host wants to leave in order, as if somebody had asked to drain it."""
+    """From an agent: its host wants to leave in order, as after `everstep drain`."""
+
+
+class HostEmptied(FromAgent, frozen=True, kw_only=True):
+    """From an agent whose host was drained: nothing runs there, and nothing will be started."""
 
 
 class AgentNotice(FromAgent, frozen=True, kw_only=True):
@@ -336,8 +339,7 @@ class SaveNow(AnyMessage, frozen=True, kw_only=True):
 
 
 class InjectFault(AnyMessage, frozen=True, kw_only=True):
-    """To all workers: inject this fault as soon as it fits. number: names it among the faults requested while the
-    job runs."""
+    """To all workers: inject this fault as soon as it fits. number: names it among faults of the running job."""
 
     fault: str
     number: int
@@ -504,11 +506,12 @@ class SetSlots(AnyMessage, frozen=True, kw_only=True):
     """Keep these worker ids running; start missing ones, dismiss none. first: the least incarnation of each id's
     next life. The agent counts on from there by itself; the slot may have had lives elsewhere, whose incarnations
     are fenced. ranks: processes of each id's next life, none: as the job says. A slot that was given up with more of
-    them is filled again."""
+    them is filled again. drained: start nothing any more, and answer with `HostEmptied` once nothing runs."""
 
     worker_ids: list[int]
     first: list[int] = []
     ranks: list[int] = []
+    drained: bool = False
 
 
 class Pong(AnyMessage, frozen=True, kw_only=True):
@@ -564,15 +567,13 @@ class CommandReply(AnyMessage, frozen=True, kw_only=True):
 
 
 class JobHello(AnyMessage, frozen=True, kw_only=True):
-    """First message of the job's process, also after a reconnect. asked: its unanswered requests, for a coordinator
-    that has never seen them."""
+    """First message of the job's process, also after a reconnect. asked: its unanswered requests."""
 
     asked: list[Command] = []
 
 
 class Goodbye(AnyMessage, frozen=True, kw_only=True):
-    """The job's process leaves for good, however the job ended. The coordinator tells all agents, and then answers
-    that it has."""
+    """The job's process leaves for good, however the job ended. The coordinator tells all agents, then answers."""
 
     cause: Cause
     reason: str

@@ -43,7 +43,7 @@ SAYS: dict[type[m.AnyMessage], frozenset[str]] = {
     **dict.fromkeys(
         (
             *(m.AgentHello, m.Heartbeat, m.WorkerStarted, m.WorkerExited, m.SlotLost, m.HostFailed, m.HostLeaving),
-            *(m.HostRefused, m.HostsProbed, m.AgentNotice),
+            *(m.HostRefused, m.HostsProbed, m.HostEmptied, m.AgentNotice),
         ),
         frozenset({AGENT}),
     ),

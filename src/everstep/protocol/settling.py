@@ -20,10 +20,10 @@ blocks for which it has the gradient, if none of them is missing, because an upd
 others. Blocks are requested from members that have the whole stage, if there are any.
 
 The holdings determine all of this; nobody decides it. The next generation settles interrupted settles, with some
-members gone back and others not, by the same rule: members that have gone back hold R as live state.
+members that have returned and others that have not, by the same rule: members that have returned hold R live.
 
 If a member knows that states after step S are tainted, no later state counts, live or not: all go back to the newest
-R up to S. They state S until their next decision, which proves that all have gone back.
+R up to S. They state S until their next decision, which proves that all have returned.
 """
 
 from __future__ import annotations

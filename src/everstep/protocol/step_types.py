@@ -24,7 +24,7 @@ BY_SCRIPT = (
 
 
 class Key(NamedTuple):
-    """Of a decision."""
+    """Identity of a decision."""
 
     step: int
     seq: int

@@ -151,7 +151,7 @@ def _over(facts: Facts, now: Now) -> Headline | None:
 
 
 def _raised(facts: Facts) -> str:
-    """Of a job that its own code ended: the exception, as the worker has told it; "" if it has not."""
+    """The exception that ended the job, as the worker has told it; "" if it has not."""
     newest = facts.incidents.newest
     if facts.condition.cause is not Cause.EXCEPTION or newest is None:
         return ""
@@ -163,7 +163,7 @@ def _died(facts: Facts, now: Now) -> Headline | None:
         return None
     last_ns = max(facts.course.last_step_ns, facts.account.end_ns)
     what = "The process of the job died without a word" if facts.began_ns else "The job never started"
-    said = f", last heard of {span(_s(last_ns, now))} ago: nothing runs any more." if last_ns else "."
+    said = f", last heard of {span(_s(last_ns, now))} ago: nothing runs now." if last_ns else "."
     return Headline("bad", f"{what} after step {facts.course.step}{said}", _behind(facts, now))
 
 
@@ -247,8 +247,8 @@ def _silent(facts: Facts, now: Now) -> Headline | None:
         text = f"Training is at step {step_of(facts, now)}, but nothing has been written for {since}"
         if _is_full(now):
             full = f": the disk is full ({_free(now)} left)."
-            return Headline("warning", f"{text}{full}", "What is told waits in memory; free some space.")
-        return Headline("warning", f"{text}.", "What is told waits in memory: can its files be written?")
+            return Headline("warning", f"{text}{full}", "Events wait in memory; free some space.")
+        return Headline("warning", f"{text}.", "Events wait in memory: can the job's files be written?")
     return None
 
 

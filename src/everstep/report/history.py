@@ -1,7 +1,7 @@
 """The reading library: all facts of a job from its run directory, kept current while the files grow.
 
 The dashboard, reports, comparisons, `top` and `logs` all read through it. Reading is incremental and in bounded
-portions, so that a caller can do other work between two of them; memory is bounded whatever the files hold.
+portions, so that a caller can do other work between two of them; memory is bounded for files of any size.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from everstep.base.cause import Cause
 from everstep.report.seats import seats_of
@@ -30,7 +30,7 @@ _DID = {
     Cause.CORRUPT: "held a damaged state",
     Cause.NONDETERMINISTIC: "computed other bits than the others",
     Cause.PREEMPTED: "was taken away by the scheduler",
-    Cause.INJECTED: "was struck by a fault on purpose",
+    Cause.INJECTED: "was hit by an injected fault",
 }
 LAUNCHER = "launcher"
 _THINGS = {
@@ -44,13 +44,15 @@ _ORDERLY = (Cause.DRAINED, Cause.SCALED, Cause.COMPLETED, Cause.INTERRUPTED, Cau
 
 @dataclass(frozen=True)
 class Hit:
-    """A fault's victim (`home`: its part in the job) and kind; suspected: it only stands still so far."""
+    """A fault's victim (`home`: its part in the job) and kind; suspected: it only stands still so far; again: an
+    earlier incident told the reason."""
 
     who: str
     cause: Cause
     reason: str
     home: str = ""
     suspected: bool = False
+    again: bool = False
 
     @property
     def brief(self) -> str:
@@ -67,12 +69,13 @@ class Hit:
 
     def bare(self) -> Hit:
         """The hit without its reason, which is told elsewhere."""
-        return Hit(self.who, self.cause, "", self.home, self.suspected)
+        return replace(self, cause=self.cause, reason="")
 
     @property
     def more(self) -> str:
         """The reason, if it says more than the kind."""
-        return f" ({self.reason})" if self.reason and self.cause is not Cause.KILLED else ""
+        told = self.reason and self.cause is not Cause.KILLED
+        return f" ({'the same' if self.again else self.reason})" if told else ""
 
 
 @dataclass
@@ -245,7 +248,8 @@ class Incidents:
             return
         died_ns = whole_number(event.get("died_unix_ns")) or time_ns
         home = self._homes.get(worker_id, "") if worker_id is not None else ""
-        hit = Hit(f"worker {worker_id}", why, _reason(event), home)
+        reason = _reason(event)
+        hit = Hit(f"worker {worker_id}", why, reason, home, again=self._was_raised(why, reason))
         if self._homes and worker_id not in self._homes and hit.who not in (self.open.struck if self.open else ()):
             self._alone(hit, min(died_ns, time_ns), step, "it took no part")
             return
@@ -253,6 +257,11 @@ class Incidents:
         incident.suspect, incident.planned_ns, incident.cause = False, None, why
         if worker_id is not None:
             incident.lost |= {worker_id}
+
+    def _was_raised(self, why: Cause, reason: str) -> bool:
+        """Whether an earlier incident told of this exception."""
+        told = (hit.reason for one in self.all if one is not self.open for hit in one.struck.values())
+        return why is Cause.EXCEPTION and reason in told
 
     def _suspected(self, event: Event, time_ns: int, step: int) -> None:
         hit = Hit(f"worker {known(event.get('worker_id'))}", cause(event), _reason(event), suspected=True)
@@ -388,10 +397,11 @@ class Incidents:
                 incident.whole_ns = incident.whole_ns or incident.end_ns
 
     def _over(self, event: Event, time_ns: int, step: int) -> None:
-        newest = self._redone
-        if newest is not None and event.get("state") == "failed":
-            newest.end_ns = newest.whole_ns = None  # the others went on only to save the state
-            newest.did("the job failed")
+        undone = [one for one in (self.open, self._redone) if one is not None and event.get("state") == "failed"]
+        for one in undone:
+            one.end_ns = one.whole_ns = None  # the others went on only to save the state
+        for one in undone[:1]:
+            one.did("the job failed")
         self.begins()
         self.kills = 0
 

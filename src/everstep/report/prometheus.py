@@ -89,7 +89,7 @@ def _progress(history: History, running: bool, now_ns: int) -> Iterator[Metric]:
     yield info
     yield _gauge("running", "1 while a job holds the run directory, else 0.", float(running))
     yield _counter("steps", "Updates committed, those that a new start from step 0 did again included.", tally.steps)
-    yield _counter("samples", "Samples trained in committed steps, likewise.", tally.samples)
+    yield _counter("samples", "Samples trained in committed steps.", tally.samples)
     yield _gauge("step", "Newest committed step.", facts.course.step)
     yield _gauge("target_step", "Step after which the job ends, where it is known.", history.total_steps)
     yield _gauge(

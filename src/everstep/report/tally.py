@@ -37,7 +37,7 @@ class Tally:
     """Takes in events in file order. Dictionaries have every key of FAULTS, of TIERS (and NO_CHECKPOINT or SKIPPED), or
     TOTAL and the recovery's phases; causes that are none of these are added as they come.
 
-    step_seconds: from commit to commit of two steps that follow one another, whatever came between them; started_ns,
+    step_seconds: from commit to commit of two successive steps, with all that came between them; started_ns,
     progress_ns: of the newest start, and of the newest step since (the start itself before the first one).
     """
 
@@ -123,7 +123,7 @@ class Histogram:
     """How many values were at most each of `bounds` (rising), how many there were in all, and their sum.
 
     The sum is kept in billionths, as a whole number: so it does not depend on the order in which values come, and a
-    reader that starts anew arrives at the very same one.
+    reader that starts over arrives at the very same one.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:

@@ -369,7 +369,7 @@ def hearing_signals(job: Job) -> AbstractContextManager[None]:
 def _taken_away(run_dir: Path) -> Why | None:
     """Reason if the run directory was taken away: without it nothing of a job can be told, saved or started again."""
     words = moved(run_dir)
-    text = f"the run directory {run_dir} {words} while the job used it, so nothing can be saved any more"
+    text = f"the run directory {run_dir} {words} while the job used it, so nothing more can be saved"
     then = "put it or a copy back, and run the job again to go on from its newest checkpoint"
     return Why(Cause.DISK, f"{text}: {then}") if words else None
 

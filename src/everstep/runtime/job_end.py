@@ -102,7 +102,7 @@ class JobEnd:
         self._deadline_s = min(self._deadline_s, now_s + grace_s)
 
     def give_up(self, exit_code: int, why: Why) -> None:
-        """Let this process leave, whatever becomes of the job."""
+        """Let this process leave, even if the job does not end."""
         self.interrupted = self.interrupted or max(0, exit_code - 128)
         self.outcome = self.outcome or Outcome(exit_code, "interrupted", why)
         self.over = True

@@ -163,7 +163,7 @@ class CoordinatorProcess(Supervised):
         return why, hopeless
 
     def strike(self, kind: str, for_s: float) -> None:
-        """Carry out a scripted fault: kill, stop (for_s 0: until somebody continues it) or throttle."""
+        """Carry out a scripted fault: kill, stop (for_s 0: until it is continued) or throttle."""
         if self._process is None or self._process.poll() is not None:
             return
         if kind == "throttle":

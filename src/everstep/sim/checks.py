@@ -83,11 +83,18 @@ class SimRecords:
         self.exchanged: dict[Key, dict[int, dict[int, Record]]] = {}  # by generation and worker
         self._votes: dict[bytes, Vote] = {}
         self._forgotten: float = inf
+        self._unknown: set[int] = set()
         self._entered = 0
 
-    def forget(self, generation: int) -> None:
-        """The journal lacks the plans from this generation on: others may get their numbers."""
-        self._forgotten = min(self._forgotten, generation)
+    def forget(self, known: Collection[int]) -> None:
+        """The journal has the plans of these generations alone: others may get the numbers that follow, and what a
+        lost plan said of states is known again once the journal has that plan from a worker."""
+        self._forgotten = min(self._forgotten, 1 + max(known, default=0))
+        self._unknown |= self.plans.keys() - set(known)
+
+    def journaled(self, generation: int) -> None:
+        """The journal has the plan of this generation."""
+        self._unknown.discard(generation)
 
     def plan(self, plan: Plan) -> None:
         """A plan was sent, or taken in."""
@@ -107,6 +114,7 @@ class SimRecords:
     def clear(self) -> None:
         """Another run of the job begins; its generations count from 1."""
         self._entered = 0
+        self._unknown.clear()
         self.plans.clear()
         self.holdings.clear()
         self.exchanged.clear()
@@ -120,7 +128,8 @@ class SimRecords:
                 raise PromiseBroken(f"P3: lanes {lanes} in {plan}")
             if not {plan.leader(stage), *(s.worker_id for s in pool)} <= set(plan.worker_ids):
                 raise PromiseBroken(f"P3: a stranger leads or has a seat in {plan}")
-        before = max((number for number in self.plans if number < plan.generation), default=0)
+        known = self.plans.keys() - self._unknown
+        before = max((number for number in known if number < plan.generation), default=0)
         doubt = self.plans[before].sound if before else -1
         closed = doubt < 0 or self._entered >= before or 0 <= plan.sound <= doubt
         if not closed:
@@ -304,7 +313,7 @@ class Exact:
 
     def does(self, who: WorkerKey, step: int) -> None:
         """A worker carries out a step itself, and does not have its state from others or from disk. If it had gone
-        beyond that step before, it has gone back, and knows no more of what came then."""
+        beyond that step before, it has returned, and no longer knows what came then."""
         self._done[who] = {n for n in self._done.get(who, ()) if n < step} | {step}
 
     def goes_on(self, who: Collection[WorkerKey], step: int) -> None:
@@ -412,7 +421,7 @@ class Checks:
         plan = self.records.plans[made_in]
         needed = key.step if key.seq else key.step - 1
         positions = self.views.positions()
-        stale = made_in < self.newest  # members may have gone back since: their records show where they were
+        stale = made_in < self.newest  # members may have returned since: their records show where they were
         behind = [m.key for m in plan.members if not stale and positions.get(m.key, key).step < needed]
         require(not behind, "P2", f"{key} was decided while members {behind} had not decided step {needed}")
         if key.seq == 0:
@@ -496,8 +505,8 @@ class Checks:
         require(step == newest, "P2", f"{who} enters {generation} at step {step}; the newest in all is {newest}")
 
     def _in_parts(self, said: Mapping[int, Holding], at: int, stage: int, *, rolls: bool) -> bool:
-        """Whether the members' parts of a stage at a step are together all of it. rolls: whoever has its gradient may
-        take that step."""
+        """Whether the members' parts of a stage at a step are together all of it. rolls: a member that has its gradient
+        may take that step."""
         live = [h.live(stage) for h in said.values() if h.position.step == at]
         if rolls and self.job.copies:
             takes = [(h.gradients.get(stage, NONE), h) for h in said.values() if h.gradient_step == at]

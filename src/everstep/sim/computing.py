@@ -370,7 +370,7 @@ class Reduction:
         self.life.done(operation, self._payload(operation, gradients))
 
     def _takes(self, plan: Plan) -> dict[int, Extents]:
-        """What the gradient takes to its step here, of stages whose optimizer's state is dealt out."""
+        """Parts of the gradient that are applied here, for stages whose optimizer's state is dealt out."""
         me = self.life.me.worker_id
         dealt = {shard.stage for shard in plan.shards}
         takes = {k: taken(plan, k, me) for k in plan.stages_of(me) if k in dealt}

@@ -205,12 +205,12 @@ class AgentProcess(Process):
         super().__init__(world, f"agent-{host}", host)
         self.control = control
         self.process = process
-        self.dismissed = self.leaving = False
+        self.dismissed = self.leaving = self.drained = False
         self.slots = sorted(worker_ids)
         self.lost: dict[int, wire.SlotLost] = {}  # slots that the agent has given up
         self.ranks: dict[int, int] = {}  # of a slot's next life, if the coordinator has said it
         self.waiting: set[int] | None = None  # slots to start when there is a fork server again
-        self.workers: dict[int, SimWorker] = {}
+        self.workers: dict[int, SimWorker] = {}  # until it has told their ends
         self.heartbeat_ns = heartbeat_ns
         self.seq = 0
         self._told_ns = 0
@@ -303,8 +303,16 @@ class AgentProcess(Process):
                 in_order=in_order,
             )
         )
+        newest = self.workers.get(key.worker_id)
+        if newest is not None and newest.me == key:
+            del self.workers[key.worker_id]
+        self._answer_drained()
         if restart:
             self.soon(5 * MS, 60 * MS, self.start, key.worker_id)
+
+    def _answer_drained(self) -> None:
+        if self.drained and not self.workers:
+            self.client.send(wire.HostEmptied(agent_id=self.name))
 
     def _heartbeat(self) -> None:
         self.later(self.heartbeat_ns, self._heartbeat)
@@ -317,13 +325,14 @@ class AgentProcess(Process):
 
     def _deliver(self, message: wire.AnyMessage) -> None:
         match message:
-            case wire.SetSlots(worker_ids=ids, ranks=ranks):
-                self.slots = sorted(ids)
+            case wire.SetSlots(worker_ids=ids, ranks=ranks, drained=drained):
+                self.slots, self.drained = [] if drained else sorted(ids), drained
                 self.ranks = dict(zip(ids, ranks, strict=False))
                 smaller = {i for i, lost in self.lost.items() if self.ranks.get(i, lost.ranks) < lost.ranks}
                 self.lost = {i: lost for i, lost in self.lost.items() if i not in smaller}
                 for worker_id in self.slots:
                     self.start(worker_id)
+                self._answer_drained()
             case wire.KillWorker(worker_id=worker_id, incarnation=incarnation, reason=reason):
                 worker = self.workers.get(worker_id)
                 if worker is not None and worker.me.incarnation == incarnation:
@@ -544,6 +553,8 @@ class Control:
         for entry in entries:
             if entry["kind"] == "evict":
                 self.checks.evicted(term, _evicted_key(entry))
+            elif entry["kind"] == "plan":
+                self.checks.records.journaled(entry["plan"]["generation"])
 
     def _cut_off(self, who: WorkerKey, cause: Cause) -> bool:
         """Whether the life was given up for its host's silence, while another host was heard."""
@@ -567,4 +578,4 @@ def forget(control: Control, entries: int) -> None:
     journal = control.journal
     journal[:] = journal[: max(1, len(journal) - entries)]
     told = [entry["plan"]["generation"] for entry in journal if entry["kind"] == "plan"]
-    control.checks.records.forget(1 + max((n for n in told if isinstance(n, int)), default=0))
+    control.checks.records.forget({n for n in told if isinstance(n, int)})

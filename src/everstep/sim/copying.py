@@ -349,7 +349,7 @@ class SimDonor:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody still copies a snapshot that is kept."""
+        """Whether a worker still copies a snapshot that is kept."""
         return self._giver.busy
 
     def keeps(self, number: int, copies: dict[int, SimCopy]) -> None:

@@ -54,7 +54,7 @@ class Phases:
         self._of[who] = phase
 
     def forget(self, who: WorkerKey) -> None:
-        """Forget the phase of a worker: whichever comes next is a new one."""
+        """Forget the phase of a worker: the next one is new."""
         self._of[who] = ""
 
 
@@ -87,7 +87,7 @@ class Disk:
         self._full = max(0, self._full - 1)
 
     def empty_all(self) -> None:
-        """Make room again, whatever filled the disk."""
+        """Make room on the disk again."""
         self._full = 0
 
     def write(self, stage: int, save: Save, who: int, state: Blocks) -> None:
@@ -193,7 +193,7 @@ class SimState:
         self.gradients = (step, gradients)
 
     def will_take(self, blocks: Mapping[int, Extents]) -> None:
-        """Of the state only these blocks are updated here with the gradient, by stage; of others all are."""
+        """From now on the gradient updates only these blocks here, by stage; in other stages all."""
         self.takes = dict(blocks)
 
     def receive(self, stage: int, blocks: Blocks) -> None:

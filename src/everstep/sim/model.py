@@ -102,7 +102,7 @@ class SimJob:
         return replace(self, stages=stages, units=self.units or self.stages)
 
     def parts(self) -> Iterator[tuple[int, int]]:
-        """What is held apart: (stage, block), of a state that is not dealt out its first block alone."""
+        """Units that are held apart: (stage, block); only the first block of a state that is not dealt out."""
         return ((k, block) for k in range(self.stages) for block in range(_N_BLOCKS if self.copies else 1))
 
     def trained(self, state: Blocks) -> Blocks:

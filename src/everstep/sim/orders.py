@@ -11,10 +11,7 @@ from everstep.sim.checks import require
 
 
 class Orders:
-    """A slot is wanted of one host, of none that was drained, and a drained host is let go when nothing runs there.
-
-    A life that its agent began upon a word that crossed with its own, and has not told of yet, ends with the host.
-    """
+    """A slot is wanted of one host, of none that was drained, and a drained host is let go when nothing runs there."""
 
     def __init__(self, running: Callable[[str], list[WorkerKey]], stages: int) -> None:
         """running: live workers of an agent, by its name. stages: of the job."""
@@ -23,7 +20,6 @@ class Orders:
         self._told: dict[str, set[int]] = {}  # slots that an agent was told to keep filled, by its name
         self._drained: dict[str, set[int]] = {}  # slots that may still be wanted of a drained agent, by its name
         self._asked: dict[str, wire.Command] = {}  # command, by connection
-        self._lives: set[WorkerKey] = set()  # that agents have told of
         self._members = 0  # of the plan in force
 
     def heard(self, event: CoordinatorEvent) -> None:
@@ -31,17 +27,15 @@ class Orders:
         match event:
             case Disconnected(connection=name):
                 self._over(name)
-            case Received(message=wire.WorkerStarted(worker=life)):
-                self._lives.add(WorkerKey(life.worker_id, life.incarnation))
             case Received(connection=name, message=wire.AgentHello() as hello):
                 for earlier in [one for one, agent_id in self._agents.items() if agent_id == hello.agent_id]:
                     self._over(earlier)
                 self._agents[name] = hello.agent_id
-                self._lives.update(WorkerKey(life.worker_id, life.incarnation) for life in hello.workers)
                 if not hello.workers:  # a new process, or one that has nothing left
                     self._drained.pop(hello.agent_id, None)
             case Received(message=wire.WorkerExited() as left):
-                self._drained.get(left.agent_id, set()).discard(left.worker_id)
+                if all(key.worker_id != left.worker_id for key in self._running(left.agent_id)):
+                    self._drained.get(left.agent_id, set()).discard(left.worker_id)
             case Received(connection=name, message=wire.Command() as command):
                 self._asked[name] = command
 
@@ -54,7 +48,7 @@ class Orders:
                 case Send(connection=name, message=wire.SetSlots(worker_ids=ids)) if name in self._agents:
                     self._wants(self._agents[name], set(ids))
                 case Send(connection=name, message=wire.HostDismissed()):
-                    left = [key for key in self._running(self._agents.get(name, "")) if key in self._lives]
+                    left = self._running(self._agents.get(name, ""))
                     require(not left, "P3", f"{self._agents.get(name)} is to leave while {left} run there")
                 case Send(message=wire.PlanNow(plan=plan)):
                     self._members = len(plan.members)

@@ -60,7 +60,7 @@ class Publication:
     """Tells a sink the news of a run directory each time `advance` is called.
 
     steps, events: numbers delivered by this object. notify: rules of notices, which the caller has to give, because the
-    directory may have been prepared by somebody else.
+    directory may have been prepared by another user.
     """
 
     def __init__(self, run_dir: Path, name: str, sink: Sink, notify: Mapping[str, Any] | None = None) -> None:

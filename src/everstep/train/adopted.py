@@ -31,7 +31,7 @@ IN_RAY = (
 def become_job(given: Mapping[str, Any], run_dir: Path | None) -> None:
     """Returns if this process stands alone. given: what the script has said to `join`.
 
-    Raises: SystemExit (2) after one line, whatever the script does with exceptions of others: it must not train.
+    Raises: SystemExit (2) after one line, even if the script catches other exceptions: it must not train.
     """
     try:
         foreign = foreign_launcher(os.environ)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -198,8 +198,24 @@ class Ambient:
             return told("date.today", date.today(), pinned.date())
 
         moment = {"now": classmethod(now), "utcnow": classmethod(utcnow), "today": classmethod(today)}
-        datetime.datetime = _of(real)("datetime", (real,), moment)  # type: ignore[misc]
-        datetime.date = _of(date)("date", (date,), {"today": classmethod(day)})  # type: ignore[misc]
+        told_so = ModuleType(datetime.__name__)
+        vars(told_so).update(vars(datetime))
+        vars(told_so)["datetime"] = _of(real)("datetime", (real,), moment)
+        vars(told_so)["date"] = _of(date)("date", (date,), {"today": classmethod(day)})
+        _import_for_users(told_so)
+
+
+def _import_for_users(other: ModuleType) -> None:
+    """From now on the user's files import this in place of the module of its name. All others get that module: C
+    extensions crash without its own classes."""
+    real = builtins.__import__
+
+    def imported(name: str, names: Any = None, *more: Any, **options: Any) -> Any:
+        if name == other.__name__ and of_user((names or {}).get("__file__")):
+            return other
+        return real(name, names, *more, **options)
+
+    vars(builtins)["__import__"] = imported
 
 
 def _of(plain: type) -> Any:
@@ -216,7 +232,7 @@ def _of(plain: type) -> Any:
 
 
 class _Entries:
-    """What `os.scandir` gives, in another order."""
+    """The entries of `os.scandir`, in another order."""
 
     def __init__(self, entries: list[Any]) -> None:
         self._entries = iter(entries)

@@ -35,7 +35,7 @@ class CellHead:
         replica.loop.use(self._shared.sums)
 
     def own(self, lanes: Sequence[int]) -> Sequence[int]:
-        """Those of these lanes that the head itself computes."""
+        """The lanes among these that the head itself computes."""
         return lanes[:: self._cell.fsdp]
 
     def passes(

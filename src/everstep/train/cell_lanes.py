@@ -20,7 +20,7 @@ _EXCHANGES_BITS = 32
 
 
 def places_of(replica: StageReplica, config: Config) -> CellPlaces:
-    """Where this worker's processes have what they share."""
+    """Places of the memory that this worker's processes share."""
     cell = config.cell
     return CellPlaces(
         *(replica.layout, replica.parts.model, cell.ranks, config.lanes, cell.least, cell.tp, cell.shards),

@@ -55,7 +55,7 @@ def run_limb(context: WorkerContext, load: Callable[[Config], Task] | None) -> i
 
 
 class CellLimb:
-    """What a limb has, and what it does when it is told to."""
+    """State of a limb, and the commands that it carries out."""
 
     def __init__(self, limb: Limb, task: Task, config: Config, context: WorkerContext) -> None:
         self._row, self._task, self._config = limb.row, task, config
@@ -73,7 +73,7 @@ class CellLimb:
         self._held: dict[int, StageAtLimb] = {}
 
     def commands(self) -> dict[str, Callable[..., Any]]:
-        """What the head may command."""
+        """Commands of the head."""
         acts: dict[str, Callable[..., dict[str, Any]]]
         acts = {ATTACH: self.attach, LANES: self.lanes, PASSES: self.passes, UPDATE: self.update, ADOPT: self.adopt}
         return {name: _answering(act) for name, act in acts.items()}
@@ -115,7 +115,7 @@ class CellLimb:
         note: int,
     ) -> dict[str, Any]:
         """Compute this rank's lanes of the rounds that are made, and say what they gave. note: its size, where the
-        step's lanes begin anew."""
+        step's lanes start over."""
         held = self._attached()
         store, shared, replica = held.store, held.shared, held.replica
         sums, ranks, seats = shared.sums, self._config.cell.ranks, self._config.cell.fsdp
@@ -236,7 +236,7 @@ class CellLimb:
 
 
 def _answering(act: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """What it raises becomes its answer: the head is to raise it."""
+    """Its exceptions become its answer, which the head raises."""
 
     def answer(**arguments: Any) -> dict[str, Any]:
         try:

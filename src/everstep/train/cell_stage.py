@@ -87,7 +87,7 @@ class CellStage:
         self.store.meet(self.point, range(self._ranks))
 
     def leave(self) -> None:
-        """Leave a pass in its middle: the loop has raised, or a limb has. The step's lanes begin anew."""
+        """Leave a pass in its middle: the loop has raised, or a limb has. The step's lanes start over."""
         self.shared.sums.leave()
         self.store.memory.break_pass()
         self.skip(2 * self.shared.sums.points)

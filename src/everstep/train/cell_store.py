@@ -151,7 +151,7 @@ class CellStore:
         return len(data)
 
     def read_note(self, rank: int, size: int) -> Any:
-        """What a rank has left."""
+        """The values that a rank has left."""
         check(0 < size <= _NOTE_BYTES, f"a note has 1 to {_NOTE_BYTES} bytes, not {size}")
         return msgspec.msgpack.decode(ctypes.string_at(self._notes[rank].data_ptr(), size))
 

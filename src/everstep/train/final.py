@@ -46,8 +46,8 @@ def write_final(
     *,
     left: bool = False,
 ) -> None:
-    """Write final/model.safetensors and, last, final/digest.json. Atomic, and the same bytes whoever does it. If the
-    model has an adapter by the package peft, the adapter is written apart, too.
+    """Write final/model.safetensors and, last, final/digest.json. Atomic; all workers would write the same bytes. If
+    the model has an adapter by the package peft, the adapter is written apart, too.
 
     tensors: by their names in the whole model's state_dict. left: the loop was left before the last step.
     """
@@ -166,7 +166,7 @@ class Finisher:
     def _pass_by(self, operation: Finish) -> dict[int, _Passed]:
         """The stages that this worker lacks, or has in part, from others and from here.
 
-        Raises: CollectiveAborted; Unusable if a stage is not to be had.
+        Raises: CollectiveAborted; Unusable if no member has a stage.
         """
         found: dict[int, _Passed] = {}
         at = operation.plan, operation.position, operation.sources, operation.pieces

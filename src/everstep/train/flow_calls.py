@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from everstep.train.flow_functions import Functions, Given, method_of
-from everstep.train.flow_items import MISSING
+from everstep.train.flow_items import MISSING, namespace_of
 from everstep.train.flow_memory import (
     CHOSEN,
     NOTHING,
@@ -211,6 +212,10 @@ class Calls:
         held = any(_is_held(memory.attribute(thing, name)[1]) for thing in base.objects)
         if callee.codes or held or any(self.functions.is_users(t) for t in callee.objects) or of_module:
             return self._function(node, callee, name, given, scope)
+        if name == "__setitem__" and isinstance(func, ast.Attribute) and len(node.args) == len(given.plain) == 2:
+            target = ast.copy_location(ast.Subscript(func.value, node.args[0], ast.Store()), node)
+            self.reader.store(target, given.plain[1], scope)
+            return Value()
         return self._foreign_method(func, base, name, given, scope)
 
     def _backward(self, given: Given) -> None:
@@ -231,6 +236,13 @@ class Calls:
     def _foreign_method(self, func: Any, base: Value, name: str, given: Given, scope: Scope) -> Value:
         memory = self.memory
         whole = together(memory, given)
+        if name in CHANGING and any(namespace_of(thing) is not None for thing in base.objects):
+            names = given.named.items() if name == "update" and not given.plain else ()
+            for word, value_of in names:
+                self.reader.store_names(base, ast.Constant(word), value_of)
+            if not names:
+                self.reader.store_names(base, None, Value(whole))
+            return Value()
         flags = frozenset(f for v in given.all for f in v.flags & {"copy"})
         restless = any("restless" in memory.judge.flags(thing) for thing in base.objects)
         in_place = name.endswith("_") and not name.endswith("__")
@@ -303,7 +315,7 @@ class Calls:
         whole = together(memory, given) | memory.use(callee)
         whole = whole.union(*(memory.fields(thing, callee.title) for thing in callee.objects))
         module = ast.unparse(node.func).split(".")[0] if isinstance(node.func, ast.Attribute) else ""
-        special = self._special(name, node, given, whole, scope)
+        special = _of_modules(self.reader, name, given, whole, scope) or self._special(name, node, given, whole, scope)
         if special is not None:
             return special
         if name in SEEDS or (name.startswith("set_") and module == "torch"):
@@ -389,6 +401,8 @@ class Calls:
             return replace(joined(inner or [Value()]), deps=whole, flags=CHOSEN)
         if isinstance(key, ast.Constant) and len(plain) > 2:
             self.reader.store_attribute(plain[0], str(key.value), plain[2], node.args[0], scope)
+        elif any(isinstance(thing, types.ModuleType) for thing in plain[0].objects):
+            self.reader.store_names(plain[0], key, Value(whole))
         else:
             memory.mutate(plain[0], Value(whole))
         return Value()
@@ -429,6 +443,20 @@ class Calls:
 def together(memory: RoundMemory, given: Given) -> frozenset[Origin]:
     """Everything that the arguments depend on."""
     return NOTHING.union(*(memory.use(v) for v in given.all))
+
+
+def _of_modules(reader: Reader, name: str, given: Given, deps: frozenset[Origin], scope: Scope) -> Value | None:
+    """Result of functions that give or change the names of modules; None for all others."""
+    memory, plain = reader.memory, given.plain
+    if name == "globals" or (name in ("locals", "vars") and not plain and not scope.own):
+        return memory.live(scope.globals, name)
+    if name == "exec":
+        reader.store_names(memory.live(scope.globals, name), None, Value(deps))
+        return Value()
+    if name in ("import_module", "__import__") and plain:
+        found = [sys.modules.get(key) for key in plain[0].objects if isinstance(key, str)]
+        return joined([memory.live(one, one.__name__) for one in found if one is not None] or [Value()])
+    return None
 
 
 def _only(value: Value) -> Any:

@@ -351,7 +351,7 @@ class RoundMemory:
         self.meet(ends)
 
     def point(self) -> Point:
-        """Where reading is, to be met later."""
+        """The place of reading, which is met later."""
         return dict(self.values), self.items.done
 
     def meet(self, ends: Sequence[Point]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from everstep.train.flow_items import MISSING
+from everstep.train.flow_items import MISSING, namespace_of
 from everstep.train.flow_memory import (
     NOTHING,
     STEP,
@@ -246,6 +246,9 @@ class Reader:
             self.store_attribute(self.value(target.value, scope), target.attr, value, target.value, scope)
         elif isinstance(target, ast.Subscript):
             base, index = self.value(target.value, scope), self.value(target.slice, scope)
+            if any(namespace_of(thing) is not None for thing in base.objects):
+                self.store_names(base, target.slice, value)
+                return
             given = value.with_deps(memory.use(index) if index.key is None else NOTHING)
             own, whole = item_of(base, target.slice), _is_whole(memory, base, target.slice)
             kept = items_of(memory, own) if own else {}
@@ -258,6 +261,16 @@ class Reader:
                 self.store(inner, part_of(value, k, len(target.elts)), scope)
         elif isinstance(target, ast.Starred):
             self.store(target.value, value, scope)
+
+    def store_names(self, base: Value, name: ast.expr | None, value: Value) -> None:
+        """Set a name of a module. name: None if it is unknown, and so may be any that the training reads."""
+        for space in filter(None, map(namespace_of, base.objects)):
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                self.store(ast.Name(name.value, ast.Store()), value, Scope(None, space))
+            else:
+                place = ("name", id(space), "")
+                self.memory.write(place, value.with_deps(frozenset((place,))), title="globals()[...]", strong=False)
+                self.memory.sink((place,))
 
     def store_attribute(self, base: Value, name: str, value: Value, node: ast.expr, scope: Scope) -> None:
         """Set an attribute, or run the user's class's own method for that."""

@@ -6,11 +6,12 @@ Apart from `flow_reader`, which reads functions and knows names, because this is
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from everstep.train.flow_items import MISSING
+from everstep.train.flow_items import MISSING, namespace_of, rounds_of
 from everstep.train.flow_memory import CHOSEN, NOTHING, SCALARS, Origin, Value, decided, entry_of, joined
 from everstep.train.flow_reader import Closure, Reader, Scope, bare, item_of, part_of
 from everstep.train.flow_words import OPERATORS, SHAPES
@@ -69,6 +70,11 @@ def _loop(reader: Reader, node: ast.For | ast.While, scope: Scope) -> None:
     memory = reader.memory
     over = reader.value(node.iter, scope) if isinstance(node, ast.For) else None
     trains = over is not None and bool(over.flags & {"run", "step"})
+    if rounds := rounds_of(node):
+        for body in rounds:
+            reader.block(body, scope)
+        reader.block(node.orelse, scope)
+        return
     left: list[frozenset[Origin]] = []
 
     def once() -> None:
@@ -193,6 +199,14 @@ def _shape(reader: Reader, base: Value, node: ast.expr) -> Value:
 def _subscript(reader: Reader, node: ast.Subscript, scope: Scope) -> Value:
     base, index = reader.value(node.value, scope), reader.value(node.slice, scope)
     memory = reader.memory
+    if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+        spaces = [space for thing in base.objects if (space := namespace_of(thing)) is not None]
+        if spaces:
+            named = ast.copy_location(ast.Name(node.slice.value, ast.Load()), node)
+            return joined([_name(reader, named, Scope(None, space)) for space in spaces])
+    if any(thing is sys.modules for thing in base.objects):
+        found = [sys.modules.get(key) for key in index.objects if isinstance(key, str)]
+        return joined([memory.live(module, module.__name__) for module in found if module is not None] or [Value()])
     title = f"{base.title}[{ast.unparse(node.slice)}]"
     if (item := item_of(base, node.slice)) in memory.values:
         set_here = memory.values[item]

@@ -1,7 +1,7 @@
 """Where the user's code may import from: its own folder and the working directory, in the processes that load it alone.
 
 Apart because tasks and scripts are loaded in different places. No other process of ours has a folder of the user's on
-its path: whoever can write there would run code in it.
+its path: a user who can write there would run code in it.
 """
 
 from __future__ import annotations

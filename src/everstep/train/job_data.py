@@ -89,7 +89,7 @@ class DataPosition:
             stated = msgspec.json.decode(data, type=_Stated)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"the checkpoint of step {step} says of its data what cannot be read: {error}") from None
-        undo = "put it back, or begin anew with --fresh"
+        undo = "put it back, or start over with --fresh"
         if stated.files and stated.files != self._digests:
             number = next(i for i, (a, b) in enumerate(zip_longest(stated.files, self._digests)) if a != b)
             here = "{} ({} bytes)".format(*self.files[number]) if number < len(self.files) else "not there"

@@ -135,22 +135,23 @@ def join(
 ) -> Run:
     """Make this process a worker of a job, and return the job's steps to iterate over.
 
-    `optimizer`: one, or a list or dict of several, which are stepped in this order; `scheduler`: likewise; those that
-    go by a metric (ReduceLROnPlateau) are carried, and stepped by the loop. `dataset`: map-style, or a DataLoader, of
-    which dataset, order, collate_fn and processes are used; its batch_size is that of the global batch: `lanes` x
-    `micro_batch` (8) samples, whichever workers compute them. `accumulate=k`: k times as many lanes. `state`: anything
-    else to heal and save: the result of everstep.state(best=1e9, wait=0), or, by name, such objects and others with
-    state_dict and load_state_dict. `units`: the finest cuts of the model, in order. `config`: further keys (steps=...,
-    precision=..., seed=...). Under `everstep run`, keys given there win. `run_dir`: where a job of one worker writes,
-    if anywhere; it takes checkpoints there, and goes on from the newest one when the script is run again. All files
-    that this process writes from then on are readable by their owner alone; os.umask changes that.
+    - `optimizer`, `scheduler`: each is one, or a list or dict of several. Optimizers are stepped in this order. The
+      loop itself steps schedulers that go by a metric (ReduceLROnPlateau).
+    - `dataset`: map-style, a stream, or a DataLoader, of which join takes dataset, order, collate_fn, processes and
+      batch_size, the size of the global batch.
+    - `lanes`, `micro_batch` (8): the global batch has `lanes` x `micro_batch` samples, on any number of workers.
+      `accumulate=k` multiplies the lanes by k.
+    - `state`: everything else to heal and save: the result of everstep.state(best=1e9, wait=0), or, by name, such
+      objects and others with state_dict and load_state_dict.
+    - `units`: the finest cuts of the model, in order.
+    - `run_dir`: directory of a job of one worker. The job takes checkpoints there, and goes on from the newest one when
+      the script is run again. Its owner alone can read the files that this process writes; os.umask changes that.
+    - `ignore`: values that the loop may keep without `state`, as objects or as names ("meter", "trainer.history").
+    - `config`: further keys (steps=..., precision=..., seed=...). Under `everstep run`, keys given there win.
 
-    Other values that the loop keeps from step to step are lost in a worker that is resumed or healed, so a script is
-    rehearsed before its first step, and refused if it keeps any (`rehearse=False` skips this). `ignore`: values that it
-    may keep all the same, as objects or as names ("meter", "trainer.history").
-
-    Build the model after seeding (torch.manual_seed(...)), so that a run by itself starts from the same weights; a job
-    seeds every worker alike before it runs the script.
+    Other values that the loop keeps from step to step are lost in a worker that is resumed or healed. So a script is
+    rehearsed before its first step, and refused if it keeps any; `rehearse=False` skips this. Seed before you build the
+    model (torch.manual_seed(...)): a job seeds every worker alike before it runs the script.
 
     In a process that torchrun, srun, mpirun or the like has started as one of several, this does not return: all of
     them become one job (`everstep run` of the script), whose workers run the script from its beginning. So the code

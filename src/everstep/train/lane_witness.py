@@ -56,7 +56,7 @@ class LaneWitness:
         if found:
             return LaneCarried(
                 f"{head}: {_listed(found)} is carried from one batch to the next, and a lane must not depend on those "
-                "before it, which other workers may compute: begin each batch anew, or change it once per step, after "
+                "before it, which other workers may compute: reset it in each batch, or change it once per step, after "
                 "the batches"
             )
         return error

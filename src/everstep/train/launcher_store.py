@@ -1,7 +1,7 @@
 """Passes the job's address on through the store that torchrun's own processes keep: a process of its own, since neither
 the job's process nor an agent imports torch.
 
-Whoever reads the store takes nothing from it but an address, and proves the job's token there.
+A reader takes nothing from the store but an address, and proves the job's token there.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from everstep.train.stage_lanes import batch_digest
 
 
 class StageAtLimb:
-    """What a limb has of one stage."""
+    """A limb's part of one stage."""
 
     def __init__(self, replica: StageReplica, store: CellStore, config: Config) -> None:
         self.replica, self.store = replica, store

@@ -82,7 +82,7 @@ class LineTrace:
         sys.settrace(None)
 
     def mark(self, part: str) -> None:
-        """What follows belongs to this part; "": nothing is kept."""
+        """Count what follows to this part; "": keep nothing."""
         self._part = part
         self._rows = self.parts.setdefault(part, [])
 

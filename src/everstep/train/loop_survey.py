@@ -73,8 +73,9 @@ class LoopSurvey:
         """A checkpoint is being taken: look, in a thread."""
         if self._turns > _STEPS and (self._thread is None or not self._thread.is_alive()):
             frames = loop_frames(frame)
-            self._thread = threading.Thread(target=self._compare, args=(frames,), name="everstep-survey", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._compare, args=(frames,), name="everstep-survey", daemon=True)
+            thread.start()
+            self._thread = thread  # known once it runs: another thread may wait for it at any moment
 
     def record(self) -> dict[str, bytes]:
         """Entry for the checkpoint. Waits for a look that is under way; not called in the training thread."""

@@ -125,7 +125,7 @@ def _state_bytes(optimizer: Optimizer, sample: Optimizer) -> int:
 
 
 def _cut(parameters: Sequence[Tensor], owner: int) -> dict[Tensor, list[tuple[int, int]]]:
-    """The pieces of one of two owners; witnesses where it has none. A single element is everybody's: of no elements,
+    """The pieces of one of two owners; witnesses where it has none. Both own a single element: of no elements,
     it would look like what is kept once for each parameter."""
     found: dict[Tensor, list[tuple[int, int]]] = {}
     for number, parameter in enumerate(parameters):
@@ -180,7 +180,7 @@ def _differs(
     owned: Sequence[dict[Tensor, list[tuple[int, int]]]],
     seed: int,
 ) -> str:
-    """What two owners make otherwise than an update of all; "" if nothing."""
+    """Difference between updates by two owners and one update of all; "" if none."""
     for number, pieces in enumerate(owned):
         try:
             twin = updated(pieces, derive(seed, number, 1))

@@ -51,7 +51,7 @@ class OptimizerUpdate:
         self, optimizer: Optimizer, memory: StateMemory, every: int = 0, kind: OptimizerKind | None = None
     ) -> None:
         """every: steps between looks at what the optimizer is like, where that matters; 0: in the first updates alone.
-        kind: what it was like before them, if somebody has looked."""
+        kind: what it was like before them, if that is known."""
         self._every, self._looks = every, _FIRST_LOOKS
         self.kind = kind
         self.dealt: Dealt | None = None
@@ -61,7 +61,7 @@ class OptimizerUpdate:
         self._took_long, self._before = 0, time.monotonic()
 
     def prove(self) -> None:
-        """That an update is deterministic was seen elsewhere."""
+        """Note that an update was found to be deterministic elsewhere."""
         self.proven = True
 
     def forget(self) -> None:
@@ -195,7 +195,7 @@ class OptimizerUpdate:
 
     def _move(self, memory: FarMemory, places: Mapping[Tensor, Mapping[Any, Any]] = {}) -> None:
         """Put where it belongs what an update, or the optimizer when it was made, has put elsewhere. places: the state
-        before the update: a tensor that it has made anew comes to lie where the one before lay."""
+        before the update: a new tensor of the optimizer may get the address of the one before."""
         for parameter, state in self._optimizer.state.items():
             for key, value in state.items() if isinstance(parameter, Tensor) else ():
                 if isinstance(value, Tensor) and value.shape == parameter.shape and memory.lacks(value):
@@ -291,6 +291,6 @@ def refuse_in_cell(optimizer: Optimizer, seed: int) -> None:
 def _refuse_state_dict(optimizer: Optimizer) -> None:
     """Raises: ConfigError, for a loop that would save what is not there."""
     raise ConfigError(
-        f"zero.stage: no worker has all of the state of {type(optimizer).__name__}, so its state_dict is not to be "
-        "had: leave saving to the job's checkpoints (everstep checkpoints export), or set zero.stage=0"
+        f"zero.stage: no worker has all of the state of {type(optimizer).__name__}, so its state_dict is not "
+        "available: leave saving to the job's checkpoints (everstep checkpoints export), or set zero.stage=0"
     )

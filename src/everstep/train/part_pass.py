@@ -136,7 +136,7 @@ class PartPass:
 
     @property
     def sums(self) -> LaneAccumulator | RankSums:
-        """Where lanes are added up."""
+        """The sum that lanes are added to."""
         return self.accumulator if self._shared is None else self._shared
 
     @property

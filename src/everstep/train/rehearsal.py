@@ -10,8 +10,10 @@ enough for both.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -46,7 +48,7 @@ from everstep.train.carried_names import Read, Trained, is_run, read_loop
 from everstep.train.importing import import_from_script
 from everstep.train.loop_values import held
 from everstep.train.name_origins import Places
-from everstep.train.reachable import Carried, Fact, Survey, loop_frames, variables
+from everstep.train.reachable import Carried, Fact, Survey, loop_frames, of_user, variables
 from everstep.train.restarts import TRAINING, Finding, differing, findings, read_in_code, unpassed, with_code
 from everstep.train.task import place_of, where
 from everstep.train.view import WorkerView
@@ -54,12 +56,13 @@ from everstep.train.watched_life import IN_REHEARSAL, LifeNotes, LifeWatch, Note
 from everstep.train.worker_link import Deliver, Hello, LoneLink
 
 STEPS, LIMIT_S = 3, 120.0
+DIED, LATE = "died", "late"
 _SIZE = "a.bytes"
 """File with the size of life a, when it has done a step."""
 _NEVER = 1 << 40
 _WAIT_S = 0.01
 _MOST_TEXT = 400
-_MOST_OUTPUT = 2_000
+_MOST_OUTPUT = 8_000
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ class Rehearsed:
 @dataclass(frozen=True)
 class Sighting:
     """Facts that a life has seen at its end. step: its last step. error: why it ended otherwise, "" if it did not;
-    known: Everstep itself has refused something, with an error of this kind, at this place. total: the job's last step;
+    known: Everstep itself has refused something; kind: of the error at this place, `DIED` or `LATE`. total: the job's
+    last step;
     epoch_end: that of the first epoch, 0 if there is none. numbers: values in the loop. unpassed: name and type of a
     scheduler that `join` was not given. read: facts from the loop's code, which was read before the first step.
     """
@@ -105,6 +109,16 @@ class Sighting:
     total: int = 0
     epoch_end: int = 0
     numbers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def died(self) -> bool:
+        """Its process ended by itself."""
+        return self.kind == DIED
+
+    @property
+    def late(self) -> bool:
+        """It was not through in time."""
+        return self.kind == LATE
 
 
 @dataclass(frozen=True)
@@ -231,7 +245,7 @@ class LifeLink(LoneLink):
 
     def _pass_on(self) -> None:
         """Pass the saved checkpoint, and nothing else, to life b."""
-        if self._life == "a" and self.run_dir is not None:
+        if self._life == "a" and self.run_dir is not None and not self._what.path("b").exists():  # traced: there is one
             write_atomically(self._what.path(_SIZE), str(resident_bytes()))
             whole = self._what.path("b.part")
             shutil.copytree(self.run_dir / CHECKPOINTS_DIR, whole / CHECKPOINTS_DIR, copy_function=os.link)
@@ -304,18 +318,19 @@ def live(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> None:
     os.environ.setdefault("WANDB_MODE", "disabled")
     link = LifeLink(what, life)
     error, known, kind, place = "", False, "", ("", 0)
+    faulthandler.enable(2)
     try:
         body(link)
         error = "its loop ended before its last step" if link.joined else "it ended without calling everstep.join"
     except EverstepError as refusal:
         error, known, kind, place = str(refusal), True, type(refusal).__name__, place_of(refusal)
     except SystemExit as leaving:
-        error = f"it left with exit code {leaving.code}"
+        error, kind = f"it left with exit code {leaving.code}", DIED
     except BaseException as fault:  # any error of the user's code ends this life, and nothing else
-        error = f"{type(fault).__name__}: {fault}{where(fault)}"
+        error, kind, place = f"{type(fault).__name__}: {fault}{where(fault)}", type(fault).__name__, place_of(fault)
     said = " ".join(error.split())[:_MOST_TEXT]
-    noted = link.watcher.noted()
-    report(what, life, Sighting(error=said, known=known, kind=kind, place=place, read=link.read or Read(), noted=noted))
+    noted, read = link.watcher.noted(), link.read or Read()
+    report(what, life, Sighting(error=said, known=known, kind=kind, place=place, read=read, noted=noted))
 
 
 def run_script(what: Rehearsed) -> None:
@@ -351,7 +366,8 @@ class Rehearsal:
     may have run in it.
 
     body: loads and runs the script or task. in_turn: one life at a time, if there is room for only one (a GPU). fork:
-    begins a life, and returns its pid.
+    begins a life, and returns its pid. deaths: gets each life that has died of itself, whether anybody asks for its
+    result or not.
     """
 
     def __init__(
@@ -361,8 +377,10 @@ class Rehearsal:
         limit_s: float = LIMIT_S,
         in_turn: bool = False,
         fork: Fork | None = None,
+        deaths: list[Sighting] | None = None,
     ) -> None:
         self._what = what
+        self._deaths = [] if deaths is None else deaths
         self._fork: Fork = fork or (lambda piece, life: fork_life(piece, life, body))
         self._limit_s = limit_s
         self._in_turn = in_turn
@@ -388,9 +406,11 @@ class Rehearsal:
 
     def close(self) -> None:
         """End all lives."""
-        for pid in self._pids.values():
+        for life, pid in self._pids.items():
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            status = os.waitpid(pid, 0)[1]
+            if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:  # it was over
+                self._seen(life, status)
         self._pids = {}
 
     def _judge(self, listed: bool) -> Judgement:
@@ -422,7 +442,7 @@ class Rehearsal:
         return Judgement(tuple(places.of(f) for f in found if f.refused or listed), seen=first)
 
     def result(self, life: str) -> Sighting:
-        """What a life has seen; waits for its end."""
+        """The findings of a life; waits for its end."""
         self.seen[life] = found = self._found(life)
         return found
 
@@ -432,18 +452,26 @@ class Rehearsal:
         fd = os.pidfd_open(pid)
         try:
             if not readable([fd], max(0.0, self._until_s - time.monotonic())):
-                return Sighting(error=f"it was not through with {self._what.steps} steps after {self._limit_s:g} s")
+                late = f"it was not through with {self._what.steps} steps after {self._limit_s:.3g} s"
+                return Sighting(error=late, kind=LATE)
         finally:
             os.close(fd)
         del self._pids[life]
-        status = os.waitpid(pid, 0)[1]
+        return self._seen(life, os.waitpid(pid, 0)[1])
+
+    def _seen(self, life: str, status: int) -> Sighting:
+        """What a life that is over has reported; otherwise that it has died."""
         try:
-            return _read(self._what.path(f"{life}.json"))
+            found = _read(self._what.path(f"{life}.json"))
         except (OSError, ValueError, KeyError, TypeError):
             code = os.waitstatus_to_exitcode(status)
+            error = f"its process ended ({why_ended(code).reason})"
             if code == -signal.SIGKILL and self._kills.lately(time.monotonic()):
-                return Sighting(error="there was not enough memory for it")
-            return Sighting(error=f"its process ended ({why_ended(code).reason})")
+                error = "there was not enough memory for it"
+            found = Sighting(error=error, kind=DIED, place=stood_at(self._output(life)))
+        if found.died:
+            self._deaths.append(found)
+        return found
 
     def _output(self, life: str) -> str:
         """The last text that this life has printed."""
@@ -451,6 +479,13 @@ class Rehearsal:
             return read_given(self._what.path(f"{life}.log"), folders=1).decode(errors="replace")[-_MOST_OUTPUT:]
         except OSError:
             return ""
+
+
+def stood_at(text: str) -> tuple[str, int]:
+    """File and line of the user's code that a process was in when it died, as `faulthandler` has written them."""
+    _, there, stack = text.rpartition("Fatal Python error: ")
+    rows = re.findall(r'^  File "(.+)", line (\d+) in ', stack, re.MULTILINE) if there else []
+    return next(((file, int(line)) for file, line in rows if of_user(file)), ("", 0))
 
 
 def _read(path: Path) -> Sighting:

@@ -241,11 +241,11 @@ class Step:
         optimizer: Any = None,
         retain_graph: bool = False,
     ) -> None:
-        """Backward of this batch. `loss` is its mean; or its sum, with `weight` (number of tokens, say). Several calls
-        for one batch add their losses and gradients up. `optimizer`: one of those that join was given, or its name;
-        then its parameters alone get a gradient. `retain_graph`: a later call goes through the same graph.
+        """Run the backward pass of this batch. `loss` is the batch's mean; or its sum, with `weight`, such as the
+        number of tokens. Several calls for one batch add up their losses and gradients. `optimizer`: one that join got,
+        or its name; then its parameters alone get a gradient. `retain_graph`: a later call uses the same graph.
 
-        Raises: Misused if it is no scalar with a gradient, or the weights of several calls differ.
+        Raises: Misused if the loss is no scalar with a gradient, or the weights of several calls differ.
         """
         view = self._session.view
         view.phase("backward", self.number, view.plan)
@@ -256,8 +256,8 @@ class Step:
     def log(self, **values: tuple[Any, Any]) -> None:
         """Log values of this batch, each as (sum, count): `step.log(accuracy=(hits, len(y)))`.
 
-        The step's value is the sum over the global batch, divided by the count, the same for any number of workers. It
-        is told with the step, in `metrics` here, and wherever the loss is shown. A repeated name is added up.
+        The step's value is the sum over the global batch, divided by the count, for any number of workers the same. It
+        is in `metrics`, and shown with the loss. Values of one name are added up.
 
         Raises: Misused outside the step's batches, or for something that is no sum and count.
         """
@@ -296,8 +296,7 @@ def _reach(session: Session) -> None:
 
 
 class Run:
-    """A job, as its user's loop sees it. Iterate it for steps. remarks: warnings that wait for the first step: a fault
-    that kept the rehearsal from its end may keep the job from it, too, and is told once."""
+    """A job, as the user's loop sees it. Iterate over it for steps."""
 
     def __init__(self, session: Session, model: nn.Module, survey: LoopSurvey | None = None) -> None:
         self._session = session
@@ -305,7 +304,7 @@ class Run:
         self._stopped = False
         self._logged: tuple[int, dict[str, float]] = (0, {})
         self._survey = survey
-        self.remarks: list[str] = []
+        self.remarks: list[str] = []  # warnings for the first step: their fault may end the job, and is told once
         self._guard: AbstractContextManager[None] = contextlib.nullcontext()
         if not session.view.stages.split:
             replica = session.view.stages.only
@@ -420,7 +419,7 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """Whether this worker is the leader at the moment."""
+        """Whether this worker is the leader now."""
         return self._session.view.is_main
 
     @property
@@ -436,16 +435,15 @@ class Run:
         view.publisher.report(kind, step, self.is_main, fields)
 
     def log(self, **values: Any) -> None:
-        """Log numbers of this step: `run.log(test_accuracy=0.93)`. Those of the leader are told, wherever the loss is
-        shown; another worker's are told only if it becomes the leader before they are. Raises: Misused for something
-        that is no number."""
+        """Log numbers of this step: `run.log(test_accuracy=0.93)`. The leader's are shown with the loss, another
+        worker's only if it becomes the leader before that. Raises: Misused for something that is no number."""
         step = self._session.view.step
         before = self._logged[1] if self._logged[0] == step else {}
         self._logged = step, {**before, **numbers(values)}
         self.report("logged", metrics=dict(self._logged[1]))
 
     def stop(self) -> None:
-        """End after this step. Every worker must come to the same conclusion (from a loss or a metric, say)."""
+        """End the job after this step. All workers must do so at the same step, by a loss or a metric, say."""
         self._stopped = True
 
     def barrier(self) -> None:

@@ -250,7 +250,7 @@ class PartSaver:
             self._note(SaveEnded(number, True, outcome.why.reason, self.where(number), outcome.cost_s))
 
     def where(self, number: int) -> str:
-        """Where the checkpoint of a step is."""
+        """Path of the checkpoint of a step."""
         store = self.checkpointer.store if self.checkpointer is not None else None
         return f"{store.path}/{step_name(number)}" if store is not None else ""
 
@@ -443,7 +443,7 @@ class Restorer:
         there, view = manifest.numerics, self._view
         how = "does not say which kernels computed it, so the kernels here may give other bits"
         if there is not None:
-            how = f"is of kernels that give {view.kernels.unlike(there, 'it')}: the result is not exact any more"
+            how = f"is of kernels that give {view.kernels.unlike(there, 'it')}: the result is no longer exact"
         if there is None or there.fingerprint != view.kernels.fingerprint:
             reason, step = f"the checkpoint of step {manifest.step} {how}", manifest.step
             view.publisher.emit("warning", step=step, cause=Cause.NONDETERMINISTIC, reason=reason)

@@ -138,7 +138,7 @@ class Session:
 
 
 def _passes(cell: CellHead | CellStages | None, config: Config) -> Callable[..., Passes]:
-    """What makes the passes of a split model's step."""
+    """The constructor of the passes of a split model's step."""
     if isinstance(cell, CellStages) and not config.emulate_compute_ms:
         return partial(CellPasses, cell=cell)
     return Passes

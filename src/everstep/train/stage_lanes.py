@@ -211,7 +211,7 @@ class StageLanes:
             part.guard.commit([BufferReport.decode(row[k]) for row in reports])
 
     def settle_buffers(self) -> None:
-        """Put the step's buffers back, whatever the last lane left: the state is whole again."""
+        """Put the step's buffers back after the last lane: the state is whole again."""
         for part in self.passes.values():
             part.guard.settle()
 

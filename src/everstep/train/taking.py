@@ -297,7 +297,7 @@ class Copier:
     ) -> list[ReceivedOffer]:
         """All wanted blocks, in memory: nothing is changed before all of them are there.
 
-        Raises: CollectiveAborted; Unusable if blocks that were stated are not to be had.
+        Raises: CollectiveAborted; Unusable if no member sends blocks that were stated.
         """
         me = self._view.me
         own = partial(self._here, position.step)

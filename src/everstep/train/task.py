@@ -90,7 +90,7 @@ class Task:
 def calling(task: Task, method: str, *arguments: Any) -> Any:
     """Call one of the task's methods.
 
-    Raises: TaskError from whatever it raised, naming the method and the user's line.
+    Raises: TaskError from the exception that it raised, naming the method and the user's line.
     """
     try:
         return getattr(task, method)(*arguments)

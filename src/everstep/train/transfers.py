@@ -257,9 +257,9 @@ class Transfers:
         return built
 
     def _take_loop(self, restored: Manifest) -> None:
-        """Where the user's loop goes on: right after the update, or beyond what follows it."""
+        """Let the user's loop go on right after the update, or after what follows it."""
         changed = recorded(restored.application.get(CHANGED))
-        self._loop.refuse(changed, f"the checkpoint of step {restored.step} cannot be gone on from")
+        self._loop.refuse(changed, f"the job cannot go on from the checkpoint of step {restored.step}")
         if restored.application.get(LOOP):
             self._loop.take(restored.application[LOOP], restored.step)
         if PAST in restored.application and not self._view.driver.in_memory(restored.step):  # all do the same

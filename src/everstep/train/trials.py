@@ -40,12 +40,16 @@ _WORDS = {
 }
 _WHO = ("which process or host this is", "let all workers compute the same, whichever of them computes a lane")
 _TWICE = "let the results of a batch depend on the batch, the model and step.number alone"
+_MEND = "mend that, for a job would end, or lose a worker, in the same way"
+_OF_STATE = ("IndexError", "KeyError", "StoreError", "CheckpointCorrupt", "BlobMissing")
+"""Errors that may follow from a cursor that was set beside a state of another step."""
 _KEPT = "keep no values from batch to batch, or only in buffers of the model"
 
 
 @dataclass
 class Trials:
-    """Trials of one script or task. apart: begins a life in a process with other hashes."""
+    """Trials of one script or task. apart: begins a life in a process with other hashes. deaths: all lives that have
+    died of themselves, also those of the rehearsal; each is a finding, whatever else is found."""
 
     what: Rehearsed
     body: Callable[[LifeLink], None]
@@ -53,6 +57,7 @@ class Trials:
     limit_s: float
     notes: list[str] = field(default_factory=list)
     covered: list[str] = field(default_factory=list)
+    deaths: list[Sighting] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._until_s = time.monotonic() + self.limit_s
@@ -71,13 +76,25 @@ class Trials:
         first = verdict.seen
         if first.known:
             return [self._refused(first)]
-        if verdict.note or first.error:
+        lives = [rehearsal.seen[life] for life in "bc" if life in rehearsal.seen]
+        if first.late or any(life.late for life in lives) or (verdict.note and not first.error and not lives):
             return []
         control = rehearsal.seen.get("c") or rehearsal.result("c")
+        if first.error:
+            same = bool(verdict.findings) or control.late or control.error == first.error
+            return [] if same else self._unsteady("one of them ends early: " + first.error, first)
         found = self._surroundings(first, control)
-        if not found and not verdict.findings and (how := unlike(first, rehearsal.seen["b"])):
-            found = self._followed(how, "a worker that is resumed differs", self._traced_lives("a", "b"))
-        return [*found, *self._stretches(first, steady=not found)]
+        how = unlike(first, rehearsal.seen["b"])
+        if not found and not verdict.findings and how:
+            why = "a worker that is resumed differs"
+            found = self._followed(how, why, self._traced_lives("a", "b")) or [_somewhere(how, why, first)]
+        return found if verdict.note else [*found, *self._stretches(first, steady=not found)]
+
+    def died(self) -> list[Finding]:
+        """A finding for each way in which lives have died of themselves."""
+        ways = {death.error: death.place for death in self.deaths}
+        name = os.path.basename(self.what.script)
+        return [_ended(name, f"a run of a few steps died: {how}", place) for how, place in ways.items()]
 
     # ---- further steps
 
@@ -117,12 +134,17 @@ class Trials:
         watch = replace(self.what.watch, origin=str(origin))
         piece = replace(self.what, folder=str(folder), steps=at + 1, watch=watch)
         left_s = max(1.0, self._until_s - time.monotonic())
-        lives = Rehearsal(piece, self.body, left_s)
+        lives = Rehearsal(piece, self.body, left_s, deaths=self.deaths)
         with closing(lives):
             verdict = lives.verdict()
         first, resumed = verdict.seen, lives.seen.get("b", verdict.seen)
-        if verdict.refused or verdict.note:
-            self.notes.append(f"steps around {at} ({why}): {verdict.refused or verdict.note}")
+        failed = next((life for life in (first, resumed) if life.error), None)
+        if failed is not None and not ((failed is first and (first.late or first.kind in _OF_STATE)) or resumed.late):
+            who = "a worker that goes on there" if failed is first else "a worker that is resumed"
+            says = f"around step {at} ({why}) {who} ends early: {failed.error}"
+            return [] if failed.died else [_ended(os.path.basename(self.what.script), says, failed.place)]
+        if verdict.note or failed is not None:
+            self.notes.append(f"steps around {at} ({why}): {verdict.note or first.error}")
             return []
         self.covered.append(f"steps {max(1, at - steps + 1) + 1} to {first.step} ({why}): resumed in between")
         found = list(verdict.findings)
@@ -145,10 +167,11 @@ class Trials:
         found = self._by_site(sites)
         if not found and not strange.error and not natural:
             found = self._followed(how, "it depends on the order or the hash of texts", self._hashed_lives())
-        if not found and natural:
-            text = "two undisturbed runs differ"
-            found = self._followed(natural, text, self._traced_lives("t", "u")) or [_somewhere(natural, text, first)]
-        return found
+        return found or (self._unsteady(natural, first) if natural else [])
+
+    def _unsteady(self, how: str, first: Sighting) -> list[Finding]:
+        why = "two undisturbed runs differ"
+        return self._followed(how, why, self._traced_lives("t", "u")) or [_somewhere(how, why, first)]
 
     def _by_site(self, sites: Sequence[str]) -> list[Finding]:
         if not sites:
@@ -240,17 +263,20 @@ class Trials:
     def _rehearsal(self, watch: LifeWatch, hashed: bool = False) -> Rehearsal:
         left_s = max(1.0, self._until_s - time.monotonic())
         fork = self.apart if hashed else lambda what, life: fork_life(what, life, self.body)
-        return Rehearsal(replace(self.what, watch=watch), self.body, left_s, fork=fork)
+        return Rehearsal(replace(self.what, watch=watch), self.body, left_s, fork=fork, deaths=self.deaths)
 
 
 def unlike(one: Sighting, other: Sighting) -> str:
-    """How the work or the trained state of two lives differs, where both have been; "" if it does not."""
+    """How the work or the trained state of two lives differs, where both have been, or that one has not come so far;
+    "" if they do not."""
     theirs = {(step, lane): (data, gave) for step, lane, data, gave in other.noted.work}
     for step, lane, data, gave in one.noted.work:
         there = theirs.get((step, lane))
         if there is not None and there != (data, gave):
             what = "the samples" if there[0] != data else "loss and gradient"
             return f"{what} of step {step}, lane {lane} are others"
+    if other.error:
+        return f"one of them ends early: {other.error}"
     if one.step == other.step:
         names = sorted(name for name in differing(one.facts, other.facts) if name.startswith(TRAINING))
         if names:
@@ -261,6 +287,10 @@ def unlike(one: Sighting, other: Sighting) -> str:
 def _reading(source: str, file: str, line: int, how: str) -> Finding:
     about, remedy = next((words for start, words in _WORDS.items() if source.startswith(start)), _WHO)
     return Finding("surroundings", source, "", True, remedy, file, line, f"the training depends on {about}: {how}")
+
+
+def _ended(name: str, says: str, place: tuple[str, int]) -> Finding:
+    return Finding("ended", name, "", True, _MEND, *place, says)
 
 
 def _somewhere(how: str, why: str, first: Sighting) -> Finding:

@@ -23,7 +23,7 @@ def unpassed_scheduler(
     given: the scheduler and the state that `join` has. ignored: as in `join`. frame: the caller of `join`, or what it
     called.
     """
-    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # torch marks an optimizer whose rate somebody moves
+    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # torch marks an optimizer that has a scheduler
         return None
     given = [thing for thing in given if thing is not None]
     if any(getattr(thing, "optimizer", None) is optimizer for thing in given):

@@ -140,7 +140,7 @@ def noted_of(data: dict[str, Any]) -> Noted:
 
 
 def watch_of(data: dict[str, Any]) -> LifeWatch:
-    """What is to be noted, from JSON."""
+    """Notes to take, from JSON."""
     setting = data["setting"]
     if setting is not None:
         setting = Setting(tuple(setting["moved"]), bool(setting["pinned"]))

@@ -20,7 +20,7 @@ def transformer_plan(config: TransformerConfig) -> ShardPlan:
 
 
 def _rotary(config: Any) -> ShardPlan:
-    """Of Llama and those built alike, with biases or without: attention of grouped heads, then a gated perceptron."""
+    """Plan for models like Llama, with biases or without: attention of grouped heads, then a gated perceptron."""
     own, grouped = Column(heads=config.num_attention_heads), Column(heads=config.num_key_value_heads)
     columns = {"q_proj": own, "k_proj": grouped, "v_proj": grouped}
     attention = RegionRule("model.layers.*.self_attn", columns, ["o_proj"])

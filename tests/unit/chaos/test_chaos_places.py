@@ -138,6 +138,20 @@ def test_the_filters_that_lose_packets() -> None:
     assert len(packet_faults.narrows("eth0", "", mbit=8.0)) == 2
 
 
+def test_the_filters_of_a_peer_with_an_ipv6_address() -> None:
+    to, come = packet_faults.drops("eth0", 7, "fd00:77::2", one_way=False, share=1.0)[1:]
+    words = [int(code.split()[3]) - 0xFFF00000 for code in to[-1].split(",")[1:9:2]]
+    assert words == [24, 28, 32, 36] and to[7] == come[7] == "ipv6"
+    assert [code.split()[2:] for code in to[-1].split(",")[2:10:2]] == [
+        ["7", str(0xFD000077)],
+        ["5", "0"],
+        ["3", "0"],
+        ["1", "2"],
+    ]
+    assert [int(code.split()[3]) - 0xFFF00000 for code in come[-1].split(",")[1:9:2]] == [8, 12, 16, 20]
+    assert "ipv6" in packet_faults.narrows("eth0", "fd00:77::2", mbit=8.0)[2]
+
+
 def test_the_filter_that_has_packets_take_a_detour() -> None:
     up, place, to = packet_faults.delays("eth0", 7, "10.77.0.2", "evs0", 9000)
     assert " ".join(up) == "ip link set dev evs0 mtu 9000 txqueuelen 10000 up" and place[-1] == "clsact"
@@ -168,8 +182,8 @@ def test_redirections_to_nowhere_are_known_by_their_mark(mark: int, to: str, fou
 def test_a_link_that_there_is_not() -> None:
     with pytest.raises(ConfigError, match=r"expected a link to other hosts, got 127\.0\.0\.1 on lo"):
         packet_faults.harm(StrikeNow(number=1, kind="cut", for_s=1.0), "127.0.0.1")
-    with pytest.raises(ConfigError, match="expected the IPv4 address of another host, got 'fd00::2'"):
-        packet_faults.drops("eth0", 1, "fd00::2", one_way=True, share=1.0)
+    with pytest.raises(ConfigError, match="expected the address of another host, got 'host2'"):
+        packet_faults.drops("eth0", 1, "host2", one_way=True, share=1.0)
 
 
 def test_what_became_of_them() -> None:

@@ -268,6 +268,16 @@ def test_a_step_done_again_keeps_the_first_one(tmp_path: Path) -> None:
     assert {p: p.read_bytes() for p in tmp_path.rglob("*.safetensors")} == before
 
 
+def test_some_write_what_changed_alone_and_others_all_of_their_part(tmp_path: Path) -> None:
+    """They may see a checkpoint's end at different times."""
+    state = make_state(1)
+    save(tmp_path, state, 1)
+    manifest = save(tmp_path, state, 2, workers=2, incremental=1)
+    assert manifest.base == 1 and manifest.written_bytes > 0
+    verify_blocks(open_checkpoint(DirectoryStore(tmp_path), 2))
+    assert {file.name.split("/")[0] for file in manifest.files} == {"step-0000000001", "step-0000000002"}
+
+
 def test_blocks_whose_older_checkpoint_has_gone(tmp_path: Path) -> None:
     state = make_state(1)
     store = DirectoryStore(tmp_path)

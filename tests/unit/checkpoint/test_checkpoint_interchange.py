@@ -68,6 +68,28 @@ def test_dcp(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert_same(found, expected())
 
 
+@pytest.mark.parametrize("kind", [SAFETENSORS, TORCH, DCP, HF])
+def test_what_is_written_has_its_name_once_all_of_it_is_durable(
+    checkpoint: Checkpoint, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    sync, rename = os.fsync, os.rename
+
+    def fsync(fd: int) -> None:
+        sync(fd)
+        synced.add(os.fstat(fd).st_ino)
+
+    def renamed(old: Path, new: Path) -> None:
+        files = [p for p in old.rglob("*") if p.is_file()] if old.is_dir() else [old]
+        assert files and {p.stat().st_ino for p in files} <= synced and tmp_path.stat().st_ino not in synced
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", renamed)
+    path = exported(checkpoint, tmp_path / "out", kind)
+    assert path.exists() and tmp_path.stat().st_ino in synced
+
+
 @pytest.mark.parametrize("kind", [DCP, TORCH])
 def test_optimizer_goes_to_torchs_own_functions(checkpoint: Checkpoint, tmp_path: Path, kind: str) -> None:
     path = exported(checkpoint, tmp_path / "out", kind, optimizer=True)

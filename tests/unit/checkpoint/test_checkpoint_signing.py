@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +320,15 @@ def test_keys_are_made_once_and_for_their_owner(tmp_path: Path, capsys: pytest.C
     before = (tmp_path / "k").read_bytes()
     assert run_command(["checkpoints", "keygen", str(tmp_path / "k")]) == 2
     assert (tmp_path / "k").read_bytes() == before
+
+
+def test_a_file_that_is_too_long_for_a_key_is_not_read(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+    pem = keys[0].read_bytes()
+    for size, fits in ((1 << 16, True), ((1 << 16) + 1, False)):
+        path = tmp_path / str(size)
+        path.write_bytes(b"#" * (size - len(pem) - 1) + b"\n" + pem)
+        with nullcontext() if fits else pytest.raises(ConfigError, match="cannot read the key"):
+            assert read_public_key(path) == read_public_key(keys[0])
 
 
 def test_what_is_no_key_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,5 +118,6 @@ def test_the_list_names_them_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chaos, "LIMIT_S", 0.01)
-    assert chaos.run_everstep(["run", "mlp-digits", "--run-dir", str(tmp_path / "r")], tmp_path / "r") != 0
+    monkeypatch.setattr(chaos, "own_command", lambda *words: ["sleep", "600"])
+    assert chaos.run_everstep([], tmp_path / "run", limit_s=0.01) != 0
+    assert "stopped after 0.01 s" in (tmp_path / "run.log").read_text()

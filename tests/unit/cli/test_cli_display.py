@@ -12,6 +12,7 @@ import pytest
 
 from everstep.base.cause import Cause, Why
 from everstep.cli.display import (
+    FinalStep,
     JsonDisplay,
     LiveDisplay,
     Output,
@@ -180,7 +181,7 @@ def test_a_worker_that_is_not_needed_is_a_spare() -> None:
 
 def test_plain_lines() -> None:
     out = io.StringIO()
-    display, facts = PlainDisplay(2, 4, out), Facts()
+    display, facts = PlainDisplay(2, FinalStep(4), out), Facts()
     for one in JOB:
         facts.take(one)
         display.event(one, facts)
@@ -217,10 +218,11 @@ def test_what_agents_do_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_failure_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By its event, if there is one."""
+    """By its event, if there is one; the end of the job by the command itself, on stderr."""
     log = EventLog(tmp_path / "events.jsonl")
     log.write("worker_evicted", worker_id=2, incarnation=0, **KILLED)
     log.write("warning", worker_id=2, cause="crash_loop", reason="its slot was given up: no more restarts")
+    log.write("job_failed", state="failed", reason="its slot was given up: no more restarts")
     log.close()
     watcher = Watcher(tmp_path / "events.jsonl", 0, PlainDisplay(1))
     for incarnation in (0, 1):
@@ -263,7 +265,9 @@ def test_in_a_small_window_the_dead_keep_their_lines(tmp_path: Path) -> None:
     begun = event("generation_started", 1, generation=1, seats=seats, leaders=[0])
     many = [event("job_started", 0, workers=40), *joined, begun]
     for width in (80, 100, 140):
-        live = LiveDisplay(Console(file=io.StringIO(), width=width, height=20), Folder(tmp_path, "*.jsonl"), 40)
+        live = LiveDisplay(
+            Console(file=io.StringIO(), width=width, height=20), Folder(tmp_path, "*.jsonl"), FinalStep(40)
+        )
         try:
             shown = live._render(facts_of([*many, commit(1, 1.5), died]))
         finally:
@@ -287,7 +291,9 @@ def test_at_80_columns_no_word_is_cut(tmp_path: Path) -> None:
     )
     told = event("warning", 2, cause="disk", reason=reason)
     facts = facts_of([event("job_started", 0, workers=2), *joined, begun, commit(1000, 1.5), told])
-    live = LiveDisplay(Console(file=io.StringIO(), width=80, height=20), Folder(tmp_path, "*.jsonl"), 100_000)
+    live = LiveDisplay(
+        Console(file=io.StringIO(), width=80, height=20), Folder(tmp_path, "*.jsonl"), FinalStep(100_000)
+    )
     try:
         live.event(told, facts)
         shown = live._render(facts)
@@ -300,6 +306,34 @@ def test_at_80_columns_no_word_is_cut(tmp_path: Path) -> None:
     assert all(name in said for name in ("worker", "state", "stage", "lanes", "step", "phase", "samples", "leader"))
     assert "0,1,2,3,4,5,6,7,8,9,10,… " in said and "20,21,22,23,24,25,26,… " in said
     assert said.splitlines()[-1].rstrip("…").split() == f"warning: {reason}".split()[:14]
+
+
+def test_the_last_step_is_shown_as_soon_as_a_script_has_said_it(tmp_path: Path) -> None:
+    out, facts = io.StringIO(), facts_of([*JOB[:6]])
+    display = choose_display(tmp_path, as_json=False, log_every=1, total_steps=None)
+    assert isinstance(display, PlainDisplay)
+    display._out = out
+    display.event(commit(1, 1.5), facts)
+    (tmp_path / "dataset.json").write_text('{"size": 100, "lanes": 4, "micro_batch": 2, "epochs": 3}')
+    display.event(commit(2, 1.6), facts)
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1", "2/38"]
+
+
+def test_a_note_is_broken_between_words_and_a_command_in_it_not_at_all(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    out = io.StringIO()
+    live = LiveDisplay(Console(file=out, width=40), Folder(tmp_path, "*.jsonl"))
+    try:
+        live.note("the output of all workers goes to a/logs/worker-*.jsonl")
+        live.note("hosts join with: everstep agent --join 10.0.0.1:29400")
+        live.note("short: everstep top a")
+    finally:
+        live.close()
+    said = [line for line in out.getvalue().splitlines() if line.strip()]
+    assert said[:2] == ["the output of all workers goes to", "  a/logs/worker-*.jsonl"]
+    assert said[2:4] == ["hosts join with:", "everstep agent --join 10.0.0.1:29400"]
+    assert said[4] == "short: everstep top a"
 
 
 def test_incidents_and_warnings_stay_above_the_live_view(tmp_path: Path) -> None:
@@ -385,7 +419,7 @@ def test_the_live_view_shows_states_and_stages(tmp_path: Path) -> None:
     from rich.console import Console
 
     out = io.StringIO()
-    live = LiveDisplay(Console(file=out, width=120), Folder(tmp_path, "*.jsonl"), total_steps=4)
+    live = LiveDisplay(Console(file=out, width=120), Folder(tmp_path, "*.jsonl"), last=FinalStep(4))
     try:
         died = event("worker_evicted", 2, worker_id=1, incarnation=0, **KILLED)
         shown = live._render(facts_of([*SPLIT, commit(1, 1.5), died]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from everstep.base.visible import visible
 from everstep.cli.main import run_command
-from everstep.cli.terminal import console, guarded, raw
+from everstep.cli.terminal import console, guarded, raw, tell
 from everstep.observe.events import format_event
 
 HOSTILE = "a\x1b]0;owned\x07b\x1b[2Jc\x9bd\u202ee\u2066f\x7fg\rh\U000e0041\udc80"
@@ -101,3 +102,11 @@ def test_an_error_is_guarded(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert run_command(["status", str(tmp_path / HOSTILE)]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and told.count("\n") == 1 and harmless(told)
+
+
+def test_lines_for_a_reader_that_has_gone_are_dropped() -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with os.fdopen(theirs, "w") as stream:
+        for _ in range(3):
+            tell("x" * 99, stream)

@@ -142,5 +142,5 @@ def test_what_cannot_be_followed_is_refused_in_one_line(case: str) -> None:
 
 
 def test_collate_is_given_once() -> None:
-    with pytest.raises(ConfigError, match="collate: expected none beside a DataLoader"):
+    with pytest.raises(ConfigError, match="collate: expected none together with a DataLoader"):
         read_data(DataLoader(DATA, 4), list)

@@ -168,157 +168,6 @@ def test_the_coordinator_s_own_absence_is_not_held_against_a_host_that_has_lost_
 # ---- hosts that do not reach each other
 
 
-def three_hosts(**config: object) -> World:
-    """Two workers on each of three hosts, 0 and 1 on the first."""
-    world = World(workers=6, **config)
-    for k in range(3):
-        world.agent(2 * k, 2 * k + 1, name=f"a{k + 1}", host=f"h{k + 1}")
-    for i in range(6):
-        world.hello(i, host=f"h{i // 2 + 1}")
-    for i in range(6):
-        world.entered(i, 1, 1)
-    world.clear()
-    return world
-
-
-def break_link(world: World, generation: int, *accusations: tuple[int, int]) -> None:
-    for accuser, accused in accusations:
-        world.fault(accuser, generation, accused)
-    world.no_death()
-
-
-def test_of_two_hosts_that_do_not_reach_each_other_one_leaves_and_stays_outside_for_a_while() -> None:
-    world = three_hosts()
-    break_link(world, 1, (4, 2), (5, 2))
-    assert world.plan.generation == 2 and len(world.plan.members) == 6, "links may fail once"
-    for i in range(6):
-        world.entered(i, 2, 2)
-    break_link(world, 2, (4, 2), (5, 2), (2, 4))
-    assert world.plan.worker_ids == (0, 1, 4, 5), "host h2, of which nobody reaches 4 and 5"
-    for i in (0, 1, 4, 5):
-        world.entered(i, world.plan.generation, 2)
-    for i in (2, 3):
-        world.started(i, 1, agent="a2")
-        world.hello(i, 1, host="h2")
-    assert world.last(m.Heal, "w2.1") is None
-    world.exited(5, agent="a3")  # and nobody takes it in at once instead
-    assert world.plan.worker_ids == (0, 1, 4)
-    world.entered(0, world.plan.generation, 3)
-    world.wait(21 * S)
-    assert world.last(m.Heal, "w2.1") is not None and world.last(m.Heal, "w3.1") is not None
-
-
-def test_any_link_between_two_hosts_is_the_same_again() -> None:
-    """One member of each carries for all: the others notice nothing before they have to meet again."""
-    world = three_hosts()
-    break_link(world, 1, (4, 3))
-    assert world.plan.generation == 2 and len(world.plan.members) == 6
-    for i in range(6):
-        world.entered(i, 2, 2)
-    break_link(world, 2, (4, 2), (5, 3))
-    assert world.plan.generation == 3 and world.plan.worker_ids == (0, 1, 4, 5)
-    assert "its links, or others between the same hosts, failed again (2 to 4, 3 to 5)" in world.plan.reason
-
-
-def stating(world: World) -> World:
-    """The hosts' agents say their addresses, so they are asked whether others answer."""
-    for k in range(3):
-        name = f"a{k + 1}"
-        lives = [m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + i) for i in (2 * k, 2 * k + 1)]
-        about = {"address": f"10.0.0.{k + 1}"}
-        world.say(
-            name, m.AgentHello(agent_id=name, host=f"h{k + 1}", workers=lives, slots=0, process=name, about=about)
-        )
-    world.clear()
-    return world
-
-
-def test_hosts_of_accused_links_are_probed_and_one_leaves_at_once_if_they_do_not_answer() -> None:
-    world = stating(three_hosts())
-    break_link(world, 1, (4, 2))
-    asked = {name: world.last(m.ProbeHosts, name) for name in ("a2", "a3")}
-    assert list(asked["a3"].addresses) == ["h2"] and list(asked["a2"].addresses) == ["h3"]
-    assert world.last(m.ProbeHosts, "a1") is None and world.plan.generation == 1, "it is decided when they have looked"
-    world.say("a3", m.HostsProbed(agent_id="a3", number=asked["a3"].number, silent=["h2"]))
-    world.say("a2", m.HostsProbed(agent_id="a2", number=asked["a2"].number, silent=[]))
-    world.wait(MS)
-    assert world.plan.generation == 2 and world.plan.worker_ids == (0, 1, 4, 5), (
-        "the whole host, though one link failed"
-    )
-    assert "its host and another do not reach each other (2 to 4)" in world.plan.reason
-
-
-def test_hosts_that_answer_may_fail_once_and_one_that_does_not_look_is_not_waited_for() -> None:
-    world = stating(three_hosts())
-    break_link(world, 1, (4, 2))
-    for name, other in (("a2", "h3"), ("a3", "h2")):
-        number = world.last(m.ProbeHosts, name).number
-        world.say("a1", m.HostsProbed(agent_id="a1", number=number, silent=[other]))  # not the one that was asked
-        world.say(name, m.HostsProbed(agent_id=name, number=number, silent=[]))
-    world.wait(MS)
-    assert world.plan.generation == 2 and len(world.plan.members) == 6
-    world = stating(three_hosts())
-    break_link(world, 1, (4, 2))
-    world.wait(1500 * MS)
-    assert world.plan.generation == 2 and len(world.plan.members) == 6
-
-
-def test_on_one_host_another_link_is_another() -> None:
-    world = three_hosts()
-    break_link(world, 1, (1, 0), (4, 5))
-    for i in range(6):
-        world.entered(i, 2, 2)
-    break_link(world, 2, (2, 3))
-    assert world.plan.generation == 3 and len(world.plan.members) == 6
-    for i in range(6):
-        world.entered(i, 3, 2)
-    break_link(world, 3, (3, 2))
-    assert len(world.plan.members) == 5
-
-
-def test_who_is_kept_out_is_looked_at_again_though_another_pair_of_hosts_was_sooner() -> None:
-    world = three_hosts()
-    for generation in (1, 2):
-        for i in range(6):
-            world.entered(i, generation, generation)
-        break_link(world, generation, (4, 2), (5, 2), (2, 4))
-    world.wait(5 * S)
-    for generation in (world.plan.generation, world.plan.generation + 1):
-        for i in world.plan.worker_ids:
-            world.entered(i, generation, generation)
-        break_link(world, generation, (4, 0), (5, 0), (5, 1))
-    assert world.plan.worker_ids == (0, 1)
-    for i in (0, 1):
-        world.entered(i, world.plan.generation, 3)
-    world.started(4, 1, agent="a3")
-    world.hello(4, 1, host="h3")
-    world.wait(16 * S)
-    assert world.last(m.Heal, "w4.1") is None
-    world.wait(6 * S)
-    assert world.last(m.Heal, "w4.1") is not None
-
-
-def test_of_two_workers_on_hosts_that_do_reach_each_other_one_leaves() -> None:
-    world = three_hosts()
-    for generation in (1, 2):
-        for i in range(6):
-            world.entered(i, generation, generation)
-        break_link(world, generation, (4, 2), (2, 4))
-    assert world.plan.worker_ids == (0, 1, 2, 3, 5)
-
-
-def test_the_first_members_host_stays() -> None:
-    world = three_hosts()
-    for generation in (1, 2):
-        for i in range(6):
-            world.entered(i, generation, generation)
-        break_link(world, generation, (0, 2), (1, 2), (2, 0), (3, 0))
-    assert world.plan.worker_ids == (0, 1, 4, 5)
-
-
-# ---- slots that come to a host
-
-
 def shared_out(
     *rooms: int,
     workers: int = 4,
@@ -502,6 +351,13 @@ def leave(world: World, name: str, *worker_ids: int) -> None:
         world.entered(i, world.prepared.generation if world.prepared else world.plan.generation, 5)
     for i in worker_ids:
         world.exited(i, agent=name, in_order=True)
+    empty(world, name)
+
+
+def empty(world: World, name: str) -> None:
+    """The agent answers that nothing runs there, as it was asked."""
+    assert world.last(m.SetSlots, name).drained
+    world.say(name, m.HostEmptied(agent_id=name))
 
 
 def test_a_drained_agent_leaves_when_the_last_of_its_workers_has() -> None:
@@ -512,7 +368,10 @@ def test_a_drained_agent_leaves_when_the_last_of_its_workers_has() -> None:
     world.exited(2, agent="h2", in_order=True)
     assert not world.messages(m.HostDismissed), "worker 3 still runs"
     world.exited(3, agent="h2", in_order=True)
+    assert not world.messages(m.HostDismissed), "it may have started another life before it heard that it is drained"
+    empty(world, "h2")
     assert "h2 was drained" in world.last(m.HostDismissed, "h2").reason
+    world.say("h2", m.HostEmptied(agent_id="h2"))
     world.wait(60 * S)
     assert len(world.messages(m.HostDismissed)) == 1 and world.plan.worker_ids == (0, 1)
 
@@ -521,7 +380,44 @@ def test_one_that_runs_nothing_leaves_at_once() -> None:
     world = shared_out(2, 2)
     arrive(world, "h3")
     assert world.command("drain", host="h3").ok
+    empty(world, "h3")
     assert world.last(m.HostDismissed, "h3") is not None and world.plan.generation == 1
+
+
+def test_a_life_that_began_before_its_agent_heard_of_the_drain_leaves_before_the_agent() -> None:
+    world = shared_out(2, 2)
+    world.exited(3, agent="h2")  # the agent has begun the next life when it hears
+    assert world.command("drain", host="h2").ok
+    world.exited(2, agent="h2", in_order=True)
+    world.started(3, 1, agent="h2")
+    assert not world.messages(m.HostDismissed)
+    world.hello(3, 1, host="h2")
+    assert world.last(m.Dismissed, "w3.1").drained
+    world.exited(3, 1, agent="h2", in_order=True)
+    empty(world, "h2")
+    assert world.last(m.HostDismissed, "h2") is not None
+
+
+def test_a_drained_host_is_not_asked_for_the_slot_of_a_life_that_is_about_to_leave() -> None:
+    world = shared_out(2, 2)
+    arrive(world, "h3", 2)
+    assert world.command("scale", workers=3).ok
+    world.entered(0, 2, 5)
+    world.entered(1, 2, 5)
+    world.entered(2, 2, 5)
+    world.exited(3, agent="h2", in_order=True)
+    world.started(3, 1, agent="h2")  # the agent had not heard that 3 is not wanted any more
+    world.hello(3, 1, host="h2")
+    assert world.last(m.Dismissed, "w3.1").drained
+    assert world.command("drain", host="h2").ok
+    assert world.last(m.SetSlots, "h2").worker_ids == [2] and world.last(m.SetSlots, "h3").worker_ids == [4]
+
+
+def test_an_agent_that_was_not_drained_is_not_let_go() -> None:
+    world = shared_out(2, 2)
+    assert not any(message.drained for message in world.messages(m.SetSlots))
+    world.say("h2", m.HostEmptied(agent_id="h2"))
+    assert not world.messages(m.HostDismissed)
 
 
 def test_a_restart_of_the_coordinator_does_not_forget_who_is_drained() -> None:
@@ -539,6 +435,7 @@ def test_a_restart_of_the_coordinator_does_not_forget_who_is_drained() -> None:
         world.hello(i, plan=before.plan, step=5)
     world.wait(5 * S)
     assert world.last(m.SetSlots, "h2").worker_ids == []
+    empty(world, "h2")
     assert world.last(m.HostDismissed, "h2") is not None
     assert world.command("scale", workers=4).ok
     assert world.last(m.SetSlots, "h2").worker_ids == [], "room there is none, as long as it does not come anew"
@@ -553,6 +450,7 @@ def test_a_job_that_grows_takes_no_slot_back_that_still_runs_on_a_drained_host()
     for i in (2, 3):
         world.exited(i, agent="h2", in_order=True)
     assert world.last(m.SetSlots, "h2").worker_ids == []
+    empty(world, "h2")
     assert world.last(m.HostDismissed, "h2") is not None
     arrive(world, "h3", 2)
     assert world.last(m.SetSlots, "h3").worker_ids == [4, 5]
@@ -655,6 +553,7 @@ def test_a_host_that_alone_holds_a_stage_hands_it_over_before_it_leaves() -> Non
     assert not set(left) & set(world.plan.worker_ids)
     for i in left:
         world.exited(i, agent=alone, in_order=True)
+    empty(world, alone)
     assert world.last(m.HostDismissed, alone) is not None
 
 
@@ -752,6 +651,19 @@ def test_a_slot_that_begins_anew_gets_no_number_of_a_worker_that_is_still_there(
     assert begin(world, "h3") == [6, 7]
 
 
+def test_a_slot_that_begins_anew_gets_no_number_that_another_agent_may_just_have_begun_again() -> None:
+    world = shared_out(2, 2)
+    assert world.command("scale", workers=3).ok
+    for i in range(3):
+        world.entered(i, 2, 5)
+    world.exited(3, agent="h2")
+    arrive(world, "h3", 2)
+    assert world.command("drain", host="h1").ok
+    assert begin(world, "h3") == [4]
+    world.started(3, 1, agent="h2")
+    assert world.last(m.SetSlots, "h3").worker_ids == [4]
+
+
 def test_a_host_is_not_drained_if_fewer_workers_than_stages_would_be_left() -> None:
     world = shared_out(1, 1, workers=2, stages=2)
     reply = world.command("drain", host="h2")
@@ -764,6 +676,19 @@ def test_who_takes_the_place_of_a_worker_of_a_drained_host_is_not_drained_meanwh
     assert world.command("drain", host="h2").ok and begin(world, "h3") == [2]
     reply = world.command("drain", worker_id=2)
     assert reply.error == "cannot drain worker 2: 1 workers would be left of 2 for the stages"
+
+
+def test_a_host_that_alone_holds_a_stage_is_not_drained_if_nobody_comes_to_take_it() -> None:
+    """Its worker would stay for the stage, and the host would never be let go."""
+    world = shared_out(1, 1, 1, 1, workers=4, stages=3)
+    assert [tuple(s.worker_id for s in world.plan.pool(k)) for k in range(3)] == [(0, 3), (1,), (2,)]
+    assert "h2: nobody else holds stage 1; let a backup join it" in world.command("drain", host="h2").error
+    arrive(world, "h5", 1)
+    assert world.command("drain", host="h2").result == {"workers": 4, "moved": 1, "left": [1]}
+    begin(world, "h5")
+    world.healed(4)
+    world.wait(S)
+    assert [tuple(s.worker_id for s in world.prepared.pool(k)) for k in range(3)] == [(0, 3), (4,), (2,)]
 
 
 def test_a_host_of_a_job_with_fewer_workers_than_stages_is_drained_where_its_workers_have_room() -> None:

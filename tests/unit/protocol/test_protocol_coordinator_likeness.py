@@ -101,7 +101,7 @@ def test_with_warn_other_kernels_are_told_once_and_are_the_jobs_from_then_on() -
     world.come(0, THEIRS)
     world.come(1, THEIRS)
     assert world.over() is None and world.remembered["numerics"] == told(THEIRS)
-    assert len(world.warnings()) == 1 and "not exact any more" in world.warnings()[0]
+    assert len(world.warnings()) == 1 and "no longer exact" in world.warnings()[0]
     mixed = two_hosts(hosts=HostRules(alike=Alike(warns=True)))
     mixed.come(0)
     mixed.come(2, THEIRS, host="h2")

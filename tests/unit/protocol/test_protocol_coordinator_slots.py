@@ -168,6 +168,19 @@ def test_it_is_free_when_that_life_is_over() -> None:
     assert world.last(m.Dismissed, world.hello(0, 1)) is None
 
 
+def test_a_life_that_nobody_speaks_for_has_a_second_from_its_last_connection_on() -> None:
+    world = World(workers=2)
+    world.agent(1)
+    world.hello(1)
+    for _ in range(2):
+        world.hello(0, host="h2")
+        drop(world, "w0.0")
+        world.wait(600 * MS)
+        assert "worker_evicted" not in world.kinds()
+    world.wait(600 * MS)
+    assert world.report("worker_evicted")["reason"].startswith("its connection ended 1.0 s ago")
+
+
 def only_elsewhere() -> World:
     """An agent is there, and the job's one worker on a host whose own agent has not been heard."""
     world = World(workers=1)

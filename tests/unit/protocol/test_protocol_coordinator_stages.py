@@ -273,6 +273,18 @@ def test_the_only_one_of_a_stage_is_not_drained():
     assert pools(world.prepared) == [(0, 1), (3,), (4, 5)]
 
 
+def test_who_is_about_to_leave_holds_no_stage_for_those_that_stay():
+    """Nobody has settled, so the plan without the others has to wait."""
+    world = World(workers=6, stages=3, wish=make_wish(6, 3))
+    world.agent(*range(6))
+    for i in range(6):
+        world.hello(i)
+    assert world.command("scale", workers=4).ok and pools(world.plan) == [(0, 1), (2, 3), (4, 5)]
+    assert "nobody else holds stage 1" in world.command("drain", worker_id=2).error
+    assert world.command("drain", worker_id=5).ok
+    assert "nobody else holds stage 2" in world.command("drain", worker_id=4).error
+
+
 def test_the_journal_brings_the_stages_back():
     world = staged(redundancy=1)
     world.exited(2)

@@ -109,6 +109,35 @@ def test_what_is_gone_back_to_stays() -> None:
     assert list(stated.snapshots) == [(0, 4)]
 
 
+@pytest.mark.parametrize(("copied", "complete"), [(True, 4), (False, 0)])
+def test_what_came_after_the_step_that_is_gone_back_to_is_forgotten(copied: bool, complete: int) -> None:
+    """Also a copy that was on its way: what comes of it later says nothing, and the next may be taken."""
+    one = Member(keeps_for(PLAN, 0) or 0)
+    for step in (2, 4, 6):
+        one.update(step)
+        if step < 6 or copied:
+            one.keeper.others_kept(do.OthersKept(step, True))
+    one.out.drain()
+    list(one.keeper.went_back(4))
+    assert one.out.drain() == [do.ForgetKept(4)]
+    assert [bool(one.keeper.records_of(step)) for step in (2, 4, 6)] == [True, True, False]
+    one.keeper.others_kept(do.OthersKept(6, True))
+    assert one.keeper.complete == complete
+    assert isinstance(one.update(5)[0], do.Keep)
+
+
+def test_a_snapshot_that_was_forgotten_does_not_count_when_its_step_is_repeated() -> None:
+    one = Member(0)
+    one.update(6)
+    one.keeper.others_kept(do.OthersKept(6, True))
+    one.keeper.there(do.InMemory({(0, 6): WHOLE}))
+    assert list(one.keeper.released(6)) and list(one.keeper.went_back(4))
+    one.update(6)
+    assert not list(one.keeper.released(7))
+    (stated,) = one.keeper.there(do.InMemory({(0, 6): WHOLE}))
+    assert list(stated.snapshots) == [(0, 6)]
+
+
 def test_records_of_the_newest_that_all_have_stay_and_older_ones_only_with_their_snapshots() -> None:
     """What is in memory here may be heard of later than what all have."""
     one = Member(next(i for i in PLAN.worker_ids if i not in {keeps_for(PLAN, 0), keeps_for(PLAN, 1)}))

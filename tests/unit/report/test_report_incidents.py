@@ -32,6 +32,18 @@ def test_killed_replaced_and_back() -> None:
     assert lines(events)[0].endswith("worker 2 is back; training went on after 400 ms; whole again after 2.9 s")
 
 
+def test_an_exception_that_comes_again_is_named_once() -> None:
+    raised = {"cause": "exception", "reason": "ValueError: no such label: 17 (train.py:13)"}
+    first = {**killed(2, 5.8), **raised}
+    events = [*trained(), first, plan(5.9, 2, [[0, 1, 3]]), recovered(2, 5.8, 6.2), commit(11, 6.2)]
+    events += [{**killed(1, 6.5), **raised}, plan(6.6, 3, [[0, 3]])]
+    events += [event("job_failed", 7, state="failed", exit_code=1, **raised)]
+    one, other = lines(events)
+    assert one.startswith("worker 2 raised an exception (ValueError: no such label: 17 (train.py:13)); step 11 was")
+    assert other == "worker 1 raised an exception (the same); the job failed"
+    assert "no such label: 17" in headline(facts_of(events), Now(T0 + 9 * S)).text
+
+
 def test_the_step_that_is_done_again_is_the_same_wherever_it_is_said() -> None:
     """The commit of step 11 is told after the plan; the fault struck step 12."""
     injected = event("fault_injected", 5.79, worker_id=2, step=12, **KILLED)
@@ -146,7 +158,7 @@ def test_a_fault_that_was_injected_is_told_once() -> None:
     after = [commit(step, 6 + step / 10) for step in range(11, 16)]
     assert [line.partition(";")[0] for line in lines([*died, *after])] == ["worker 2 was killed"]
     assert lines([*trained(), struck, *after]) == [
-        "worker 2 was struck by a fault on purpose (chaos fault 'x' strikes); training did not stand still"
+        "worker 2 was hit by an injected fault (chaos fault 'x' strikes); training did not stand still"
     ]
 
 
@@ -237,6 +249,14 @@ def test_a_standstill_is_not_training() -> None:
     assert sum(seconds.values()) == pytest.approx(16.0)
     (open_one,) = facts.under_way(T0 + 30 * S)
     assert (open_one.use, open_one.end_ns - open_one.begin_ns) == ("stalled", pytest.approx(13.7 * S, rel=1e-6))
+
+
+def test_what_a_recovery_takes_is_counted_from_the_fault_on_until_it_is_over() -> None:
+    struck = [*trained(), killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]])]
+    used = {one.use: (one.end_ns - one.begin_ns) / S for one in facts_of(struck).under_way(T0 + 7 * S)}
+    assert used["recovery: other"] == pytest.approx(1.2)
+    for log in (trained(), [*struck, recovered(2, 5.8, 9.0)]):
+        assert "recovery: other" not in {one.use for one in facts_of(log).under_way(T0 + 10 * S)}
 
 
 def test_goodput_by_capacity(tmp_path: Path) -> None:

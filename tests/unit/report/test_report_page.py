@@ -13,6 +13,7 @@ from test_report_history import T0, event, killed_run, plan
 
 from everstep.base.config import load_config, to_dict
 from everstep.cli.main import run_command
+from everstep.observe.logs import WorkerLog
 from everstep.report.figures import figures
 from everstep.report.history import History
 from everstep.report.page import Proof, compare_page, report_page
@@ -195,3 +196,15 @@ def test_compare_overlays_and_names_differences(tmp_path: Path) -> None:
     (second / "final" / "digest.json").write_text('{"version": 2, "step": 3, "model": "ab", "state": "cd"}')
     assert run_command(["compare", str(first), str(second), "--out", str(tmp_path / "c.html")]) == 0
     assert "digests are of different versions" in Outline((tmp_path / "c.html").read_text()).text
+
+
+def test_of_what_workers_say_a_report_shows_warnings_and_errors(tmp_path: Path) -> None:
+    run_dir, said = run_directory(tmp_path, "a"), WorkerLog(1, 0)
+    (run_dir / "logs").mkdir()
+    lines = [
+        said.line(level, "mine", f"this is {level}", time_ns=T0) for level in ("debug", "info", "warning", "error")
+    ]
+    (run_dir / "logs" / "worker-1.jsonl").write_bytes(b"".join(lines))
+    page = report_page(History(run_dir).load(), Proof())
+    assert "The last 2 warnings in the workers' logs" in page
+    assert [f"this is {level}" in page for level in ("debug", "info", "warning", "error")] == [False, False, True, True]

@@ -279,7 +279,7 @@ def test_an_agent_ends_as_the_job_that_failed(started: Started, said: int, asked
     started.server.workers[0].terminate()
     started.server.exited(request)
     words = "the job is over: failed" + ("" if asked else ": too much")
-    assert started.end() == Left(code, words, failed=not asked)
+    assert started.end() == Left(code, words)
 
 
 def test_who_was_asked_to_leave_leaves_though_the_jobs_process_is_gone(started: Started) -> None:
@@ -322,6 +322,18 @@ def test_a_drained_host_leaves_with_a_line(started: Started) -> None:
     started.coordinator.hear(m.AgentHello)
     started.coordinator.say(m.HostDismissed(reason="host here was drained"))
     assert started.end() == Left(0, "host here was drained")
+
+
+def test_a_drained_host_starts_nothing_any_more_and_says_when_nothing_runs(started: Started) -> None:
+    request = started.with_worker()
+    started.say(m.SetSlots(worker_ids=[1], first=[1], drained=True), lambda: not started.agent._slots())
+    started.server.workers[0].kill()
+    started.server.exited(request)
+    assert started.coordinator.hear(m.WorkerExited).worker_id == 1
+    assert started.coordinator.hear(m.HostEmptied).agent_id == "here"
+    started.coordinator.say(m.SetSlots(worker_ids=[], drained=True))  # another coordinator asks again
+    assert started.coordinator.hear(m.HostEmptied).agent_id == "here"
+    assert len(started.server.workers) == 1
 
 
 def test_sigusr1_asks_for_its_host_to_be_drained_until_it_may_not(

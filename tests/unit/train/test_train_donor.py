@@ -290,3 +290,16 @@ def test_other_requests_go_where_they_belong() -> None:
     donor.handle(Pipe(), {"kind": "keep"})  # type: ignore[arg-type]
     donor.handle(Pipe(), {"kind": "nonsense"})  # type: ignore[arg-type]
     assert seen == ["keep"]
+
+
+@pytest.mark.parametrize(
+    "ranges", [[[0, 0], [0, 3]], [[0, 3], [3, 3]], [[1, 2], [0, 1]], [[0, 2], [1, 3]], [[0, 4]], [[-1, 3]], [[0]], "x"]
+)
+def test_pieces_of_a_fed_gradient_are_not_empty_and_ascend_inside_it(ranges: Any) -> None:
+    pipe = Pipe()
+    facts = {"presence": 2, "numel": 3, "ranges": ranges, "tied": [], "absent": []}
+    pipe.open.set()
+    for item in ({"kind": "step", "step": 4, "nbytes": [1, 1], "stages": {"0": facts}}, encode(RECORDS), b"loop"):
+        pipe.donor.send_json(item)
+    with pytest.raises(ProtocolError):
+        next_item(pipe.joiner, {0: 3})  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import linecache
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,21 @@ def surveyed(folder: Path, loop: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[
 def test_nothing_is_told_of_loops_that_do_no_harm(loop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     survey, told = surveyed(tmp_path, loop, monkeypatch)
     assert not told and not survey.changed and not survey.record()
+
+
+def test_a_look_that_has_only_just_begun_can_be_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that writes the checkpoint asks for the look's record at any moment."""
+    survey, _ = surveyed(tmp_path, carried_loops.CLEAN[0], monkeypatch)
+    begin, asked = threading.Thread.start, list[Any]()
+
+    def start(thread: threading.Thread) -> None:
+        asked.append(survey.record())
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    survey.begin(sys._getframe())
+    survey.record()
+    assert asked == [{}]
 
 
 HIDDEN = Loop(

@@ -157,7 +157,7 @@ def test_a_divided_state_is_not_to_be_saved_by_the_loop() -> None:
     member.optimizer.state_dict()
     for step in (1, 2):
         make(member, update, step, divided(member))
-        with pytest.raises(ConfigError, match="state_dict is not to be had"):
+        with pytest.raises(ConfigError, match="state_dict is not available"):
             member.optimizer.state_dict()
     assert len(member.optimizer._optimizer_state_dict_pre_hooks) == 1
     assert not update.under_way

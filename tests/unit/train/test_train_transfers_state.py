@@ -256,7 +256,7 @@ def test_a_stage_that_nobody_holds_comes_from_disk_with_the_loop(monkeypatch, in
     outcome = ("outcome", 2, OTHERS)
     assert mover.said("publisher.hold") == [(outcome, 3, {"strange": 2})]
     assert mover.said("updates.arrive") == [(outcome, 2)]
-    assert mover.said("loop.refuse") == [((), "the checkpoint of step 2 cannot be gone on from")]
+    assert mover.said("loop.refuse") == [((), "the job cannot go on from the checkpoint of step 2")]
     order = mover.names()
     assert order.index("loop.went_back") < order.index("loop.refuse") < order.index("loop.take")
     assert mover.said("loop.take") == [(b"loop", 2)]

@@ -105,7 +105,7 @@ export function recoveries(run) {
   }
   const list = run.recoveries.toReversed();
   $("phase-legend").hidden = !list.length;
-  $("recoveries").replaceChildren(...(list.length ? falls(list) : [el("p", { className: "soft" }, run.incidents.some(([, , end]) => end === null) ? "none has ended yet" : "none was needed")]));
+  $("recoveries").replaceChildren(...(list.length ? falls(list) : [el("p", { className: "soft" }, run.incidents.some(([, , end]) => end === null) ? `none has ended${run.head.running ? " yet" : ""}` : "none was needed")]));
 }
 
 /** One line per incident, newest first: the fault, the reaction, the duration. */

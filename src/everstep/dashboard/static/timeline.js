@@ -108,7 +108,9 @@ export class Timeline {
 
   mark(run) {
     const [from, to] = this.span, width = this.width;
-    const placed = wanted(run).filter((mark) => mark.ms >= from && mark.ms <= to).map((mark) => ({ ...mark, px: ((mark.ms - from) / (to - from)) * width }));
+    const until = this.window ? to : Infinity; // a launcher is missed after its last word: its mark is at the edge
+    const at = (ms) => Math.min(((Math.min(ms, to) - from) / (to - from)) * width, width - 2);
+    const placed = wanted(run).filter((mark) => mark.ms >= from && mark.ms <= until).map((mark) => ({ ...mark, px: at(mark.ms) }));
     this.clusters = clustered(placed);
     this.lines.replaceChildren(
       ...this.clusters.map((cluster) => {

@@ -54,6 +54,7 @@ FROM_AGENTS: dict[type, Callable[[JobState, Agent, Any], None]] = {
     m.SlotLost: liveness.slot_lost,
     m.HostFailed: liveness.host_failed,
     m.HostLeaving: hosts.leaving,
+    m.HostEmptied: hosts.emptied,
     m.HostRefused: hosts.stays_out,
     m.HostsProbed: workers.hosts_probed,
 }

@@ -8,17 +8,17 @@ without a pause, and one that leaves hands over at a step boundary.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count, islice
 from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.domains import Domains
 from everstep.placement.domain_spread import Crowd
-from everstep.protocol.coordinator.environment import SECOND_NS, Alarm
+from everstep.protocol.coordinator.environment import SECOND_NS, Alarm, listed
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Agent
-from everstep.protocol.messages import AgentHello, HostDismissed, HostKept, HostLeaving, HostRefused
+from everstep.protocol.messages import AgentHello, HostDismissed, HostEmptied, HostKept, HostLeaving, HostRefused
 
 
 def came(job: JobState, agent: Agent) -> None:
@@ -87,9 +87,12 @@ def _slots_of(job: JobState, agent: Agent) -> list[int]:
 
 
 def _fresh(job: JobState, size: int) -> list[int]:
-    """Numbers of slots that are unused, and were not used under an agent that may still run them."""
+    """Numbers of slots that are unused, and of which no agent may still run a life: it starts a slot's next life by
+    itself, and may have before it heard that the slot is not wanted any more."""
+    agents = job.agents.known
     used = job.slots.ids() | set(job.slots.lost) | set(job.membership.workers)
-    used |= {key.worker_id for agent in job.agents.known.values() for key in agent.believed}
+    used |= {key.worker_id for agent in agents.values() for key in agent.believed}
+    used |= {i for i, agent_id in job.slots.grants.agents() if agent_id in agents}
     return list(islice((i for i in count() if i not in used), size))
 
 
@@ -116,10 +119,25 @@ def drain(job: JobState, name: str, because: Why | None = None) -> tuple[str, di
     least = max(slots.least, min(job.env.config.stages, len(job.agreement.plan.members)))
     if target < least:
         return f"cannot drain host {name}: {target} workers would be left of {least} that the job needs at least", {}
+    staying = ids - set(slots.lost)
+    if (alone := stages_without(job, leaving, staying)) and staying <= set(job.agreement.newest.worker_ids):
+        return f"cannot drain host {name}: {refused_for(alone)}", {}
     why = because or Why(Cause.DRAINED, f"host {name} drained by request")
     slots.want(target, ids, why)  # journaled first: a host that counts as drained is asked no more for its slots
     job.agents.drain(agent, why)
     return "", {"workers": target, "moved": moving, "left": leaving}
+
+
+def stages_without(job: JobState, leaving: Iterable[int], staying: set[int]) -> list[int]:
+    """Stages that the workers who leave hold, and none of those who stay."""
+    plan = job.agreement.newest
+    pools = {k: {seat.worker_id for seat in plan.pool(k)} for k in range(plan.stages) if plan.stages > 1}
+    return [k for k, pool in pools.items() if pool & set(leaving) and not pool & staying]
+
+
+def refused_for(alone: Sequence[int]) -> str:
+    """Why nobody who holds these stages alone may leave."""
+    return f"nobody else holds stage {listed(alone)}; let a backup join it first"
 
 
 def slots_of_drained(job: JobState) -> set[int]:
@@ -130,6 +148,13 @@ def slots_of_drained(job: JobState) -> set[int]:
 def leaving(job: JobState, agent: Agent, message: HostLeaving | AgentHello) -> None:
     """A host wants to leave, for example because it was told to give itself back."""
     job.agents.wish(agent)
+
+
+def emptied(job: JobState, agent: Agent, message: HostEmptied) -> None:
+    """Nothing runs on a drained host, and nothing will be started there."""
+    if agent.drained == "asked":
+        job.env.change()
+        agent.drain("emptied")
 
 
 def stays_out(job: JobState, agent: Agent, message: HostRefused) -> None:
@@ -149,7 +174,7 @@ def let_go(job: JobState) -> None:
             continue
         if agent.drained == "wished" and (agent.sent_slots is not None or not job.slots.shared_out):
             _drain_as_wished(job, agent)
-        if agent.drained == "asked" and agent.connection and not agent.believed and agent.sent_slots == []:
+        if agent.drained == "emptied":
             agent.drain("told")
             text = f"host {agent.agent_id} was drained: its workers have left, and so does its agent"
             job.env.send(agent.connection, HostDismissed(cause=Cause.DRAINED, reason=text))

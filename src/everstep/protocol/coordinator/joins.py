@@ -65,7 +65,7 @@ def _dismiss_unwanted(job: JobState) -> None:
         return
     for worker_id, worker in sorted(job.membership.workers.items()):
         if worker.ready and not slots.wanted(worker_id) and not job.agreement.in_any_plan(worker.key):
-            text = f"its slot is not wanted any more (workers wanted: {slots.target})"
+            text = f"its slot is no longer wanted (workers wanted: {slots.target})"
             dismiss(job, worker, Why(slots.unwanted_for(worker_id), text))
 
 

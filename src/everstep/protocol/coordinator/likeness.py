@@ -42,7 +42,7 @@ class Likeness:
             if not self._code.packages:  # it is the first of this run: the job goes on with its kernels
                 self._is_with(said)
             self._warned.add(said.fingerprint)
-            text = f"host {host}: its kernels give {words}: the result is not exact any more (numerics.changed=warn)"
+            text = f"host {host}: its kernels give {words}: the result is no longer exact (numerics.changed=warn)"
             self._env.report("warning", Why(Cause.NONDETERMINISTIC, text))
         return None
 

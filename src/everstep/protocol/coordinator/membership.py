@@ -1,6 +1,6 @@
 """Lives of slots and the agents that supervise them. Pure.
 
-A slot's worker id is its number. Agents that start their own slots are told nothing about them until somebody asks
+A slot's worker id is its number. Agents that start their own slots are told nothing about them until a user asks
 for others. The slots that a job begins with (`CoordinatorConfig.slots`) are shared out among its agents.
 """
 
@@ -26,7 +26,7 @@ from everstep.protocol.messages import AgentHello, SetSlots, WorkerHello, Worker
 GRACE_MOST = 30
 """Longest time for all workers to come back, in multiples of the grace period, while some keep coming."""
 
-Draining = Literal["no", "wished", "asked", "told", "refused"]
+Draining = Literal["no", "wished", "asked", "emptied", "told", "refused"]
 
 
 @dataclass
@@ -268,8 +268,8 @@ class Agent:
     it says hello to this life of the coordinator. slots: how many it started by itself; room: how many it has room
     for, 0: no limit. process: id of its process, so that a new one is told apart. left_ns: when its connection
     ended, None while it has one or before its first. about: facts about its host, as it said. drained: whether it
-    wishes to leave, has to leave when its workers have, or was told to leave. sent_slots: the slots that it was told
-    to keep filled, None: none was sent.
+    wishes to leave, has to leave when its workers have, has none any more, or was told to leave. sent_slots: the slots
+    that it was told to keep filled, None: none was sent.
     """
 
     agent_id: str
@@ -315,7 +315,7 @@ class Agent:
     @property
     def draining(self) -> bool:
         """Whether the agent has to give up its slots."""
-        return self.drained in ("asked", "told")
+        return self.drained in ("asked", "emptied", "told")
 
     @property
     def rtt_ms(self) -> float:
@@ -380,10 +380,11 @@ class Agent:
         """The message with the slots to keep filled, and the least incarnation of each slot's next life. ranks: as the
         message has them."""
         self.sent_slots = ids
-        return SetSlots(worker_ids=ids, first=first, ranks=list(ranks))
+        return SetSlots(worker_ids=ids, first=first, ranks=list(ranks), drained=self.draining)
 
     def repeat_slots(self) -> None:
-        """Send the agent its slots again: a worker may have left as once asked while its slot is wanted again."""
+        """Send the agent its slots again: a worker may have left as once asked while its slot is wanted again, or no
+        other one is to be started."""
         self.sent_slots = None
 
 
@@ -440,6 +441,7 @@ class Agents:
         self.replay_drained(agent.agent_id, agent.process)
         self.leaving.add(agent.agent_id)
         agent.drain("asked")
+        agent.repeat_slots()
         self._env.persist("drained", agent_id=agent.agent_id, process=agent.process, cause=why.cause, reason=why.reason)
 
     def replay_drained(self, agent_id: str, process: str) -> None:

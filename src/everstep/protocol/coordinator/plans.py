@@ -362,7 +362,7 @@ def _newcomers(job: JobState, survivors: int, needed: int, lost: Sequence[int]) 
 
 
 def _fall_back(job: JobState, why: Why) -> None:
-    """No worker holds the state of the plan any more: start over with the workers that come, from the newest copy
+    """No worker holds the state of the plan now: start over with the workers that come, from the newest copy
     that is left."""
     if job.saving.ending is not None:
         job.saving.end_without_workers()

@@ -129,14 +129,12 @@ def _drain(job: JobState, args: _Args) -> _Reply:
     if not isinstance(worker_id, int) or worker_id not in ids:
         return f"no worker {worker_id!r}: the workers are {listed(ids)}", {}
     spare = plan is not NO_PLAN and worker_id not in plan.worker_ids and len(ids) > slots.target
-    left = len(ids - {worker_id} - set(slots.lost))  # a slot that was given up starts nobody
-    target = min(left, slots.target if spare else slots.target - 1)
+    staying = ids - {worker_id} - set(slots.lost)  # a slot that was given up starts nobody
+    target = min(len(staying), slots.target if spare else slots.target - 1)
     if target < slots.least:
         return f"cannot drain worker {worker_id}: {target} workers would be left and min_workers is {slots.least}", {}
-    alone = [k for k in plan.stages_of(worker_id) if len(plan.pool(k)) == 1 and plan.stages > 1 and not spare]
-    if alone:
-        where = f"stage {listed(alone)}"
-        return f"cannot drain worker {worker_id}: nobody else holds {where}; let a backup join it first", {}
+    if alone := hosts.stages_without(job, [worker_id], staying):
+        return f"cannot drain worker {worker_id}: {hosts.refused_for(alone)}", {}
     least = _least(job)
     if target < least:
         return f"cannot drain worker {worker_id}: {target} workers would be left of {least} for the stages", {}

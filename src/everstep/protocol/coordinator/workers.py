@@ -225,12 +225,14 @@ def progressed(job: JobState, worker: Worker, message: m.Progress) -> None:
     """A step is committed."""
     follow(job, message.generation)
     worker.reached(message.step)
-    here = message.generation == job.agreement.plan.generation
-    if here or not job.agreement.entered:  # else it may be of a step that all have gone back from
+    here, before = message.generation == job.agreement.plan.generation, job.progress.step
+    if here or not job.agreement.entered:  # else it may be of a step that all have left again
         job.progress.reached(message.step, message.step_ms)
     if here and message.generation:
         job.agreement.enter(worker.key.worker_id)
-        job.recovery.complete(job.progress.step, message.committed_unix_ns)
+        ends = job.saving.ending is not None or job.saving.staying  # then the others may only save their state
+        if message.step > before or not ends:
+            job.recovery.complete(job.progress.step, message.committed_unix_ns)
 
 
 def loop_left(job: JobState, worker: Worker, message: m.LoopLeft) -> None:

@@ -137,7 +137,7 @@ class Application:
                 self._finished, self.asked = 0, self._machine.step + 1
                 if event.left:
                     self._tell_left()
-                return self._begin_gather(b"")  # proves that all have committed the last step, whatever follows
+                return self._begin_gather(b"")  # proves that all have committed the last step
             case do.HoldAsked() if self.settled and self._machine.step:
                 self._out.put(do.DropLanes())
                 self._out.send(event.words)

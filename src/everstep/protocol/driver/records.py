@@ -55,7 +55,7 @@ class StageSection(msgspec.Struct, frozen=True, array_like=True):
     and end, each of which one worker of the stage tells of. norms: of each of them the float64 sum of squares,
     unnormalised. ties: further summands, the same from every worker of the stage. buffers: what the lanes did to
     buffers (an encoded `BufferReport` per part of the stage). digest: of the stage's state before this step ("" if not
-    due). tied: likewise of each parameter (by name) that other stages hold too, with its optimizer state, and of
+    due). tied: the same of each parameter (by name) that other stages hold too, with its optimizer state, and of
     segments of the optimizer's state, where the members divide it. settings: digests of how the model is set while the
     step's lanes are computed (modes, flags, hyperparameters, ...), and of the running statistics that they start from,
     by `SETTINGS`; empty if the worker has none. probes: what lanes that several members compute have given here, by
@@ -85,7 +85,7 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
 
     committed_unix_ns: when this worker committed the step before. kept: the newest step of which it has kept, and
     handed on, all snapshots in memory that it is to; 0 if none. save, save_cause: from the job's leader, the tiers that
-    take a checkpoint after this step, and why; from whoever knows that the job is to end, that, too (`END`). saved:
+    take a checkpoint after this step, and why; and, from a member that knows that the job ends, that (`END`). saved:
     from the job's leader, the newest step whose checkpoint counts. nonfinite: how many steps in a row before this one
     were not finite, as far as this worker knows.
     """

@@ -223,7 +223,9 @@ class Saver:
     def ended(self, event: SaveEnded) -> None:
         """A checkpoint is on disk, or will never be."""
         self.parts_there(PartsThere(event.step))
-        if event.ok and event.step <= self._machine.position.step:  # else all have gone back behind it meanwhile
+        if (
+            event.ok and event.step <= self._machine.position.step
+        ):  # else all have returned to an earlier step meanwhile
             self.newest = max(self.newest, event.step)
         if event.differs:
             self._schedule.suspect()

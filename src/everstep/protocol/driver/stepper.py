@@ -127,7 +127,7 @@ class Stepper:
     def reduced(
         self, operation: do.Reduce, payload: AgreePayload, kept: int, due: Due, saved: int
     ) -> Iterable[step.StepEvent]:
-        """What this worker takes of the reduced gradient is here. kept: the newest step whose snapshots are in place.
+        """This worker has its part of the reduced gradient. kept: the newest step whose snapshots are in place.
         due: the tiers that save this step. saved: the newest step whose checkpoint counts."""
         data = encode(payload.stamped(self._committed_ns, kept, due, saved, self.last.nonfinite.in_a_row))
         return [step.GradientReduced(operation.generation, operation.step, data)]
@@ -231,7 +231,7 @@ class Stepper:
             self._out.put(do.Invalidate(sound, first=mine == min(found.workers)))
             why = Why(Cause.CORRUPT, found.reason + _tainted(sound))
             return Differs(why, outcome.step, sound, frozenset(), False, self._generation)
-        if found.ends:  # whatever was computed since the last probe may be wrong
+        if found.ends:  # all that was computed since the last probe may be wrong
             self._out.put(do.Invalidate(found.sound, first=mine == min(found.workers)))
         sound = found.sound if found.ends else outcome.step - 1
         why = Why(Cause.NONDETERMINISTIC, found.reason)

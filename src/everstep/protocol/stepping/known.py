@@ -92,7 +92,7 @@ class Known:
             self.next.forget()
 
     def lose_all(self) -> None:
-        """All have gone back behind the live state without this worker: nothing of it counts."""
+        """All have returned to a state before the live one, without this worker: nothing of it counts."""
         self.held.becomes({})
         self.next.forget()
         self.decisions.forget()

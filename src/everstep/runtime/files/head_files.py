@@ -56,7 +56,7 @@ class HeadFiles:
         return [name for name, place in self._places.items() if place.apart]
 
     def take(self, connection: str, message: AnyMessage) -> Answers | None:
-        """Answer a message about files; None: somebody else has to answer it."""
+        """Answer a message about files; None: another part of the process has to answer it."""
         if isinstance(message, FilePieces):
             answer = self._receiver.take(message)
             return [(connection, msgspec.structs.replace(answer, told=self._told_to(answer.told)))]

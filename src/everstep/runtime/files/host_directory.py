@@ -1,7 +1,7 @@
 """The directory in which a host keeps a job's files: the job's own if the host sees it, else one of its own.
 
 A host finds out by looking: the job leaves a word in its directories, and a host that finds it there sees the same
-directory, whatever kind of mount it is. One of its own holds the job's facts for the host's processes.
+directory, on any kind of mount. One of its own holds the job's facts for the host's processes.
 """
 
 from __future__ import annotations

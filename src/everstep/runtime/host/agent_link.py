@@ -16,6 +16,7 @@ from everstep.protocol.messages import (
     AgentNotice,
     AnyMessage,
     Heartbeat,
+    HostEmptied,
     HostFailed,
     HostLeaving,
     HostRefused,
@@ -271,6 +272,10 @@ class AgentLink:
         """Ask for this host to leave in order."""
         self.leaving = True
         self.client.send(HostLeaving(agent_id=self.agent_id))
+
+    def emptied(self) -> None:
+        """Answer the order to start nothing: nothing runs."""
+        self.client.send(HostEmptied(agent_id=self.agent_id))
 
     def stay(self) -> None:
         """Stop asking to leave: the coordinator has refused."""

@@ -74,12 +74,11 @@ _BRING_S, _HURRY_S = 30.0, 2.0
 @dataclass(frozen=True)
 class Left:
     """How an agent ended: exit code, and a line for the user if the job does not report it. later: the job was stopped
-    by a scheduler's signal, so it may be started again. failed: the job has, of which the exit code is."""
+    by a scheduler's signal, so it may be started again."""
 
     exit_code: int
     words: str = ""
     later: bool = False
-    failed: bool = False
 
 
 class Absence:
@@ -127,7 +126,7 @@ class HostAgent:
         self._absence = Absence(joining.said or joining.address, time.monotonic())
         self._ended: JobEnded | None = None
         self._deadline_s = inf
-        self._done = {"idle"}  # until the coordinator gives it slots; also: killed, told of failure
+        self._done = {"idle"}  # until the coordinator gives it slots; also: drained, emptied, killed, told of failure
         self._left: Left | None = None
         self._harms = Harms()
         pulses = Pulses(board, lambda *about: "" if self._host is None else self._host.workers.seen_at(*about))
@@ -164,7 +163,7 @@ class HostAgent:
             self._take(item)
         now_s = time.monotonic()
         if self._job_fd in ready and self._ended is None:
-            self._leave(Left(NO_HEAD, "the job's process is gone: its workers here are ended"))
+            self._leave(Left(NO_HEAD, "the job's process is gone: its workers on this host are stopped"))
         self._link.beat(now_s)
         for name in self._harms.look():
             if self._host is not None:
@@ -237,8 +236,10 @@ class HostAgent:
     def _order(self, host: Host, message: AnyMessage) -> None:
         """Carry out an order about this host's workers, or about the host."""
         if isinstance(message, SetSlots):
-            host.workers.want(message.worker_ids, message.first, message.ranks)
-            if message.worker_ids:  # a host that never had workers cannot say that they have left
+            host.workers.want([] if message.drained else message.worker_ids, message.first, message.ranks)
+            if message.drained:
+                self._done = (self._done | {"drained"}) - {"emptied"}  # a coordinator that asks again gets an answer
+            elif message.worker_ids:  # a host that never had workers cannot say that they have left
                 self._done.discard("idle")
         elif isinstance(message, KillWorker):
             if host.workers.kill(message.worker_id, message.incarnation):
@@ -306,6 +307,9 @@ class HostAgent:
         if host.workers.none_coming() and "idle" not in self._done:
             self._done.add("idle")
             self._notify("workers_left")
+        if "drained" in self._done and "emptied" not in self._done and host.workers.none_live():
+            self._done.add("emptied")
+            self._link.emptied()
 
     def _look_at_link(self, now_s: float) -> None:
         words = self._absence.look(
@@ -387,7 +391,7 @@ def _over(ended: JobEnded | None, joining: Joining, leaving: bool) -> Left:
         return Left(0)
     if ended.state == "failed" and not leaving:
         why = ended.reason.strip().partition("\n")[0]
-        return Left(ended.exit_code or 1, f"the job is over: failed: {why}", failed=True)
+        return Left(ended.exit_code or 1, f"the job is over: failed: {why}")
     stopped = ended.state == "interrupted" and ended.exit_code == 128 + signal.SIGTERM
     return Left(0, f"the job is over: {ended.state}", later=stopped and not leaving)
 

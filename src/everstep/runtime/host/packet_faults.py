@@ -19,7 +19,7 @@ import shlex
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from everstep.base.doors import is_loopback
@@ -40,7 +40,7 @@ _NAME_BYTES = 16
 _MOST_WORDS_BYTES = 300
 
 _NET, _MARK, _RANDOM = 0xFFF00000, 0xFFFFF014, 0xFFFFF038
-_SOURCE_AT, _TARGET_AT = 12, 16
+_SOURCE_AT, _TARGET_AT = {4: 12, 6: 8}, {4: 16, 6: 24}  # in the header, by IP's version
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _PASS, _DROP, _NO, _YES = 0xFFFFFFFF, 2, 0, 0xFFFFFFFF
 _HANDLE = "e57:"
@@ -200,7 +200,7 @@ def drops(interface: str, pref: int, peer: str, *, one_way: bool, share: float) 
     sides = [("egress", _TARGET_AT)] + ([] if one_way else [("ingress", _SOURCE_AT)])
     commands = [_place(interface)]
     for side, at in sides:
-        code = _code([_address(at, peer), _share(share)], _DROP, _PASS)
+        code = _code([*_address(at, peer), _share(share)], _DROP, _PASS)
         commands.append([*_filter(interface, side, pref, peer), "da", "bytecode", code])
     return commands
 
@@ -208,7 +208,7 @@ def drops(interface: str, pref: int, peer: str, *, one_way: bool, share: float) 
 def delays(interface: str, pref: int, peer: str, detour: str, mtu: int) -> list[Words]:
     """Commands that send packets to this peer ("": anybody) through a detour, once. mtu: of the interface, in bytes."""
     size = ["mtu", str(mtu), "txqueuelen", str(_QUEUE_PACKETS)]
-    code = _code([_unmarked(), _address(_TARGET_AT, peer)], _YES, _NO)
+    code = _code([_unmarked(), *_address(_TARGET_AT, peer)], _YES, _NO)
     there = ["action", "mirred", "egress", "redirect", "dev", detour]
     return [
         ["ip", "link", "set", "dev", detour, *size, "up"],
@@ -226,8 +226,9 @@ def narrows(interface: str, peer: str, *, mbit: float) -> list[Words]:
         [*words, "htb", "rate", f"{mbit:g}mbit"],
     ]
     if peer:
-        words = ["tc", "filter", "add", "dev", interface, "parent", _HANDLE, "protocol", "ip", "pref", "1", "bpf"]
-        commands.append([*words, "bytecode", _code([_address(_TARGET_AT, peer)], _YES, _NO), "flowid", own])
+        code = _code(_address(_TARGET_AT, peer), _YES, _NO)
+        words = ["tc", "filter", "add", "dev", interface, "parent", _HANDLE, "protocol", _protocol(peer)]
+        commands.append([*words, "pref", "1", "bpf", "bytecode", code, "flowid", own])
     return commands
 
 
@@ -236,7 +237,7 @@ def _place(interface: str) -> Words:
 
 
 def _filter(interface: str, side: str, pref: int, peer: str) -> Words:
-    words = ["protocol", "ip" if peer else "all", "pref", str(pref), "bpf"]
+    words = ["protocol", _protocol(peer) if peer else "all", "pref", str(pref), "bpf"]
     return ["tc", "filter", "add", "dev", interface, side, *words]
 
 
@@ -250,12 +251,24 @@ class _Test:
     wanted: bool
 
 
-def _address(at: int, peer: str) -> _Test | None:
-    """Test of a packet's address, None for any peer. Raises: ConfigError for a text that is no IPv4 address."""
+def _address(at: Mapping[int, int], peer: str) -> list[_Test]:
+    """Tests of a packet's address, one per word; none for any peer. Raises: ConfigError if a text is no address."""
+    if not peer:
+        return []
+    found = _read_address(peer)
+    words = struct.unpack(f"!{len(found.packed) // 4}I", found.packed)
+    return [_Test(_NET + at[found.version] + 4 * k, _EQUAL, word, wanted=True) for k, word in enumerate(words)]
+
+
+def _protocol(peer: str) -> str:
+    return "ipv6" if _read_address(peer).version == 6 else "ip"
+
+
+def _read_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     try:
-        return _Test(_NET + at, _EQUAL, int(ipaddress.IPv4Address(peer)), wanted=True) if peer else None
+        return ipaddress.ip_address(text)
     except ValueError:
-        raise ConfigError(f"expected the IPv4 address of another host, got {peer!r}") from None
+        raise ConfigError(f"expected the address of another host, got {text!r}") from None
 
 
 def _share(share: float) -> _Test | None:

@@ -294,7 +294,7 @@ class Etcd:
                 return Unanswered("the journal was shortened meanwhile")
         raise ProtocolError(
             f"entry {known.number} of the journal under {self.address} differs from the entry of this coordinator: "
-            "somebody has changed or removed it"
+            "it was changed or removed"
         )
 
     def _part(self, request: CompactPart) -> StoreAnswer:

@@ -353,7 +353,7 @@ class ControlClient:
         sock = _called(self._where.read(), lambda: self._closing or self._where.changed())
         if sock.getsockname() == sock.getpeername():
             sock.close()
-            raise ProtocolError("connected to itself: nobody listens there")
+            raise ProtocolError("connected to itself: no process listens there")
         sock = secured(sock, self._tls)
         try:
             notice_silence(sock, CONTROL_SILENT_S)

@@ -1,0 +1,81 @@
+"""Lives that die, end early or differ while a script is checked are findings, whatever the others do."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.cli.check import answer
+from everstep.cli.check_jobs import deaths
+from everstep.train.rehearsal import stood_at
+from rehearsed_scripts import Loop
+
+_SETUP = "import signal; life = os.environ.get('EVERSTEP_REHEARSAL')"
+_FAULT = "signal.raise_signal(signal.SIGSEGV)"
+DYING = {
+    "resumed": (Loop("resumed", _SETUP, before=f"if life == 'b': {_FAULT}"), "SIGSEGV"),
+    "leaves": (Loop("leaves", _SETUP, before="if life == 'b': os._exit(3)"), "exit code 3"),
+    "left": (Loop("left", _SETUP, before="if life == 'b': raise SystemExit(4)"), "exit code 4"),
+    "strange": (Loop("strange", _SETUP, before=f"if life == 's': {_FAULT}"), "SIGSEGV"),
+    "later": (Loop("later", _SETUP, before=f"if step.number > 4 and life == 'a': {_FAULT}"), "SIGSEGV"),
+    "raises": (Loop("raises", _SETUP, before="if life == 'b': raise ValueError('no luck')"), "ValueError: no luck"),
+    "other model": (Loop("other", _SETUP + "\nif life == 'b': model.append(nn.ReLU())"), ""),
+    "early": (Loop("early", _SETUP, before="if life == 'a': raise ValueError('early')"), "ValueError: early"),
+}
+
+
+def checked(folder: Path, text: str) -> dict[str, Any]:
+    """What a check without short jobs says of a script."""
+    script, out = folder / "script.py", folder / "said.json"
+    script.write_text(text)
+    (folder / "lives").mkdir()
+    question = {"task": str(script), "argv": (), "folder": str(folder / "lives"), "steps": 3, "max_seconds": 600.0}
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            out.write_text(json.dumps(answer(question)))
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    said: dict[str, Any] = json.loads(out.read_text())
+    return said
+
+
+@pytest.mark.parametrize("name", DYING)
+def test_a_life_that_ends_otherwise_is_a_finding(name: str, tmp_path: Path) -> None:
+    loop, how = DYING[name]
+    said = checked(tmp_path, loop.text)
+    assert not said["ok"] and not said["note"], said
+    assert any(how in finding["says"] for finding in said["findings"]), said["findings"]
+
+
+def test_a_script_that_never_runs_through_is_not_checked(tmp_path: Path) -> None:
+    said = checked(tmp_path, "import os\nos._exit(3)")
+    assert "exit code 3" in said["note"] and not said["findings"]
+
+
+def test_workers_that_died_of_themselves_are_told(tmp_path: Path) -> None:
+    told = [
+        {"kind": "worker_evicted", "worker_id": 1, "incarnation": 0, "cause": "killed", "reason": "killed by SIGKILL"},
+        {"kind": "worker_evicted", "worker_id": 0, "incarnation": 0, "cause": "crashed", "reason": "killed by SIGSEGV"},
+        {"kind": "worker_evicted", "worker_id": 2, "incarnation": 0, "cause": "scaled", "reason": "on request"},
+    ]
+    events = tmp_path / "events.jsonl"
+    events.write_text("".join(json.dumps({"time_unix_ns": 1, **event}) + "\n" for event in told))
+    assert deaths(events, (1, 0)) == ["a worker died of itself: killed by SIGSEGV"]
+    assert len(deaths(events, None)) == 2
+
+
+def test_where_a_process_died_is_read_from_its_last_words(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    stack = (
+        f'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "{os.__file__}'
+    )
+    assert stood_at(f'x\n{stack}", line 4 in g\n  File "{script}", line 12 in f\n') == (str(script), 12)
+    assert stood_at("nothing") == ("", 0)
