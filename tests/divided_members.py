@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import AdamW
 
 from everstep.base.plan import SEGMENTS, Member, Plan, Seat
-from everstep.base.ports import Portion
 from everstep.exact.dealt import Dealt
 from everstep.exact.layout import align_parameters
 from everstep.exact.pieces import PieceUpdate
@@ -25,14 +24,9 @@ def plan_of(members: int, copies: int) -> Plan:
     return Plan(1, "", people, tuple(Seat(i, 0, "active", ()) for i in who), 8, shards=shards)
 
 
-def portions_of(dealt: Dealt) -> list[Portion]:
-    """All that it gives and takes, in order."""
-    return [one for _, portions in dealt.portions() for one in portions]
-
-
 def exchange(dealt: list[Dealt]) -> None:
     """All that members give each other."""
-    for of_all in zip(*map(portions_of, dealt), strict=True):
+    for of_all in zip(*(one.portions() for one in dealt), strict=True):
         assert len({(one.source, one.takers, one.data.shape) for one in of_all}) == 1
         for taker in of_all[0].takers:
             of_all[taker].data.copy_(of_all[of_all[0].source].data)

@@ -353,3 +353,42 @@ def test_a_late_import_of_another_file_is_refused_before_a_lane_counts(jobs: Job
     undisturbed = jobs.start(script, workers=1, settings=settings, environment=right)
     assert undisturbed.end() == 0, undisturbed.account()
     same(undisturbed.run_dir, job)
+
+
+READS = """
+from stages import Data, Stages
+
+class Read(Data):
+    def __init__(self, task):
+        super().__init__()
+        self.task = task
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x * (1 + sum(p.detach().mean() for p in self.task.net.parameters())), y
+
+class Reads(Stages):
+    def build_model(self):
+        self.net = super().build_model()
+        return self.net
+
+    def build_dataset(self, split):
+        return Read(self)
+"""
+
+
+@pytest.mark.longer
+def test_where_loader_processes_read_the_model_the_job_ends_by_name(jobs: Jobs, tmp_path: Path) -> None:
+    """They are forked with the model of one step, and anew when a worker comes back."""
+    staged(tmp_path)
+    (tmp_path / "reads.py").write_text(READS)
+    job = jobs.start(
+        f"{tmp_path / 'reads.py'}:Reads",
+        workers=3,
+        numerics={"steps": 40},
+        settings={"loader.workers": 1},
+        chaos="kill:target=worker:1,at=4,phase=forward",
+        environment=PACE,
+    )
+    assert job.end() == 1, job.account()
+    assert "got different samples for lane" in job.of_kind("job_failed")[0]["reason"], job.account()

@@ -1,5 +1,4 @@
-"""Jobs whose members send each other updated parameters while the next lanes are computed: the bits of one worker,
-whoever dies meanwhile."""
+"""Jobs whose members die in the middle of sending each other updated parameters: the bits of one worker."""
 
 from __future__ import annotations
 
@@ -13,27 +12,26 @@ import pytest
 from job_harness import LIMIT_S, Job, Jobs, same
 
 TASK = """
-import os, threading, time
+import os, time
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import everstep
-from everstep.exact import dealt
 from everstep.parallel.channel import SharedMemoryChannel
 
-dealt.TOGETHER = 1  # each unit by itself
 exchange, folder = SharedMemoryChannel.spread, os.environ.get("STALL")
 
-def stalled(self, step, stage, portions, part=0, **more):
-    beside = threading.current_thread().name == "everstep-spread"
-    if folder and step in (6, 12) and part == 1 and beside:
+def stalled(self, step, stage, portions):
+    half = len(portions) // 2 if folder and step in (6, 12) else len(portions)
+    exchange(self, step, stage, portions[:half])
+    if half < len(portions):
         Path(folder, f"{step}-{os.getpid()}").touch()
         while not Path(folder, f"go-{step}").exists():
             self._fence.check()
             time.sleep(0.005)
-    exchange(self, step, stage, portions, part, **more)
+        exchange(self, step, stage, portions[half:], relayed=True)
 
 SharedMemoryChannel.spread = stalled
 
@@ -49,9 +47,6 @@ class Small(everstep.Task):
 
     def build_optimizer(self, params):
         return torch.optim.AdamW(params, lr=0.01, amsgrad=True)
-
-    def units(self, model):
-        return list(model)
 
     def loss(self, model, batch):
         time.sleep(float(os.environ.get("LANE_S", "0")))
@@ -106,68 +101,3 @@ def test_holders_and_joiners_die_while_parameters_are_on_their_way(
     assert job.end() == 0, job.account()
     same(jobs.reference(task, NUMERICS), job)
     assert bool(job.of_kind("fallback")) == (copies == 1), job.account()
-
-
-@pytest.mark.longer
-def test_stages_and_sockets_let_them_come_beside_the_lanes_too(jobs: Jobs, task: str) -> None:
-    for settings in ({"stages": 2}, {"transport": "sockets"}):
-        chaos = "kill:target=worker:1,at=8,phase=forward; kill:target=leader:0,at=14,phase=load"
-        how = {"numerics": NUMERICS, "settings": {**ZERO, **settings}, "chaos": chaos}
-        job = jobs.start(task, workers=4, environment={"LANE_S": "0.03"}, **how)
-        assert job.end() == 0, job.account()
-        same(jobs.reference(task, NUMERICS), job)
-        assert len(job.of_kind("fault_injected")) == 2, job.account()
-
-
-READS = """
-from small import Small as Plain, torch
-
-class Data(torch.utils.data.Dataset):
-    def __init__(self, task, data):
-        self.task, self.data = task, data
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, i):
-        x, y = self.data[i]
-        return x * (1 + sum(p.detach().mean() for p in self.task.net.parameters())), y
-
-class Reads(Plain):
-    def build_model(self):
-        self.net = super().build_model()
-        return self.net
-
-    def build_dataset(self, split):
-        return Data(self, super().build_dataset(split))
-"""
-
-
-def test_a_dataset_that_reads_the_model_reads_all_of_a_step(jobs: Jobs, task: str, tmp_path: Path) -> None:
-    """Samples are loaded here, while parameters are on their way."""
-    (tmp_path / "reads.py").write_text(READS)
-    reads = f"{tmp_path / 'reads.py'}:Reads"
-    stall = {"STALL": str(tmp_path / "stall")}
-    alone = jobs.start(reads, workers=1, numerics=NUMERICS)
-    job = jobs.start(reads, workers=3, numerics=NUMERICS, settings={**ZERO, "zero.copies": 1}, environment=stall)
-    for step in (6, 12):
-        wait_until_stalled(job, tmp_path / "stall", step, 2)
-        (tmp_path / "stall" / f"go-{step}").touch()
-    assert (alone.end(), job.end()) == (0, 0), job.account()
-    same(alone.run_dir, job)
-
-
-@pytest.mark.longer
-def test_where_loader_processes_read_it_the_job_ends_by_name(jobs: Jobs, task: str, tmp_path: Path) -> None:
-    """They are forked with the model of one step, and anew when a worker comes back."""
-    (tmp_path / "reads.py").write_text(READS)
-    job = jobs.start(
-        f"{tmp_path / 'reads.py'}:Reads",
-        workers=3,
-        numerics={**NUMERICS, "steps": 40},
-        settings={"loader.workers": 1},
-        chaos="kill:target=worker:1,at=4,phase=forward",
-        environment={"LANE_S": "0.05"},
-    )
-    assert job.end() == 1, job.account()
-    assert "got different samples for lane" in job.of_kind("job_failed")[0]["reason"], job.account()

@@ -171,12 +171,11 @@ class Channel(Protocol):
         tensors do not require gradients.
         """
 
-    def spread(self, step: int, stage: int, portions: Sequence[Portion], part: int = 0) -> None:
+    def spread(self, step: int, stage: int, portions: Sequence[Portion]) -> None:
         """Give the portions of which this worker is the source, and take those that it lacks, straight into their
         memory, first ones first. Returns when it has all of them, and what it gives may change again; if it raises,
-        some have come and others have not. All members of the stage's pool call it with the same portions, for steps,
-        stages and parts that ascend in a generation. The bytes under way are bounded, however many there are. A thread
-        of its own may call it.
+        some have come and others have not. All members of the stage's pool call it with the same portions, for steps
+        and stages that ascend in a generation. The bytes under way are bounded, however many there are.
         """
 
     def forget(self, step: int) -> None:

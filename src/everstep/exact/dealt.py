@@ -11,9 +11,8 @@ state whose parameters stay whole.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import xxhash
@@ -29,9 +28,6 @@ from everstep.exact.pieces import Ranges
 from everstep.exact.state import ModelState
 from everstep.exact.state_memory import give_back
 from everstep.placement.shards import SegmentBlocks, divided_planes, ends_of, runs_of_numbers, segment_holders
-
-TOGETHER = 1 << 20
-"""Elements that go together at least: 4 MiB."""
 
 
 @dataclass(frozen=True)
@@ -167,31 +163,22 @@ class Dealt:
         """Blocks that it has once the parameters that others have updated have come, too."""
         return self._extents(self._held(self._me), with_others=True)
 
-    def portions(self, unit_of: Callable[[nn.Parameter], int] = lambda parameter: 0) -> list[tuple[int, list[Portion]]]:
-        """The parts of parameters that members give each other after an update, in the order of their units: lists of
-        them, each with the number of its first unit. The units of a list have `TOGETHER` elements at least, unless it
-        is the last one. Holders of a segment share the giving."""
-        pool, given = {seat.worker_id for seat in self._plan.pool(self._stage)}, list[tuple[int, Portion]]()
+    def portions(self) -> list[Portion]:
+        """The parts of parameters that members give each other after an update, in the order of the grid. Holders of a
+        segment share the giving."""
+        pool, found = {seat.worker_id for seat in self._plan.pool(self._stage)}, list[Portion]()
         stops = [one.blocks.stop for one in self._placed]
         for segment, holders in enumerate(segment_holders(self._plan, self._stage)):
             takers = tuple(sorted(pool - {*holders}))
             for lo, hi in self._numbers.blocks(((segment, segment + 1),)) if takers else ():
                 edges = [lo + (hi - lo) * k // len(holders) for k in range(len(holders) + 1)]
                 for source, first, stop in zip(holders, edges, edges[1:], strict=False):
-                    for parameter, one in self._parts(source, takers, self._blocks[first:stop], stops):
-                        given.append((unit_of(parameter), one))
-        found, size, last = list[tuple[int, list[Portion]]](), TOGETHER, -1
-        for unit, one in sorted(given, key=itemgetter(0)):
-            if unit != last and size >= TOGETHER:
-                found.append((unit, []))
-                size = 0
-            found[-1][1].append(one)
-            size, last = size + one.data.numel(), unit
+                    found += self._parts(source, takers, self._blocks[first:stop], stops)
         return found
 
     def _parts(
         self, source: int, takers: tuple[int, ...], blocks: Sequence[int], stops: Sequence[int]
-    ) -> Iterator[tuple[nn.Parameter, Portion]]:
+    ) -> Iterator[Portion]:
         """What lies in these blocks, which ascend. stops: block after the last one of each dealt parameter."""
         runs = runs_of_numbers(blocks)
         for at in range(bisect_right(stops, blocks[0]), len(stops)) if blocks else ():
@@ -199,7 +186,7 @@ class Dealt:
             if one.blocks.start > blocks[-1]:
                 return
             for first, stop in one.within(runs):
-                yield one.parameter, Portion(source, takers, one.parameter.data.view(-1)[first:stop])
+                yield Portion(source, takers, one.parameter.detach().view(-1)[first:stop])
 
 
 def _blocks(first: int, stop: int) -> range:

@@ -30,13 +30,12 @@ class ParameterWatch:
         self._frozen = {key for key, p in found.items() if not p.requires_grad}
         self._versions: list[int] = []
         self._digests: list[str] | None = None
-        self.looked = False
-        """Whether their bits have been compared over a lane, which is done once."""
+        self._looked = False
 
     def begin_step(self) -> None:
         """The lanes of a step begin."""
         self._versions = [_version(p) for _, p in self._named]
-        if not self.looked:
+        if not self._looked:
             self._digests = [tensor_digest(p) for _, p in self._named]
 
     def look(self) -> None:
@@ -54,7 +53,7 @@ class ParameterWatch:
                     "one from the start, and set the learning rate of its group to 0 while it should not change"
                 )
         if self._digests is not None:
-            self.looked, digests, self._digests = True, self._digests, None
+            self._looked, digests, self._digests = True, self._digests, None
             self._check_digests(digests)
 
     def _check_digests(self, digests: list[str]) -> None:

@@ -47,10 +47,6 @@ class StandingTensors:
         thorough = len(self._hidden) > 1 or not self._rounds & (self._rounds - 1)
         self._bits = {id(p): tensor_digest(p.detach()) for p in self._looked_into()} if thorough else {}
 
-    def glance(self) -> None:
-        """The bits of this round are not looked into: others write to the parameters."""
-        self._bits = {}
-
     def moved(self) -> dict[str, torch.Tensor]:
         """Tensors that have been changed since `updated`, by name."""
         if self._updated is None or (not self._bits and _alike(self._updated, self._look())):

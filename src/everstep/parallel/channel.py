@@ -205,14 +205,12 @@ class SharedMemoryChannel:
                 if not inbox.has(key):
                     raise CollectiveAborted(f"worker {source} died before it sent {key}", [source])
 
-    def spread(
-        self, step: int, stage: int, portions: Sequence[Portion], part: int = 0, *, relayed: bool = False
-    ) -> None:
+    def spread(self, step: int, stage: int, portions: Sequence[Portion], *, relayed: bool = False) -> None:
         """Through the own memory, bit by bit. relayed: these have come from other hosts before.
 
         Raises: CollectiveAborted after `abort`, and if a member died on which it had to wait.
         """
-        self._ring.spread(SpreadName(step, stage, 2 * part + int(relayed)), portions)
+        self._ring.spread(SpreadName(step, stage, int(relayed)), portions)
 
     def forget(self, step: int) -> None:
         """Messages of steps up to this one may be overwritten."""
@@ -458,15 +456,9 @@ class GroupChannel:
         return self._tensors(layout, content), layout.meta
 
     def spread(
-        self,
-        step: int,
-        stage: int,
-        portions: Sequence[Portion],
-        part: int = 0,
-        meanwhile: Callable[[], None] = lambda: None,
+        self, step: int, stage: int, portions: Sequence[Portion], meanwhile: Callable[[], None] = lambda: None
     ) -> None:
-        """Out of and into the parameters' memory; parts follow each other as their portions do. meanwhile: called while
-        bytes move. Raises: CollectiveAborted."""
+        """Out of and into the parameters' memory. meanwhile: called while bytes move. Raises: CollectiveAborted."""
         self._fence.check()
         mesh, tag, me = self._carrier.mesh, _SPREADS + step % _SPREAD_TAGS * _PARTS + stage, self._me.worker_id
         try:

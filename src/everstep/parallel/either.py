@@ -207,14 +207,14 @@ class EitherChannel:
         """Raises: CollectiveAborted."""
         return self._way(source).recv(source, key)
 
-    def spread(self, step: int, stage: int, portions: Sequence[Portion], part: int = 0) -> None:
+    def spread(self, step: int, stage: int, portions: Sequence[Portion]) -> None:
         """Once to each other machine, to a member there that passes it on. Raises: CollectiveAborted."""
         if self._far is None or not self._elsewhere:
-            self._near.spread(step, stage, portions, part)
+            self._near.spread(step, stage, portions)
             return
         ways = ways_of(portions, self._machines, self._machine)
-        self._far.spread(step, stage, ways.far, part, lambda: self._near.spread(step, stage, ways.near, part))
-        self._near.spread(step, stage, ways.relayed, part, relayed=True)
+        self._far.spread(step, stage, ways.far, lambda: self._near.spread(step, stage, ways.near))
+        self._near.spread(step, stage, ways.relayed, relayed=True)
 
     def forget(self, step: int) -> None:
         """Messages of steps up to this one may be overwritten."""

@@ -349,13 +349,12 @@ class GroupLinks:
 
 
 class _Ticker:
-    """Calls `tick` from its own thread while a caller is blocked inside torch, unless the callers should have left."""
+    """Calls `tick` from its own thread while the caller is blocked inside torch, unless the caller should have left."""
 
     def __init__(self, tick: OnTick, overdue: Callable[[], bool]) -> None:
         self._tick = tick
         self._overdue = overdue
         self._busy = threading.Event()
-        self._callers, self._lock = 0, threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="everstep-ticker", daemon=True)
         self._thread.start()
@@ -363,16 +362,11 @@ class _Ticker:
     @contextmanager
     def ticking(self) -> Iterator[None]:
         self._tick()
-        with self._lock:
-            self._callers += 1
-            self._busy.set()
+        self._busy.set()
         try:
             yield
         finally:
-            with self._lock:
-                self._callers -= 1
-                if not self._callers:
-                    self._busy.clear()
+            self._busy.clear()
 
     def close(self) -> None:
         self._closed = True

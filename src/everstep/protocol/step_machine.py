@@ -74,14 +74,14 @@ from everstep.protocol.stepping.switching import Switching
 class StepMachine:
     """One worker's view of the protocol: takes events, returns effects, and shows what it knows.
 
-    Its parts do the work, by the table of `step_phases`. states: those that it holds, to be looked at. digest: of the
-    initial state, stated when settling at step 0.
+    Its parts do the work, by the table of `step_phases`. digest: of the initial state, stated when settling at step
+    0.
     """
 
     def __init__(self, me: WorkerKey, digest: str = "") -> None:
         self.me = me
         self._known = known = Known(me, digest)
-        self.states = known.held
+        self._held = known.held
         self._contributing = contributing = Contributing(known)
         self._entering = entering = Entering(known, contributing)
         self._switching = switching = Switching(known, contributing, entering)
@@ -176,7 +176,7 @@ class StepMachine:
     @property
     def sound(self) -> int:
         """States after this step are tainted; -1: none is."""
-        return self.states.sound
+        return self._held.sound
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -186,9 +186,9 @@ class StepMachine:
     @property
     def updating(self) -> tuple[int, ...]:
         """Stages that the decided step is applied to, even if this worker has no block of them to update; ascending."""
-        return tuple(sorted(self.states.blocks))
+        return tuple(sorted(self._held.blocks))
 
     @property
     def held(self) -> Mapping[int, Extents]:
         """Blocks of each stage's state that this worker has and members may copy; ascending by stage."""
-        return self.states.present
+        return self._held.present

@@ -72,7 +72,7 @@ TRANSITIONS: tuple[tuple[type, frozenset[Phase], str, frozenset[Phase]], ...] = 
     (UpdateRefused, _AFTER_DECISION, "_deciding.refused", frozenset({Phase.SETTLING})),
     (StateCopied, frozenset({Phase.FETCHING}), "_entering.state_copied", _RESUMED),
     (Followed, OUTSIDE, "_switching.followed", frozenset({Phase.SETTLING})),
-    (SnapshotsKept, _ALL, "states.keeps", frozenset()),
+    (SnapshotsKept, _ALL, "_held.keeps", frozenset()),
     (StepSaved, _ALL, "_deciding.saved", frozenset()),
     (BlocksLost, _ALL - {Phase.UPDATING, Phase.FETCHING}, "_entering.blocks_lost", frozenset({Phase.LACKING})),
 )

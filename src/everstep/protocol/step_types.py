@@ -195,11 +195,9 @@ class RecordArrived(StepEvent, frozen=True):
 
 
 class Updated(StepEvent, frozen=True):
-    """The optimizer has been applied; the state is that of `step`. spreads: what others have updated is on its way, and
-    `Holds` will say that it has come."""
+    """The optimizer has been applied; the state is that of `step`."""
 
     step: int
-    spreads: bool = False
 
 
 class UpdateRefused(StepEvent, frozen=True):

@@ -15,7 +15,7 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 
 import msgspec
@@ -30,7 +30,7 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import Compute
 from everstep.protocol.driver.probing import LanesGiven
 from everstep.protocol.driver.records import AgreePayload, LaneReport, StageSection
-from everstep.protocol.step_types import Discard, Holds, LaneDone, LaneSaid, Takes
+from everstep.protocol.step_types import Discard, LaneDone, LaneSaid, Takes
 from everstep.sim.checks import Vote
 from everstep.sim.life import Life
 from everstep.sim.mesh import Mesh
@@ -81,10 +81,9 @@ def _lanes(node: Node) -> range:
 class SimLanes:
     """Computes the lanes asked for; results are kept until `discard`."""
 
-    def __init__(self, life: Life, mesh: Mesh, spreading: Spreading) -> None:
+    def __init__(self, life: Life, mesh: Mesh) -> None:
         self.life = life
         self.mesh = mesh
-        self._spreading = spreading
         self.held: dict[int, dict[int, Sums]] = {}  # by step and stage
         self.busy = False
         self.given = LanesGiven()
@@ -180,8 +179,6 @@ class SimLanes:
             self._when_left()
 
     def _owes(self, operation: Compute, worker_id: int) -> bool:
-        if self._spreading.owed(worker_id):
-            return True
         return operation.plan.stages > 1 and worker_id in self._neighbours()
 
     def _neighbours(self) -> set[int]:
@@ -214,12 +211,6 @@ class SimLanes:
 
     def _done(self, operation: Compute, one: Pass) -> None:
         self.busy = False
-        if self._operation is not operation:
-            return  # it was left while this pass waited
-        if not self._spreading.whole(partial(self._done, operation, one)):
-            self._next()
-            self.life.look()
-            return
         kind, step, stage, lane = one
         state = self.life.job.trained(self.life.state.stages[stage])
         if operation.plan.stages == 1:
@@ -433,51 +424,20 @@ class Reduction:
         )
 
 
-_Spread = do.Spread | do.BeginSpread
-
-
 class Spreading:
-    """Members give each other the parameters that each has updated, perhaps while the next lanes are computed. Blocks
-    that come before a cut stay.
-
-    One simplification: no lane waits for a part of a stage, but for all stages.
-    """
+    """Members give each other the parameters that each has updated; blocks that come before a cut stay."""
 
     def __init__(self, life: Life, mesh: Mesh) -> None:
         self.life = life
         self.mesh = mesh
-        self._waits: list[Callable[[], None]] = []
-        self._beside: do.BeginSpread | None = None
         self._came: dict[tuple[int, int, int], Blocks] = {}  # by step, stage and block
         life.install({do.Spread: self._spread, ("owes", do.Spread): self._owes, ("message", "spread"): self._on_block})
-        life.install({do.BeginSpread: self._begin})
 
     def clear(self) -> None:
         """Begin a generation."""
         self._came = {}
-        self.leave()
-
-    def leave(self) -> None:
-        """Nothing that comes is written any more."""
-        self._beside, self._waits = None, []
-
-    def reads(self, effect: do.Effect) -> None:
-        """Raises: AssertionError if it needs a whole state, and that is not said to be whole."""
-        if self._beside is not None and isinstance(effect, _READERS):
-            raise AssertionError(f"{self.life.me} carries out {effect} while {self._beside} is under way")
-
-    def _begin(self, effect: do.BeginSpread) -> None:
-        self.life.site.phases.note(self.life.me, effect)
-        self._beside = effect
-        self._send(effect)
-        self._receive(effect)
 
     def _spread(self, operation: do.Spread) -> None:
-        if self._beside is None:
-            self._send(operation)
-        self._look(operation)
-
-    def _send(self, operation: _Spread) -> None:
         """Send what is to come from here: one holder of each segment gives its parameters to all that have not."""
         plan, me = operation.plan, self.life.me.worker_id
         for stage in plan.stages_of(me):
@@ -486,58 +446,30 @@ class Spreading:
                 for block in (block for block, who in _givers(plan, stage, to).items() if who == me):
                     given = without(state, WHOLE - Extents.numbered(PLANES, [block]))
                     self.mesh.send(to, "spread", operation.step, stage, block, given)
+        self._look(operation)
 
     def _on_block(self, step: int, stage: int, block: int, given: Blocks) -> None:
         self._came[step, stage, block] = given
-        if self._beside is not None:
-            self._receive(self._beside)
         if isinstance(self.life.operation, do.Spread):
             self._look(self.life.operation)
-        elif self._beside is not None and not self._lacking(self._beside):
-            waits, self._waits = self._waits, []
-            for go_on in waits:
-                go_on()
 
-    def _lacking(self, operation: _Spread) -> set[int]:
+    def _lacking(self, operation: do.Spread) -> set[int]:
         """Workers that have not sent all of their parameters yet."""
         plan, me, step = operation.plan, self.life.me.worker_id, operation.step
         givers = {k: _givers(plan, k, me) for k in plan.stages_of(me)}
         return {who for k, of in givers.items() for block, who in of.items() if (step, k, block) not in self._came}
 
-    def _receive(self, operation: _Spread) -> None:
+    def _look(self, operation: do.Spread) -> None:
+        state = self.life.state
         for (step, stage, _), given in self._came.items():
             if step == operation.step:
-                self.life.state.receive(stage, given)
-
-    def _look(self, operation: do.Spread) -> None:
-        self._receive(operation)
+                state.receive(stage, given)
         if not self._lacking(operation):
-            self.life.done(operation, self._end(operation))
-
-    def _end(self, operation: _Spread) -> dict[int, Extents]:
-        self._beside = None
-        self._came = {key: given for key, given in self._came.items() if key[0] > operation.step}
-        return {k: present(blocks) for k, blocks in self.life.state.stages.items()}
-
-    def whole(self, go_on: Callable[[], None]) -> bool:
-        """Whether lanes may be computed; says so that what was on its way has come. Else `go_on` is called then."""
-        beside = self._beside
-        if beside is not None and not self._lacking(beside):
-            self.life.handle(Holds(beside.step, self._end(beside)))
-        if self._beside is not None:
-            self._waits.append(go_on)
-        return self._beside is None
+            self._came = {key: given for key, given in self._came.items() if key[0] > operation.step}
+            self.life.done(operation, {k: present(blocks) for k, blocks in state.stages.items()})
 
     def _owes(self, operation: do.Spread, worker_id: int) -> bool:
         return worker_id in self._lacking(operation)
-
-    def owed(self, worker_id: int) -> bool:
-        """Whether a lane waits for what this peer has updated."""
-        beside = self._beside
-        return bool(self._waits) and beside is not None and worker_id in self._lacking(beside)
-
-
-_READERS = do.Save | do.Keep | do.OfferFeeds | do.Update | do.Reduce | do.Evaluate | do.SaveLast | do.Finish
 
 
 def _givers(plan: Plan, stage: int, to: int) -> dict[int, int]:

@@ -24,7 +24,7 @@ from everstep.sim.checks import Checks
 from everstep.sim.model import Blocks, SimJob, SimReduced, cut_anew, digest, flipped, initial, merged, present, without
 from everstep.sim.world import MS, Process, SimConnection, World, connect
 
-_PHASES: dict[type[do.Operation | do.BeginSpread], str] = {
+_PHASES: dict[type[do.Operation], str] = {
     do.Open: "settling",
     do.Fetch: "fetching",
     do.Restore: "fetching",
@@ -33,7 +33,6 @@ _PHASES: dict[type[do.Operation | do.BeginSpread], str] = {
     do.Reduce: "reducing",
     do.Update: "updating",
     do.Spread: "spreading",
-    do.BeginSpread: "spreading",
 }
 
 
@@ -44,8 +43,8 @@ class Phases:
         self.hooks: list[Callable[[WorkerKey, str], None]] = []
         self._of: dict[WorkerKey, str] = {}
 
-    def note(self, who: WorkerKey, operation: do.Operation | do.BeginSpread) -> None:
-        """A worker begins an operation, or a spread beside others."""
+    def note(self, who: WorkerKey, operation: do.Operation) -> None:
+        """A worker begins an operation."""
         phase = _PHASES.get(type(operation), "")
         if isinstance(operation, do.Exchange):
             phase = "settling" if operation.tag.kind == "settle" else "gathering" if operation.tag.seq else "agreeing"

@@ -132,13 +132,7 @@ class Loop:
             if gathers % 2:
                 return do.SaveAsked({METRIC: float(step % 5)})
             return do.GatherAsked(f"{self.life.me} {step} {gathers}".encode())
-        return do.StepAsked(step + 1, self._ahead(step + 1)) if step < job.last else self._over(step)
-
-    def _ahead(self, step: int) -> bool:
-        """Whether it asks for nothing between a step and the next one; some loops do not say so."""
-        job = self.life.job
-        reads = evaluates(job, step) or job.gathers(step) or step >= job.last
-        return not reads and hash((self.life.me.worker_id, step)) % 5 > 0
+        return do.StepAsked(step + 1) if step < job.last else self._over(step)
 
     def _over(self, step: int) -> do.Ask:
         return do.EndAsked(step < self.life.job.steps, _said(self.life), step)
@@ -172,11 +166,11 @@ class SimWorker(Life):
     def __init__(self, site: SimSite, host: str, dial: Dial, driver: Driver, exited: Exited) -> None:
         super().__init__(site, host, driver, exited)
         self.mesh = Mesh(self)
-        self.spreading = Spreading(self, self.mesh)
-        self.lanes = SimLanes(self, self.mesh, self.spreading)
+        self.lanes = SimLanes(self, self.mesh)
         self.donor, self.follower = SimDonor(self), Follower(self)
         self.memory = self.donor.memory
         self.reduction = Reduction(self, self.mesh, self.lanes)
+        self.spreading = Spreading(self, self.mesh)
         self.ties = Ties(self, dial, self.mesh)
         self.loop = Loop(self, self.lanes)
         fetcher = Fetcher(self, self.memory, SimSaver(self))
@@ -211,10 +205,6 @@ class SimWorker(Life):
         """Whether the connection may still carry something for this."""
         return any(part.uses(connection) for part in self._users)
 
-    def _perform(self, effect: do.Effect) -> None:
-        self.spreading.reads(effect)
-        super()._perform(effect)
-
     def look(self) -> None:
         """Check whether the remaining members suffice for the present operation."""
         self.mesh.look()
@@ -236,7 +226,6 @@ class SimWorker(Life):
 
     def _cut(self, effect: do.Cut) -> None:
         self.cut(effect.generation)
-        self.spreading.leave()
         self.mesh.leave(effect.generation)
 
     def _entered(self, effect: do.EnteredPlan) -> None:

@@ -5,7 +5,6 @@ that."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from torch import nn
 
@@ -13,26 +12,17 @@ from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Plan
 from everstep.exact.dealt import Dealt
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.hearing import FOREVER
 from everstep.protocol.step_types import Holds, StepEvent, Takes
-from everstep.train.spread_beside import SpreadBeside
 from everstep.train.view import WorkerView
 
 
 class Dealing:
     """One worker's."""
 
-    def __init__(
-        self,
-        view: WorkerView,
-        say: Callable[[StepEvent], None],
-        came: Callable[[], None],
-        come_later: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, view: WorkerView, say: Callable[[StepEvent], None], came: Callable[[], None]) -> None:
         """say: tells the driver something during an operation. came: called when the parameters of an update have come
-        from all; come_later: when they are on their way while the loop goes on."""
-        self._view, self._say, self._came, self._come_later = view, say, came, come_later
-        self._beside: SpreadBeside | None = None
+        from all."""
+        self._view, self._say, self._came = view, say, came
         self._plan: tuple[int, Plan] | None = None  # the step that was reduced last, and in which plan
         self._found: dict[int, tuple[tuple[int, int], Dealt]] = {}  # by stage: of generation and step
 
@@ -102,70 +92,13 @@ class Dealing:
         """Give the parameters that were updated here to those who have not, and take those of others, which are nobody
         else's word before all have come. Raises: CollectiveAborted."""
         view, plan, number = self._view, operation.plan, operation.step
+        held = dict(view.driver.machine.held)
         view.phase("update", number, plan)
-        if self._beside is not None:
-            self._beside.wait()
-            return self._ended(plan)
-        for _, _, exchange in self._exchanges(plan, number):
-            exchange()
-        held = self._ended(plan)
-        self._came()
-        return held
-
-    def _exchanges(self, plan: Plan, number: int) -> list[tuple[int, int, Callable[[], None]]]:
-        """What is to be exchanged, in parts, in the order in which the next lanes need them: stage, first unit, act."""
-        found = list[tuple[int, int, Callable[[], None]]]()
         for stage in self._mine(plan):
-            replica = self._view.stages[stage]
-            dealt, unit_of = replica.update.dealt, replica.lanes.gate.unit_of
-            for part, (unit, portions) in enumerate(dealt.portions(unit_of) if dealt is not None else ()):
-                act = partial(self._view.transport.channel.spread, number, stage, portions, part)
-                found.append((stage, unit, act))
-        return found
-
-    def _ended(self, plan: Plan) -> dict[int, Extents]:
-        """All have come. Returns what is held."""
-        self._beside, held = None, dict(self._view.driver.machine.held)
-        for stage in self._mine(plan):
-            self._view.stages[stage].lanes.gate.open()
-            one = self._view.stages[stage].update.dealt
+            one = view.stages[stage].update.dealt
             if one is not None:
+                view.transport.channel.spread(number, stage, one.portions())
                 held[stage] = one.spread()
                 one.release()
+        self._came()
         return held
-
-    # ---- beside the next lanes
-
-    def begin(self, effect: do.BeginSpread) -> None:
-        """Begin to exchange the parameters."""
-        self._come_later()
-        exchanges = self._exchanges(effect.plan, effect.step)
-        self._beside = beside = SpreadBeside(effect.generation, effect.step, [act for _, _, act in exchanges])
-        for stage in self._mine(effect.plan):
-            last = {unit: n for n, (of, unit, _) in enumerate(exchanges, 1) if of == stage}
-            self._view.stages[stage].lanes.gate.shut(last, beside.wait)
-        passes = [part for replica in self._view.stages.values() for part in replica.lanes.passes.values()]
-        if not all(part.watch.looked for part in passes):  # they are about to be looked at
-            self._beside.end()
-
-    def whole(self) -> None:
-        """A lane is to be computed, or has been computed in parts: wait for all parameters, and say that they are
-        there. Raises: CollectiveAborted."""
-        beside, plan = self._beside, self._view.plan
-        if beside is not None and plan is not None:
-            beside.wait()
-            self._say(Holds(beside.step, self._ended(plan)))
-
-    def cut(self, effect: do.Cut) -> None:
-        """Generations are over: nothing that comes in them is written any more."""
-        beside = self._beside
-        if beside is not None and beside.generation <= effect.generation:
-            self._view.cutter.cut(effect.generation)
-            beside.end()
-            self._beside = None
-            for replica in self._view.stages.values():
-                replica.lanes.gate.open()
-
-    def close(self) -> None:
-        """Nothing is written any more."""
-        self.cut(do.Cut(FOREVER))

@@ -182,17 +182,15 @@ class Executor:
         """During an operation: hand an event to the step machine. Its effects come after the operation."""
         self._handle(event)
 
-    def computed(self, fault: CollectiveAborted | None = None) -> do.Answer | do.Compute:
-        """The lanes handed out have been computed, or were left as their generation is over, or by a fault. Returns and
-        raises as `ask`."""
-        self._give_back(left=False, fault=fault)
+    def computed(self) -> do.Answer | do.Compute:
+        """The lanes handed out have been computed, or were left as their generation is over. Returns and raises as
+        `ask`."""
+        self._give_back(left=False)
         return self._until_answered()
 
-    def _give_back(self, left: bool, fault: CollectiveAborted | None = None) -> None:
+    def _give_back(self, left: bool) -> None:
         operation, self._handed = self._handed, None
-        if operation is not None and fault is not None:
-            self._handle(_aborted(operation, fault))
-        elif operation is not None:
+        if operation is not None:
             left = left or self._cutter.over(operation.generation)
             self._handle(do.Aborted(operation.op) if left else do.Done(operation.op))
 
@@ -241,7 +239,7 @@ class Executor:
             (act,) = self._handlers[type(operation)]
             event = do.Done(operation.op, act(operation))
         except CollectiveAborted as fault:
-            event = _aborted(operation, fault)
+            event = do.Aborted(operation.op, tuple(fault.accused), Why(fault.cause, str(fault)))
         except Unusable as found:
             event = do.Tainted(operation.op, found.why, found.torn)
         finally:
@@ -258,7 +256,3 @@ class Executor:
         if not self._end_told and self._end_asked():
             self._end_told = True
             self._effects.extend(self._driver.handle(time.monotonic_ns(), do.EndOrdered(END_ALONE)))
-
-
-def _aborted(operation: do.Operation, fault: CollectiveAborted) -> do.Aborted:
-    return do.Aborted(operation.op, tuple(fault.accused), Why(fault.cause, str(fault)))

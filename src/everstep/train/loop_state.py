@@ -64,11 +64,6 @@ class LoopMoves:
         if self._tensors is not None:
             self._tensors.updated()
 
-    def glance(self) -> None:
-        """What others have updated is on its way: until the next update nothing but the versions of tensors tells."""
-        if self._tensors is not None:
-            self._tensors.glance()
-
     def loaded(self) -> None:
         """Blocks have come from others, at the step where this worker is."""
         if not self.told:

@@ -25,7 +25,6 @@ from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle, bundle, faithful_clone, gradients, open_gradients
 from everstep.protocol.step_types import LaneSaid
 from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
-from everstep.train.spread_beside import UnitGate
 from everstep.train.stage import StageSpec
 from everstep.train.task import where
 
@@ -93,11 +92,10 @@ class LaneProbe:
 
 
 class SplitCall(NamedTuple):
-    """How a split model is run; not used if the model is not split. gate: of the whole stage."""
+    """How a split model is run; not used if the model is not split."""
 
     call: ModelCall
     loss: Loss
-    gate: UnitGate
 
 
 @dataclass(eq=False)
@@ -288,7 +286,6 @@ class PartPass:
             args, kwargs = (tree,), {}
         before = [t._version for t in watched]
         if self.is_last:
-            self._split.gate.enter(self._spec.cut[self.part][1])  # the loss may use any parameter
             raw = self._split.call.result(self._split.loss, lane.batch, lambda: self._through(*args))
             loss, weight = (raw[0], raw[1]) if isinstance(raw, tuple) else (raw, None)
             lane = replace(lane, entry=entry, scaled=measured(loss, weight, lane.share))
@@ -325,11 +322,8 @@ class PartPass:
         """
         at = 0
         try:
-            first = self._spec.cut[self.part][0]
-            self._split.gate.enter(first)
             x = self.units[0](*args, **kwargs)
             for at in range(1, len(self.units)):
-                self._split.gate.enter(first + at)
                 x = self.units[at](x)
             return x
         except (EverstepError, InvariantViolation):

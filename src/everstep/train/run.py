@@ -20,15 +20,7 @@ import torch
 from torch import nn
 
 from everstep.base.cause import Cause
-from everstep.base.errors import (
-    CollectiveAborted,
-    DeterminismError,
-    EverstepError,
-    JobFailed,
-    Misused,
-    NonFinite,
-    Uncarried,
-)
+from everstep.base.errors import DeterminismError, EverstepError, JobFailed, Misused, NonFinite, Uncarried
 from everstep.base.plan import Plan
 from everstep.data.batch import to_device
 from everstep.data.given_loader import read_data
@@ -84,12 +76,7 @@ class Step:
         self._share = 0.0
         self.number = number
         self.done = done
-        self._ahead = False
         self._seed_loop(past=0)
-
-    def go_ahead(self) -> None:
-        """The loop will ask for the next step at once, and reads nothing of the state between them."""
-        self._ahead = True
 
     @property
     def epochs_over(self) -> int:
@@ -110,27 +97,18 @@ class Step:
         _reach(session)
         if not self.done:
             session.view.stages.only.state.settings.before_lanes()
-        turn = None if self.done else session.executor.ask(StepAsked(self.number, self._ahead))
+        turn = None if self.done else session.executor.ask(StepAsked(self.number))
         while isinstance(turn, Compute):
-            try:
-                yield from self._turn(turn)
-            except CollectiveAborted as fault:
-                turn = session.executor.computed(fault)
-            else:
-                turn = session.executor.computed()
+            own, told = self._begin(turn), owed(turn.trials, turn.plan, session.view.me)
+            for lane in told:
+                yield from self._trial(turn, lane, own)
+            for lane in self._handed(turn, own, told):
+                yield from self._lane(turn, lane, is_told=lane in told)
+            turn = session.executor.computed()
         self.done = True
         if session.loop.moves.known:
             session.updates.stand_still()
         self._seed_loop(past=1)
-
-    def _turn(self, operation: Compute) -> Iterator[Any]:
-        """Batches of the lanes of one operation. Raises: CollectiveAborted."""
-        session = self._session
-        own, told = self._begin(operation), owed(operation.trials, operation.plan, session.view.me)
-        for lane in told:
-            yield from self._trial(operation, lane, own)
-        for lane in self._handed(operation, own, told):
-            yield from self._lane(operation, lane, is_told=lane in told)
 
     def _seed_loop(self, past: int) -> None:
         """Seed the loop's random numbers around its batches (0: before them, 1: past them) by the step alone.
@@ -182,7 +160,6 @@ class Step:
         if not samples:
             lanes.pass_empty(self.number, 0, lane)
             return
-        lanes.await_parameters()
         self._share = len(samples) / view.order.micro_batch
         view.phase("forward", self.number, operation.plan)
         due = self._alone_due(operation.plan)
@@ -223,7 +200,6 @@ class Step:
         batch, samples = session.lanes.batch(self.number, lane)
         if not samples or view.cutter.over(operation.generation):
             return
-        session.lanes.await_parameters()
         self._share = len(samples) / view.order.micro_batch
         view.phase("forward", self.number, operation.plan)
         with view.stages.only.loop.trial(self.number, lane):
@@ -243,7 +219,7 @@ class Step:
         """
         try:
             if not self.done:
-                self._session.executor.ask(StepAsked(self.number, self._ahead))
+                self._session.executor.ask(StepAsked(self.number))
                 self.done = True
         except NonFinite as error:
             self._save_first(error)

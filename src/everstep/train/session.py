@@ -96,11 +96,11 @@ class Session:
         others = {"part": saver.take_report}
         donor = Donor(lambda: executor.note(do.FollowerAsked()), others, lambda *at: keeper.check(*at))
         keeper = SnapshotKeeper(view, donor, executor.note)
-        dealing = Dealing(view, executor.said, loop.moves.updated, loop.moves.glance)
+        dealing = Dealing(view, executor.said, loop.moves.updated)
         updates = Updates(view, donor, keeper, saver, loop, dealing)
         transfers = Transfers(view, updates, donor, keeper, restorer, loop)
         finisher = Finisher(view, transfers.copier)
-        told = executor.lane_done, updates.given, dealing
+        told = executor.lane_done, updates.given, dealing.divide
         lanes = Lanes(view, restorer, data.dataset, collate, device, *told, _passes(cell, config))
         membership = GenerationTies(view, executor, rendezvous, donor.handle, lambda wanted: profiling.ask(wanted))
         profiling = WorkerProfiling(link, device, membership.tell)
@@ -117,7 +117,7 @@ class Session:
         executor.install({do.Reduce: membership.telling_news(updates.reduce)})
         self.view, self.executor, self.membership, self.profiling = view, executor, membership, profiling
         self.lanes, self.updates, self.transfers, self._cell = lanes, updates, transfers, cell
-        self.saver, self.loop, self._keeper, self._dealing = saver, loop, keeper, dealing
+        self.saver, self.loop, self._keeper = saver, loop, keeper
 
     def close(self) -> None:
         """Give back processes and memory. The link is its owner's: last words may have to be said."""
@@ -127,7 +127,6 @@ class Session:
         self.profiling.close()
         self.saver.close()
         self._keeper.close()
-        self._dealing.close()
         self.view.transport.close()
         if self._cell is not None:
             self._cell.close()

@@ -26,7 +26,6 @@ from everstep.placement.schedules import PipeOp
 from everstep.protocol.driver.operations import Compute, Open, Opened
 from everstep.protocol.driver.probing import LanesGiven
 from everstep.protocol.step_types import LaneSaid
-from everstep.train.dealing import Dealing
 from everstep.train.part_pass import Lane, computed_otherwise
 from everstep.train.saving import Restorer
 from everstep.train.shapes import Shapes, compiling
@@ -40,8 +39,8 @@ _SLICE_S = 0.01
 
 class Lanes:
     """One worker's lanes. done: called with step, stage and lane of each, at each stage. given: results here of
-    lanes that several workers compute. dealing: says who takes which part of a step's gradient, and gets the parameters
-    of the step before. passes: makes those of a step, with the arguments of `Passes`."""
+    lanes that several workers compute. divide: says in a plan who takes which part of a step's gradient, of a stage.
+    passes: makes those of a step, with the arguments of `Passes`."""
 
     def __init__(
         self,
@@ -52,12 +51,12 @@ class Lanes:
         device: torch.device,
         done: Callable[[int, int, int], None],
         given: LanesGiven,
-        dealing: Dealing,
+        divide: Callable[[Plan, int, int], None],
         passes: Callable[..., Passes],
     ) -> None:
         self.device = device
         self.done = done
-        self._given, self._dealing, self._passes = given, dealing, passes
+        self._given, self._divide, self._passes = given, divide, passes
         self._view = view
         self._restorer = restorer
         self._samples = 0
@@ -116,17 +115,13 @@ class Lanes:
 
     # ---- acts on single lanes
 
-    def await_parameters(self) -> None:
-        """Wait for the parameters that others have updated. Raises: CollectiveAborted."""
-        self._dealing.whole()
-
     def begin(self, number: int, plan: Plan, stage: int, *, settled: bool = True) -> tuple[int, ...]:
         """Begin the plan's lanes of the step at this stage; returns those that are still to be computed. settled: this
         is the step that comes next, so final blocks of it may leave."""
         lanes, mine = self._view.stages[stage].lanes, plan.lanes_of(self._view.me, stage)
         transport = self._view.transport
         if settled:
-            self._dealing.divide(plan, number, stage)
+            self._divide(plan, number, stage)
         offer = transport.offering(stage, number) if settled else None
         lost = transport.given_back(stage, number)
         lanes.begin(number, mine, lambda node: transport.node(stage, number, node), offer, entered=settled, lost=lost)
@@ -156,8 +151,6 @@ class Lanes:
     def batch(self, number: int, lane: int) -> tuple[Any, Any]:
         """A lane's batch on the device, and its samples (none: the lane is empty)."""
         self._enter(number - 1)
-        if not self._view.config.loader.workers:  # the dataset may read the model
-            self.await_parameters()
         batch, samples = self._loader.batch(number, lane)
         if compiling() and self._shapes.new(batch):
             self._view.link.row.chill()
@@ -272,7 +265,6 @@ class Passes:
         """A stage is through with a lane."""
         if self._view.stages[stage].spec.is_last:
             self._lanes.count(len(self._lanes.samples(self._step, lane)))
-        self._lanes.await_parameters()  # or some unit has none
         self._lanes.done(self._step, stage, lane)
 
     # ---- one pass

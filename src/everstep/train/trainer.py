@@ -63,8 +63,6 @@ def train(task: Task, run: Run, early_stop: EarlyStop) -> None:
     config: Config = task.config
     test = calling(task, "build_dataset", "test") if config.eval_every or config.eval_every_epochs else None
     for step in run:
-        if step.number < run.total_steps and (test is None or not _evaluates(config, run, step)):
-            step.go_ahead()
         try:
             _one_step(task, run, step)
             if test is None or not _evaluates(config, run, step):

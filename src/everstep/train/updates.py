@@ -60,8 +60,6 @@ class Updates:
         return {
             do.Update: self.update,
             do.Spread: self._dealing.spread,
-            do.BeginSpread: self._dealing.begin,
-            do.Cut: self._dealing.cut,
             do.Decided: self.decided,
             Release: self.release,
             Discard: self.discard,

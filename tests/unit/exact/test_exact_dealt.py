@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from divided_members import DividedMember, exchange, plan_of, portions_of
+from divided_members import DividedMember, exchange, plan_of
 from everstep.base.extents import Extents, Runs, union
 from everstep.exact.dealt import Dealt, digested_planes
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
@@ -66,7 +66,7 @@ def test_holders_of_a_segment_say_the_same_digest_of_it_and_only_they_do() -> No
 def test_each_part_goes_once_to_each_member_that_has_not_updated_it(members: int, copies: int) -> None:
     plan, workers = plan_of(members, copies), [DividedMember() for _ in range(members)]
     dealt = [worker.part(1, plan, me) for me, worker in enumerate(workers)]
-    model, portions = workers[0].model, portions_of(dealt[0])
+    model, portions = workers[0].model, dealt[0].portions()
     divided = [p for p in model.parameters() if p.requires_grad and p.is_contiguous()]
     begins, given = [one.data.data_ptr() for one in portions], Counter[int]()
     for parameter in divided:
@@ -82,7 +82,7 @@ def test_each_part_goes_once_to_each_member_that_has_not_updated_it(members: int
 
 def test_parts_are_given_in_the_order_of_the_grid() -> None:
     worker, plan = DividedMember(), plan_of(3, 1)
-    portions = portions_of(worker.part(1, plan, 0))
+    portions = worker.part(1, plan, 0).portions()
     order = [
         [p.data_ptr() <= one.data.data_ptr() < p.data_ptr() + 4 * p.numel() for p in worker.model.parameters()].index(
             True
@@ -90,25 +90,6 @@ def test_parts_are_given_in_the_order_of_the_grid() -> None:
         for one in portions
     ]
     assert order == sorted(order) and len(set(order)) > 3
-
-
-@pytest.mark.parametrize(("together", "first"), [(1, [0, 1, 2, 3]), (1 << 30, [0]), (200_401, [0, 2])])
-def test_parts_are_given_unit_by_unit_and_small_units_together(
-    monkeypatch: pytest.MonkeyPatch, together: int, first: list[int]
-) -> None:
-    monkeypatch.setattr("everstep.exact.dealt.TOGETHER", together)
-    plan, workers = plan_of(3, 1), [DividedMember() for _ in range(3)]
-    said = []
-    for me, worker in enumerate(workers):
-        number = {id(p): n for n, unit in enumerate(worker.model) for p in unit.parameters()}
-        order = {p.data_ptr(): n for n, unit in enumerate(worker.model) for p in unit.parameters()}
-        found = worker.part(1, plan, me).portions(lambda p, number=number: number[id(p)])
-        assert [unit for unit, _ in found] == first
-        for (unit, portions), (after, _) in zip(found, [*found[1:], (4, [])], strict=True):
-            there = {order[max(at for at in order if at <= one.data.data_ptr())] for one in portions}
-            assert there == set(range(unit, after))
-        said.append([[(one.source, one.takers, one.data.numel()) for one in portions] for _, portions in found])
-    assert said[0] == said[1] == said[2], "else they wait for each other for ever"
 
 
 def test_memory_of_what_others_hold_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

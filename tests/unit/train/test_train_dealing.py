@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,17 +12,14 @@ import pytest
 import torch
 
 from divided_members import DividedMember, plan_of
-from everstep.base.errors import CollectiveAborted
 from everstep.base.extents import Extents, union
 from everstep.base.plan import Plan
 from everstep.base.ports import Portion
 from everstep.exact.pieces import PieceUpdate
 from everstep.placement.shards import share
-from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Holds, Takes
 from everstep.train.dealing import Dealing
 from everstep.train.optimizer_kind import OptimizerKind
-from everstep.train.spread_beside import UnitGate
 
 Mail = defaultdict[tuple[int, int, int, int, int], SimpleQueue[Any]]
 """By source, taker, step, stage and number of the portion."""
@@ -39,45 +33,25 @@ class Dealer:
         self.said: list[Any] = []
         self.update = SimpleNamespace(dealt=None, kind=OptimizerKind("elements"))
         self.machine = SimpleNamespace(held={})
-        self.gate = UnitGate(list(self.member.model), range(4))
-        self.watch = SimpleNamespace(looked=True)
-        lanes = SimpleNamespace(gate=self.gate, passes={0: SimpleNamespace(watch=self.watch)})
-        replica = SimpleNamespace(state=self.member.state, update=self.update, lanes=lanes)
+        replica = SimpleNamespace(state=self.member.state, update=self.update)
         channel = SimpleNamespace(spread=self._spread)
         view = SimpleNamespace(
             me=me,
             stages={0: replica},
             transport=SimpleNamespace(channel=channel),
             driver=SimpleNamespace(machine=self.machine),
-            cutter=SimpleNamespace(cut=self._cut),
-            plan=None,
             phase=lambda *_: None,
         )
         self.came: list[list[torch.Tensor]] = []
-        self.view, self.later, self.over = view, 0, threading.Event()
-        self.dealing = Dealing(view, self.said.append, self._came, self._come_later)  # type: ignore[arg-type]
+        self.dealing = Dealing(view, self.said.append, self._came)  # type: ignore[arg-type]
 
-    def _spread(self, step: int, stage: int, portions: list[Portion], part: int) -> None:
-        for number, one in enumerate(portions, part << 20):
+    def _spread(self, step: int, stage: int, portions: list[Portion]) -> None:
+        for number, one in enumerate(portions):
             for taker in one.takers if one.source == self.me else ():
                 self.mail[self.me, taker, step, stage, number].put(one.data.clone())
-        for number, one in enumerate(portions, part << 20):
+        for number, one in enumerate(portions):
             if self.me in one.takers:
-                one.data.copy_(self._got(self.mail[one.source, self.me, step, stage, number]))
-
-    def _got(self, mail: SimpleQueue[Any]) -> torch.Tensor:
-        until = time.monotonic() + 60.0
-        while not self.over.is_set():
-            with contextlib.suppress(Empty):
-                return mail.get(timeout=0.01)
-            assert time.monotonic() < until
-        raise CollectiveAborted("the generation is over")
-
-    def _cut(self, generation: int) -> None:
-        self.over.set()
-
-    def _come_later(self) -> None:
-        self.later += 1
+                one.data.copy_(self.mail[one.source, self.me, step, stage, number].get(timeout=60.0))
 
     def _came(self) -> None:
         self.came.append([p.detach().clone() for p in self.member.model.parameters()])
@@ -131,84 +105,6 @@ def test_members_say_what_they_take_and_have_and_end_with_the_parameters_of_one(
         assert {step for _, _, step, _, _ in mail} == set(range(1, number + 1))
     part = dealers[0].member.optimizer.state[dealers[0].member.model[0].weight]["exp_avg"]
     assert not torch.equal(part, alone.optimizer.state[alone.model[0].weight]["exp_avg"])  # what others have is gone
-
-
-@pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Dealer], Plan]:
-    """Two members after an update, of units that come one by one."""
-    monkeypatch.setattr("everstep.exact.dealt.TOGETHER", 1)
-    dealers, plan = [Dealer(me, defaultdict(SimpleQueue)) for me in range(2)], plan_of(2, 1)
-    dealers[1].mail = dealers[0].mail
-    for dealer in dealers:
-        dealer.step(1, plan)
-        dealer.machine.held, dealer.view.plan = dealer.told(Holds).blocks, plan
-    return dealers, plan
-
-
-def test_beside_the_next_lanes_the_parameters_come_unit_by_unit(apart: tuple[list[Dealer], Plan]) -> None:
-    (first, second), plan = apart
-    alone = DividedMember()
-    alone.whole(1)
-    versions = [p._version for p in first.member.model.parameters()]
-    first.dealing.begin(do.BeginSpread(1, plan, 1))
-    assert first.later == 1 and not first.came
-    reached = threading.Event()
-    entering = threading.Thread(target=lambda: (first.gate.enter(0), reached.set()))
-    entering.start()
-    assert not reached.is_set(), "the other has given nothing yet"
-    second.dealing.begin(do.BeginSpread(1, plan, 1))
-    entering.join(60.0)
-    assert torch.equal(first.member.model[0].weight, alone.model[0].weight)
-    for dealer in (first, second):
-        dealer.dealing.whole()
-        dealer.dealing.whole()
-        assert [one.step for one in dealer.said if isinstance(one, Holds)] == [1, 1]
-        assert dealer.told(Holds).blocks == {0: share(plan.shard(dealer.me, 0), alone.state.shape.sizes)}
-        assert all(map(torch.equal, dealer.member.model.parameters(), alone.model.parameters()))
-    assert versions == [p._version for p in first.member.model.parameters()], "nobody takes them for the loop's changes"
-
-
-def test_lanes_wait_for_all_parameters_and_raise_what_cuts_them_off(apart: tuple[list[Dealer], Plan]) -> None:
-    (first, _), plan = apart
-    first.dealing.begin(do.BeginSpread(1, plan, 1))
-    threading.Timer(0.05, first.over.set).start()
-    with pytest.raises(CollectiveAborted, match="the generation is over"):
-        first.dealing.whole()
-    assert len([one for one in first.said if isinstance(one, Holds)]) == 1
-
-
-def test_an_exchange_that_has_begun_is_waited_for(apart: tuple[list[Dealer], Plan]) -> None:
-    dealers, plan = apart
-    alone = DividedMember()
-    alone.whole(1)
-    dealers[0].dealing.begin(do.BeginSpread(1, plan, 1))
-    spread(dealers, 1, plan)
-    assert all(map(torch.equal, dealers[0].member.model.parameters(), alone.model.parameters()))
-    assert not dealers[0].came and len(dealers[1].came) == 1
-
-
-def test_after_a_cut_nothing_is_written_any_more(apart: tuple[list[Dealer], Plan]) -> None:
-    (first, second), plan = apart
-    first.dealing.begin(do.BeginSpread(1, plan, 1))
-    first.dealing.cut(do.Cut(0))
-    assert not first.over.is_set(), "it is of another generation"
-    first.dealing.cut(do.Cut(1))
-    before = [p.detach().clone() for p in first.member.model.parameters()]
-    second.dealing.begin(do.BeginSpread(1, plan, 1))
-    first.dealing.whole()
-    first.gate.enter(0)
-    second.dealing.close()
-    assert all(map(torch.equal, before, first.member.model.parameters()))
-    assert len([one for one in first.said if isinstance(one, Holds)]) == 1
-
-
-def test_parameters_whose_bits_are_about_to_be_looked_at_have_come(apart: tuple[list[Dealer], Plan]) -> None:
-    (first, second), plan = apart
-    first.watch.looked = False
-    second.dealing.begin(do.BeginSpread(1, plan, 1))
-    first.dealing.begin(do.BeginSpread(1, plan, 1))
-    second.dealing.whole()
-    assert all(map(torch.equal, first.member.model.parameters(), second.member.model.parameters()))
 
 
 def test_after_the_exchange_memory_of_what_others_hold_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

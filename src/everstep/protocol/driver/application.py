@@ -28,7 +28,7 @@ class Application:
     """One application's asks, one after the other.
 
     ask: the present one. asked: the step that it asked for last; one more once it is done with that step. ended: how
-    the job has ended, if it has. followers: joiners wait for this worker's state.
+    the job has ended, if it has.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Application:
         self._gather = Key(0, 0)
         self._finished = 0
         self._jumped = False
-        self.followers = False
+        self._followers = False
         self._told_left = Key(-1, 0)
         self._data = b""
 
@@ -104,7 +104,7 @@ class Application:
 
     def follower_asked(self) -> None:
         """A joiner wants to follow this worker."""
-        self.followers = True
+        self._followers = True
 
     def went_back(self) -> None:
         """The state is that of another step: the application goes on from there and counts its gathers from 0."""
@@ -172,8 +172,8 @@ class Application:
     def _offer_feeds(self) -> None:
         """Feed joiners that asked: the state does not change now, between two steps."""
         machine = self._machine
-        if self.followers and machine.phase is Phase.IDLE and not machine.states.spreads:
-            self.followers = False
+        if self._followers and machine.phase is Phase.IDLE:
+            self._followers = False
             known = dict(self._last.gathers.known)
             self._out.put(do.OfferFeeds(machine.position, machine.records, known, machine.stages))
 

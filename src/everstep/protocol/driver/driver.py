@@ -67,7 +67,7 @@ class Driver:
     @property
     def still(self) -> bool:
         """Whether nothing reads or changes the state now, so that lost blocks may be reported."""
-        busy = isinstance(self._parts.out.operation, _READING) or self.machine.states.spreads
+        busy = isinstance(self._parts.out.operation, _READING)
         return not busy and self.machine.phase not in (Phase.UPDATING, Phase.FETCHING)
 
     @property
@@ -150,19 +150,11 @@ class Driver:
         while self._parts.application.ask is not None and self._parts.out.operation is None:
             if self._hearing:
                 self._hearing.take()
-            elif self.machine.states.spreads and self._reads:
-                self._parts.spreader.wait()
-                return
             elif self._queue:
                 self._effects.carry_out(self._queue.next())
             else:
                 self._go_on()
                 return
-
-    @property
-    def _reads(self) -> bool:
-        """Whether what the application has asked for needs the whole state before anything else."""
-        return not isinstance(self._parts.application.ask, do.StepAsked) and self.ended is None
 
     def _go_on(self) -> None:
         parts, application = self._parts, self._parts.application

@@ -14,7 +14,6 @@ from everstep.protocol.driver.probing import Probing
 from everstep.protocol.driver.records import StepOutcome, conclude
 from everstep.protocol.driver.saver import Keeper, Saver, SavingRules
 from everstep.protocol.driver.settler import Settler
-from everstep.protocol.driver.spreading import Spreader
 from everstep.protocol.driver.stepper import Joiner, Stepper
 from everstep.protocol.step_machine import StepMachine
 
@@ -56,8 +55,7 @@ class DriverParts:
             every, after, repeats=config.repeats, names=config.names, votes=config.votes
         )
         self.probing = probing = Probing(config.probes, after)
-        self.spreader = spreader = Spreader(machine, out)
-        self.stepper = stepper = Stepper(machine, out, gathers, config.outcome, comparing, probing, spreader)
+        self.stepper = stepper = Stepper(machine, out, gathers, config.outcome, comparing, probing)
         self.keeper = keeper = Keeper(machine, out, self.proven)
         self.settler = settler = Settler(machine, out, gathers, keeper, config.rewindable, comparing, probing)
         self.saver = saver = Saver(machine, out, gathers, config.saving)

@@ -69,9 +69,7 @@ class OperationEnds:
             cause, reason = event.why.cause, event.why.reason
             self._parts.out.tell(wire.PeerFault, generation=generation, accused=accused, cause=cause, reason=reason)
         self._queue.drop_transfers()
-        if isinstance(operation, do.Spread) and self._made is None:
-            self._parts.spreader.cut_off(operation)
-        elif isinstance(operation, do.Spread):
+        if isinstance(operation, do.Spread):
             self._apply(whole=False)
         if isinstance(operation, do.Evaluate):
             self._parts.application.answer(do.Evaluated())
@@ -97,36 +95,25 @@ class OperationEnds:
 
     def _updated(self, operation: do.Update, began_unix_ns: int) -> _Events:
         self._made = operation, began_unix_ns
-        outcome, parts = operation.outcome, self._parts
-        if parts.spreader.due(outcome):
-            ask = parts.application.ask
-            ahead = isinstance(ask, do.StepAsked) and ask.ahead and not parts.application.followers
-            if ahead and not outcome.save[0] and not outcome.nonfinite.words:
-                parts.spreader.beside()
-                self._apply(spreads=True)
-            else:
-                parts.spreader.wait()
+        if self._parts.stepper.spreads(operation.outcome):
             return ()
-        machine = parts.machine
+        machine = self._parts.machine
         dealt = machine.plan is not None and bool(machine.plan.shards)
         self._apply(whole=not dealt or set(machine.updating) <= set(machine.stages))
         return ()
 
     def _spread(self, operation: do.Spread, held: Mapping[int, Extents]) -> None:
         self._queue.feed(step.Holds(operation.step, held))
-        if self._made is None:
-            self._parts.stepper.computed(operation)
-        else:
-            self._apply()
+        self._apply()
 
-    def _apply(self, *, whole: bool = True, spreads: bool = False) -> None:
-        """The step has been applied. whole: all of this worker's share of it is here, or is on its way (spreads); else
-        all members have to settle."""
+    def _apply(self, *, whole: bool = True) -> None:
+        """The step has been applied. whole: all of this worker's share of it is here; else all members have to
+        settle."""
         check(self._made is not None, "expected an update to have been made")
         (operation, began_unix_ns), self._made = self._made, None  # type: ignore[misc]
         self._parts.saver.updated(operation.outcome, operation.records, whole=whole)
         self._parts.keeper.updated(operation.outcome, operation.records, whole=whole)
-        self._queue.feed(*self._parts.stepper.updated(operation, began_unix_ns, spreads=spreads))
+        self._queue.feed(*self._parts.stepper.updated(operation, began_unix_ns))
         if self._parts.machine.phase is Phase.LACKING:
             self._parts.settler.settle_again(
                 Why(Cause.REBALANCED, f"it has not all of its share of step {operation.step}")

@@ -91,7 +91,7 @@ class Update(Operation, frozen=True):
 
 class Spread(Operation, frozen=True):
     """Send the parameters that were updated here to the members that did not update them, and get theirs; answered
-    with the blocks then held of the state, by stage. After `BeginSpread`: wait for the end of that."""
+    with the blocks then held of the state, by stage."""
 
     plan: Plan
     step: int
@@ -277,16 +277,6 @@ class Shelve(AtOnce, frozen=True):
     gathers: GatheredRecords
     live: Mapping[int, Extents]
     ends: bool = False
-
-
-class BeginSpread(AtOnce, frozen=True):
-    """Begin `Spread` beside what follows. In `Compute` each part of the model waits for its parameters, and `Holds`
-    says that all have come. A `Spread` that is cut, or `Cut` of its generation, ends it: then nothing more is
-    written."""
-
-    generation: int
-    plan: Plan
-    step: int
 
 
 class Unshelve(AtOnce, frozen=True):
@@ -558,11 +548,9 @@ class JoinAsked(Ask, frozen=True):
 
 
 class StepAsked(Ask, frozen=True):
-    """The application wants this step. ahead: it will ask for the next one at once, and read nothing of the state
-    before."""
+    """The application wants this step."""
 
     step: int
-    ahead: bool = False
 
 
 class GatherAsked(Ask, frozen=True):

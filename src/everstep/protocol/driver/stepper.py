@@ -36,7 +36,6 @@ from everstep.protocol.driver.records import (
     encode,
     last_states,
 )
-from everstep.protocol.driver.spreading import Spreader
 from everstep.protocol.following import StatesAlike
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key, Record, StepEvent
@@ -74,14 +73,13 @@ class Stepper:
         conclude: Callable[[int, do.Records], StepOutcome],
         comparing: Comparing,
         probing: Probing,
-        spreader: Spreader,
     ) -> None:
         self._machine = machine
         self._out = out
         self._gathers = gathers
         self.outcome = conclude
         self._comparing = comparing
-        self._probing, self._spreader = probing, spreader
+        self._probing = probing
         self._committed_ns = 0
         self._entered = self._generation = 0
         self._tried = (0, 0)  # generation and step
@@ -105,8 +103,8 @@ class Stepper:
             self._tried = machine.generation, effect.step
         self._out.start(do.Compute, machine.generation, plan, effect.step, lanes, trials)
 
-    def computed(self, operation: do.Compute | do.Spread) -> Iterable[step.StepEvent]:
-        """The lanes are computed, or the state before them is whole: what waited for that goes on."""
+    def computed(self, operation: do.Compute) -> Iterable[step.StepEvent]:
+        """The lanes are computed: what waited for them goes on."""
         effect, self._after = self._after, None
         if effect is not None and effect.generation == operation.generation:
             self.reduce(effect)
@@ -116,10 +114,6 @@ class Stepper:
         """All own lanes are computed: start to reduce. Trials may still be due, if lanes were computed in an older
         generation."""
         machine, plan = self._machine, self._machine.current_plan()
-        if machine.states.spreads:  # this worker has computed nothing
-            self._after = effect
-            self._spreader.wait()
-            return
         trials, split = self._probing.trials(effect.step, plan), plan.stages > 1
         at = effect.generation, effect.step
         if self._tried != at and (trials if split else owed(trials, plan, machine.me.worker_id)):
@@ -196,12 +190,24 @@ class Stepper:
             self._out.start(do.Update, generation, effect.step, effect.records, outcome, stages)
         return found
 
-    def updated(self, operation: do.Update, began_unix_ns: int, *, spreads: bool = False) -> Iterable[step.StepEvent]:
-        """The step has been applied. spreads: as in `Updated`."""
+    def spreads(self, outcome: StepOutcome) -> bool:
+        """Whether members have to send each other the parameters that each has updated; starts that. If the plan is
+        about to change, or was not entered yet, they send them when they settle."""
+        machine = self._machine
+        if not machine.settled or machine.switch is not None or outcome.nonfinite.left_out:
+            return False
+        plan = machine.current_plan()
+        if not {shard.stage for shard in plan.shards} & set(plan.stages_of(machine.me.worker_id)):
+            return False
+        self._out.start(do.Spread, machine.generation, plan, machine.step)
+        return True
+
+    def updated(self, operation: do.Update, began_unix_ns: int) -> Iterable[step.StepEvent]:
+        """The step has been applied."""
         self._committed_ns = began_unix_ns
         self.last.did(operation.outcome, operation.records)
         self._gathers.applied(operation.step, operation.records)
-        return [step.Updated(operation.step, spreads)]
+        return [step.Updated(operation.step)]
 
     def concluded(self, outcome: StepOutcome) -> None:
         """Note what the records of a step that counts say about comparisons and checkpoints."""

@@ -81,11 +81,8 @@ class Deciding:
         check(event.step == known.step, f"updated to {event.step}, decided {known.step}")
         done = Discard(event.step)
         if switch is None and self._entering.entered:
-            if event.spreads:
-                known.held.awaits_rest()
             mine = known.plans.current.stages_of(known.me.worker_id)
-            lacks = any(map(known.lacks, mine)) and not event.spreads
-            known.goes(Phase.LACKING if lacks else Phase.IDLE)
+            known.goes(Phase.LACKING if any(map(known.lacks, mine)) else Phase.IDLE)
             return [done]
         known.goes(Phase.SETTLING)
         if switch is None:

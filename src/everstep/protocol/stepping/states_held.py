@@ -14,7 +14,7 @@ class StatesHeld:
 
     digest: of the initial state. blocks: by stage, what is held of its state at the position. kept: snapshots and
     checkpoints to go back to. sound: states after this step are tainted; -1: none is. since: the newest generation in
-    which the blocks were stated, or were copied as a joiner. spreads: the rest of this worker's share is on its way.
+    which the blocks were stated, or were copied as a joiner.
     """
 
     def __init__(self, digest: str) -> None:
@@ -23,7 +23,6 @@ class StatesHeld:
         self.kept = SnapshotsKept()
         self.sound = -1
         self.since = 0
-        self.spreads = False
 
     @property
     def present(self) -> Mapping[int, Extents]:
@@ -41,11 +40,7 @@ class StatesHeld:
 
     def becomes(self, blocks: Mapping[int, Extents]) -> None:
         """Set what is held of the state at the position."""
-        self.blocks, self.spreads = dict(blocks), False
-
-    def awaits_rest(self) -> None:
-        """The rest of this worker's share is on its way, in this generation."""
-        self.spreads = True
+        self.blocks = dict(blocks)
 
     def lose(self, stage: int, lost: Extents) -> Extents:
         """Blocks of a stage are gone. Returns what is left of it."""
@@ -59,7 +54,7 @@ class StatesHeld:
 
     def counts_in(self, generation: int) -> None:
         """The blocks are those of this generation."""
-        self.since, self.spreads = generation, False
+        self.since = generation
 
     def doubt(self, sound: int) -> None:
         """States after this step are void; -1: none is."""
