@@ -202,7 +202,8 @@ class Autoscaled:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             assert pid > 1, "it is no child of a raylet"
         for found in _tree(pid):
-            os.kill(found, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended with another one
+                os.kill(found, signal.SIGKILL)
 
     def close(self) -> None:
         if self._process is not None:
