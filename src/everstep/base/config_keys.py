@@ -95,8 +95,9 @@ class NumericsConfig:
 
     changed: str = key(
         "refuse",
-        "what to do if the numerics fingerprint of a worker or checkpoint differs from the job's, or if a step that is "
-        "repeated after a resume has another loss than before: refuse, or warn and go on",
+        "what to do if the numerics fingerprint of a worker or checkpoint differs from the job's, if the dataset holds "
+        "other samples than before a checkpoint, or if a step that is repeated after a resume has another loss than "
+        "before: refuse, or warn and go on",
         choices=("refuse", "warn"),
     )
 

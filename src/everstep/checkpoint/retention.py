@@ -110,9 +110,8 @@ class Shelf:
             if not left_alone and name not in needed and is_part(name):
                 self.store.delete(name)
         if isinstance(self.store, DirectoryStore):
-            self.store.drop_temporaries(
-                "", (f"{LATEST}-", f"{BEST}-")
-            )  # one writer: the process that completes checkpoints
+            # Only the process that completes checkpoints writes these.
+            self.store.drop_temporaries("", (f"{LATEST}-", f"{BEST}-"))
             for step in {step_of(path.name) for path in self.store.path.glob("step-*")}:
                 if step is not None and step < newest and step not in busy:
                     self.store.drop_temporaries(step_name(step))

@@ -223,9 +223,7 @@ class Saver:
     def ended(self, event: SaveEnded) -> None:
         """A checkpoint is on disk, or will never be."""
         self.parts_there(PartsThere(event.step))
-        if (
-            event.ok and event.step <= self._machine.position.step
-        ):  # else all have returned to an earlier step meanwhile
+        if event.ok and event.step <= self._machine.position.step:  # else all are at an earlier step by now
             self.newest = max(self.newest, event.step)
         if event.differs:
             self._schedule.suspect()
