@@ -15,6 +15,7 @@ def test_shrink_goes_on_with_fewer(jobs: Jobs) -> None:
     assert len(job.of_kind("worker_joined")) == 3
 
 
+@pytest.mark.longer
 def test_wait_goes_on_with_all(jobs: Jobs) -> None:
     job = jobs.run("Text", chaos="kill:target=worker:1,at=5", settings={"on_failure": "wait"}, numerics=STEPS)
     assert [e["workers"] for e in job.of_kind("generation_started")] == [[0, 1, 2], [0, 1, 2]]

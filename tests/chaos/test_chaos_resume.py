@@ -70,6 +70,7 @@ def test_an_interrupted_job_goes_on_with_other_workers_and_stages(jobs: Jobs) ->
     assert starts[0] == 0 and starts[1] == saved and starts[2] > saved, job.account()
 
 
+@pytest.mark.longer
 def test_a_job_that_was_killed_as_a_whole_goes_on_from_its_newest_checkpoint(jobs: Jobs) -> None:
     rule = {"checkpoint.disk.every_steps": 4}
     job = jobs.start("Pictures", "--stages", "2", workers=2, settings=rule, pace=ENDLESS)

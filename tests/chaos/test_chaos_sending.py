@@ -12,6 +12,7 @@ from job_harness import Jobs
 BACK = [{"kind": "worker_healed", "count": 2}]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("workers", "settings"), [(3, {}), pytest.param(4, {"stages": 2}, marks=pytest.mark.longer)])
 def test_whoever_dies_while_blocks_leave_is_replaced(
     jobs: Jobs, tmp_path: Path, workers: int, settings: dict[str, Any]

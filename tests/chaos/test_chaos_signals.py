@@ -21,6 +21,7 @@ def coordinator_pid(job: Job) -> int:
     return int(json.loads((job.run_dir / "coordinator.json").read_text())["pid"])
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("how", "number"),
     [(signal.SIGSTOP, signal.SIGTERM), pytest.param(signal.SIGKILL, signal.SIGINT, marks=pytest.mark.longer)],

@@ -73,6 +73,7 @@ def test_a_whole_pool_dies_and_its_copy_is_used(jobs: Jobs, phase: str) -> None:
     assert 12 <= redone[0]["step"] <= 16
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("worker", [pytest.param(0, marks=pytest.mark.longer), 2])
 def test_the_main_or_a_leader_dies_while_final_is_made(jobs: Jobs, worker: int) -> None:
     chaos = f"kill:target=worker:{worker},at=6,phase=finish"

@@ -91,6 +91,7 @@ def crowds() -> Iterator[list[Crowd]]:
         crowd.close()
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("transport", ["auto", pytest.param("sockets", marks=pytest.mark.longer)])
 def test_recovery_does_not_wait_for_strangers(jobs: Jobs, crowds: list[Crowd], transport: str) -> None:
     numerics = {"steps": 30}

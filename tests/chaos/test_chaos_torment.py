@@ -18,6 +18,7 @@ KEPT = 15
 SEEDS = [int(seed) for seed in os.environ.get("EVERSTEP_TORMENT_SEEDS", "1,15,31,69,72,88").split(",")]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "seed", mostly_longer(SEEDS, lambda seed: seed == KEPT or "EVERSTEP_TORMENT_SEEDS" in os.environ)
 )

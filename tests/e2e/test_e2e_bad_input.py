@@ -84,6 +84,7 @@ def test_a_task_that_cannot_be_used(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.longer
 def test_what_does_not_exist(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     commands = [
@@ -173,6 +174,7 @@ def fill(disk: Path) -> Path:
     return ballast
 
 
+@pytest.mark.longer
 def test_a_full_disk_does_not_stop_training_and_costs_no_row(small_task: str, small_disk: Path) -> None:
     run_dir, hold = small_disk / "run", small_disk.with_name("hold")
     hold.touch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from e2e_cli import TASK_FILE, one_error, together
 
 import rehearsed_scripts
@@ -22,6 +23,7 @@ class Keeping(Small):
 """
 
 
+@pytest.mark.longer
 def test_what_check_says(tmp_path: Path) -> None:
     (trainer,) = (s for s in rehearsed_scripts.WHOLE if s.name == "trainer")
     (tmp_path / "trainer.py").write_text(trainer.text)

@@ -147,6 +147,7 @@ def serious(page: Any) -> list[str]:
     return [f"{v['id']}: {[n['target'] for n in v['nodes']][:3]}" for v in grave]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("width", mostly_longer(WIDTHS, lambda width: width == "phone"))
 @pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.longer), "dark"])
 def test_a_past_run_at_every_width(dashboard: Dashboard, browser: Any, width: str, scheme: str) -> None:

@@ -17,6 +17,7 @@ _STEPS = ("--steps", "4", "--set", "rehearse=false")
 _MANY = ("--workers", "2", "--min-workers", "2", "--chaos", _KILL, *_STEPS)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("name", "more"),
     [

@@ -259,6 +259,7 @@ STILL = """() => [
 """What moves while a job runs: spans, the axis, the tiles with their clocks."""
 
 
+@pytest.mark.longer
 def test_a_page_whose_server_is_gone_says_so_and_stands_still_until_it_is_back(
     browser: Any,  # noqa: F811
     tmp_path: Path,

@@ -172,6 +172,7 @@ def test_a_finished_job_says_so_and_belongs_to_its_job(undisturbed: Path, tmp_pa
     assert all(events_of(where) == events_of(undisturbed) for where in dirs)
 
 
+@pytest.mark.longer
 def test_fresh_with_a_simulated_failure(tmp_path: Path, small_task: str, undisturbed: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(undisturbed, run_dir)
@@ -182,6 +183,7 @@ def test_fresh_with_a_simulated_failure(tmp_path: Path, small_task: str, undistu
     assert everstep("verify", run_dir, run_dir / "previous-1").returncode == 0
 
 
+@pytest.mark.longer
 def test_eval_and_dry_run(undisturbed: Path, run_dir: Path, small_task: str) -> None:
     weights = undisturbed / "final" / "model.safetensors"
     dry = ["run", small_task, "--workers", "2", "--run-dir", str(run_dir), "--dry-run"]

@@ -27,6 +27,7 @@ runpy.run_module("everstep", run_name="__main__", alter_sys=True)
 """A command that waits in the middle of one of its imports."""
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("at", ["everstep.cli.main", "click"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 0)])
 def test_while_it_imports(at: str, number: int, code: int) -> None:
@@ -45,6 +46,7 @@ def test_while_it_imports(at: str, number: int, code: int) -> None:
     assert errors.count("error: interrupted") == (code > 0) and len(errors.splitlines()) == (code > 0), errors
 
 
+@pytest.mark.longer
 def test_notices_before_and_after_the_job_change_nothing(run_dir: Path, small_task: str) -> None:
     """A scheduler's notice may come at any moment: before there is anything to save, and when all is done."""
     with Running(small_task, "--workers", "1", "--steps", "3", "--run-dir", run_dir) as job:

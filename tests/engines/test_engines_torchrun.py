@@ -16,6 +16,7 @@ def torchrun(*options: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "restarts",
     [

@@ -83,6 +83,7 @@ def evicted(job: Job, after_ns: int, **fields: Any) -> dict[str, Any]:
     return job.wait_for("worker_evicted", lambda e: e["time_unix_ns"] >= after_ns, **fields)
 
 
+@pytest.mark.longer
 def test_every_fault_ends_with_the_bits_of_the_undisturbed_run(jobs: Jobs, agents: list[Agent]) -> None:
     job = jobs.start("Text", *APART, workers=3, numerics=NUMERICS, settings=SETTINGS)
     agents.append(Agent(job, "--host-name", "other"))

@@ -44,6 +44,7 @@ def start(jobs: Jobs, run_dir: Path, *options: str, **environment: str) -> Job:
     return jobs.command(command, run_dir, environment)
 
 
+@pytest.mark.longer
 @needs_narrower
 def test_a_host_unlike_the_job_is_refused_by_name_and_the_job_goes_on(
     jobs: Jobs, agents: list[Agent], tmp_path: Path

@@ -59,6 +59,7 @@ def test_a_disk_too_full_for_the_manifest(small_disk: Path) -> None:
     assert steps_in(store) == [1] and verify_store(store) == []
 
 
+@pytest.mark.longer
 def test_a_directory_without_permission(tmp_path: Path) -> None:
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o500)

@@ -141,6 +141,7 @@ def test_files_that_are_renewed_are_read_again(members: Secured, tmp_path: Path)
     assert etcd.announced() is None
 
 
+@pytest.mark.longer
 def test_a_job_has_it_and_keeps_its_secrets(members: Secured, jobs: Jobs, tmp_path: Path) -> None:
     """Its coordinator is lost: the next one is let in, too; workers, agents and files know no password."""
     job = jobs.start(

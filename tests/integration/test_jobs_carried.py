@@ -98,6 +98,7 @@ def test_what_a_state_holds_is_resumed(jobs: Jobs, script: str, plain: Path) -> 
     same(plain, resumed)
 
 
+@pytest.mark.longer
 def test_what_nobody_carries_is_told_and_then_refused(jobs: Jobs, tmp_path: Path) -> None:
     """Its code cannot be read, and it changes after the steps that are rehearsed."""
     script = written(tmp_path, HIDDEN)

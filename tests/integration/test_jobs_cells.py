@@ -123,6 +123,7 @@ def test_lanes_of_limbs_read_what_a_scheduler_has_changed(jobs: Jobs, tmp_path: 
     jobs.run(task, workers=2, numerics={"steps": 12}, settings=cells(2), chaos=chaos)
 
 
+@pytest.mark.longer
 def test_it_is_resumed_in_other_shapes(jobs: Jobs) -> None:
     run_dir = None
     for step, ranks, workers in ((5, 2, 2), (11, 4, 1), (17, 1, 3), (23, 2, 1), (0, 3, 2)):

@@ -41,6 +41,7 @@ TOGETHER = ("--workers", "2", "--set", "cell.tp=2", *KILL)
 SPLIT = ("--stages", "2", "--pool", "2", *KILL)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("name", "alike", "placed"),
     [

@@ -120,6 +120,7 @@ def written(folder: Path, text: str) -> str:
     return str(script)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", mostly_longer(SCRIPTS, lambda name: name == "gan"))
 def test_kills_healing_and_a_resume(jobs: Jobs, tmp_path: Path, name: str) -> None:
     script = written(tmp_path, SCRIPTS[name])

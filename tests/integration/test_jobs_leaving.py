@@ -56,6 +56,7 @@ def script(folder: Path) -> str:
     return str(path)
 
 
+@pytest.mark.longer
 def test_a_job_whose_loops_are_left_is_complete(jobs: Jobs, tmp_path: Path) -> None:
     """A spare is there, which is not asked; the job is finished, and running it again says so."""
     text = script(tmp_path)

@@ -184,6 +184,7 @@ def test_a_module_survives_a_kill_and_a_stop(jobs: Jobs, scripts: Path) -> None:
     same(plain.run_dir, resumed)
 
 
+@pytest.mark.longer
 def test_lightnings_own_trainer_and_accelerate_are_refused(jobs: Jobs, scripts: Path, tmp_path: Path) -> None:
     other = tmp_path / "accelerated.py"
     other.write_text("from accelerate import Accelerator\nAccelerator(gradient_accumulation_steps=4)\n")

@@ -109,6 +109,7 @@ def remembered(job: Job) -> dict[str, str]:
     return dict(json.loads((job.run_dir / "job.json").read_text())["divides"])
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("optimizer", "copies"),
     mostly_longer([*((name, 1) for name in DIVIDED), ("Lamb", 2)], lambda values: values[0] == "Mixed"),

@@ -84,6 +84,7 @@ def test_a_checkpoint_is_of_one_moment_though_the_loop_changes_all_of_it(jobs: J
     same(alone.run_dir, again)
 
 
+@pytest.mark.longer
 def test_a_job_whose_state_is_divided_refuses_it_by_name(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.start(write(tmp_path, "always"), workers=2, settings={"zero.stage": 1, "rehearse": "false"})
     assert job.end() != 0

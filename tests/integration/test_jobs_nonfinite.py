@@ -53,6 +53,7 @@ def test_without_a_limit_all_are_told(jobs: Jobs) -> None:
     assert said.level == "bad" and f"was not finite from step {strange[0]} to the last" in said.text
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("settings", [{}, pytest.param({"stages": 2}, marks=pytest.mark.longer)])
 def test_so_many_in_a_row_end_the_job_alike_whoever_dies(jobs: Jobs, settings: dict[str, Any]) -> None:
     first = 6
@@ -73,6 +74,7 @@ def test_so_many_in_a_row_end_the_job_alike_whoever_dies(jobs: Jobs, settings: d
     assert again.end() == 1 and again.of_kind("job_failed")[-1]["step"] == first + 6, again.account()
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("settings", [pytest.param({}, marks=pytest.mark.longer), {"stages": 2}])
 def test_a_job_that_is_to_stop_ends_with_a_checkpoint_and_can_be_continued(
     jobs: Jobs, settings: dict[str, Any]

@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from job_harness import Jobs, same
 
 SCRIPT = """
@@ -26,6 +28,7 @@ for step in run:
 """
 
 
+@pytest.mark.longer
 def test_a_kill_a_heal_and_a_resume_without_it_keep_the_bits(jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     script, far = str(tmp_path / "train.py"), tmp_path / "far"

@@ -38,6 +38,7 @@ def evaluations(events: list[dict[str, Any]]) -> list[tuple[int, str]]:
     return [(e["step"], json.dumps(e["metrics"])) for e in events if e["kind"] == "evaluated"]
 
 
+@pytest.mark.longer
 def test_evaluation_and_early_stop(jobs: Jobs) -> None:
     """The stop comes at the same step with the same numbers, though a worker dies while it evaluates."""
     job = jobs.run("FatalEvaluation", chaos=CHAOS, numerics={"steps": 60, **EVALUATION}, pace=PACE)

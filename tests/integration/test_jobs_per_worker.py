@@ -25,6 +25,7 @@ def expected_rates(workers: list[int]) -> list[float]:
     return rates
 
 
+@pytest.mark.longer
 def test_the_rate_follows_four_three_six_workers(jobs: Jobs) -> None:
     settings = {"batch": "per_worker", "lr_rule": "linear", "lr_warmup_steps": WARMUP, "steps": 90}
     six = [{"kind": "generation_started", "workers": [0, 1, 2, 3, 4, 5]}]

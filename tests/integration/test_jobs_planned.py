@@ -10,6 +10,7 @@ from job_harness import Jobs
 WAIT_MS = 40
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("stages", "workers"), [pytest.param(1, 2, marks=pytest.mark.longer), (2, 2)])
 def test_the_step_takes_what_was_planned(jobs: Jobs, stages: int, workers: int) -> None:
     settings = {"emulate_compute_ms": WAIT_MS, "metrics.interval_s": 0.2, "stages": stages}

@@ -107,6 +107,7 @@ def test_a_job_holds_as_much_memory_as_planned(jobs: Jobs, tmp_path: Path, stage
     assert workers * sum(planned.values()) / 2**20 == pytest.approx(held.most_mb, rel=0.1)
 
 
+@pytest.mark.longer
 def test_a_job_starts_from_a_written_plan(jobs: Jobs, tmp_path: Path) -> None:
     task, file, run_dir = f"{HERE / 'job_tasks.py'}:Text", tmp_path / "best.yaml", tmp_path / "run"
     written = said("recommend", task, "--gpus", "2", "--write", str(file))["written"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from job_harness import Jobs, same
 
 SCRIPT = """
@@ -24,6 +26,7 @@ for step in everstep.join(model, optimizer, data, lanes=4, micro_batch=2, steps=
 """
 
 
+@pytest.mark.longer
 def test_a_script_that_reads_another_environment_after_a_crash_is_refused(jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "scaled.py").write_text(SCRIPT)
     script, rule = str(tmp_path / "scaled.py"), {"checkpoint.disk.every_steps": 12}

@@ -104,6 +104,7 @@ def test_a_killed_worker_and_a_resumed_job_are_set_as_the_loop_has_set_them(jobs
     assert not [e for e in again.of_kind("warning") if "differ" in str(e["reason"])], again.account()
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("lines", "says", "remedy"),
     [

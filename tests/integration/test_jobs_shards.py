@@ -40,6 +40,7 @@ def test_any_degree_and_number_of_workers(jobs: Jobs, settings: dict[str, Any], 
     jobs.run("Sharded", workers=workers, numerics=FOUR, settings=settings)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "numerics",
     mostly_longer(
@@ -56,6 +57,7 @@ def test_parts_of_the_sequence_and_narrow_types(jobs: Jobs, numerics: dict[str, 
     jobs.run("Sharded", workers=2, numerics={**FOUR, **numerics}, settings=settings)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "phase", mostly_longer(["forward", "backward", "reduce", "update"], lambda phase: phase == "backward")
 )
@@ -68,6 +70,7 @@ def test_any_rank_is_killed_and_its_cell_comes_back(jobs: Jobs, phase: str) -> N
     assert any("its rank 1 was killed by SIGKILL" in reason for reason in reasons), job.account()
 
 
+@pytest.mark.longer
 def test_it_is_resumed_at_other_degrees_by_naming_the_degree_alone(jobs: Jobs) -> None:
     run_dir = None
     for step, settings, workers in (

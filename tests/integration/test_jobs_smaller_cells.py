@@ -27,6 +27,7 @@ def test_the_only_cell_goes_on_at_half_the_degree_and_then_as_one_process(jobs: 
     assert "cell.tp=2 in place of cell.tp=4" in job.of_kind("cell_shrunk")[0]["reason"]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("task", "numerics", "settings", "shapes"),
     mostly_longer(

@@ -76,6 +76,7 @@ def wait_until_stalled(job: Job, folder: Path, step: int, count: int) -> list[in
     return [int(path.name.partition("-")[2]) for path in found]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("copies", [2, pytest.param(1, marks=pytest.mark.longer)])
 def test_holders_and_joiners_die_while_parameters_are_on_their_way(
     jobs: Jobs, task: str, tmp_path: Path, copies: int

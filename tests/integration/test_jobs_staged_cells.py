@@ -50,6 +50,7 @@ def test_any_number_of_ranks(jobs: Jobs, task: str, ranks: int, workers: int, se
     assert all(len(event["pids"]) == ranks for event in job.of_kind("worker_joined")), job.account()
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("settings", "workers"),
     mostly_longer(

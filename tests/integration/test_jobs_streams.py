@@ -137,6 +137,7 @@ def test_a_stream_is_resumed_twice_on_other_sizes(jobs: Jobs, script: str, plain
     assert not last.of_kind("warning"), last.account()
 
 
+@pytest.mark.longer
 def test_a_stream_that_changed_is_refused(jobs: Jobs, script: str) -> None:
     run_dir = stopped(jobs, script, 1, 3)
 

@@ -94,6 +94,7 @@ def test_losses_are_those_of_the_original(jobs: Jobs, script: str, tmp_path: Pat
             assert new[name] == pytest.approx(value, rel=1e-6, abs=1e-6), (old, new)
 
 
+@pytest.mark.longer
 def test_a_kill_changes_no_bit(jobs: Jobs, script: str, tmp_path: Path) -> None:
     """The leader and another worker die; the callback's counter, logs and the best checkpoint go on."""
     kill = "kill:target=worker:1,at=3,phase=backward; kill:target=leader:0,at=6"

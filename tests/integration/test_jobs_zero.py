@@ -144,6 +144,7 @@ def test_a_worker_that_has_just_copied_its_part_is_given_another_before_its_firs
     ended_alike(job, reference)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -188,6 +189,7 @@ def test_parameters_that_are_used_late_or_never(jobs: Jobs, tmp_path: Path, copi
     ended_alike(job, alone.run_dir)
 
 
+@pytest.mark.longer
 def test_stages_divide_the_state_of_each_pool(jobs: Jobs) -> None:
     settings = {"stages": 2, **ZERO, "zero.copies": 1, "checkpoint.disk.every_steps": 4}
     chaos = "kill:target=worker:3,at=6,phase=update"

@@ -61,6 +61,7 @@ def reference(jobs: Jobs, script: str) -> Path:
     return job.run_dir
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "more",
     [

@@ -33,6 +33,7 @@ def uploaded(job: Job, after: int) -> int:
     return int(job.wait_for("checkpoint_completed", later)["step"])
 
 
+@pytest.mark.longer
 def test_a_store_that_fails_meanwhile_and_a_job_that_begins_with_what_it_holds(
     jobs: Jobs, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_member_killed_while_all_are_busy(crew: StagedCrew) -> None:
     crew.check_piped(plan, 900_000, 900_003)
 
 
+@pytest.mark.longer
 def test_a_stopped_member_is_left_behind_and_comes_back_to_nothing(crew: StagedCrew) -> None:
     """Stopped in the middle, evicted, woken while the others use the same memory for the next generation."""
     crew.hire(0, 1, 2)

@@ -23,6 +23,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("task", "workers", "settings"), mostly_longer(CASES, lambda case: case[1] == 6))
 def test_three_stages(jobs: Jobs, task: str, workers: int, settings: dict[str, Any]) -> None:
     numerics = {} if task == "PicturesEpochs" else STEPS

@@ -25,6 +25,7 @@ def tracked(shape: ModelShape, recompute: str) -> float:
     return float(done.stdout)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.longer)])
 def test_a_small_model(recompute: str) -> None:
     assert tracked_gib(recompute, SMALL) == pytest.approx(tracked(SMALL, recompute), rel=0.15)

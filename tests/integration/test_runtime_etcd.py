@@ -239,6 +239,7 @@ def test_what_strangers_wrote_is_refused(members: EtcdMembers) -> None:
         client(members, "/token", b"u" * 32).ask(Look())
 
 
+@pytest.mark.longer
 def test_one_member_of_three_may_be_lost_and_two_may_not() -> None:
     etcd_there()
     members = EtcdMembers()
