@@ -87,19 +87,14 @@ def runs(name: str, seeds: int = 24, start: int = 0, **makes: object) -> list[Ve
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_promises_hold(name):
-    outcomes = [*runs(name), *runs(name, 20, start=110)]
-    failed = [str(o) for o in outcomes if not o.ok]
+def test_the_promises_hold_and_nothing_escapes_where_nothing_else_happens(name):
+    first, more = runs(name), runs(name, 10, start=110)
+    failed = [str(o) for o in (*first, *more) if not o.ok]
     assert not failed, failed[0]
-    assert sum(o.flipped for o in outcomes) > len(outcomes) // 2
-    assert any(o.found for o in outcomes)
-
-
-@pytest.mark.parametrize("name", [n for n, setup in SCENARIOS.items() if len(setup.faults) == 1])
-def test_nothing_escapes_where_nothing_else_happens(name):
-    for outcome in runs(name):
-        assert not outcome.unnoticed, outcome
-        assert outcome.found or not outcome.flipped, outcome
+    assert sum(o.flipped for o in (*first, *more)) > len((*first, *more)) // 2
+    assert any(o.found for o in (*first, *more))
+    if len(SCENARIOS[name].faults) == 1:
+        assert not [str(o) for o in first if o.unnoticed or (o.flipped and not o.found)]
 
 
 @pytest.mark.parametrize(("set_one_up", "split"), [(set_up, False), (set_up_split, True)])

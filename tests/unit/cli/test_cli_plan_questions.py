@@ -353,7 +353,11 @@ AT_MOST_S = [
     (["memory", "--params", "7.5B", "--zero", "2", "--workers", "64"], 2),
     (["recommend", "--params", "175B", "--gpus", "1024"], 10),
     (["goodput", "--devices", "10000", "--days", "90", "--mtbf", "6000h", "--seed", "3"], 30),
-    (["goodput", "--devices", "10000", "--days", "90", "--mtbf", "1000h", "--wanted", "99.5%", "--runs", "6"], 9),
+    pytest.param(
+        ["goodput", "--devices", "10000", "--days", "90", "--mtbf", "1000h", "--wanted", "99.5%", "--runs", "6"],
+        9,
+        marks=pytest.mark.longer,
+    ),
 ]
 
 

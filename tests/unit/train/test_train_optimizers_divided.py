@@ -41,7 +41,8 @@ def test_members_that_divide_the_state_have_the_bits_of_one(name: str, members: 
     assert cases.ends_alike(make, kind, members, copies)
 
 
-@pytest.mark.parametrize("width", ["avx2", pytest.param("default", marks=pytest.mark.longer)])
+@pytest.mark.longer
+@pytest.mark.parametrize("width", ["avx2", "default"])
 def test_so_it_is_with_other_instructions_and_with_two_threads(width: str) -> None:
     waiting = {
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -21,6 +21,7 @@ from everstep.train import rehearsal
 from everstep.train.join import rehearsed_with
 from everstep.train.rehearsal import Rehearsal, Rehearsed, run_script
 from everstep.train.restarts import read_in_code
+from sampling import mostly_longer
 
 
 def rehearsed(folder: Path, text: str, limit_s: float = 120.0, in_turn: bool = False) -> dict[str, Any]:
@@ -53,7 +54,13 @@ def in_a_fork(act: Callable[[], None]) -> None:
     os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize("script", rehearsed_scripts.SCRIPTS, ids=lambda s: s.name)
+IN_EVERY_RUN = {"plain", "plateau", "averaged", "ema_object", "scheduler_own", "scheduler_given", "second_optimizer"}
+IN_EVERY_RUN |= {"arguments", "torch_generator", "random", "loader_feeds", "counter_object", "dataset", "eval_mode"}
+
+
+@pytest.mark.parametrize(
+    "script", mostly_longer(rehearsed_scripts.SCRIPTS, lambda s: s.name in IN_EVERY_RUN), ids=lambda s: s.name
+)
 def test_what_begins_anew_is_found_and_nothing_else(script: Any, tmp_path: Path) -> None:
     verdict = rehearsed(tmp_path, script.text)
     assert not verdict["note"], (verdict["note"], verdict["output"])
