@@ -29,6 +29,7 @@ def of_six(hosts_possible: None, jobs: Jobs, tmp_path: Path) -> Iterator[HostJob
     net.close()
 
 
+@pytest.mark.longer
 def test_hosts_without_ipv4_train_and_one_is_lost(of_six: HostJobs) -> None:
     """Over TLS, as between any hosts; the second host is killed, and comes again."""
     together = {"kind": "generation_started", "workers": [0, 1, 2, 3]}
