@@ -353,7 +353,8 @@ class ModelState:
                 if id(parameter) not in known:
                     raise ConfigError(
                         f"the optimizer's group {k} holds a parameter of shape {tuple(parameter.shape)} that is not "
-                        "the model's, or a second leaf of a tied one; build it over the parameters of the tied model"
+                        "the model's, or a second leaf of a tied one; make its owner a part of the model (for a loss "
+                        "with parameters: model.loss = loss), and build the optimizer over model.parameters()"
                     )
                 names[id(parameter)] = known[id(parameter)]
         return names
