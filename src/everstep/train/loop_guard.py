@@ -21,7 +21,8 @@ from everstep.exact.several import optimizers_of
 
 _CLIPPING = ("_get_total_norm", "clip_grad_value_")
 _REMEDIES = {
-    "loss.backward()": "write step.backward(loss) instead, once for every batch",
+    "loss.backward()": "write step.backward(loss) instead, once for every batch; for the gradient of an input alone, "
+    "as for adversarial examples, loss.backward(inputs=[x])",
     "optimizer.step()": "remove it: the update is made when the step's batches are used up (with a GradScaler: remove "
     "that, and set precision='fp16')",
     "scheduler.step()": "remove it: a scheduler that join was given is stepped once per update; if it is yours, do not "
