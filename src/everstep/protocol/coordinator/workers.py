@@ -365,6 +365,7 @@ def left_in_order(job: JobState, key: WorkerKey) -> None:
 
 def _switch(job: JobState, plan: Plan) -> None:
     old = job.agreement.switch(plan)
+    job.progress.closed(old)
     behind = job.links.left_behind(plan)
     if behind is not None:
         job.agreement.break_off(behind)
