@@ -168,13 +168,13 @@ class Agreement:
             self._take(plan, prepared=plan.prepared and self.plan is not NO_PLAN and not adopted)
         return news
 
-    def replay_entered(self, generation: int) -> bool:
-        """The journal says that the members switched to the prepared plan. Returns whether it is known."""
-        found = self.prepared
+    def replay_entered(self, generation: int) -> Plan:
+        """The journal says that the members switched to the prepared plan. Returns the plan before it, or none."""
+        found, old = self.prepared, self.plan
         if found is None or found.generation != generation:
-            return False
+            return NO_PLAN
         self.plan, self.prepared = found, None
-        return True
+        return old
 
 
 def check_seats(plan: Plan) -> None:
