@@ -24,7 +24,7 @@ from everstep.dashboard.app import make_app, make_metrics_app  # noqa: E402
 from everstep.dashboard.catalog import Catalog, holds_runs, list_row  # noqa: E402
 from everstep.dashboard.feed import Feeds, RunFeed  # noqa: E402
 from everstep.dashboard.guard import checked_token, kept_token  # noqa: E402
-from everstep.dashboard.run_view import PageCursor, head, patch, worker_rows  # noqa: E402
+from everstep.dashboard.run_view import PageCursor, head, patch, worker_rows, worker_rows  # noqa: E402
 from everstep.observe.events import format_event  # noqa: E402
 from everstep.observe.logs import WorkerLog  # noqa: E402
 from everstep.report.history import History  # noqa: E402
@@ -471,6 +471,12 @@ def test_the_coordinators_word_counts_for_the_living(tmp_path: Path) -> None:
     fields, rows = shown["workers"]["fields"], shown["workers"]["rows"]
     assert dict(zip(fields, rows["1"], strict=True))["state"] == "healing"
     assert shown["head"]["state"] == "recovering"
+    with open(feed.run_dir / "events.jsonl", "ab") as file:
+        file.write(event("worker_evicted", 99.0, worker_id=1, incarnation=1, cause="killed", reason="SIGKILL"))
+    feed.read()
+    for role, state in (("joining", "dead"), ("active", "active")):  # the next life only starts; it takes part
+        feed.running, feed.status = True, {"workers": [{**seen, "incarnation": 2, "role": role}]}
+        assert worker_rows(feed)[1].state == state
 
 
 def test_addresses_and_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

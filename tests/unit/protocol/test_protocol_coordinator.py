@@ -500,7 +500,7 @@ def test_a_silent_host_is_suspected_and_then_evicted():
         world.wait(500 * MS, beating=False)
         world.beat(agent="a1")
     assert world.kinds().index("worker_suspected") < world.kinds().index("worker_evicted")
-    assert world.plan.worker_ids == (0,) and "h2 is silent" in world.plan.reason
+    assert world.plan.worker_ids == (0,) and "a2 is silent" in world.plan.reason
     assert "a2" in world.closed
 
 

@@ -239,7 +239,7 @@ def _worker_status(job: JobState, worker: Worker) -> dict[str, Any]:
     return {
         **worker.named,
         "pids": list(worker.pids),
-        "host": worker.host,
+        "host": job.agents.shown_host(worker),
         "stage": stages[0] if stages else None,
         "stages": list(stages),
         "role": plan.role_of(worker_id) if takes_part else "joining" if comes else "spare",

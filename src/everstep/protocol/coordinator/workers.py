@@ -64,6 +64,7 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
     if first:
         pids = {"pids": list(worker.pids)} if len(worker.pids) > 1 else {}
         where = {"host": worker.host, "step": worker.step, "generation": job.agreement.generation}
+        where |= {"node": shown} if (shown := job.agents.shown_host(worker)) != worker.host else {}
         job.env.report("worker_joined", Why(Cause.JOINED, "it is ready"), **worker.named, **pids, **where)
     _catch_up(job, worker, hello)
     job.profiling.remind(worker)
@@ -121,7 +122,7 @@ def refuse(job: JobState, worker: Worker, why: Why, *, alone: bool = False) -> N
         if slots.left() < slots.least:
             job.progress.end("failed", why, 2)
     else:
-        job.env.report("warning", Why(why.cause, f"host {agent.host} is sent away: {why.reason}"))
+        job.env.report("warning", Why(why.cause, f"host {agents.shown_name(agent)} is sent away: {why.reason}"))
         job.env.send(agent.connection, m.AgentRefused(cause=why.cause, reason=why.reason))
         agents.refuse(agent)
         slots.not_run(agent.agent_id)
