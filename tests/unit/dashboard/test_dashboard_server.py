@@ -24,7 +24,7 @@ from everstep.dashboard.app import make_app, make_metrics_app  # noqa: E402
 from everstep.dashboard.catalog import Catalog, holds_runs, list_row  # noqa: E402
 from everstep.dashboard.feed import Feeds, RunFeed  # noqa: E402
 from everstep.dashboard.guard import checked_token, kept_token  # noqa: E402
-from everstep.dashboard.run_view import PageCursor, head, patch, worker_rows, worker_rows  # noqa: E402
+from everstep.dashboard.run_view import PageCursor, head, patch, worker_rows  # noqa: E402
 from everstep.observe.events import format_event  # noqa: E402
 from everstep.observe.logs import WorkerLog  # noqa: E402
 from everstep.report.history import History  # noqa: E402
