@@ -19,6 +19,7 @@ from everstep.cli.terminal import paragraph
 from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts
 from everstep.report.history import History, newest_step
+from everstep.report.raised import raised_lines
 from everstep.report.words import aligned
 from everstep.runtime import commands
 from everstep.runtime.files.run_lock import is_locked
@@ -79,6 +80,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "task": job.task,
         "checkpoint": newest,
         "headline": headline,
+        "raised": raised_lines(run_dir, history.facts),
         "incidents": incidents,
         "efficiency": {
             "measured": course.efficiency(),
@@ -143,6 +145,8 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
     print(f"{run_dir}: {status['task']}")
     said, _, again = f"{headline['text']} {headline['more']}".strip().partition(" To go on: ")
     print(paragraph(said, sys.stdout))
+    for line in status["raised"][1:]:
+        print(paragraph(f"  {line}", sys.stdout, "    "))
     if again:
         print(f"To go on: {again}")
     print(f"{status['state']}, step {status['step']}, generation {status['generation']}")
