@@ -67,7 +67,13 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     newest = {"step": step, "path": f"{folder}/step-{step:010d}"} if step else None
     said = history.headline(running, answer, asked=True)
     incidents = [
-        {"time_unix_ns": one.begin_ns, "end_unix_ns": one.end_ns, "cause": one.cause, "text": one.line()}
+        {
+            "time_unix_ns": one.begin_ns,
+            "end_unix_ns": one.end_ns,
+            "cause": one.cause,
+            "step": one.step,
+            "sentence": one.line(),
+        }
         for one in history.incidents(running)[-_LAST_INCIDENTS:]
     ]
     course, members = history.facts.course, history.facts.crew.members
@@ -134,6 +140,7 @@ def workers_of(facts: Facts) -> list[dict[str, Any]]:
             "step": facts.course.step if worker.role in MEMBERS else 0,
             "lanes": list(worker.lanes),
             "samples_per_s": 0.0,
+            "segments": None,
         }
         for i, worker in sorted(facts.crew.workers.items())
         if worker.state not in ("dead", "left")
@@ -175,4 +182,4 @@ def _print_incidents(incidents: list[dict[str, Any]]) -> None:
     shown = incidents[-_SHOWN_INCIDENTS:]
     for one in shown:
         clock = time.strftime("%H:%M:%S", time.localtime(one["time_unix_ns"] / 1e9))
-        print(paragraph(f"{clock}  {one['text']}", sys.stdout, " " * 10))
+        print(paragraph(f"{clock}  {one['sentence']}", sys.stdout, " " * 10))

@@ -603,7 +603,7 @@ def test_a_launcher_that_died_is_a_fault_with_a_mark_and_leaves_no_process(tmp_p
     assert after["incidents"][-1][6] == "the launcher of the job died without a word; nothing runs any more"
     status = read_status(run_dir)
     assert status["workers"] == []
-    assert status["incidents"][-1]["text"] == after["incidents"][-1][6]
+    assert status["incidents"][-1]["sentence"] == after["incidents"][-1][6]
     assert "died without a word" in status["headline"]["text"] and "ago" in status["headline"]["text"]
     with (run_dir / "events.jsonl").open("ab") as file:
         file.write(event("job_started", 500, step=0, workers=1))
