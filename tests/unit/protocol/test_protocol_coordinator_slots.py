@@ -265,10 +265,13 @@ def test_a_slot_that_the_journal_gave_to_a_lost_host_goes_on_behind_a_life_that_
 
 def test_a_life_that_a_host_without_the_slot_counts_for_itself_is_foreign() -> None:
     world = lives_of_one_agent()
-    slots = world.coordinator.job.slots
-    slots.grants.replay(1, Grant("a2", "a2", "p1", first=3))
-    assert [slots.foreign(WorkerKey(1, n), "a1") for n in (0, 1, 3)] == [False, True, True], "life 0 is a member"
-    assert not slots.foreign(WorkerKey(1, 3), "a2")
+    job = world.coordinator.job
+    job.slots.grants.replay(1, Grant("a2", "a2", "p1", first=3))
+    assert [job.foreign(WorkerKey(1, n), "a1") for n in (0, 1, 3)] == [False, True, True], "life 0 is a member"
+    assert not job.foreign(WorkerKey(1, 3), "a2")
+    job.membership.remove(WorkerKey(1, 0), Why(Cause.HOST_LOST, "host a1 is silent"))
+    job.membership.add(WorkerKey(1, 3), "a2")
+    assert [job.foreign(WorkerKey(1, 3), name) for name in ("a1", "a2")] == [True, False], "it lives on a2"
 
 
 def test_a_host_that_was_away_does_not_get_its_slot_back_from_the_one_that_has_it_now() -> None:
@@ -289,8 +292,8 @@ def test_a_slot_that_an_agent_is_given_beside_others_outlives_the_coordinator() 
     assert world.command("scale", workers=2).ok
     assert world.last(m.SetSlots, "a1").worker_ids == [0, 1]
     for life in (world, world.restart()):
-        slots = life.coordinator.job.slots
-        assert [slots.foreign(WorkerKey(i, 5), "a2") for i in (0, 1)] == [True, True]
+        job = life.coordinator.job
+        assert [job.foreign(WorkerKey(i, 5), "a2") for i in (0, 1)] == [True, True]
 
 
 def test_a_foreign_life_that_does_not_leave_is_killed_again_and_again() -> None:

@@ -84,7 +84,7 @@ def _saw_life(job: JobState, agent: Agent, life: m.WorkerLife) -> None:
     key = WorkerKey(life.worker_id, life.incarnation)
     agent.runs(key)
     membership = job.membership
-    if job.slots.foreign(key, agent.agent_id):
+    if job.foreign(key, agent.agent_id):
         kill_life(job, agent, key, Why(Cause.REPLACED, _OTHERS))
         return
     if membership.is_fenced(key):
@@ -114,7 +114,7 @@ def worker_started(job: JobState, agent: Agent, message: m.WorkerStarted) -> Non
 def worker_exited(job: JobState, agent: Agent, message: m.WorkerExited) -> None:
     """A process is dead: waitpid said so."""
     key = WorkerKey(message.worker_id, message.incarnation)
-    if job.slots.foreign(key, agent.agent_id):
+    if job.foreign(key, agent.agent_id):
         job.agents.exited(agent, key)
         return
     if message.in_order:
@@ -173,7 +173,7 @@ def heartbeat(job: JobState, agent: Agent, message: m.Heartbeat) -> None:
     for pulse in message.workers:
         key = WorkerKey(pulse.worker_id, pulse.incarnation)
         seen.add(key)
-        if job.slots.foreign(key, agent.agent_id):
+        if job.foreign(key, agent.agent_id):
             if not agent.lets_go(key, now):
                 kill_life(job, agent, key, Why(Cause.REPLACED, _OTHERS))
             continue

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Sequence
 from math import inf
 
 from everstep.base.cause import Cause, Why
-from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.cells import Cells
 from everstep.protocol.coordinator.environment import Environment
 from everstep.protocol.coordinator.grants import Grants
@@ -112,14 +111,6 @@ class Slots:
         left = {i for i in self._retiring - set(running) if self._owners.get(i) == agent_id}
         self._version += bool(left)
         self._retiring -= left
-
-    def foreign(self, key: WorkerKey, agent_id: str = "", host: str = "") -> bool:
-        """Whether this life of the agent, or on the host, is none of its slot, which another agent was given: its own
-        agent was away and kept counting. Of lives from before the grant those that are known to live go on."""
-        grant = self.grants.of(key.worker_id)
-        if grant is None or agent_id == grant.agent_id or host == grant.host:
-            return False
-        return key.incarnation >= grant.first or self._membership.alive(key) is None
 
     def lose(self, worker_id: int, agent_id: str, why: Why) -> bool:
         """An agent gives a slot up. Returns False if that has no effect: the slot is another agent's, or was given

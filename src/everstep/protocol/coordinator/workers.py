@@ -28,7 +28,7 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
     """A worker says who it is and which plan it follows: welcome or dismiss it, and tell it what it has missed."""
     key, membership = hello.member.key, job.membership
     grant = job.slots.grants.of(key.worker_id)
-    if grant is not None and job.slots.foreign(key, host=hello.member.host):
+    if grant is not None and job.foreign(key, host=hello.member.host):
         # Not introduced: nothing that it says may count as said by the life of that number on its slot's own host.
         text = f"slot {key.worker_id} was given to host {grant.host}"
         job.env.send(name, m.Dismissed(cause=Cause.REPLACED, reason=text, drained=False))
