@@ -247,6 +247,11 @@ def test_charts_tell_values_and_show_what_is_switched_on(dashboard: Dashboard, b
     loss = charts.first
     rate_tile = page.locator("#tiles div", has_text="Samples/s").locator("dd span")
     sync_api.expect(rate_tile).not_to_be_empty()
+    for place, meaning in (
+        (".u-label >> text=/^agree$/", "exchange their records"),
+        (".worker .facts", "fixed slot of"),
+    ):
+        sync_api.expect(page.locator(place).first).to_have_attribute("title", re.compile(meaning))
     loss.locator(".u-over").hover(position={"x": 60, "y": 60})
     sync_api.expect(loss.locator(".now")).to_have_text(re.compile(r"^step [0-9]+: [0-9.]+$"))
     said = loss.locator(".now").inner_text().partition(":")[0]

@@ -241,7 +241,7 @@ def test_a_job_that_fails_is_not_begun_again(net: Net, tmp_path: Path) -> None:
     script.write_text(FAILS)
     pods = Pods(net, tmp_path, script, "--set", "max_restarts=0", "--set", "quorum_wait_s=60")
     own, agent = pods.start(0, 1), pods.start(1, 2)
-    assert [pods.reading(own.code()), pods.reading(agent.code())] == ["FailJob", "done"], pods.account()
+    assert [pods.reading(own.code()), pods.reading(agent.code())] == ["FailJob", "counted"], pods.account()
 
 
 def _agent_on(host: Host) -> int:

@@ -222,6 +222,7 @@ def autoscaled() -> Iterator[Autoscaled]:
         found.close()
 
 
+@pytest.mark.timeout(900)
 def test_the_autoscaler_starts_a_node_and_replaces_one(
     autoscaled: Autoscaled, tmp_path: Path, script: Path, alone: Path
 ) -> None:
@@ -252,6 +253,7 @@ def test_the_autoscaler_starts_a_node_and_replaces_one(
         job.close()
 
 
+@pytest.mark.timeout(900)
 def test_the_node_of_the_job_itself_is_replaced(
     autoscaled: Autoscaled, tmp_path: Path, script: Path, alone: Path
 ) -> None:

@@ -38,7 +38,8 @@ def test_a_job_grows_from_one_host_to_three_and_shrinks_again(on_hosts: HostJobs
     head = on_hosts.net.hosts[0]
     said = json.loads(head.run(*EVERSTEP, "hosts", str(job.run_dir), "--json").stdout)
     assert {h["name"]: h["domains"] for h in said} == {
-        name: {"rack": rack, "host": name} for name, rack in ((head.address, "r1"), ("host2", "r2"), ("host3", "r3"))
+        "host1": {"rack": "r1", "host": head.address},
+        **{name: {"rack": rack, "host": name} for name, rack in (("host2", "r2"), ("host3", "r3"))},
     }
     where = {e["worker_id"]: e["host"] for e in job.of_kind("worker_joined")}
     plan = job.of_kind("generation_started")[-1]

@@ -237,6 +237,18 @@ def test_a_doubt_lasts_until_a_generation_was_entered_with_it(sound: int, lasts:
             records.plan(replace(first, generation=6, sound=sound))
 
 
+def test_a_prepared_plan_says_nothing_of_a_doubt() -> None:
+    """Its members come from the plan before it."""
+    simulation = scenario.Simulation(0, SMALL, tracing=False)
+    assert not simulation.run()
+    first = replace(simulation.checks.records.plans[1], generation=5, sound=3)
+    records = SimRecords()
+    records.plan(first)
+    records.plan(replace(first, generation=6, sound=-1, prepared=True))
+    with pytest.raises(PromiseBroken, match="in doubt since generation 5"):
+        records.plan(replace(first, generation=7, sound=-1))
+
+
 @pytest.mark.parametrize("shown", [False, True])
 def test_a_doubt_that_the_journal_lost_counts_once_a_worker_has_shown_its_plan(shown: bool) -> None:
     simulation = scenario.Simulation(0, SMALL, tracing=False)

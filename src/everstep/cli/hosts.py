@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
 from everstep.base.doors import at_port
-from everstep.base.errors import ConfigError, ProtocolError
+from everstep.base.errors import ConfigError
 from everstep.cli.beside import parse_listen
-from everstep.cli.job import read_job
 from everstep.cli.main import complain
-from everstep.cli.running import ask_running
+from everstep.cli.running import listed_hosts
 from everstep.report.words import aligned
-from everstep.runtime.link.address import COORDINATOR_FILE, read_address
 
 _CONNECT_S = 3.0
 
@@ -28,13 +25,9 @@ _CONNECT_S = 3.0
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list with an object per host.")
 def hosts(run_dir: Path, as_json: bool) -> int:
     """List the hosts of the running job in DIR, with the state of each."""
-    read_job(run_dir)
-    found = ask_running(run_dir, "hosts", {}).get("hosts", [])
-    head = ""
-    with contextlib.suppress(OSError, ProtocolError):  # the job may have ended since it answered
-        head = _head(found, read_address(run_dir / COORDINATOR_FILE).host)
+    found = listed_hosts(run_dir)
     if as_json:
-        print(json.dumps([{**host, "is_head": host["id"] == head} for host in found]))
+        print(json.dumps(found))
         return 0
     rows = [["host", "role", "address", "state", "slots", "workers", "rtt", "domains"]]
     for host in found:
@@ -43,17 +36,11 @@ def hosts(run_dir: Path, as_json: bool) -> int:
         room = "any" if host["slots"] is None else str(host["slots"])
         labels = ",".join(f"{kind}={name}" for kind, name in host["domains"].items() if kind != "host")
         rtt = f"{host['rtt_ms']:.1f} ms"
-        role = "head" if host["id"] == head else "agent"
+        role = "head" if host["is_head"] else "agent"
         rows.append([host["name"], role, host["address"] or "-", host["state"], room, workers, rtt, labels or "-"])
     for line in aligned(rows):
         print(line)
     return 0
-
-
-def _head(found: Sequence[Mapping[str, Any]], address: str) -> str:
-    """Id of the host that runs the coordinator, "" if none does. The job's own agent has its address as id."""
-    there = [str(host["id"]) for host in found if host["address"] == address]
-    return address if address in there else next(iter(there), "")
 
 
 @click.command()

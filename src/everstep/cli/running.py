@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, ProtocolError
 from everstep.cli.job import read_job
 from everstep.cli.main import complain
 from everstep.cli.run_dir import read_digest
 from everstep.cli.seconds import Seconds, timeout
 from everstep.runtime import commands
 from everstep.runtime.files.run_lock import is_locked
+from everstep.runtime.link.address import COORDINATOR_FILE, read_address
 
 _PATIENCE_S = 10.0
 _LOOK_S = 0.2
@@ -55,6 +58,8 @@ def drain(run_dir: Path, worker_id: int | None, host: str | None, grace_s: float
         result = ask_running(run_dir, "drain", {"host": host})
         left = ", ".join(map(str, result.get("left", []))) or "none"
         print(f"{run_dir}: host {host} hands over: worker {left}; {result.get('moved', 0)} start elsewhere")
+        if (_named(run_dir, host) or {}).get("is_head"):
+            print(f"{run_dir}: host {host} leads the job, and goes on leading it without workers")
         return 0 if grace_s is None else _wait_until_gone(run_dir, host, grace_s)
     result = ask_running(run_dir, "drain", {"worker_id": worker_id})
     print(f"{run_dir}: worker {worker_id} is leaving, {result.get('workers', '?')} stay")
@@ -63,18 +68,42 @@ def drain(run_dir: Path, worker_id: int | None, host: str | None, grace_s: float
 
 def _wait_until_gone(run_dir: Path, host: str, grace_s: float) -> int:
     end_s = time.monotonic() + grace_s
-    while any(host in (one["name"], one["id"], one["address"]) and one["state"] != "gone" for one in _hosts(run_dir)):
+    while (one := _named(run_dir, host)) is not None and one["state"] not in ("gone", "leads"):
         if time.monotonic() >= end_s:
             complain(f"host {host} has not left within {grace_s:g} s; it goes on leaving")
             return 1
         time.sleep(_LOOK_S)
-    print(f"{run_dir}: host {host} has left")
+    left = one is None or one["state"] == "gone"
+    print(f"{run_dir}: host {host} {'has left' if left else 'has no workers any more'}")
     return 0
 
 
-def _hosts(run_dir: Path) -> list[dict[str, Any]]:
-    found = ask_running(run_dir, "hosts", {}).get("hosts")
-    return found if isinstance(found, list) else []
+def _named(run_dir: Path, host: str) -> dict[str, Any] | None:
+    """Facts of the host with this name, id or address."""
+    return next((one for one in listed_hosts(run_dir) if host in (one["name"], one["id"], one["address"])), None)
+
+
+def listed_hosts(run_dir: Path) -> list[dict[str, Any]]:
+    """Facts of each host of the running job, as `hosts --json` prints them. A host that was drained and still decides
+    is not gone: its state is "leads".
+
+    Raises: ConfigError, NoAnswer as `ask_running`.
+    """
+    answer = ask_running(run_dir, "hosts", {}).get("hosts")
+    found: list[dict[str, Any]] = answer if isinstance(answer, list) else []
+    head = ""
+    with contextlib.suppress(OSError, ProtocolError):  # the job may have ended since it answered
+        head = _head(found, read_address(run_dir / COORDINATOR_FILE).host)
+    for host in found:
+        host["is_head"] = host["id"] == head
+        host["state"] = "leads" if host["is_head"] and host["state"] == "gone" else host["state"]
+    return found
+
+
+def _head(found: Sequence[Mapping[str, Any]], address: str) -> str:
+    """Id of the host that runs the coordinator, "" if none does. The job's own agent has its address as id."""
+    there = [str(host["id"]) for host in found if host["address"] == address]
+    return address if address in there else next(iter(there), "")
 
 
 @click.command()

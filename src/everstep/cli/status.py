@@ -19,6 +19,7 @@ from everstep.cli.terminal import paragraph
 from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts
 from everstep.report.history import History, newest_step
+from everstep.report.raised import raised_lines
 from everstep.report.words import aligned
 from everstep.runtime import commands
 from everstep.runtime.files.run_lock import is_locked
@@ -66,7 +67,13 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     newest = {"step": step, "path": f"{folder}/step-{step:010d}"} if step else None
     said = history.headline(running, answer, asked=True)
     incidents = [
-        {"time_unix_ns": one.begin_ns, "end_unix_ns": one.end_ns, "cause": one.cause, "text": one.line()}
+        {
+            "time_unix_ns": one.begin_ns,
+            "end_unix_ns": one.end_ns,
+            "cause": one.cause,
+            "step": one.step,
+            "sentence": one.line(),
+        }
         for one in history.incidents(running)[-_LAST_INCIDENTS:]
     ]
     course, members = history.facts.course, history.facts.crew.members
@@ -79,6 +86,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "task": job.task,
         "checkpoint": newest,
         "headline": headline,
+        "raised": raised_lines(run_dir, history.facts),
         "incidents": incidents,
         "efficiency": {
             "measured": course.efficiency(),
@@ -132,6 +140,7 @@ def workers_of(facts: Facts) -> list[dict[str, Any]]:
             "step": facts.course.step if worker.role in MEMBERS else 0,
             "lanes": list(worker.lanes),
             "samples_per_s": 0.0,
+            "segments": None,
         }
         for i, worker in sorted(facts.crew.workers.items())
         if worker.state not in ("dead", "left")
@@ -143,6 +152,8 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
     print(f"{run_dir}: {status['task']}")
     said, _, again = f"{headline['text']} {headline['more']}".strip().partition(" To go on: ")
     print(paragraph(said, sys.stdout))
+    for line in status["raised"][1:]:
+        print(paragraph(f"  {line}", sys.stdout, "    "))
     if again:
         print(f"To go on: {again}")
     print(f"{status['state']}, step {status['step']}, generation {status['generation']}")
@@ -171,4 +182,4 @@ def _print_incidents(incidents: list[dict[str, Any]]) -> None:
     shown = incidents[-_SHOWN_INCIDENTS:]
     for one in shown:
         clock = time.strftime("%H:%M:%S", time.localtime(one["time_unix_ns"] / 1e9))
-        print(paragraph(f"{clock}  {one['text']}", sys.stdout, " " * 10))
+        print(paragraph(f"{clock}  {one['sentence']}", sys.stdout, " " * 10))

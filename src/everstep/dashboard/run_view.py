@@ -159,6 +159,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "loss_text": facts.course.loss_text,
         "rate": rate,
         "rate_points": RECENT_STEPS,
+        "rate_steps": facts.course.pace.steps,
         "scaling": facts.course.efficiency_text(facts.crew.members),
         "mean_rate": facts.course.mean_samples_per_s(),
         "eta_s": facts.course.eta_s(total) if rate and not facts.stands_still(now.time_ns) else None,
@@ -191,6 +192,8 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
         worker = facts.crew.workers.get(worker_id) or WorkerFact(worker_id)
         now = live.get(worker_id)
         state, life = _state(worker, now, going)
+        if state == "dead":
+            now = None  # it is said of another life
         measured = usage.get(worker_id)
         if measured is not None and (state in ("dead", "left") or measured.row.get("incarnation") != life):
             measured = None  # of an ended life
@@ -237,15 +240,15 @@ def _device(measured: Newest | None) -> dict[str, int] | None:
 
 
 def _state(worker: WorkerFact, now: dict[str, Any] | None, running: bool) -> tuple[str, int]:
-    """The worker's state, and the incarnation that has it; workers that lived when the job ended have ended, too."""
+    """The worker's state, and the incarnation that has it; workers that lived when the job ended have ended, too. A
+    worker whose next life is only starting is dead, as on the chart of its lives."""
     if not running and worker.state not in ("dead", "left"):
         return "ended", worker.incarnation
     if now is None:
         return worker.state, worker.incarnation
-    life = int(now.get("incarnation") or 0)
-    if life <= worker.incarnation and worker.state in ("dead", "suspect"):
+    life, role = int(now.get("incarnation") or 0), str(now.get("role"))
+    if worker.state in ("dead", "suspect") and (life <= worker.incarnation or role == "joining"):
         return worker.state, worker.incarnation
-    role = str(now.get("role"))
     return ("healing" if role == "joining" else role), life
 
 

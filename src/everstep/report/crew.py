@@ -92,7 +92,7 @@ class Crew:
         worker.pid = known(event.get("pid"))
         listed = pids if isinstance(pids, list) else [worker.pid]
         worker.pids = tuple(one for one in listed[:MOST_LISTED] if isinstance(one, int))
-        worker.host = one_line(event.get("host"), 80)
+        worker.host = one_line(event.get("node") or event.get("host"), 80)
 
     def suspect(self, event: Event, time_ns: int) -> None:
         """Note that a worker may be dead."""

@@ -174,12 +174,18 @@ class Facts:
         if cause(event) in (Cause.INTERRUPTED, Cause.PREEMPTED):
             condition.stops(event, time_ns)
         self.course.clean = False
+        self._was_done(whole_number(event.get("step")))
         condition.end_of_waiting(time_ns)
         if condition.state == "waiting":
             condition.be("recovering" if self.course.step else "starting")
         if condition.started_ns is not None:
             condition.end_of_start(time_ns)
             condition.be("running")
+
+    def _was_done(self, step: int) -> None:
+        """This step is known to be done: its own event comes when the next one is decided."""
+        if step == self.course.step + 1:
+            self.course.step = step
 
     def _worker_suspected(self, event: Event, time_ns: int) -> None:
         self.crew.suspect(event, time_ns)
@@ -213,8 +219,7 @@ class Facts:
         self.checkpoints.append(fact)
         if ok and tier == "disk":
             self.full = None
-            if step == self.course.step + 1:  # it was done: its own event comes when the next one is decided
-                self.course.step = step
+            self._was_done(step)
         elif result == "failed" and fact.cause is Cause.DISK:
             self.full = Trouble(time_ns, fact.reason)
         if ok and stall_s:

@@ -33,6 +33,11 @@ class Pace:
         self._recent.append((time_ns, step, samples))
 
     @property
+    def steps(self) -> int:
+        """Number of steps that the rate is of."""
+        return max(0, len(self._recent) - 1)
+
+    @property
     def usual_s(self) -> float | None:
         """Median seconds from one commit to the next without anything in between; None before there were two."""
         return median(self._usual) / 1e9 if self._usual else None

@@ -162,7 +162,7 @@ def _headline(history: History) -> str:
 def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
     facts = history.facts
     durations = sorted(r.duration_s for r in facts.recoveries)
-    total = history.total_steps
+    total, over = history.total_steps, history.state(running) in ("failed", "interrupted")
     tiles = [
         ("steps", f"{facts.course.step}" + (f" of {total}" if total else "")),
         ("last loss", _loss(history)),
@@ -170,7 +170,7 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
         ("wall time", time_text(sum(seconds.values()))),
         ("goodput", _percent(goodput(seconds))),
         ("goodput by capacity", _percent(history.goodput_by_capacity(running))),
-        ("faults survived", str(history.faults(running))),
+        ("faults" if over else "faults survived", str(history.faults(running))),
         ("median recovery", time_text(durations[len(durations) // 2]) if durations else "none needed"),
         ("steps lost", str(facts.course.steps_lost)),
     ]

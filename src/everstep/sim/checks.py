@@ -128,10 +128,10 @@ class SimRecords:
                 raise PromiseBroken(f"P3: lanes {lanes} in {plan}")
             if not {plan.leader(stage), *(s.worker_id for s in pool)} <= set(plan.worker_ids):
                 raise PromiseBroken(f"P3: a stranger leads or has a seat in {plan}")
-        known = self.plans.keys() - self._unknown
+        known = {n for n in self.plans.keys() - self._unknown if not self.plans[n].prepared}
         before = max((number for number in known if number < plan.generation), default=0)
         doubt = self.plans[before].sound if before else -1
-        closed = doubt < 0 or self._entered >= before or 0 <= plan.sound <= doubt
+        closed = doubt < 0 or self._entered >= before or 0 <= plan.sound <= doubt or plan.prepared
         if not closed:
             raise PromiseBroken(f"P1: states after step {doubt} are in doubt since generation {before}, not in {plan}")
 

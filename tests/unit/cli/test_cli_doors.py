@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import socket
@@ -262,8 +263,7 @@ def test_hosts_are_listed_with_the_head(
     told = {"state": "live", "slots": None, "workers": [0], "rtt_ms": 1.0, "domains": {}, "versions": {}}
     places = {"10.0.0.1": "10.0.0.1", "b": "10.0.0.1", "c": "10.0.0.3"}
     found = [{"name": name, "id": name, "address": address, **told} for name, address in places.items()]
-    monkeypatch.setattr("everstep.cli.hosts.read_job", lambda run_dir: None)
-    monkeypatch.setattr("everstep.cli.hosts.ask_running", lambda *asked: {"hosts": found})
+    monkeypatch.setattr("everstep.cli.running.ask_running", lambda *asked: {"hosts": copy.deepcopy(found)})
     for address, head in (("10.0.0.1", "10.0.0.1"), ("10.0.0.3", "c"), ("10.0.0.9", None)):
         announce(tmp_path / "coordinator.json", address_of(address, 29400))
         assert run_command(["hosts", str(tmp_path), "--json"]) == 0
@@ -275,12 +275,18 @@ def test_hosts_are_listed_with_the_head(
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[:2] for line in lines[1:]] == [["10.0.0.1", "agent"], ["b", "agent"], ["c", "head"]]
     assert lines[3][5:7] == ["1", "(0)"]
+    found[2] |= {"state": "gone", "workers": []}
+    for host, state, end in (("c", "leads", "has no workers any more"), ("b", "live", "")):
+        assert run_command(["drain", str(tmp_path), "--host", host, "--grace", "0"]) == int(not end)
+        words = capsys.readouterr().out
+        assert ("leads the job, and goes on leading it without workers" in words) == bool(end) and end in words, words
+        assert run_command(["hosts", str(tmp_path), "--json"]) == 0
+        assert {one["name"]: one["state"] for one in json.loads(capsys.readouterr().out)}[host] == state
 
 
 def test_who_asks_a_job_whose_head_cannot_be_reached_is_told_where_that_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("everstep.cli.hosts.read_job", lambda run_dir: None)
     monkeypatch.setattr("everstep.cli.running.read_job", lambda run_dir: None)
     monkeypatch.setattr("everstep.cli.running._PATIENCE_S", 0.0)
     wire.write_token(tmp_path / "token", TOKEN)

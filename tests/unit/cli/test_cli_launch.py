@@ -15,6 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from everstep.base.errors import ConfigError
 from everstep.cli.engines import ssh
 from everstep.cli.engines.launch import Launch, host_script
 from everstep.cli.engines.ssh import Remote, SshHosts
@@ -398,6 +399,16 @@ def test_merged_as_kubectl_would() -> None:
     assert merge(old, deleted)["volumes"] == [{"name": "y"}, {"name": "z"}]
     assert merge(old, {"volumes": [{"$patch": "replace"}, {"name": "q"}]})["volumes"] == [{"name": "q"}]
     assert merge(old, {"$patch": "replace", "b": 2}) == {"b": 2}
+    assert merge({"a": {"b": 1}, "c": 2}, {"a": {"$patch": "delete"}}) == {"a": {}, "c": 2}
+    service = {"ports": [{"name": "job", "port": 29400}]}
+    assert merge(service, {"ports": [{"port": 29400, "appProtocol": "x"}, {"port": 1}]}) == {
+        "ports": [{"name": "job", "port": 29400, "appProtocol": "x"}, {"port": 1}]
+    }
+    for change in ({"$retainKeys": ["name"]}, {"new": {"$patch": "drop"}}):
+        with pytest.raises(
+            ConfigError, match=r"--patch: expected no directive but \$patch: replace, delete or merge, got"
+        ):
+            merge(old, change)
 
 
 @pytest.mark.parametrize("kind", ["", "--jobset"])

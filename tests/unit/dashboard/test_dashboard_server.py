@@ -471,6 +471,12 @@ def test_the_coordinators_word_counts_for_the_living(tmp_path: Path) -> None:
     fields, rows = shown["workers"]["fields"], shown["workers"]["rows"]
     assert dict(zip(fields, rows["1"], strict=True))["state"] == "healing"
     assert shown["head"]["state"] == "recovering"
+    with open(feed.run_dir / "events.jsonl", "ab") as file:
+        file.write(event("worker_evicted", 99.0, worker_id=1, incarnation=1, cause="killed", reason="SIGKILL"))
+    feed.read()
+    for role, state in (("joining", "dead"), ("active", "active")):  # the next life only starts; it takes part
+        feed.running, feed.status = True, {"workers": [{**seen, "incarnation": 2, "role": role}]}
+        assert worker_rows(feed)[1].state == state
 
 
 def test_addresses_and_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -597,7 +603,7 @@ def test_a_launcher_that_died_is_a_fault_with_a_mark_and_leaves_no_process(tmp_p
     assert after["incidents"][-1][6] == "the launcher of the job died without a word; nothing runs any more"
     status = read_status(run_dir)
     assert status["workers"] == []
-    assert status["incidents"][-1]["text"] == after["incidents"][-1][6]
+    assert status["incidents"][-1]["sentence"] == after["incidents"][-1][6]
     assert "died without a word" in status["headline"]["text"] and "ago" in status["headline"]["text"]
     with (run_dir / "events.jsonl").open("ab") as file:
         file.write(event("job_started", 500, step=0, workers=1))

@@ -355,6 +355,25 @@ def test_a_restarted_coordinator_still_knows_of_taint():
     assert again.plan.generation > world.plan.generation and again.plan.sound == 9
 
 
+@pytest.mark.parametrize("switched", [False, True])
+def test_a_prepared_plan_leaves_taint_open_until_members_switch_to_it(switched):
+    """They have settled in the plan before it by then, and so known of it."""
+    world = running()
+    words = {"reason": "it deviates", "signature": "t", "fatal": False}
+    world.say("w2.0", m.WorkerFailed(worker_id=2, incarnation=0, step=19, sound=9, generation=1, **words))
+    again = world.restart()
+    again.agent(0, 1)
+    again.hello(0, plan=world.plan), again.hello(1, plan=world.plan)
+    assert again.command("scale", workers=1).ok
+    again.wait(3 * S)
+    prepared = again.last(m.PlanPrepared, "w0.0").plan
+    if switched:
+        again.entered(0, prepared.generation, 10)
+    for life in (again, again.restart()):
+        progress = life.coordinator.job.progress
+        assert (progress.sound, progress.voided) == ((-1, 2) if switched else (9, 0))
+
+
 def test_states_that_differ_once_are_gone_back_from_and_twice_fail_the_job():
     world = running()
     world.progress(0, 1, 18)
@@ -481,7 +500,7 @@ def test_a_silent_host_is_suspected_and_then_evicted():
         world.wait(500 * MS, beating=False)
         world.beat(agent="a1")
     assert world.kinds().index("worker_suspected") < world.kinds().index("worker_evicted")
-    assert world.plan.worker_ids == (0,) and "h2 is silent" in world.plan.reason
+    assert world.plan.worker_ids == (0,) and "a2 is silent" in world.plan.reason
     assert "a2" in world.closed
 
 

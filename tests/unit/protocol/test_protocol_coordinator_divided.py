@@ -39,8 +39,11 @@ def all_enter(world: World, step: int = 2, **lives: int) -> None:
 
 @pytest.mark.parametrize(("workers", "copies", "stages"), [(3, 1, 1), (4, 2, 1), (6, 2, 2)])
 def test_each_segment_of_each_stage_has_so_many_holders_in_its_own_pool(workers: int, copies: int, stages: int) -> None:
-    plan = divided(workers, copies, stages).plan
+    world = divided(workers, copies, stages)
+    plan = world.plan
     assert plan is not None
+    told = [w["segments"] for w in world.coordinator.status()["workers"]]
+    assert sum(number for number, _ in told) == copies * stages * SEGMENTS and {of for _, of in told} == {SEGMENTS}
     for stage in range(stages):
         counts = Counter(n for segments in held(plan, stage).values() for n in segments)
         assert counts == dict.fromkeys(range(SEGMENTS), copies)
@@ -50,8 +53,9 @@ def test_each_segment_of_each_stage_has_so_many_holders_in_its_own_pool(workers:
 
 
 def test_where_each_holds_all_plans_say_nothing_of_it() -> None:
-    plan = running(3).plan
-    assert plan is not None and plan.shards == ()
+    world = running(3)
+    assert world.plan is not None and world.plan.shards == ()
+    assert world.coordinator.status()["workers"][0]["segments"] == [SEGMENTS, SEGMENTS]
 
 
 @pytest.mark.parametrize(("workers", "copies"), [(3, 1), (4, 1), (5, 2)])

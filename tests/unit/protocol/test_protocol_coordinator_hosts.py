@@ -747,6 +747,10 @@ def test_the_job_s_own_host_is_shown_and_drained_by_its_name_unless_another_has_
         world.say(agent_id, named_hello(agent_id, address, node))
     shown = {h["id"]: h["name"] for h in world.command("hosts").result["hosts"]}
     assert shown["10.0.0.1"] == "blue" and shown["green"] == "green"
+    world.hello(7, host="10.0.0.1")
+    assert world.coordinator.status()["workers"][-1]["host"] == "blue"
+    joined = world.report("worker_joined")
+    assert (joined["host"], joined["node"]) == ("10.0.0.1", "blue"), "programs know it by its address"
     for name in ("blue", "10.0.0.1", "10.0.0.2"):
         assert "no host" not in world.command("drain", host=name).error
     assert "no host 'red': the hosts are blue, a1, " in world.command("drain", host="red").error

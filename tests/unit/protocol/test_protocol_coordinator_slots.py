@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coordinator_harness import MS, S, World, drop, running
 
-from everstep.base.cause import Cause
+from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator.grants import Grant
@@ -263,12 +263,26 @@ def test_a_slot_that_the_journal_gave_to_a_lost_host_goes_on_behind_a_life_that_
     assert dict(zip(told.worker_ids, told.first, strict=True))[1] == 4, "a1 runs life 3"
 
 
-def test_a_life_that_a_host_without_the_slot_counts_for_itself_is_foreign_from_the_first_on() -> None:
+def test_a_life_that_a_host_without_the_slot_counts_for_itself_is_foreign() -> None:
     world = lives_of_one_agent()
-    grants = world.coordinator.job.slots.grants
-    grants.replay(1, Grant("a2", "a2", "p1", first=3))
-    assert [grants.foreign(WorkerKey(1, n), "a1") for n in (2, 3, 4)] == [False, True, True]
-    assert not grants.foreign(WorkerKey(1, 3), "a2")
+    job = world.coordinator.job
+    job.slots.grants.replay(1, Grant("a2", "a2", "p1", first=3))
+    assert [job.foreign(WorkerKey(1, n), "a1") for n in (0, 1, 3)] == [False, True, True], "life 0 is a member"
+    assert not job.foreign(WorkerKey(1, 3), "a2")
+    job.membership.remove(WorkerKey(1, 0), Why(Cause.HOST_LOST, "host a1 is silent"))
+    job.membership.add(WorkerKey(1, 3), "a2")
+    assert [job.foreign(WorkerKey(1, 3), name) for name in ("a1", "a2")] == [True, False], "it lives on a2"
+
+
+def test_a_host_that_was_away_does_not_get_its_slot_back_from_the_one_that_has_it_now() -> None:
+    """Else two hosts start lives of it, and those of the second are dismissed one after another."""
+    world = lives_of_one_agent()
+    again = world.restart()
+    again.coordinator.job.slots.grants.replay(0, Grant("a2", "a2", "p1", first=3))
+    again.coordinator.job.membership.remove(WorkerKey(0, 0), Why(Cause.HOST_LOST, "host a1 is silent"))
+    again.agent((0, 1), name="a1", host="a1")
+    assert again.last(m.Dismissed, again.hello(0, 1, host="a1")).reason == "slot 0 was given to host a2"
+    assert again.last(m.KillWorker, "a1").reason == "its slot was given to another host"
 
 
 def test_a_slot_that_an_agent_is_given_beside_others_outlives_the_coordinator() -> None:
@@ -278,8 +292,8 @@ def test_a_slot_that_an_agent_is_given_beside_others_outlives_the_coordinator() 
     assert world.command("scale", workers=2).ok
     assert world.last(m.SetSlots, "a1").worker_ids == [0, 1]
     for life in (world, world.restart()):
-        grants = life.coordinator.job.slots.grants
-        assert [grants.foreign(WorkerKey(i, 5), "a2") for i in (0, 1)] == [True, True]
+        job = life.coordinator.job
+        assert [job.foreign(WorkerKey(i, 5), "a2") for i in (0, 1)] == [True, True]
 
 
 def test_a_foreign_life_that_does_not_leave_is_killed_again_and_again() -> None:

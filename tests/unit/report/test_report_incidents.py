@@ -52,6 +52,7 @@ def test_the_step_that_is_done_again_is_the_same_wherever_it_is_said() -> None:
     told = [*trained(), injected, killed(2, 5.8), planned]
     for events in (told, [*told, commit(11, 5.75)]):
         assert "redoing step 12 since worker 2 was killed" in headline(facts_of(events), Now(T0 + 6 * S)).text
+        assert facts_of(events).course.step == 11, "the number beside that sentence"
     facts = facts_of([*told, commit(11, 5.75), done, commit(12, 6.2)])
     assert [one.line() for one in facts.incidents.all] == [
         "worker 2 was killed; step 12 was done again; training went on after 400 ms"

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from everstep.cli.display import Sentences
+from everstep.cli.main import run_command
 from everstep.observe.logs import RAISED_IN
 from everstep.report.facts import facts_of
 from everstep.report.history import History
@@ -42,7 +45,9 @@ def failed_run(run_dir: Path, *records: str, end: dict[str, Any] = FAILED) -> Hi
     return History(run_dir).load()
 
 
-def test_the_block_names_exception_line_lane_and_the_command_for_more(tmp_path: Path) -> None:
+def test_the_block_names_exception_line_lane_and_the_command_for_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lane = record(6.5, "error", f"{RAISED_IN}3 of step 11 (samples 52, 17)")
     last = record(6.6, "critical", RAISED["reason"], exception=TRACEBACK)
     history = failed_run(tmp_path, lane, last, record(6.7, "info", "bye"))
@@ -52,6 +57,10 @@ def test_the_block_names_exception_line_lane_and_the_command_for_more(tmp_path: 
         "the job ended after step 10, without a checkpoint",
         f"traceback and log: everstep logs {tmp_path} --worker 1 --level error",
     ]
+    (tmp_path / "job.json").write_text('{"task": "bad.py:Bad", "argv": [], "config": {}}')
+    assert run_command(["status", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.strip() for line in shown if line.startswith("  ")] == raised_lines(tmp_path, history.facts)[1:]
 
 
 def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:

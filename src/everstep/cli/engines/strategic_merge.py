@@ -55,9 +55,16 @@ def patched(objects: Iterable[Mapping[str, Any]], patches: Iterable[Any]) -> lis
 
 def merge(old: Any, change: Any, name: str = "") -> Any:
     """A value with a change. name: the field's, which says how lists are merged. null deletes a field."""
-    if isinstance(old, Mapping) and isinstance(change, Mapping):
-        if change.get(_DIRECTIVE) == "replace":
-            return {key: value for key, value in change.items() if key != _DIRECTIVE}
+    if isinstance(change, Mapping):
+        directive = change.get(_DIRECTIVE)
+        strange = [key for key in change if str(key).startswith("$") and key != _DIRECTIVE]
+        if strange or directive not in (None, "replace", "delete", "merge"):
+            came = strange[0] if strange else f"{_DIRECTIVE}: {directive}"
+            raise ConfigError(f"--patch: expected no directive but {_DIRECTIVE}: replace, delete or merge, got {came}")
+        change = {key: value for key, value in change.items() if key != _DIRECTIVE}
+        if directive in ("replace", "delete"):
+            return change if directive == "replace" else {}
+        old = old if isinstance(old, Mapping) else {}
         result = dict(old)
         for key, value in change.items():
             if value is None:
@@ -66,7 +73,9 @@ def merge(old: Any, change: Any, name: str = "") -> Any:
                 result[key] = merge(result.get(key), value, key)
         return result
     if isinstance(change, list):
-        return _merged_list(old if isinstance(old, list) else [], change, _KEYS.get(name, ""))
+        before = old if isinstance(old, list) else []
+        key = "port" if name == "ports" and any("port" in one for one in before) else _KEYS.get(name, "")  # a Service's
+        return _merged_list(before, change, key)
     return change
 
 

@@ -6,6 +6,7 @@ import { csv, png, save } from "./export.js";
 import { linked } from "./links.js";
 import { clustered, crosshair, nearest, point, switches, wanted } from "./marks.js";
 import { keep, span, told } from "./place.js";
+import { WORDS } from "./words.js";
 
 const PHONE = matchMedia("(max-width: 560px)").matches;
 const HEIGHT = PHONE ? 140 : 200;
@@ -91,6 +92,7 @@ export class Chart {
       data,
       this.box,
     );
+    for (const label of this.box.querySelectorAll(".u-legend .u-label")) label.title = WORDS[label.textContent] ?? "";
     this.plot.over.addEventListener("dblclick", () => this.options.zoomed?.(null, this));
     if (this.range) this.zoom(this.range);
   }

@@ -9,6 +9,7 @@ export const WORDS = {
   generation: "The number of one agreed membership: who takes part, and who does which work. It grows with each change.",
   goodput: "The share of the running time that was training, without starts, waits, recoveries and steps done again.",
   heal: "To copy the state from members while they train on, and to catch up with them.",
+  incarnation: "The number of a life of a worker, from 0; the word of programs for what people call a life.",
   lane: "A fixed slot of the global batch. Its samples do not depend on who computes it, so a lane may move to another worker.",
   leader: "The first member of a pool. It tells the coordinator of the steps and writes the manifests of checkpoints.",
   life: "One process in a worker's slot. Lives are counted from 0; programs call the number incarnation.",

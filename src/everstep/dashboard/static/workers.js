@@ -110,6 +110,7 @@ export class Workers {
       tile.replaceChildren(el("b", {}, `worker ${id}`), el("span", { className: "state" }), line(), line(), line());
     }
     write(tile.children[1], row.state);
+    attribute(tile.children[2], "title", WORDS.lane);
     write(tile.children[2], trouble || facts.join(" · "));
     write(tile.children[3], speed);
     write(tile.children[4], doing);

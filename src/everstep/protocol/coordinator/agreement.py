@@ -168,10 +168,13 @@ class Agreement:
             self._take(plan, prepared=plan.prepared and self.plan is not NO_PLAN and not adopted)
         return news
 
-    def replay_entered(self, generation: int) -> None:
-        """The journal says that the members switched to the prepared plan."""
-        if self.prepared is not None and self.prepared.generation == generation:
-            self.plan, self.prepared = self.prepared, None
+    def replay_entered(self, generation: int) -> Plan:
+        """The journal says that the members switched to the prepared plan. Returns the plan before it, or none."""
+        found, old = self.prepared, self.plan
+        if found is None or found.generation != generation:
+            return NO_PLAN
+        self.plan, self.prepared = found, None
+        return old
 
 
 def check_seats(plan: Plan) -> None:
@@ -279,6 +282,10 @@ class JobProgress:
         else:
             self.reached(step)
             self._doubt = self._doubt if first else None
+        self.closed(plan)
+
+    def closed(self, plan: Plan) -> None:
+        """Members have settled in this plan, and so know which states it calls sound."""
         if plan.sound == self.sound >= 0:
             self.sound, self.voided = -1, plan.generation
 
@@ -331,8 +338,10 @@ class JobProgress:
         self.ended = ended
 
     def take_up(self, plan: Plan) -> None:
-        """Take the newest plan of the journal, or one that workers follow; it may not have been entered yet."""
-        self.sound, self.voided = plan.sound, plan.voided
+        """Take the newest plan of the journal, or one that workers follow; it may not have been entered yet. One that
+        is prepared leaves open what the plan before it calls in doubt."""
+        if plan is not self._agreement.prepared:
+            self.sound, self.voided = plan.sound, plan.voided
         for step, stage, digest in plan.alike:
             self.alike(step, {stage: digest})
 

@@ -44,7 +44,7 @@ def _strike(job: JobState, strike: Strike, moment: str, where: dict[str, Any]) -
     ends = [by_name[name] for name in strike.ends(by_name)]
     if not ends:
         what = "two hosts" if strike.link else "a host"
-        known = ", ".join(sorted({hosts.shown_name(job, agent) for agent in there.values()})) or "none"
+        known = ", ".join(sorted({job.agents.shown_name(agent) for agent in there.values()})) or "none"
         return f"expected {what} of the job, got {strike.target!r}: the hosts are {known}"
     if strike.link and ends[0] is ends[1]:
         return f"expected a link between two hosts, got {strike.target!r}: both are host {ends[0].agent_id}"

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.environment import Environment
 from everstep.protocol.coordinator.membership import Agent
 
@@ -47,11 +46,6 @@ class Grants:
     def agents(self) -> list[tuple[int, str]]:
         """Granted slots with their agents' ids, ascending."""
         return [(worker_id, grant.agent_id) for worker_id, grant in sorted(self._newest.items())]
-
-    def foreign(self, key: WorkerKey, agent_id: str) -> bool:
-        """Whether this agent's life has a number that another agent was given: the agent was away and kept counting."""
-        grant = self._newest.get(key.worker_id)
-        return grant is not None and grant.agent_id != agent_id and key.incarnation >= grant.first
 
     def give(self, agent: Agent, least: Mapping[int, int]) -> list[int]:
         """Grant these slots to the agent. least: by slot, the least incarnation that a life may have, as far as

@@ -104,7 +104,7 @@ def drain(job: JobState, name: str, because: Why | None = None) -> tuple[str, di
     its agent leaves, too. Returns an error, "" if there is none, and the result."""
     agent, slots = named(job).get(name), job.slots
     if agent is None or agent.connection is None:
-        there = ", ".join(shown_name(job, a) for a in _usable(job)) or "none"
+        there = ", ".join(job.agents.shown_name(a) for a in _usable(job)) or "none"
         return f"no host {name!r}: the hosts are {there}", {}
     if not slots.shared_out:
         return f"cannot drain host {name}: its agent has slots of its own", {}
@@ -159,7 +159,7 @@ def emptied(job: JobState, agent: Agent, message: HostEmptied) -> None:
 
 def stays_out(job: JobState, agent: Agent, message: HostRefused) -> None:
     """A host does not fit the job, as it found before it started anything."""
-    why = Why(message.cause, f"host {agent.agent_id} stays out: {message.reason}")
+    why = Why(message.cause, f"host {job.agents.shown_name(agent)} stays out: {message.reason}")
     job.env.report("warning", why)
     job.agents.refuse(agent)
     job.slots.not_run(agent.agent_id)
@@ -176,12 +176,12 @@ def let_go(job: JobState) -> None:
             _drain_as_wished(job, agent)
         if agent.drained == "emptied":
             agent.drain("told")
-            text = f"host {agent.agent_id} was drained: its workers have left, and so does its agent"
+            text = f"host {job.agents.shown_name(agent)} was drained: its workers have left, and so does its agent"
             job.env.send(agent.connection, HostDismissed(cause=Cause.DRAINED, reason=text))
 
 
 def _drain_as_wished(job: JobState, agent: Agent) -> None:
-    why = Why(Cause.PREEMPTED, f"host {agent.agent_id} asks to leave in order")
+    why = Why(Cause.PREEMPTED, f"host {job.agents.shown_name(agent)} asks to leave in order")
     refused, _ = drain(job, agent.agent_id, why)
     if refused:
         agent.drain("no")
@@ -194,26 +194,16 @@ def listed_hosts(job: JobState) -> list[dict[str, Any]]:
     return [_said(job, agent) for _, agent in sorted({**job.agents.gone, **job.agents.known}.items())]
 
 
-def shown_name(job: JobState, agent: Agent) -> str:
-    """The agent's name for people: the job's own host is known by its address, and shown by its name, unless another
-    host has that name."""
-    node = agent.about.get("node", "")
-    if not node or agent.agent_id != agent.about.get("address"):
-        return agent.agent_id
-    others = [other for other in {**job.agents.gone, **job.agents.known}.values() if other is not agent]
-    return agent.agent_id if any(node in (o.agent_id, o.about.get("node")) for o in others) else node
-
-
 def named(job: JobState) -> dict[str, Agent]:
     """Agents by each of their names: address, shown name, own name."""
     known = [agent for _, agent in sorted(job.agents.known.items())]
     found = {str(agent.about.get("address")): agent for agent in known if agent.about.get("address")}
-    return found | {shown_name(job, agent): agent for agent in known} | {agent.agent_id: agent for agent in known}
+    return found | {job.agents.shown_name(agent): agent for agent in known} | {agent.agent_id: agent for agent in known}
 
 
 def _said(job: JobState, agent: Agent) -> dict[str, Any]:
     return {
-        "name": shown_name(job, agent),
+        "name": job.agents.shown_name(agent),
         "id": agent.agent_id,
         "address": agent.about.get("address", ""),
         "state": _state(job, agent),

@@ -6,6 +6,7 @@ What is said to one part alone is a method of it. What concerns several (a death
 
 from __future__ import annotations
 
+from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.agreement import NO_PLAN, Agreement, JobProgress, Recovery
 from everstep.protocol.coordinator.arrivals import Healing, Quorum
 from everstep.protocol.coordinator.asked_checkpoints import Saving
@@ -50,3 +51,11 @@ class JobState:
         trains = self.agreement.plan is not NO_PLAN and not self.agreement.broken
         agents = 0 if trains and not self.slots.shared_out else self.agents.version
         return agents, self.env.version, int(self.saving.ending is not None)
+
+    def foreign(self, key: WorkerKey, agent_id: str = "", host: str = "") -> bool:
+        """Whether this life of the agent, or on the host, is none of its slot, which another agent was given: its own
+        agent was away and kept counting. Of lives from before the grant those that are known to live go on."""
+        grant = self.slots.grants.of(key.worker_id)
+        if grant is None or agent_id == grant.agent_id or host == grant.host:
+            return False
+        return key.incarnation >= grant.first or self.membership.alive(key) is None

@@ -63,9 +63,9 @@ def agent_hello(job: JobState, connection: str, hello: m.AgentHello) -> None:
     before = agent.relist()
     for life in sorted(hello.workers, key=lambda w: w.worker_id):
         _saw_life(job, agent, life)
-    why = Why(Cause.EXITED, f"it no longer runs on host {agent.host}")
+    why = Why(Cause.EXITED, f"it no longer runs on host {job.agents.shown_name(agent)}")
     if anew:
-        why = Why(Cause.HOST_LOST, f"the agent of host {agent.host} died, and its workers with it")
+        why = Why(Cause.HOST_LOST, f"the agent of host {job.agents.shown_name(agent)} died, and its workers with it")
     # Only workers that it listed before can be missing: a thousand agents need not look at a thousand workers each.
     for worker in job.membership.living(sorted(before - agent.lives)):
         if worker.agent_id == agent.agent_id:
@@ -84,7 +84,7 @@ def _saw_life(job: JobState, agent: Agent, life: m.WorkerLife) -> None:
     key = WorkerKey(life.worker_id, life.incarnation)
     agent.runs(key)
     membership = job.membership
-    if job.slots.grants.foreign(key, agent.agent_id):
+    if job.foreign(key, agent.agent_id):
         kill_life(job, agent, key, Why(Cause.REPLACED, _OTHERS))
         return
     if membership.is_fenced(key):
@@ -114,7 +114,7 @@ def worker_started(job: JobState, agent: Agent, message: m.WorkerStarted) -> Non
 def worker_exited(job: JobState, agent: Agent, message: m.WorkerExited) -> None:
     """A process is dead: waitpid said so."""
     key = WorkerKey(message.worker_id, message.incarnation)
-    if job.slots.grants.foreign(key, agent.agent_id):
+    if job.foreign(key, agent.agent_id):
         job.agents.exited(agent, key)
         return
     if message.in_order:
@@ -173,7 +173,7 @@ def heartbeat(job: JobState, agent: Agent, message: m.Heartbeat) -> None:
     for pulse in message.workers:
         key = WorkerKey(pulse.worker_id, pulse.incarnation)
         seen.add(key)
-        if job.slots.grants.foreign(key, agent.agent_id):
+        if job.foreign(key, agent.agent_id):
             if not agent.lets_go(key, now):
                 kill_life(job, agent, key, Why(Cause.REPLACED, _OTHERS))
             continue
@@ -193,7 +193,7 @@ def heartbeat(job: JobState, agent: Agent, message: m.Heartbeat) -> None:
 def _check_unseen(job: JobState, agent: Agent, worker: Worker) -> None:
     """The agent runs this worker but has no sign of it: it is cut off. If it comes back, it is dismissed."""
     unseen, limit = job.env.now - worker.seen_ns, job.env.config.heartbeat_ceiling_ns
-    what = f"host {agent.host} has seen nothing of it for {unseen / 1e9:.2f} s"
+    what = f"host {job.agents.shown_name(agent)} has seen nothing of it for {unseen / 1e9:.2f} s"
     if unseen >= limit and not _hold_all_state(job, [worker]):
         why = Why(Cause.SILENT, f"{what} (limit {limit / 1e9:.2f} s)")
         evict(job, worker, why, kill=False, notice_ns=unseen)
@@ -307,7 +307,7 @@ def agent_due(job: JobState, agent_id: str) -> None:
         job.env.change()
     if suspicion.suspect:
         for worker in _workers_of(job, agent):
-            suspect(job, worker, Why(Cause.HOST_LOST, f"host {agent.host}: {suspicion.reason}"))
+            suspect(job, worker, Why(Cause.HOST_LOST, f"host {job.agents.shown_name(agent)}: {suspicion.reason}"))
     change = agent.detector.next_change_ns(now) if connected else agent.detector.ceiling_at_ns
     if agent.left_ns is not None and now < agent.left_ns + job.env.config.hosts.reconnect_ns:
         change = min(change, agent.left_ns + job.env.config.hosts.reconnect_ns)
@@ -335,7 +335,7 @@ def give_up_host(job: JobState, agent: Agent, reason: str, what: str = "is silen
     workers, silence = _workers_of(job, agent), agent.detector.silence_ns(job.env.now)
     if silence < job.env.config.quorum_wait_ns and _hold_all_state(job, workers):
         for worker in workers:
-            text = f"host {agent.host}: {reason}; nobody else holds the training state"
+            text = f"host {job.agents.shown_name(agent)}: {reason}; nobody else holds the training state"
             suspect(job, worker, Why(Cause.HOST_LOST, text))
         job.env.alarms.set(Alarm.AGENT, job.env.now + SECOND_NS, agent.agent_id)
         return
@@ -343,7 +343,7 @@ def give_up_host(job: JobState, agent: Agent, reason: str, what: str = "is silen
     job.slots.not_run(agent.agent_id)
     job.env.close(agent.connection, f"agent {agent.agent_id}: {reason}")
     for worker in workers:
-        why = Why(Cause.HOST_LOST, f"host {agent.host} {what}: {reason}")
+        why = Why(Cause.HOST_LOST, f"host {job.agents.shown_name(agent)} {what}: {reason}")
         evict(job, worker, why, kill=False, notice_ns=silence)
 
 

@@ -478,6 +478,20 @@ class Agents:
         same_host = [a for a in self.known.values() if worker.host and a.host == worker.host]
         return same_host[0] if len(same_host) == 1 else None
 
+    def shown_name(self, agent: Agent) -> str:
+        """The agent's name for people: the job's own host is known by its address, and shown by its name, unless
+        another host has that name."""
+        node = agent.about.get("node", "")
+        if not node or agent.agent_id != agent.about.get("address"):
+            return agent.agent_id
+        others = [other for other in {**self.gone, **self.known}.values() if other is not agent]
+        return agent.agent_id if any(node in (o.agent_id, o.about.get("node")) for o in others) else node
+
+    def shown_host(self, worker: Worker) -> str:
+        """The name of the worker's host for people."""
+        agent = self.of(worker)
+        return worker.host if agent is None else self.shown_name(agent)
+
     def domains(self, worker: Worker) -> Domains:
         """Failure domains of a worker: those that its host's agent has said, else those in a plan."""
         agent = self.of(worker)

@@ -21,7 +21,7 @@ def refusal(job: JobState, name: str, message: m.AnyMessage) -> str:
     speaker = message.agent_id if isinstance(message, m.FromAgent) else None
     for key in _lives(message):
         worker = job.membership.alive(key)
-        if speaker is not None and job.slots.grants.foreign(key, speaker):
+        if speaker is not None and job.foreign(key, speaker):
             continue  # it says nothing about the life of that number on another host: its own is to end
         if worker is not None and worker.agent_id not in (None, speaker):
             return f"expected {type(message).__name__} about worker {key} from its own agent {worker.agent_id!r}"

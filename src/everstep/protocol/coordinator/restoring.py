@@ -173,7 +173,7 @@ def _take(job: JobState, entry: _Entry | None) -> None:
         case _Planned():
             _take_plan(job, entry)
         case _Entered():
-            job.agreement.replay_entered(entry.generation)
+            job.progress.closed(job.agreement.replay_entered(entry.generation))
         case _Evicted():
             job.membership.replay_evict(WorkerKey(entry.worker_id, entry.incarnation), entry.because)
         case _Ticket():

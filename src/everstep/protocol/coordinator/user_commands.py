@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import count, islice
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from everstep.base.cause import Cause, Why
+from everstep.base.plan import SEGMENTS, Plan
 from everstep.base.strikes import Strike
 from everstep.protocol.coordinator import fault_orders, hosts
 from everstep.protocol.coordinator.agreement import NO_PLAN
@@ -239,14 +240,22 @@ def _worker_status(job: JobState, worker: Worker) -> dict[str, Any]:
     return {
         **worker.named,
         "pids": list(worker.pids),
-        "host": worker.host,
+        "host": job.agents.shown_host(worker),
         "stage": stages[0] if stages else None,
         "stages": list(stages),
         "role": plan.role_of(worker_id) if takes_part else "joining" if comes else "spare",
         "step": worker.step,
         "lanes": sorted({lane for stage in stages for lane in plan.lanes_of(worker_id, stage)}),
         "samples_per_s": worker.samples_per_s,
+        "segments": _segments(plan, worker_id, stages) if takes_part else None,
     }
+
+
+def _segments(plan: Plan, worker_id: int, stages: Collection[int]) -> list[int]:
+    """Numbers of the segments of the optimizer's state that a member holds, and that there are in its stages."""
+    held = [s.segments for s in plan.shards if s.worker_id == worker_id and s.segments is not None]
+    whole = len(stages) - len(held)
+    return [whole * SEGMENTS + sum(hi - lo for runs in held for lo, hi in runs), len(stages) * SEGMENTS]
 
 
 _ACTS: dict[str, Callable[[JobState, _Args], _Reply]] = {

@@ -28,7 +28,7 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
     """A worker says who it is and which plan it follows: welcome or dismiss it, and tell it what it has missed."""
     key, membership = hello.member.key, job.membership
     grant = job.slots.grants.of(key.worker_id)
-    if grant is not None and grant.host != hello.member.host and key.incarnation >= grant.first:
+    if grant is not None and job.foreign(key, host=hello.member.host):
         # Not introduced: nothing that it says may count as said by the life of that number on its slot's own host.
         text = f"slot {key.worker_id} was given to host {grant.host}"
         job.env.send(name, m.Dismissed(cause=Cause.REPLACED, reason=text, drained=False))
@@ -64,6 +64,7 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
     if first:
         pids = {"pids": list(worker.pids)} if len(worker.pids) > 1 else {}
         where = {"host": worker.host, "step": worker.step, "generation": job.agreement.generation}
+        where |= {"node": shown} if (shown := job.agents.shown_host(worker)) != worker.host else {}
         job.env.report("worker_joined", Why(Cause.JOINED, "it is ready"), **worker.named, **pids, **where)
     _catch_up(job, worker, hello)
     job.profiling.remind(worker)
@@ -121,7 +122,7 @@ def refuse(job: JobState, worker: Worker, why: Why, *, alone: bool = False) -> N
         if slots.left() < slots.least:
             job.progress.end("failed", why, 2)
     else:
-        job.env.report("warning", Why(why.cause, f"host {agent.host} is sent away: {why.reason}"))
+        job.env.report("warning", Why(why.cause, f"host {agents.shown_name(agent)} is sent away: {why.reason}"))
         job.env.send(agent.connection, m.AgentRefused(cause=why.cause, reason=why.reason))
         agents.refuse(agent)
         slots.not_run(agent.agent_id)
@@ -365,6 +366,7 @@ def left_in_order(job: JobState, key: WorkerKey) -> None:
 
 def _switch(job: JobState, plan: Plan) -> None:
     old = job.agreement.switch(plan)
+    job.progress.closed(old)
     behind = job.links.left_behind(plan)
     if behind is not None:
         job.agreement.break_off(behind)
