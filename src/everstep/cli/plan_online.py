@@ -15,6 +15,7 @@ from typing import Any
 from everstep.base.errors import ConfigError
 from everstep.cli.job import JobFile, read_job
 from everstep.cli.plan_inputs import recovery_times, say, snapshots_of, table
+from everstep.cli.task_loading import is_script
 from everstep.cost import online
 from everstep.cost.failures import LLAMA3
 from everstep.cost.goodput import HARMS, Cluster, closed_form, recovery_policies
@@ -119,7 +120,9 @@ def plan_of_run(run_dir: Path) -> dict[str, Any]:
         "assumed": [
             "with another number of workers the exchange of gradients grows as a ring's",
             *(["of one worker's exchange nothing is known: with more it is taken as it was"] * (found.workers == 1)),
-            "stages of equal length, nothing for messages between them, a task that can be cut so",
+            "not cut into stages: a script runs its model's forward pass itself"
+            if is_script(run.job.task)
+            else "stages of equal length, nothing for messages between them, a task that can be cut so",
             "failures end processes, devices and hosts stay" if run.harms[0] == 1 else f"harms as in {LLAMA3.source}",
         ],
     }
@@ -328,13 +331,14 @@ def _what_if(run: _Run) -> dict[str, Any]:
         for count in online.worth_trying(found.workers, found.shape.lanes * found.shape.stages)
         if count % found.shape.stages == 0
     ]
+    stages = [found.shape.stages] if is_script(run.job.task) else online.stages_to_try(found.workers)
     asked = _checkpoints(run)
     now = asked["interval_s"] or asked["ours_s"]
     every = {"half": now / 2, "now": now, "double": 2 * now}
     every |= {"ours": asked["ours_s"], "young": asked["young_s"], "daly": asked["daly_s"]}
     return {
         "workers": [changed(count, found.shape.stages) for count in counts],
-        "splits": [changed(found.workers, stages) for stages in online.stages_to_try(found.workers)],
+        "splits": [changed(found.workers, count) for count in stages],
         "spares": [
             {"spares": count, "goodput": goodput, "back_s": back_s}
             for count in (spares, spares + 1)
@@ -431,7 +435,7 @@ def _change_lines(changes: dict[str, Any]) -> list[str]:
         "",
         "What a change would give",
         *steps(changes["workers"], "workers"),
-        *steps(changes["splits"], "stages"),
+        *(steps(changes["splits"], "stages") if len(changes["splits"]) > 1 else ()),
         *table(spares),
         *table(every),
     ]

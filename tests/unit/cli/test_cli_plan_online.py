@@ -176,3 +176,14 @@ def test_either_a_run_or_a_question(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["plan", "--json"]) == 2
     assert run_command(["plan"]) == 0
     assert "recommend" in capsys.readouterr().out
+
+
+def test_a_script_is_not_cut_into_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = make_run(tmp_path / "r")
+    job = json.loads((run_dir / "job.json").read_text())
+    (run_dir / "job.json").write_text(json.dumps({**job, "task": "/there/train.py"}))
+    said = planned(capsys, run_dir)
+    assert [one["stages"] for one in said["what_if"]["splits"]] == [1]
+    assert any(one.startswith("not cut into stages: a script") for one in said["assumed"])
+    assert run_command(["plan", "--from", str(run_dir)]) == 0
+    assert "\nstages " not in capsys.readouterr().out
