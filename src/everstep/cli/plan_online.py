@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,12 @@ _MOST = 1e15
 _ADAM = 3
 """State of a model with Adam, in sizes of its parameters."""
 _INTERVAL = "jobs and their coordinators go by the same formula (checkpoint.interval=auto: Daly's first order)"
+_SOURCES = dict.fromkeys(("workers", "stages", "lanes"), "job.json and events.jsonl of the run directory")
+_STEP = (*(one.name for one in fields(online.StepParts)), "step_s", "samples_per_s", "speed_up")
+_SOURCES |= dict.fromkeys(("lane_s", "time", "parts", *_STEP), online.SOURCE)
+_SOURCES |= {"intervals": "Young 1974: cost / interval + interval / (2 x time between failures)"}
 _POLICY = "closed form for the policy ours (everstep plan goodput), with this job's rate of failures"
+_SOURCES |= {"spares": _POLICY}
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,7 @@ def plan_of_run(run_dir: Path) -> dict[str, Any]:
         "what_if": _what_if(run),
         "fits": None,
         "source": online.SOURCE,
+        "sources": _SOURCES,
         "assumed": [
             "with another number of workers the exchange of gradients grows as a ring's",
             *(["of one worker's exchange nothing is known: with more it is taken as it was"] * (found.workers == 1)),

@@ -13,7 +13,16 @@ from everstep.base.below import write_atomically
 from everstep.base.config import Config, load_config
 from everstep.base.errors import ConfigError
 from everstep.base.pipeline.schedule_table import check_possible
-from everstep.cli.plan_inputs import choose_stack, read_fleet, say, table
+from everstep.cli.plan_inputs import (
+    ASKED,
+    COUNTED,
+    choose_stack,
+    device_sources,
+    read_fleet,
+    say,
+    source_lines,
+    table,
+)
 from everstep.cli.plan_splits import refuse_split_of_task
 from everstep.cost import quantities
 from everstep.cost.memory import WORKER_BYTES, Model
@@ -23,6 +32,7 @@ from everstep.cost.step_time import Fleet, SoftwareStack
 from everstep.cost.task_time import CountedWork, TaskSplit, task_memory, task_step
 
 SHOWN = 10
+_PARTS = ("compute", "bubble", "exchange", "alone")
 SOURCE = "operations and activations of one lane, counted on torch's meta device; roofline and alpha-beta model"
 _MEMORY = "the layout of this product's memory; a device's context and worker's memory are assumed"
 _LAUNCHES = "nothing for launches of kernels: lanes of less than a millisecond take longer"
@@ -176,8 +186,18 @@ def _described(question: TaskQuestion) -> dict[str, Any]:
         "samples": question.samples,
         "assumed": list(question.assumed),
         "source": SOURCE,
-        "sources": {"memory": _MEMORY, "time": SOURCE, "dollars": fleet.device.sources["price"]},
+        "sources": _sources(question),
     }
+
+
+def _sources(question: TaskQuestion) -> dict[str, str]:
+    """Sources of all figures, by key."""
+    names = ("devices", "batch", "samples", "split", "lanes", "micro_batch")
+    found = dict.fromkeys(names, ASKED) | {"stack": question.stack.calibrated, "runs_with": ASKED}
+    found |= dict.fromkeys(("parameters", "units", "forward_flops_per_lane"), COUNTED)
+    times = (*(f"{part}_s" for part in (*_PARTS, "step")), "samples_per_s", "tflops", "mfu", "days", "time")
+    found |= dict.fromkeys(times, SOURCE) | dict.fromkeys(("total_bytes", "per_device_bytes", "memory"), _MEMORY)
+    return found | device_sources(question.fleet.device)
 
 
 def _why(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -185,7 +205,7 @@ def _why(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
         return f"it fits: the next needs {other['total_bytes'] / 1e9:.3g} GB"
     if not one["fits"]:
         return f"it needs {(other['total_bytes'] - one['total_bytes']) / 1e9:.3g} GB less"
-    gains = {part: other[f"{part}_s"] - one[f"{part}_s"] for part in ("compute", "bubble", "exchange", "alone")}
+    gains = {part: other[f"{part}_s"] - one[f"{part}_s"] for part in _PARTS}
     part = max(gains, key=lambda name: gains[name])
     return f"{1 - one['step_s'] / other['step_s']:.1%} shorter, most of it in: {part}"
 
@@ -209,8 +229,8 @@ def _head(result: Mapping[str, Any]) -> list[str]:
 
 
 def _parts(row: Mapping[str, Any]) -> list[str]:
-    split, parts = row["split"], ("compute_s", "bubble_s", "exchange_s", "alone_s")
-    rows = [[key.removesuffix("_s"), time_words(row[key]), f"{row[key] / row['step_s']:.1%}"] for key in parts]
+    split, seconds = row["split"], {part: row[f"{part}_s"] for part in _PARTS}
+    rows = [[part, time_words(each), f"{each / row['step_s']:.1%}"] for part, each in seconds.items()]
     return [
         f"{split['pool']} data parallel x {split['stages']} stage{'s' * (split['stages'] > 1)}, {split['lanes']} lanes",
         f"a step takes {time_words(row['step_s'])}: {row['samples_per_s']:,.0f} samples per second, "
@@ -237,5 +257,5 @@ def _ranking(result: Mapping[str, Any]) -> list[str]:
 def _tail(result: Mapping[str, Any]) -> list[str]:
     return [
         *(f"assumed: {one}" for one in result["assumed"]),
-        *(f"source of {what}: {source}" for what, source in result["sources"].items()),
+        *source_lines(result["sources"]),
     ]
