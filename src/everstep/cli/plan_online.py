@@ -6,12 +6,13 @@ It reads the run directory alone: events, samples of workers, checkpoints. The t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.cli.job import JobFile, read_job
 from everstep.cli.plan_inputs import recovery_times, say, snapshots_of, table
@@ -129,9 +130,16 @@ def plan_of_run(run_dir: Path) -> dict[str, Any]:
             "not cut into stages: a script runs its model's forward pass itself"
             if is_script(run.job.task)
             else "stages of equal length, nothing for messages between them, a task that can be cut so",
+            _shared_words(found.processors),
             "failures end processes, devices and hosts stay" if run.harms[0] == 1 else f"harms as in {LLAMA3.source}",
         ],
     }
+
+
+def _shared_words(shared: online.Processors | None) -> str:
+    if shared is None:
+        return "processors and devices enough for all workers"
+    return f"the workers of a host share its {_plural(shared.each, 'processor')}, and take turns where they are more"
 
 
 def _read(run_dir: Path) -> _Run:
@@ -156,13 +164,21 @@ def _read(run_dir: Path) -> _Run:
         for one in history.usage.workers.values()
     ]
     known_s = 3 * config.emulate_compute_ms / 1e3 or None
-    found = online.calibrated(shape, workers, lives, known_s)
+    found = online.calibrated(shape, workers, lives, known_s, _processors(config, history.usage.cpus))
     if found is None or found.lane_s <= 0:
         raise ConfigError(
             f"{run_dir}: expected samples of its workers in metrics/, found none: run the job with "
             "metrics.interval_s above 0, for some seconds at least"
         )
     return _Run(job, history, found, max(1e-9, sum(history.seconds(history.running()).values())))
+
+
+def _processors(config: Config, cpus: Mapping[str, int]) -> online.Processors | None:
+    """Processors that workers share, None where their devices compute, or no sample names them. cpus: by host."""
+    if config.device != "cpu" or not cpus:
+        return None
+    used = config.cell.ranks * config.threads
+    return online.Processors(min(cpus.values()), len(cpus), used, lanes=not config.emulate_compute_ms)
 
 
 def _amount(value: Any) -> float:

@@ -70,6 +70,8 @@ def command(
     task = model_or_task(task, asked)
     if write is not None and write.exists():
         raise ConfigError(f"--write: {write} exists: name another file, or remove it")
+    if write is not None and not write.parent.is_dir():
+        raise ConfigError(f"--write: there is no folder {write.parent}: make it first")
     if task is not None:
         if mtbf is not None:
             raise ConfigError("--mtbf: failures are not planned for a TASK: everstep plan failures shows them")
