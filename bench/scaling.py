@@ -29,6 +29,7 @@ cores' time that was used, by other programs, too. `worst_off`: of the rows with
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import statistics
@@ -49,7 +50,6 @@ from net import Net, why_not
 from everstep.cli.plan_online import plan_of_run
 from everstep.cost.online import Calibrated, JobShape, Processors, StepParts
 from everstep.cost.step_time import bubble_share
-from everstep.report.history import History
 from everstep.report.style import can_draw, write_pictures
 from everstep.report.svg import Curve, line_chart
 
@@ -102,9 +102,19 @@ def run_ours(
         on_two_hosts(task, run_dir, settings, steps)
     else:
         EverstepJob(task, run_dir, "--steps", str(steps), settings=settings).wait(3600.0)
-    busy, cpu_s = busy_since(before), History(run_dir).load().usage.cpu_us / 1e6 / steps
-    each = step_times(read_events(run_dir), WARM_UP)
-    return {"workers": workers, "lanes": settings["lanes"], "steps_s": each, "busy": busy, "cpu_s": cpu_s}
+    found = {"workers": workers, "lanes": settings["lanes"], "busy": busy_since(before), "cpu_s": cpu_per_step(run_dir)}
+    return {**found, "steps_s": step_times(read_events(run_dir), WARM_UP)}
+
+
+def cpu_per_step(run_dir: Path) -> float:
+    """Processor seconds of all workers in a step, without the first steps, by their samples."""
+    seen: dict[int, list[tuple[int, float]]] = {}
+    for file in (run_dir / "metrics").glob("*.jsonl"):
+        for line in file.read_text().splitlines():
+            for row in json.loads(line)["workers"]:
+                seen.setdefault(row["worker_id"], []).append((row["step"], row["cpu_s"]))
+    after = [[one for one in rows if one[0] >= WARM_UP] for rows in seen.values()]
+    return sum((rows[-1][1] - rows[0][1]) / max(1, rows[-1][0] - rows[0][0]) for rows in after if rows)
 
 
 def calibrated_rest(case: str, counts: Sequence[int], folder: Path, options: argparse.Namespace) -> Calibrated:

@@ -36,7 +36,8 @@ _PARTS = ("compute", "bubble", "exchange", "alone")
 SOURCE = "operations and activations of one lane, counted on torch's meta device; roofline and alpha-beta model"
 _MEMORY = "the layout of this product's memory; a device's context and worker's memory are assumed"
 _LAUNCHES = "nothing for launches of kernels: lanes of less than a millisecond take longer"
-_DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_PRECISIONS = ("fp32", "bf16", "fp16")
+"""Types of matrix products that jobs have."""
 _MODEL_OPTIONS = ("params", "model_name", "layers", "hidden", "heads", "vocab", "sequence", "experts", "tokens")
 
 
@@ -79,7 +80,7 @@ def read_task_question(task: str, asked: Mapping[str, Any]) -> TaskQuestion:
     found = count_task(made, config.micro_batch)
     if not found.forward_flops:
         raise ConfigError(f"the operations of {task} cannot be counted: {'; '.join(found.assumed) or 'there are none'}")
-    dtype = _DTYPES[config.precision] if asked["dtype"] is None else asked["dtype"]
+    dtype = config.precision if asked["dtype"] is None else asked["dtype"]
     if dtype not in fleet.device.peak:
         raise ConfigError(
             f"--dtype: expected one of {', '.join(fleet.device.peak)} on {fleet.device.name}, got {dtype[:40]!r}"
@@ -126,7 +127,7 @@ def recommend_for_task(task: str, write: Path | None, as_json: bool, asked: Mapp
     result |= {"best": rows[:SHOWN], "written": None}
     said = [] if write is None or not rows[0]["fits"] else _write(question, rows[0], write, result)
     say(result, as_json, [*_head(result), *_ranking(result), *_tail(result), *said])
-    return 0 if rows[0]["fits"] else 1
+    return 0 if rows[0]["fits"] and (write is None or result["written"]) else 1
 
 
 def _split(question: TaskQuestion, stages: int, chunks: int = 1) -> TaskSplit:
@@ -164,7 +165,7 @@ def _row(question: TaskQuestion, split: TaskSplit) -> dict[str, Any]:
         "fits": usage.total <= fleet.device.memory_gb * 1e9,
         "days": None if seconds is None else seconds / 86400,
         "dollars": None if seconds is None else seconds / 3600 * fleet.device.price * fleet.count,
-        "runs": question.dtype in _DTYPES,
+        "runs": question.dtype in _PRECISIONS,
         "why": "",
     }
 
@@ -211,9 +212,13 @@ def _why(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _write(question: TaskQuestion, row: Mapping[str, Any], path: Path, result: dict[str, Any]) -> list[str]:
-    """Write the config with which jobs run the best split."""
+    """Write the config with which jobs run the best split, if they have such products; what to say about it."""
     split = row["split"]
+    if not row["runs"]:
+        return [f"not written: jobs have matrix products in {', '.join(_PRECISIONS)}, not in {question.dtype}"]
     config = {"workers": question.fleet.count, "stages": split["stages"], "lanes": split["lanes"], "device": "auto"}
+    if question.dtype != question.config.precision:
+        config["precision"] = question.dtype
     load_config([(os.fspath(path), config | {"device": "cuda"})])
     header = f"# everstep plan recommend {question.name}: {question.fleet.count} x {question.fleet.device.name}\n"
     write_atomically(path, header + "".join(f"{key}: {value}\n" for key, value in config.items()), None)
