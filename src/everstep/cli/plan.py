@@ -43,6 +43,7 @@ from everstep.report.words import aligned
 
 _PAPER = "ZeRO paper (arXiv 1910.02054): 2 + 2 + 12 bytes per parameter, one copy"
 _OURS = "float32, by the layout of this product's memory"
+_BY = {"paper": "by the ZeRO paper", "ours": "in this product"}
 _ADAM_BYTES = 8
 FEWEST = 1000
 """Parameters: a smaller number lacks its unit."""
@@ -358,6 +359,7 @@ def _print(
         f"{quantities.count_words(asked['parameters'])} parameters on {workers} worker{'s' * (workers > 1)}{stages}: "
         "memory of each in GB (10^9 bytes), by stage of ZeRO"
     )
+    print(_headline(asked, tables))
     for table in tables:
         print()
         print(table.source + (f", copies of divided parts: {asked['copies']}" if table.source == _OURS else ""))
@@ -373,6 +375,18 @@ def _print(
         print(f"its optimizer {_DIVIDES[kind['divides']]}" + (f" ({kind['why']})" * bool(kind["why"])))
     for one in assumed:
         print(f"assumed: {one}")
+
+
+def _headline(asked: Mapping[str, Any], tables: Sequence[_Table]) -> str:
+    """The answer in one sentence."""
+    stage, words = asked["zero"], []
+    for table in tables:
+        found = table.stages[stage]
+        less = f", {found.memory_reduction_factor:.2f} times less than in stage 0" * (stage > 0)
+        fits = "" if found.fits is None else ", which fits" if found.fits else ", which does not fit"
+        aside = "" if found.per_worker_bytes.get("activations") else " (activations aside)"
+        words.append(f"{found.zero_memory_gb:.4g} GB {_BY[table.name]}{aside}{less}{fits}")
+    return f"stage {stage}: " + "; ".join(words)
 
 
 def _rows(stages: Sequence[StageMemory]) -> list[list[str]]:

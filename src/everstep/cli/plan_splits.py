@@ -150,13 +150,22 @@ def split_lines(result: Mapping[str, Any]) -> list[str]:
     """`splits_of` for people."""
     found = result["splits"]
     kinds = list(next(iter(found.values()))["per_worker_bytes"])
+    asked = next(iter(found.values()))["split"]
+    given = " x ".join(f"{key}{asked[key]}" for key in ("tp", "pp", "cp", "ep") if asked[key] > 1)
     rows = [["GB, mixed precision", *kinds, "together", "host", "fits", "jobs run it, in float32"]]
     for name, one in found.items():
         sizes = [one["per_worker_bytes"][kind] for kind in kinds]
         host = sum(one["host_bytes"].values())
         fits = "" if one["fits"] is None else "yes" if one["fits"] else "no"
         runs = HowItRuns(one["runs_with"]).words
-        rows.append([name, *(f"{size / GB:.3g}" for size in (*sizes, one["total_bytes"], host)), fits, runs])
+        rows.append(
+            [
+                f"{given} {name}".strip(),
+                *(f"{size / GB:.3g}" for size in (*sizes, one["total_bytes"], host)),
+                fits,
+                runs,
+            ]
+        )
     return [
         *table(rows),
         *(f"jobs do not run {name}: {one['runs_not']}" for name, one in found.items() if one["runs_not"]),
