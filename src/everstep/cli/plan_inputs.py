@@ -353,8 +353,8 @@ def recovery_times(changed: Sequence[str]) -> tuple[dict[str, float], list[dict[
     Raises: ConfigError for a name that is unknown, or no time.
     """
     kinds = json.loads(resources.files("everstep.cost").joinpath("recovery_times.json").read_bytes())
-    measured = kinds["measured"]
-    where = {"measured": f"{measured['source']}, {measured['date']}; {measured['machine']}"}
+    dated = {kind: group for kind, group in kinds.items() if "date" in group}
+    where = {kind: f"{group['source']}, {group['date']}; {group['machine']}" for kind, group in dated.items()}
     about = {
         name: {"name": name, "seconds": float(seconds), "what": what, "source": where.get(kind, kind)}
         for kind, group in kinds.items()

@@ -107,7 +107,7 @@ def test_recovery_times_are_the_measured_ones_and_can_be_others(capsys: pytest.C
     measured, slower = answered(capsys, *asked), answered(capsys, *asked, "--time", "torchrun_host=10min")
     assert slower["policies"][0]["goodput"] < measured["policies"][0]["goodput"] - 0.05
     by_name = {one["name"]: one for one in measured["times"]}
-    assert by_name["ours_next_step"]["seconds"] == 0.077 and "2026-11" in by_name["ours_next_step"]["source"]
+    assert 0 < by_name["ours_next_step"]["seconds"] < 1 and "cores" in by_name["ours_next_step"]["source"]
     given = {one["name"]: one for one in slower["times"]}["torchrun_host"]
     assert (given["seconds"], given["source"]) == (600, "given")
 
