@@ -59,9 +59,10 @@ class Processors:
     used: int = 1
     lanes: bool = True
 
-    def stretch(self, workers: int) -> float:
-        """How much longer work takes where so many workers share the processors, at least 1."""
-        return max(1.0, -(-workers // self.hosts) * self.used / self.each)
+    def stretch(self, workers: int, idle: float = 0.0) -> float:
+        """How much longer work takes where so many workers share the processors, at least 1. idle: share of the time in
+        which each waits, in a pipeline's bubble."""
+        return max(1.0, -(-workers // self.hosts) * (1 - idle) * self.used / self.each)
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,24 @@ class Calibrated:
         shape = JobShape(
             self.shape.lanes, self.shape.micro_batch, stages, self.shape.chunks if stages > 1 else 1, self.shape.ranks
         )
-        shared = self.processors
-        stretch = shared.stretch(workers) / shared.stretch(self.workers) if shared is not None else 1.0
-        lane_s = self.lane_s * self.shape.stages / stages * (stretch if shared is not None and shared.lanes else 1.0)
-        compute_s = lane_s * shape.most_lanes(workers)
         share = bubble_share(stages, shape.most_lanes(workers), shape.chunks)
+        slower, slower_lanes = self._slower(workers, share)
+        lane_s = self.lane_s * self.shape.stages / stages * slower_lanes
+        compute_s = lane_s * shape.most_lanes(workers)
         bubble_s = compute_s * share / (1 - share)
         known, wanted = (_ring(count // cut) for count, cut in ((self.workers, self.shape.stages), (workers, stages)))
         exchange_s = self.exchange_s * wanted / known if known else self.exchange_s
         alone_s = self.alone_s * self.shape.stages / stages
-        return StepParts(compute_s, bubble_s, exchange_s * stretch, alone_s * stretch)
+        return StepParts(compute_s, bubble_s, exchange_s * slower, alone_s * slower)
+
+    def _slower(self, workers: int, idle: float) -> tuple[float, float]:
+        """How much longer work takes with so many workers than as it was measured, and a lane. idle: the bubble."""
+        if self.processors is None:
+            return 1.0, 1.0
+        before = bubble_share(self.shape.stages, self.shape.most_lanes(self.workers), self.shape.chunks)
+        each = [self.processors.stretch(n, share) for n, share in ((workers, idle), (self.workers, before))]
+        whole = self.processors.stretch(workers) / self.processors.stretch(self.workers)
+        return whole, each[0] / each[1] if self.processors.lanes else 1.0
 
 
 def calibrated(

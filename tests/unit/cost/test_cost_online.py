@@ -92,3 +92,13 @@ def test_workers_share_the_processors_of_their_host() -> None:
     assert waits.compute_s == pytest.approx(0.1) and waits.alone_s == pytest.approx(0.16), "waits share nothing"
     assert Processors(2, hosts=4).stretch(8) == 1 and Processors(2, hosts=2, used=2).stretch(8) == 4
     assert replace(found, workers=8).parts(4).compute_s == pytest.approx(0.1 * 8 / 2), "and fewer are not disturbed"
+
+
+def test_a_worker_that_waits_in_the_bubble_leaves_its_processor_to_others() -> None:
+    """Three stages on two processors: ten lanes one after another, but the work of 24."""
+    found = Calibrated(JobShape(8, 1, stages=3), 3, 0.1, 0.0, 0.0, Processors(2))
+    assert found.parts(3).step_s == pytest.approx(1.0), "as it was measured"
+    alone = replace(found, processors=Processors(3)).parts(3).step_s
+    assert alone == pytest.approx(1.0) and Processors(2).stretch(3, 0.2) == pytest.approx(1.2)
+    more = found.parts(24)  # one lane for each of eight in a stage: as much work, so as long
+    assert more.compute_s + more.bubble_s == pytest.approx(1.0)
