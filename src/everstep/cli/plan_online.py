@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,10 @@ def plan_of_run(run_dir: Path) -> dict[str, Any]:
             if is_script(run.job.task)
             else "stages of equal length, nothing for messages between them, a task that can be cut so",
             _shared_words(found.processors),
+            *(
+                ["emulated devices: a lane takes each stage as long, whatever its size"]
+                * bool(config.emulate_compute_ms)
+            ),
             "failures end processes, devices and hosts stay" if run.harms[0] == 1 else f"harms as in {LLAMA3.source}",
         ],
     }
@@ -343,7 +347,8 @@ def _what_if(run: _Run) -> dict[str, Any]:
     cost_s, mtbf_s = _stall_s(run.history), run.failure_mtbf_s
 
     def changed(workers: int, stages: int) -> dict[str, Any]:
-        parts = found.parts(workers, stages)
+        waits = stages / found.shape.stages if run.job.config.emulate_compute_ms else 1.0
+        parts = replace(found, lane_s=found.lane_s * waits).parts(workers, stages)
         speed_up = now_s / parts.step_s
         row = {"workers": workers, "stages": stages, **asdict(parts), "step_s": parts.step_s}
         return {**row, "samples_per_s": batch / parts.step_s, "speed_up": speed_up}

@@ -199,3 +199,10 @@ def test_workers_share_the_processors_of_their_host(tmp_path: Path, capsys: pyte
     assert steps[1] == pytest.approx(0.8) and steps[2] == steps[4] == steps[8] == pytest.approx(0.4)
     assert "the workers of a host share its 2 processors, and take turns where they are more" in said["assumed"]
     assert "processors and devices enough for all workers" in planned(capsys, make_run(tmp_path / "s"))["assumed"]
+
+
+def test_emulated_stages_wait_as_long_as_the_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = planned(capsys, make_run(tmp_path / "r", config={**CONFIG, "emulate_compute_ms": 100}))
+    one, two = said["what_if"]["splits"]
+    assert one["compute_s"] == pytest.approx(4 * 0.3) and two["compute_s"] == pytest.approx(8 * 0.3)
+    assert two["bubble_s"] == pytest.approx(0.3) and any("emulated devices" in said for said in said["assumed"])
