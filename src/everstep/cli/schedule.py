@@ -61,8 +61,8 @@ def command(
     cells = stages * (stages + micro_batches) * chunks * max(1, forward, backward)
     if min(stages, micro_batches, chunks) > 0 and cells > MOST_CELLS:
         raise ConfigError(
-            f"expected a table of at most {MOST_CELLS:,} cells, got {cells:,}, stages x (stages + micro-batches) x chunks "
-            "x time steps of a pass: lower them"
+            f"expected a table of at most {MOST_CELLS:,} cells, got {cells:,}, stages x (stages + micro-batches) x "
+            "chunks x time steps of a pass: lower them"
         )
     plan = schedule(kind, stages, micro_batches, chunks, recompute)
     played = timeline(plan, forward, backward)
