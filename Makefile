@@ -11,7 +11,7 @@ EVERSTEP := $(BIN)/python -P -m everstep
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo check lint types test fast split sim processes integration chaos e2e hosts engines extended late torment fuzz mutants mutants-new branches bench plan-tables docs dist matrix clean
+.PHONY: help setup demo check lint types test fast split sim processes integration chaos e2e hosts engines extended late torment fuzz mutants mutants-new branches bench recovery-times plan-tables docs dist matrix clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
@@ -26,6 +26,7 @@ help:
 	@echo "make mutants-new SEED=1 COUNT=200 PATHS=protocol  plant bugs drawn from a seed, which nobody wrote"
 	@echo "make branches  branches of the rules in protocol/ that no seed of the simulator takes"
 	@echo "make bench   the benchmarks, JSON into bench/out"
+	@echo "make recovery-times  bench/out/recovery.json, of a quiet run, into the package"
 	@echo "make plan-tables  plans beside published figures, misses included"
 	@echo "make docs    the site of all documents into build/docs/html: warnings are errors, marked blocks are executed"
 	@echo "make dist    wheel and sdist into dist, the same bytes for the same commit"
@@ -182,6 +183,10 @@ branches: $(STAMP)
 bench: $(STAMP)
 	mkdir -p bench/out
 	for name in recovery overhead cost memory control_plane pipeline observe; do $(BIN)/python bench/$$name.py > bench/out/$$name.json || exit 1; done
+
+# What a quiet run of bench/recovery.py measured, into the package; plans read it there.
+recovery-times: $(RUNS)
+	@$(BIN)/python bench/keep_recovery.py
 
 # Plans beside published figures; docs/planning.md holds the same.
 plan-tables: $(RUNS)

@@ -3,6 +3,9 @@
     python bench/scaling.py [--workers 1,2,4,8,16,32] [--only strong,weak,sockets,zero,pipeline,hosts,torch]
                             [--lanes 32] [--wait-ms 20] [--steps 16] [--out FILE] [--plot FOLDER]
 
+Up to 32 workers on a quiet machine of two cores: --only strong --workers 8,16,32 --wait-ms 2500 --steps 6 in 8 min,
+and --only weak --wait-ms 1000 --steps 6 in 6 min.
+
 A lane is a timed wait (`emulate_compute_ms`; its passes wait three times that), so that few cores stand for many
 devices. All else is real: processes, gradients, transports, updates. Efficiency is the speed-up over the ideal one,
 relative to the fewest workers of the case.
@@ -13,22 +16,27 @@ relative to the fewest workers of the case.
 - hosts: strong, on two network-namespace hosts (root).
 - torch: DistributedDataParallel on gloo with the same model, lanes and waits.
 
-`predicted_s`: the step as `everstep plan --from` predicts it, calibrated with the fewest workers of the case; what a
-step takes beside its waits is work of the processors, which more workers than cores have to share. `off`: its error.
-`wait_share`: the waits' share of the measured step, by the lanes and the bubble alone. Where it falls below
-90 %, the processors are measured, not the waits: `waits` is false from there on, and `waits_up_to` names the most
-workers of each case with which it is true. `busy`: the share of the cores' time that was used, by other programs, too.
+`predicted_s`: the step as `everstep plan --from` predicts it. It is calibrated by a job of its own with short waits and
+the fewest workers of the case, at least two where there are two; what a step takes beside its waits is work of the
+processors, which workers share. `off`: its error.
+`cpu_s`: processor time of all workers per step; `cpu_share`: that by the number of cores, as a share of the waits, by
+the lanes and the bubble alone. From 10 % on the processors are measured, not the waits: `waits` is false from there on,
+and `waits_up_to` names the most workers of each case with which it is true. `wait_share`: the waits' share of the
+measured step; where it is below 90 % while `waits` is true, other programs were measured. `busy`: the share of the
+cores' time that was used, by other programs, too. `worst_off`: of the rows with `waits`, by case.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +48,29 @@ sys.path += [str(BENCH.parent / "tests" / "hosts"), str(BENCH.parent / "tests")]
 from net import Net, why_not
 
 from everstep.cli.plan_online import plan_of_run
-from everstep.cost.online import Calibrated, JobShape, StepParts
+from everstep.cost.online import Calibrated, JobShape, Processors, StepParts
 from everstep.cost.step_time import bubble_share
 from everstep.report.style import can_draw, write_pictures
 from everstep.report.svg import Curve, line_chart
 
 CASES = ("strong", "weak", "sockets", "zero", "pipeline", "hosts", "torch")
-PORT, WAITING, WARM_UP, UNITS, FEWEST_STEPS = 29400, 0.9, 3, 10, 12
+PORT, MOST_WORK, WARM_UP, UNITS, FEWEST_STEPS = 29400, 0.1, 2, 10, 5
+SHORT_MS, SHORT_STEPS = 20.0, 14
+"""Of the job that calibrates the prediction."""
+CORES = len(os.sched_getaffinity(0))
 EVERSTEP = [sys.executable, "-P", "-m", "everstep"]
 
 
-def settings_of(case: str, workers: int, options: argparse.Namespace) -> dict[str, Any]:
+def settings_of(case: str, workers: int, options: argparse.Namespace, wait_ms: float) -> dict[str, Any]:
     """Config of a job of ours."""
-    found: dict[str, Any] = {"emulate_compute_ms": options.wait_ms, "workers": workers, "metrics.interval_s": 0.2}
+    found: dict[str, Any] = {"emulate_compute_ms": wait_ms, "workers": workers, "metrics.interval_s": 0.2}
     found |= {"lanes": 2 * workers if case == "weak" else options.lanes, "rehearse": "false"}
     if case == "sockets":
         found["transport"] = "sockets"
     if case == "zero":
         found["zero.stage"] = 1
     if case == "pipeline":
-        found |= {"stages": workers, "emulate_compute_ms": options.wait_ms / workers}
+        found |= {"stages": workers, "emulate_compute_ms": wait_ms / workers}
     return found
 
 
@@ -80,18 +91,40 @@ def model_of(case: str) -> str:
     return "transformer-deep" if case == "pipeline" else "transformer-tiny"
 
 
-def run_ours(case: str, workers: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def run_ours(
+    case: str, workers: int, run_dir: Path, options: argparse.Namespace, wait_ms: float, steps: int
+) -> dict[str, Any]:
     """One job of ours, to its end."""
     task = f"{BENCH / 'models.py'}:{MODELS[model_of(case)].__name__}"
-    run_dir, settings = folder / f"{case}-{workers}", settings_of(case, workers, options)
+    settings = settings_of(case, workers, options, wait_ms)
     before = idle_and_all()
     if case == "hosts":
-        on_two_hosts(task, run_dir, settings, options.steps)
+        on_two_hosts(task, run_dir, settings, steps)
     else:
-        EverstepJob(task, run_dir, "--steps", str(options.steps), settings=settings).wait()
-    busy = busy_since(before)
-    steps = step_times(read_events(run_dir), WARM_UP)
-    return {"workers": workers, "lanes": settings["lanes"], "steps_s": steps, "busy": busy, "run_dir": run_dir}
+        EverstepJob(task, run_dir, "--steps", str(steps), settings=settings).wait(3600.0)
+    found = {"workers": workers, "lanes": settings["lanes"], "busy": busy_since(before), "cpu_s": cpu_per_step(run_dir)}
+    return {**found, "steps_s": step_times(read_events(run_dir), WARM_UP)}
+
+
+def cpu_per_step(run_dir: Path) -> float:
+    """Processor seconds of all workers in a step, without the first steps, by their samples."""
+    seen: dict[int, list[tuple[int, float]]] = {}
+    for file in (run_dir / "metrics").glob("*.jsonl"):
+        for line in file.read_text().splitlines():
+            for row in json.loads(line)["workers"]:
+                seen.setdefault(row["worker_id"], []).append((row["step"], row["cpu_s"]))
+    after = [[one for one in rows if one[0] >= WARM_UP] for rows in seen.values()]
+    return sum((rows[-1][1] - rows[0][1]) / max(1, rows[-1][0] - rows[0][0]) for rows in after if rows)
+
+
+def calibrated_rest(case: str, counts: Sequence[int], folder: Path, options: argparse.Namespace) -> Calibrated:
+    """What a step takes beside its waits, by a job with short ones."""
+    few = counts[0] if case == "pipeline" else max(2, counts[0])
+    run_dir = folder / f"{case}-short"
+    lanes = run_ours(case, few, run_dir, options, SHORT_MS, SHORT_STEPS)["lanes"]
+    said, pipeline = plan_of_run(run_dir), case == "pipeline"
+    shape = JobShape(lanes, 1, few if pipeline else 1)
+    return Calibrated(shape, few, 0.0, said["exchange_s"], said["alone_s"], Processors(CORES, lanes=False))
 
 
 def on_two_hosts(task: str, run_dir: Path, settings: dict[str, Any], steps: int) -> None:
@@ -133,40 +166,39 @@ def ideal_of(case: str, workers: int, fewest: int, lanes: int) -> float:
     return workers / fewest * (1 - bubble_share(workers, lanes)) / (1 - bubble_share(fewest, lanes))
 
 
-def plan_of(case: str, one: dict[str, Any], lane_s: float, rest: tuple[float, float], known: int) -> StepParts:
-    """A step as the plan has it. rest: exchange and what is done alone, of a step with `known` workers; longer where
-    workers share a core."""
-    pipeline, cores = case == "pipeline", os.cpu_count() or 1
-    shape, stretch = JobShape(one["lanes"], 1, known if pipeline else 1), max(cores, one["workers"]) / max(cores, known)
-    exchange_s, alone_s = (seconds * stretch for seconds in rest)
-    return Calibrated(shape, known, lane_s / shape.stages, exchange_s, alone_s).parts(
-        one["workers"], one["workers"] if pipeline else 1
-    )
+def plan_of(case: str, one: dict[str, Any], lane_s: float, known: Calibrated) -> StepParts:
+    """A step as the plan has it. lane_s: of a lane at all stages."""
+    shape = replace(known.shape, lanes=one["lanes"])
+    plan = replace(known, shape=shape, lane_s=lane_s / shape.stages)
+    return plan.parts(one["workers"], one["workers"] if case == "pipeline" else 1)
 
 
-def table_of(case: str, found: Sequence[dict[str, Any]], wait_ms: float) -> list[dict[str, Any]]:
-    """A row for each number of workers."""
+def table_of(
+    case: str, found: Sequence[dict[str, Any]], wait_ms: float, known: Calibrated | None
+) -> list[dict[str, Any]]:
+    """A row for each number of workers. known: what the prediction is calibrated with."""
     rows: list[dict[str, Any]] = []
     first, lane_s, waits = found[0], 3 * wait_ms / 1e3, True
-    base_s = statistics.median(first["steps_s"])
-    said = plan_of_run(first["run_dir"]) if "run_dir" in first else None
-    rest = (0.0, 0.0) if said is None else (said["exchange_s"], said["alone_s"])
+    base_s, alone = statistics.median(first["steps_s"]), Calibrated(JobShape(1, 1), 1, 0.0, 0.0, 0.0)
     for one in found:
         step_s = statistics.median(one["steps_s"])
         speed_up = (one["lanes"] / step_s) / (first["lanes"] / base_s)
         ideal = ideal_of(case, one["workers"], first["workers"], one["lanes"])
-        share = plan_of(case, one, lane_s, (0.0, 0.0), first["workers"]).step_s / step_s
-        waits = waits and share >= WAITING
+        waited_s, cpu_s = plan_of(case, one, lane_s, alone).step_s, one.get("cpu_s")
+        work = waited_s / step_s if cpu_s is None else cpu_s / CORES / waited_s
+        waits = waits and (work > 1 - MOST_WORK if cpu_s is None else work < MOST_WORK)
         row = {"workers": one["workers"], "lanes": one["lanes"], "step_s": round(step_s, 4)}
         row |= {"speed_up": round(speed_up, 3), "ideal": round(ideal, 3), "efficiency": round(speed_up / ideal, 4)}
         row |= {
             "busy": round(one["busy"], 3),
-            "wait_share": round(share, 3),
+            "wait_share": round(waited_s / step_s, 3),
             "waits": waits,
             "steps": len(one["steps_s"]),
         }
-        if said is not None:
-            planned_s = plan_of(case, one, lane_s, rest, first["workers"]).step_s
+        if cpu_s is not None:
+            row |= {"cpu_s": round(cpu_s, 4), "cpu_share": round(work, 3)}
+        if known is not None:
+            planned_s = plan_of(case, one, lane_s, known).step_s
             row |= {"predicted_s": round(planned_s, 4), "off": round(planned_s / step_s - 1, 4)}
         rows.append(row)
     return rows
@@ -188,15 +220,19 @@ def measured_case(case: str, options: argparse.Namespace) -> list[dict[str, Any]
     if case == "hosts" and why_not():
         return f"skipped: {why_not()}"
     counts = counts_of(case, options)
-    found = []
+    if not counts:
+        return "skipped: none of these numbers of workers is possible"
+    found, known = [], None
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
+        folder = Path(name)
+        if case != "torch":
+            known = calibrated_rest(case, counts, folder, options)
         for workers in counts:
-            one = run_torch(workers, Path(name), options) if case == "torch" else None
-            found.append(one or run_ours(case, workers, Path(name), options))
+            one = run_torch(workers, folder, options) if case == "torch" else None
+            run_dir = folder / f"{case}-{workers}"
+            found.append(one or run_ours(case, workers, run_dir, options, options.wait_ms, options.steps))
             print(case, workers, statistics.median(found[-1]["steps_s"]), file=sys.stderr, flush=True)
-        return (
-            table_of(case, found, options.wait_ms) if found else "skipped: none of these numbers of workers is possible"
-        )
+        return table_of(case, found, options.wait_ms, known)
 
 
 def draw(cases: dict[str, Any], folder: Path) -> None:
@@ -236,7 +272,12 @@ def main() -> None:
         case: [row["workers"] for row in rows if row["waits"]] for case, rows in cases.items() if type(rows) is list
     }
     up_to = {case: max(workers, default=0) for case, workers in held.items()}
-    write_report({"machine": machine(), **shown, "waits_up_to": up_to, "cases": cases}, options.out)
+    off = {
+        case: max((abs(row["off"]) for row in rows if row["waits"] and "off" in row), default=None)
+        for case, rows in cases.items()
+        if type(rows) is list
+    }
+    write_report({"machine": machine(), **shown, "waits_up_to": up_to, "worst_off": off, "cases": cases}, options.out)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
 from everstep.base.config_fields import Kind, convert, free, shown, variable
-from everstep.base.config_keys import MAX_RANKS, NO_MPI, CellConfig
+from everstep.base.config_keys import MAX_RANKS, MAX_STAGES, MAX_WORKERS, NO_MPI, CellConfig
 from everstep.base.config_keys import Config as Config
 from everstep.base.doors import check_private, is_loopback, parse_ports
 from everstep.base.errors import ConfigError, nearest
@@ -24,6 +24,9 @@ from everstep.base.pool_wish import PoolWish, even_homes, make_wish, parse_cut
 from everstep.base.stage_map import StageMap, devices_of, parse_map
 
 # ---- the table
+
+_MOST = dict.fromkeys(("stages", "chunks"), MAX_STAGES)
+_MOST |= dict.fromkeys(("workers", "spares", "min_workers", "pool", "redundancy"), MAX_WORKERS)
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,18 @@ def read_layers(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, An
                 values[name] = convert(source, name, leaf.kind, value, leaf.default)
             else:
                 values[name] = variable(source, name, value) if name.startswith("env.") else free(value)
+    _check_counts(values)
     return values
+
+
+def _check_counts(values: Mapping[str, Any]) -> None:
+    """Raises: ConfigError for numbers of processes that would fill the memory before anything else is looked at."""
+    wanted = {"workers": default_workers(values)} if not values.keys() & {"workers", "map"} else {}
+    for name, most in _MOST.items():
+        value = {**wanted, **values}.get(name)
+        if value is not None and value > most:
+            by = ", by the pools" if name in wanted else ""
+            raise ConfigError(f"{name}: expected at most {most}, got {value:.16g}{by}: lower it")
 
 
 def _is_free(name: str) -> bool:

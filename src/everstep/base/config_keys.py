@@ -23,6 +23,8 @@ NO_MPI = (
 )
 MAX_RANKS = 32
 """Most processes of a worker."""
+MAX_WORKERS, MAX_STAGES = 10**6, 10**5
+"""More would be a slip of the hand, and lists of them would fill the memory."""
 SINKS = ("tensorboard", "wandb", "mlflow", "otel")
 NOTICES = "notify"
 """The sink behind `notify.*`, which is not named among the others."""

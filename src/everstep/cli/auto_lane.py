@@ -6,7 +6,7 @@ fork of the job's fork server. Both numbers decide the bits, so a job that goes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -54,9 +54,10 @@ def _is_auto(value: Any) -> bool:
 
 
 def choose_lane(task: str, request: Request, server: EarlyForkServer, before: Path | None) -> AutoLane:
-    """The lane with which a job starts. before: run directory that it may go on in, None if it starts over.
+    """The lane with which a job starts: that of the job or the checkpoint with which it goes on, else the largest that
+    fits. before: run directory that it may go on in, None if it starts over.
 
-    Raises: ConfigError, one line: what is set does not go with it, or no lane fits.
+    Raises: ConfigError, one line: what is set does not go with it, or no lane fits; as `_kept`.
     """
     asked, request = request, replace(request, batch_size=None)  # the batch need not be a multiple of lanes yet unknown
     config = effective_config(probe_task(task, request, server).defaults, request)
@@ -66,11 +67,9 @@ def choose_lane(task: str, request: Request, server: EarlyForkServer, before: Pa
         raise ConfigError(
             f"--batch-size: expected at least one sample for each of {config.workers} workers, got {batch}"
         )
-    if before is not None and (before / JOB_FILE).exists():
-        kept = read_job(before).config
-        if kept.lanes * kept.micro_batch == batch:
-            words = f"{SOURCE}: {kept.micro_batch} samples per lane, as the job in {before} has them"
-            return AutoLane(kept.micro_batch, kept.lanes, words)
+    kept = _kept(config, before)
+    if kept is not None and kept.lanes * kept.micro_batch == batch:
+        return kept
     sizes = lane_sizes(batch, config.workers)
     question = {"task": task, "request": asdict(request), "batch": batch, "sizes": sizes}
     try:
@@ -98,6 +97,28 @@ def choose_lane(task: str, request: Request, server: EarlyForkServer, before: Pa
         f"per worker, of {', '.join(map(str, sizes))}"
     )
     return AutoLane(size, batch // size, words)
+
+
+def _kept(config: Config, before: Path | None) -> AutoLane | None:
+    """The lane of the job in this directory, else of the checkpoint to start from; None if there is neither.
+
+    Raises: ConfigError, CheckpointCorrupt, StoreError if that cannot be read.
+    """
+    if before is not None and (before / JOB_FILE).exists():
+        numbers: Mapping[str, Any] = vars(read_job(before).config)
+        where = f"the job in {before}"
+    elif config.resume_from is not None:
+        from everstep.cli.checkpoints_exchange import choose, find_place
+
+        rule = config.checkpoint.object
+        found = choose(find_place(config.resume_from, rule.endpoint, rule.region))
+        numbers, where = found.manifest.identity["numerics"], f"the checkpoint {found.name}"
+    else:
+        return None
+    size, lanes = numbers.get(KEY), numbers.get("lanes")
+    if not isinstance(size, int) or not isinstance(lanes, int):
+        return None
+    return AutoLane(size, lanes, f"{SOURCE}: {size} samples per lane, as {where} has them")
 
 
 def with_lane(request: Request, chosen: AutoLane) -> Request:

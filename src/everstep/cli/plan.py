@@ -16,14 +16,14 @@ from everstep.base.config_keys import OFFLOAD
 from everstep.base.errors import ConfigError, nearest
 from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time, plan_usual
 from everstep.cli.plan_config_dir import is_config_dir, shape_of_config
-from everstep.cli.plan_inputs import MOST_GPUS, json_option, known_devices, snapshots_of
+from everstep.cli.plan_inputs import ASKED, COUNTED, MOST_GPUS, json_option, known_devices, snapshots_of
+from everstep.cli.plan_runs import HowItRuns, how_it_runs
 from everstep.cli.plan_splits import refuse_split_of_task, split_lines, split_options, splits_of
 from everstep.cost import quantities
 from everstep.cost.catalogue import CATALOGUE, device_named
 from everstep.cost.memory import (
     GB,
     JOB_BYTES,
-    RUNS,
     STAGES,
     WORKER_BYTES,
     CellMemoryUse,
@@ -35,6 +35,7 @@ from everstep.cost.memory import (
     most_nodes,
     of_cell,
 )
+from everstep.cost.step_time import ParallelSplit
 from everstep.cost.task_time import part_of_model
 from everstep.placement.cell_shapes import CellShape
 from everstep.placement.ranks import most_slots
@@ -42,6 +43,7 @@ from everstep.report.words import aligned
 
 _PAPER = "ZeRO paper (arXiv 1910.02054): 2 + 2 + 12 bytes per parameter, one copy"
 _OURS = "float32, by the layout of this product's memory"
+_BY = {"paper": "by the ZeRO paper", "ours": "in this product"}
 _ADAM_BYTES = 8
 FEWEST = 1000
 """Parameters: a smaller number lacks its unit."""
@@ -152,12 +154,13 @@ def memory(task: str | None, as_json: bool, **asked: Any) -> int:
     ours = _Table("ours", _OURS, answers_of_ours(part, split, room))
     tables = (ours, paper) if task is not None else (paper, ours)
     splits = splits_of(named, known.workers, asked, room) if named else None
+    runs = _runs(known, split)
     cell = _cell(part, split, known)
     if as_json:
-        about = None if cell is None else {"ranks": cell.ranks, "per_rank_bytes": cell.per_rank_bytes}
-        print(json.dumps({**_to_dict(said, *tables, assumed), "usual": splits, "cell": about}))
+        about = None if cell is None else {**asdict(cell), "total_bytes": cell.total, "source": _OURS}
+        print(json.dumps({**_to_dict(said, *tables, runs, assumed), "usual": splits, "cell": about}))
     else:
-        _print(said, tables, assumed)
+        _print(said, tables, runs, assumed)
         for line in _cell_lines(cell, known.config, room) if cell is not None else ():
             print(line)
         for line in split_lines(splits) if splits is not None else ():
@@ -189,6 +192,13 @@ def _split(known: _Known, asked: Mapping[str, Any]) -> Split:
     copies, apart = copies or min(2, workers), asked["gpu"] is not None
     nodes, kept = most_nodes(workers, lanes), snapshots_of(known.config)
     return Split(workers, lanes, nodes, copies, offload, asked["hosts"], staged, kept, apart)
+
+
+def _runs(known: _Known, split: Split) -> dict[int, HowItRuns]:
+    """Whether jobs run each stage of ZeRO."""
+    stages = {k: ParallelSplit(pp=known.stages, dp=split.workers, zero=k) for k in STAGES}
+    each = -(-split.lanes // split.workers)
+    return {k: how_it_runs(one, each, offload=split.offload) for k, one in stages.items()}
 
 
 def _cell(model: Model, split: Split, known: _Known) -> CellMemoryUse | None:
@@ -321,26 +331,35 @@ def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
     )
 
 
-def _to_dict(asked: dict[str, Any], first: _Table, second: _Table, assumed: list[str]) -> dict[str, Any]:
+def _to_dict(
+    asked: dict[str, Any], first: _Table, second: _Table, runs: Mapping[int, HowItRuns], assumed: list[str]
+) -> dict[str, Any]:
     """Results of one table, and those of the other below its name."""
 
     def one(table: _Table) -> dict[str, Any]:
         stages = {
-            str(k): {**asdict(found), "total_bytes": sum(found.per_worker_bytes.values())}
+            str(k): {**asdict(found), "total_bytes": sum(found.per_worker_bytes.values()), **runs[k].about()}
             for k, found in table.stages.items()
         }
         return {**stages[str(asked["zero"])], "source": table.source, "stages": stages}
 
-    return {"kind": "memory", **asked, **one(first), second.name: one(second), "assumed": assumed}
+    found = one(first)
+    sources = dict.fromkeys((*found, "stages"), first.source) | dict.fromkeys(asked, ASKED)
+    sources |= {"parameters": COUNTED if first.source == _OURS else ASKED}
+    result = {"kind": "memory", **asked, **found, second.name: one(second), "assumed": assumed}
+    return result | {"sources": {key: source for key, source in sources.items() if key in result}}
 
 
-def _print(asked: Mapping[str, Any], tables: Sequence[_Table], assumed: list[str]) -> None:
+def _print(
+    asked: Mapping[str, Any], tables: Sequence[_Table], runs: Mapping[int, HowItRuns], assumed: list[str]
+) -> None:
     workers = asked["workers"]
     stages = f", {asked['pp']} stages of a pipeline" * (asked["pp"] > 1)
     print(
         f"{quantities.count_words(asked['parameters'])} parameters on {workers} worker{'s' * (workers > 1)}{stages}: "
         "memory of each in GB (10^9 bytes), by stage of ZeRO"
     )
+    print(_headline(asked, tables))
     for table in tables:
         print()
         print(table.source + (f", copies of divided parts: {asked['copies']}" if table.source == _OURS else ""))
@@ -349,12 +368,25 @@ def _print(asked: Mapping[str, Any], tables: Sequence[_Table], assumed: list[str
         if table.stages[0].host_bytes:
             print(f"data parallel, nothing offloaded: {table.stages[0].baseline_memory_gb:.4g}")
     print()
-    print(f"jobs can run with stage {', '.join(map(str, RUNS))} today")
+    for k, how in runs.items():
+        print(f"jobs run stage {k}: {how.words}" + (f": {how.why_not}" if how.why_not else ""))
     kind = asked["optimizer"]
     if kind is not None:
         print(f"its optimizer {_DIVIDES[kind['divides']]}" + (f" ({kind['why']})" * bool(kind["why"])))
     for one in assumed:
         print(f"assumed: {one}")
+
+
+def _headline(asked: Mapping[str, Any], tables: Sequence[_Table]) -> str:
+    """The answer in one sentence."""
+    stage, words = asked["zero"], []
+    for table in tables:
+        found = table.stages[stage]
+        less = f", {found.memory_reduction_factor:.2f} times less than in stage 0" * (stage > 0)
+        fits = "" if found.fits is None else ", which fits" if found.fits else ", which does not fit"
+        aside = "" if found.per_worker_bytes.get("activations") else " (activations aside)"
+        words.append(f"{found.zero_memory_gb:.4g} GB {_BY[table.name]}{aside}{less}{fits}")
+    return f"stage {stage}: " + "; ".join(words)
 
 
 def _rows(stages: Sequence[StageMemory]) -> list[list[str]]:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from everstep.cli.plan_inputs import (
+    ASKED,
     MOST_NODES,
     hours_within,
     json_option,
@@ -22,6 +23,9 @@ from everstep.cost.goodput import HARMS, Cluster, closed_form, recovery_policies
 from everstep.cost.quantities import parse_seconds, time_words
 
 _INTERVALS = "Young 1974; Daly 2006, equation 37; the interval that jobs use (checkpoint.interval=auto)"
+_SOURCES = dict.fromkeys(("nodes", "hours", "mtbf_node_s", "devices"), ASKED)
+_SOURCES |= dict.fromkeys(("probability", "expected", "mtbf_s"), failures.FORMULA)
+_SOURCES |= {"lecture": f"the lecture's formula, {failures.LECTURE}"}
 
 
 @click.command("failures")
@@ -58,6 +62,7 @@ def command(nodes: int, hours: float, mtbf: str, per_node: int, checkpoint_cost:
         "mtbf_node_s": mtbf_h * 3600,
         "devices": devices,
         "source": failures.FORMULA,
+        "sources": _SOURCES,
         "lecture_formula": failures.LECTURE,
         "lecture_reason": failures.LECTURE_REASON,
         "scenarios": [{"name": case.name, **asdict(found), "source": failures.FORMULA} for case, found in usual],

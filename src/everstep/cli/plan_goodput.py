@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any
 
 import click
 
 from everstep.base.errors import ConfigError, did_you_mean
-from everstep.cli.plan_inputs import MOST_HOURS, json_option, mtbf_hours, not_given, recovery_times, say, table
+from everstep.cli.plan_inputs import ASKED, MOST_HOURS, json_option, mtbf_hours, not_given, recovery_times, say, table
 from everstep.cost import failures
 from everstep.cost.goodput import HARMS, Cluster, GoodputFound, Policy, closed_form, recovery_policies, simulate
 from everstep.cost.quantities import parse_bytes, parse_rate, parse_seconds, time_words
 from everstep.cost.wanted_goodput import WantedDevices, fewest_devices
 
+SOURCE = "event simulation, exponential failures, 95 % confidence by Student's t over the runs"
 MOST_DEVICES = 10**6
 MOST_FAILURES = 2_000_000
 """Limit for all runs of a policy together: more would take minutes."""
@@ -97,7 +98,8 @@ def command(names: Sequence[str], days: float, runs: int, seed: int, as_json: bo
         "backups_wanted": {name: one and one.backups for name, one in enough.items()},
         "times": about,
         "fits": None,
-        "source": "event simulation, exponential failures, 95 % confidence by Student's t over the runs",
+        "source": SOURCE,
+        "sources": _sources(cluster),
         "assumed": [
             f"harms as in {failures.LLAMA3.source}",
             *_assumed(cluster, days, asked["mtbf"]),
@@ -105,6 +107,14 @@ def command(names: Sequence[str], days: float, runs: int, seed: int, as_json: bo
     }
     say(result, as_json, _lines(result))
     return 0
+
+
+def _sources(cluster: Cluster) -> dict[str, str]:
+    """Sources of all figures, by key. Those of a policy name its recovery times beside this."""
+    asked = (*(one.name for one in fields(Cluster)), "days", "seed", "runs", "wanted")
+    found = dict.fromkeys(asked, ASKED) | {"shares": failures.LLAMA3.source}
+    found |= dict.fromkeys(("policies", "spares_wanted", "backups_wanted"), SOURCE)
+    return found | {"mtbf_job_s": f"{cluster.devices} devices that fail independently"}
 
 
 def _assumed(cluster: Cluster, days: float, mtbf: str) -> list[str]:

@@ -38,6 +38,9 @@ CLUSTER = ("gpus", "gpu", "per_node", "network", "slowest")
 DEVICE = ("peak_tflops", "memory", "bandwidth_gb_s", "link_gb_s", "network", "price", "mtbf", "source")
 """Keys of a device in a file of --catalogue."""
 
+ASKED = "given, or as `assumed` says"
+"""Source of a figure that is the question's own."""
+COUNTED = "counted on torch's meta device"
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
@@ -111,6 +114,22 @@ class Question:
             "tokens": self.tokens,
             "assumed": list(self.assumed),
         }
+
+    def sources(self) -> dict[str, str]:
+        """Sources of the figures of `described`, and of those of the devices, by key."""
+        names = ("parameters", "shape", "devices", "per_node", "network_bytes_per_s", "batch", "tokens")
+        return dict.fromkeys(names, ASKED) | {"stack": self.stack.calibrated} | device_sources(self.fleet.device)
+
+
+def device_sources(device: DeviceKind) -> dict[str, str]:
+    """Sources of the figures that come from a device, by key of a result."""
+    return {"memory_bytes": device.sources["memory_gb"], "dollars": device.sources["price"]}
+
+
+def source_lines(sources: Mapping[str, str]) -> list[str]:
+    """Sources of what people look for first."""
+    words = ("memory", "time", "goodput", "failures", "dollars")
+    return [f"source of {word}: {sources[word]}" for word in words if word in sources]
 
 
 def model_or_task(task: str | None, asked: dict[str, Any]) -> str | None:
@@ -334,8 +353,8 @@ def recovery_times(changed: Sequence[str]) -> tuple[dict[str, float], list[dict[
     Raises: ConfigError for a name that is unknown, or no time.
     """
     kinds = json.loads(resources.files("everstep.cost").joinpath("recovery_times.json").read_bytes())
-    measured = kinds["measured"]
-    where = {"measured": f"{measured['source']}, {measured['date']}; {measured['machine']}"}
+    dated = {kind: group for kind, group in kinds.items() if "date" in group}
+    where = {kind: f"{group['source']}, {group['date']}; {group['machine']}" for kind, group in dated.items()}
     about = {
         name: {"name": name, "seconds": float(seconds), "what": what, "source": where.get(kind, kind)}
         for kind, group in kinds.items()

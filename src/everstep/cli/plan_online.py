@@ -6,15 +6,17 @@ It reads the run directory alone: events, samples of workers, checkpoints. The t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.cli.job import JobFile, read_job
 from everstep.cli.plan_inputs import recovery_times, say, snapshots_of, table
+from everstep.cli.task_loading import is_script
 from everstep.cost import online
 from everstep.cost.failures import LLAMA3
 from everstep.cost.goodput import HARMS, Cluster, closed_form, recovery_policies
@@ -30,7 +32,12 @@ _MOST = 1e15
 _ADAM = 3
 """State of a model with Adam, in sizes of its parameters."""
 _INTERVAL = "jobs and their coordinators go by the same formula (checkpoint.interval=auto: Daly's first order)"
+_SOURCES = dict.fromkeys(("workers", "stages", "lanes"), "job.json and events.jsonl of the run directory")
+_STEP = (*(one.name for one in fields(online.StepParts)), "step_s", "samples_per_s", "speed_up")
+_SOURCES |= dict.fromkeys(("lane_s", "time", "parts", *_STEP), online.SOURCE)
+_SOURCES |= {"intervals": "Young 1974: cost / interval + interval / (2 x time between failures)"}
 _POLICY = "closed form for the policy ours (everstep plan goodput), with this job's rate of failures"
+_SOURCES |= {"spares": _POLICY}
 
 
 @dataclass(frozen=True)
@@ -116,13 +123,27 @@ def plan_of_run(run_dir: Path) -> dict[str, Any]:
         "what_if": _what_if(run),
         "fits": None,
         "source": online.SOURCE,
+        "sources": _SOURCES,
         "assumed": [
             "with another number of workers the exchange of gradients grows as a ring's",
             *(["of one worker's exchange nothing is known: with more it is taken as it was"] * (found.workers == 1)),
-            "stages of equal length, nothing for messages between them, a task that can be cut so",
+            "not cut into stages: a script runs its model's forward pass itself"
+            if is_script(run.job.task)
+            else "stages of equal length, nothing for messages between them, a task that can be cut so",
+            _shared_words(found.processors),
+            *(
+                ["emulated devices: a lane takes each stage as long, whatever its size"]
+                * bool(config.emulate_compute_ms)
+            ),
             "failures end processes, devices and hosts stay" if run.harms[0] == 1 else f"harms as in {LLAMA3.source}",
         ],
     }
+
+
+def _shared_words(shared: online.Processors | None) -> str:
+    if shared is None:
+        return "processors and devices enough for all workers"
+    return f"the workers of a host share its {_plural(shared.each, 'processor')}, and take turns where they are more"
 
 
 def _read(run_dir: Path) -> _Run:
@@ -147,13 +168,21 @@ def _read(run_dir: Path) -> _Run:
         for one in history.usage.workers.values()
     ]
     known_s = 3 * config.emulate_compute_ms / 1e3 or None
-    found = online.calibrated(shape, workers, lives, known_s)
+    found = online.calibrated(shape, workers, lives, known_s, _processors(config, history.usage.cpus))
     if found is None or found.lane_s <= 0:
         raise ConfigError(
             f"{run_dir}: expected samples of its workers in metrics/, found none: run the job with "
             "metrics.interval_s above 0, for some seconds at least"
         )
     return _Run(job, history, found, max(1e-9, sum(history.seconds(history.running()).values())))
+
+
+def _processors(config: Config, cpus: Mapping[str, int]) -> online.Processors | None:
+    """Processors that workers share, None where their devices compute, or no sample names them. cpus: by host."""
+    if config.device != "cpu" or not cpus:
+        return None
+    used = config.cell.ranks * config.threads
+    return online.Processors(min(cpus.values()), len(cpus), used, lanes=not config.emulate_compute_ms)
 
 
 def _amount(value: Any) -> float:
@@ -318,7 +347,8 @@ def _what_if(run: _Run) -> dict[str, Any]:
     cost_s, mtbf_s = _stall_s(run.history), run.failure_mtbf_s
 
     def changed(workers: int, stages: int) -> dict[str, Any]:
-        parts = found.parts(workers, stages)
+        waits = stages / found.shape.stages if run.job.config.emulate_compute_ms else 1.0
+        parts = replace(found, lane_s=found.lane_s * waits).parts(workers, stages)
         speed_up = now_s / parts.step_s
         row = {"workers": workers, "stages": stages, **asdict(parts), "step_s": parts.step_s}
         return {**row, "samples_per_s": batch / parts.step_s, "speed_up": speed_up}
@@ -328,13 +358,14 @@ def _what_if(run: _Run) -> dict[str, Any]:
         for count in online.worth_trying(found.workers, found.shape.lanes * found.shape.stages)
         if count % found.shape.stages == 0
     ]
+    stages = [found.shape.stages] if is_script(run.job.task) else online.stages_to_try(found.workers)
     asked = _checkpoints(run)
     now = asked["interval_s"] or asked["ours_s"]
     every = {"half": now / 2, "now": now, "double": 2 * now}
     every |= {"ours": asked["ours_s"], "young": asked["young_s"], "daly": asked["daly_s"]}
     return {
         "workers": [changed(count, found.shape.stages) for count in counts],
-        "splits": [changed(found.workers, stages) for stages in online.stages_to_try(found.workers)],
+        "splits": [changed(found.workers, count) for count in stages],
         "spares": [
             {"spares": count, "goodput": goodput, "back_s": back_s}
             for count in (spares, spares + 1)
@@ -431,7 +462,7 @@ def _change_lines(changes: dict[str, Any]) -> list[str]:
         "",
         "What a change would give",
         *steps(changes["workers"], "workers"),
-        *steps(changes["splits"], "stages"),
+        *(steps(changes["splits"], "stages") if len(changes["splits"]) > 1 else ()),
         *table(spares),
         *table(every),
     ]

@@ -11,8 +11,7 @@ from typing import Any
 import click
 
 from everstep.base.below import write_atomically
-from everstep.base.config import load_config
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, check
 from everstep.cli.plan_inputs import (
     Question,
     json_option,
@@ -22,13 +21,16 @@ from everstep.cli.plan_inputs import (
     read_question,
     recovery_times,
     say,
+    source_lines,
     table,
 )
 from everstep.cli.plan_picture import check_picture, picture_lines, write_picture
+from everstep.cli.plan_runs import how_it_runs
 from everstep.cli.plan_splits import whole_batch
 from everstep.cli.plan_time import SOURCE as TIME_SOURCE
-from everstep.cli.plan_time import job_figures
+from everstep.cli.plan_time import job_figures, time_sources
 from everstep.cost import failures, split_memory
+from everstep.cost.catalogue import CATALOGUE, NODE_MTBF
 from everstep.cost.goodput import HARMS, Cluster, closed_form, recovery_policies
 from everstep.cost.quantities import count_words, time_words
 from everstep.cost.split_search import (
@@ -40,9 +42,10 @@ from everstep.cost.split_search import (
     ranked_splits,
     why_better,
 )
-from everstep.cost.step_time import ParallelSplit, micro_batches_of
+from everstep.cost.step_time import Fleet, ParallelSplit, micro_batches_of
 
 SHOWN = 10
+_SEARCHED = "all possible splits, everstep plan recommend"
 _LEAST = 1e-6
 """Goodput with which no job ends."""
 _OURS = "float32, data parallel and stages, by the layout of this product's memory"
@@ -51,7 +54,7 @@ _OURS = "float32, data parallel and stages, by the layout of this product's memo
 @click.command("recommend")
 @click.argument("task", required=False)
 @question_options
-@click.option("--mtbf", help="Mean time between failures of a node: 100000h (the catalogue's).")
+@click.option("--mtbf", help="Mean time between failures of a node (100000h).")
 @click.option("--write", type=click.Path(path_type=Path), help="Write a config of the best split that jobs can run.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw memory against time as a PNG.")
 @json_option
@@ -67,6 +70,8 @@ def command(
     task = model_or_task(task, asked)
     if write is not None and write.exists():
         raise ConfigError(f"--write: {write} exists: name another file, or remove it")
+    if write is not None and not write.parent.is_dir():
+        raise ConfigError(f"--write: there is no folder {write.parent}: make it first")
     if task is not None:
         if mtbf is not None:
             raise ConfigError("--mtbf: failures are not planned for a TASK: everstep plan failures shows them")
@@ -90,7 +95,7 @@ def command(
 def _recommended(question: Question, batch: int, mtbf: str | None) -> dict[str, Any]:
     """The result, before anything is written. Raises: ConfigError for a batch that no split divides."""
     fleet = question.fleet
-    device_mtbf_h = fleet.device.mtbf_h if mtbf is None else mtbf_hours(mtbf) * fleet.per_node
+    device_mtbf_h, failed, words = _mtbf(fleet, mtbf)
     planned = planned_splits(question.shape, fleet, batch, question.dtype, question.stack)
     found = best_of_each(planned)
     if not found:
@@ -102,9 +107,7 @@ def _recommended(question: Question, batch: int, mtbf: str | None) -> dict[str, 
     for described, one, other in zip(best, found, found[1:], strict=False):
         described["why"] = why_better(one, other)
     assumed = [f"the batch rounded to {batch}, a multiple of the devices"] if batch != question.batch else []
-    if mtbf is None:
-        node_h, source = device_mtbf_h / fleet.per_node, fleet.device.sources["mtbf_h"]
-        assumed.append(f"a failure of each node of {fleet.per_node} per {node_h:,.0f} h ({source})")
+    assumed += words
     assumed.append(f"harms as in {failures.LLAMA3.source}; a repair takes 4 h, a checkpoint 10 s of training")
     return {
         "kind": "recommend",
@@ -122,20 +125,40 @@ def _recommended(question: Question, batch: int, mtbf: str | None) -> dict[str, 
         "needed": None if found[0].fits else _least(question, batch, found[0]),
         "written": None,
         "source": f"{TIME_SOURCE}; {split_memory.SOURCE}",
-        "sources": {
-            "memory": split_memory.SOURCE,
-            "time": TIME_SOURCE,
-            "goodput": "closed forms for the policy ours; everstep plan goodput simulates",
-            "failures": fleet.device.sources["mtbf_h"] if mtbf is None else "given",
-            "dollars": fleet.device.sources["price"],
-        },
+        "sources": _sources(question, failed),
     }
+
+
+def _sources(question: Question, mtbf: str) -> dict[str, str]:
+    """Sources of all figures, by key. mtbf: of the time between failures."""
+    found = time_sources(question) | dict.fromkeys(("device_mtbf_h", "failures", "failures_per_day"), mtbf)
+    found |= dict.fromkeys(("per_device_bytes", "pareto"), split_memory.SOURCE)
+    found |= {"goodput": "closed forms for the policy ours; everstep plan goodput simulates"}
+    return found | {"split": _SEARCHED, "runs_with": "keys of a job's config, by its own checks"}
+
+
+def _mtbf(fleet: Fleet, given: str | None) -> tuple[float, str, list[str]]:
+    """Hours between failures of a device, their source, and what is assumed: 100,000 h for a node, unless --mtbf or a
+    device of the user's own says more."""
+    device, nodes = fleet.device, fleet.per_node
+    if given is not None:
+        return mtbf_hours(given) * nodes, "given", []
+    if device != CATALOGUE.get(device.name):
+        return device.mtbf_h, device.sources["mtbf_h"], []
+    each = f"a failure of each node of {nodes} per {failures.DEFAULT_MTBF_H:,.0f} h"
+    seen = f"the catalogue has {device.mtbf_h / nodes:,.0f} h ({device.sources['mtbf_h']}): --mtbf takes another"
+    return failures.DEFAULT_MTBF_H * nodes, NODE_MTBF, [f"{each}; {seen}"]
 
 
 def _least(question: Question, batch: int, one: RankedSplit) -> dict[str, Any]:
     """What would be needed, where nothing fits: the split that needs the least memory, and devices that would do."""
     more = devices_needed(question.shape, question.fleet, batch, question.dtype, question.stack)
-    return {"least_bytes": round(one.memory.total), "split": asdict(one.split), "devices": more}
+    return {
+        "least_bytes": round(one.memory.total),
+        "split": asdict(one.split),
+        "devices": more,
+        "source": split_memory.SOURCE,
+    }
 
 
 def _described(question: Question, batch: int, one: RankedSplit, device_mtbf_h: float) -> dict[str, Any]:
@@ -160,7 +183,7 @@ def _described(question: Question, batch: int, one: RankedSplit, device_mtbf_h: 
         "per_device_bytes": {kind: round(size) for kind, size in one.memory.device.items()},
         "total_bytes": round(one.memory.total),
         "fits": one.fits,
-        "runs": split_memory.split_runs(one.split, question.dtype),
+        **how_it_runs(one.split, micro_batches_of(batch, one.split), question.dtype, cpu=False).about(),
         "time": asdict(one.time),
         "step_s": one.time.step_s,
         "mfu": one.time.mfu,
@@ -183,17 +206,9 @@ def _write(question: Question, batch: int, path: Path, result: dict[str, Any]) -
         return [f"not written: what jobs can run ({_OURS}) needs {least}; {_would_do(more)}"]
     one = ranked[0]
     count = micro_batches_of(batch, one.split)
-    config = {
-        "workers": one.split.devices,
-        "stages": one.split.pp,
-        "lanes": one.split.dp * count,
-        "micro_batch": one.split.micro_batch,
-        "schedule": one.split.schedule,
-        "chunks": one.split.chunks,
-        "recompute": one.split.recompute == "full",
-        "device": "auto",
-    }
-    load_config([(os.fspath(path), config | {"device": "cuda"})])
+    found = how_it_runs(one.split, count, cpu=False)
+    check(found.config is not None, f"expected a split that jobs run, got {one.split}: {found.why_not}")
+    config = {**(found.config or {}), "device": "auto"}
     header = (
         f"# everstep plan recommend: {count_words(question.shape.parameters)} parameters on {fleet.count} x "
         f"{fleet.device.name}, {_OURS}\n"
@@ -238,7 +253,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
         *picture_lines(result["pareto"], [one for one in result["best"] if one["fits"]]),
         *(() if needed is None else _needed(needed)),
         *(f"assumed: {one}" for one in result["assumed"]),
-        *(f"source of {figure}: {source}" for figure, source in result["sources"].items()),
+        *source_lines(result["sources"]),
     ]
 
 

@@ -11,10 +11,11 @@ import click
 from everstep.base.errors import ConfigError
 from everstep.base.pipeline.schedule_table import KINDS, check_possible
 from everstep.cli.plan_inputs import SIZES, Question, read_shape, table
+from everstep.cli.plan_runs import HowItRuns, how_it_runs
 from everstep.cost.memory import GB
 from everstep.cost.models import RECOMPUTE, ModelShape, nearest_model, shape_of
 from everstep.cost.quantities import parse_count
-from everstep.cost.split_memory import SOURCE, split_memory, split_runs, usual_splits
+from everstep.cost.split_memory import SOURCE, split_memory, usual_splits
 from everstep.cost.split_search import ranked_splits
 from everstep.cost.step_time import ParallelSplit, micro_batches_of
 
@@ -140,7 +141,7 @@ def splits_of(
             "total_bytes": round(usage.total),
             "fits": None if room is None else usage.total <= room,
             "max_model_size": None if room is None else usage.largest(room, shape.parameters),
-            "runs": not offload and split_runs(split),
+            **how_it_runs(split, count, offload=offload).about(),
         }
     return {"splits": found, "source": SOURCE, "assumed": assumed, "parameters": shape.parameters}
 
@@ -149,15 +150,25 @@ def split_lines(result: Mapping[str, Any]) -> list[str]:
     """`splits_of` for people."""
     found = result["splits"]
     kinds = list(next(iter(found.values()))["per_worker_bytes"])
-    rows = [["GB, mixed precision", *kinds, "together", "host", "fits", "jobs run it"]]
+    asked = next(iter(found.values()))["split"]
+    given = " x ".join(f"{key}{asked[key]}" for key in ("tp", "pp", "cp", "ep") if asked[key] > 1)
+    rows = [["GB, mixed precision", *kinds, "together", "host", "fits", "jobs run it, in float32"]]
     for name, one in found.items():
         sizes = [one["per_worker_bytes"][kind] for kind in kinds]
         host = sum(one["host_bytes"].values())
         fits = "" if one["fits"] is None else "yes" if one["fits"] else "no"
-        runs = "no" if not one["runs"] else "in float32, on CPUs" if one["split"]["zero"] else "in float32"
-        rows.append([name, *(f"{size / GB:.3g}" for size in (*sizes, one["total_bytes"], host)), fits, runs])
+        runs = HowItRuns(one["runs_with"]).words
+        rows.append(
+            [
+                f"{given} {name}".strip(),
+                *(f"{size / GB:.3g}" for size in (*sizes, one["total_bytes"], host)),
+                fits,
+                runs,
+            ]
+        )
     return [
         *table(rows),
+        *(f"jobs do not run {name}: {one['runs_not']}" for name, one in found.items() if one["runs_not"]),
         *(f"assumed: {one}" for one in result["assumed"]),
         f"source: {result['source']}",
     ]

@@ -13,7 +13,16 @@ from everstep.base.below import write_atomically
 from everstep.base.config import Config, load_config
 from everstep.base.errors import ConfigError
 from everstep.base.pipeline.schedule_table import check_possible
-from everstep.cli.plan_inputs import choose_stack, read_fleet, say, table
+from everstep.cli.plan_inputs import (
+    ASKED,
+    COUNTED,
+    choose_stack,
+    device_sources,
+    read_fleet,
+    say,
+    source_lines,
+    table,
+)
 from everstep.cli.plan_splits import refuse_split_of_task
 from everstep.cost import quantities
 from everstep.cost.memory import WORKER_BYTES, Model
@@ -23,10 +32,12 @@ from everstep.cost.step_time import Fleet, SoftwareStack
 from everstep.cost.task_time import CountedWork, TaskSplit, task_memory, task_step
 
 SHOWN = 10
+_PARTS = ("compute", "bubble", "exchange", "alone")
 SOURCE = "operations and activations of one lane, counted on torch's meta device; roofline and alpha-beta model"
 _MEMORY = "the layout of this product's memory; a device's context and worker's memory are assumed"
 _LAUNCHES = "nothing for launches of kernels: lanes of less than a millisecond take longer"
-_DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_PRECISIONS = ("fp32", "bf16", "fp16")
+"""Types of matrix products that jobs have."""
 _MODEL_OPTIONS = ("params", "model_name", "layers", "hidden", "heads", "vocab", "sequence", "experts", "tokens")
 
 
@@ -69,7 +80,7 @@ def read_task_question(task: str, asked: Mapping[str, Any]) -> TaskQuestion:
     found = count_task(made, config.micro_batch)
     if not found.forward_flops:
         raise ConfigError(f"the operations of {task} cannot be counted: {'; '.join(found.assumed) or 'there are none'}")
-    dtype = _DTYPES[config.precision] if asked["dtype"] is None else asked["dtype"]
+    dtype = config.precision if asked["dtype"] is None else asked["dtype"]
     if dtype not in fleet.device.peak:
         raise ConfigError(
             f"--dtype: expected one of {', '.join(fleet.device.peak)} on {fleet.device.name}, got {dtype[:40]!r}"
@@ -116,7 +127,7 @@ def recommend_for_task(task: str, write: Path | None, as_json: bool, asked: Mapp
     result |= {"best": rows[:SHOWN], "written": None}
     said = [] if write is None or not rows[0]["fits"] else _write(question, rows[0], write, result)
     say(result, as_json, [*_head(result), *_ranking(result), *_tail(result), *said])
-    return 0 if rows[0]["fits"] else 1
+    return 0 if rows[0]["fits"] and (write is None or result["written"]) else 1
 
 
 def _split(question: TaskQuestion, stages: int, chunks: int = 1) -> TaskSplit:
@@ -154,7 +165,7 @@ def _row(question: TaskQuestion, split: TaskSplit) -> dict[str, Any]:
         "fits": usage.total <= fleet.device.memory_gb * 1e9,
         "days": None if seconds is None else seconds / 86400,
         "dollars": None if seconds is None else seconds / 3600 * fleet.device.price * fleet.count,
-        "runs": question.dtype in _DTYPES,
+        "runs": question.dtype in _PRECISIONS,
         "why": "",
     }
 
@@ -176,8 +187,18 @@ def _described(question: TaskQuestion) -> dict[str, Any]:
         "samples": question.samples,
         "assumed": list(question.assumed),
         "source": SOURCE,
-        "sources": {"memory": _MEMORY, "time": SOURCE, "dollars": fleet.device.sources["price"]},
+        "sources": _sources(question),
     }
+
+
+def _sources(question: TaskQuestion) -> dict[str, str]:
+    """Sources of all figures, by key."""
+    names = ("devices", "batch", "samples", "split", "lanes", "micro_batch")
+    found = dict.fromkeys(names, ASKED) | {"stack": question.stack.calibrated, "runs_with": ASKED}
+    found |= dict.fromkeys(("parameters", "units", "forward_flops_per_lane"), COUNTED)
+    times = (*(f"{part}_s" for part in (*_PARTS, "step")), "samples_per_s", "tflops", "mfu", "days", "time")
+    found |= dict.fromkeys(times, SOURCE) | dict.fromkeys(("total_bytes", "per_device_bytes", "memory"), _MEMORY)
+    return found | device_sources(question.fleet.device)
 
 
 def _why(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -185,15 +206,19 @@ def _why(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
         return f"it fits: the next needs {other['total_bytes'] / 1e9:.3g} GB"
     if not one["fits"]:
         return f"it needs {(other['total_bytes'] - one['total_bytes']) / 1e9:.3g} GB less"
-    gains = {part: other[f"{part}_s"] - one[f"{part}_s"] for part in ("compute", "bubble", "exchange", "alone")}
+    gains = {part: other[f"{part}_s"] - one[f"{part}_s"] for part in _PARTS}
     part = max(gains, key=lambda name: gains[name])
     return f"{1 - one['step_s'] / other['step_s']:.1%} shorter, most of it in: {part}"
 
 
 def _write(question: TaskQuestion, row: Mapping[str, Any], path: Path, result: dict[str, Any]) -> list[str]:
-    """Write the config with which jobs run the best split."""
+    """Write the config with which jobs run the best split, if they have such products; what to say about it."""
     split = row["split"]
+    if not row["runs"]:
+        return [f"not written: jobs have matrix products in {', '.join(_PRECISIONS)}, not in {question.dtype}"]
     config = {"workers": question.fleet.count, "stages": split["stages"], "lanes": split["lanes"], "device": "auto"}
+    if question.dtype != question.config.precision:
+        config["precision"] = question.dtype
     load_config([(os.fspath(path), config | {"device": "cuda"})])
     header = f"# everstep plan recommend {question.name}: {question.fleet.count} x {question.fleet.device.name}\n"
     write_atomically(path, header + "".join(f"{key}: {value}\n" for key, value in config.items()), None)
@@ -209,8 +234,8 @@ def _head(result: Mapping[str, Any]) -> list[str]:
 
 
 def _parts(row: Mapping[str, Any]) -> list[str]:
-    split, parts = row["split"], ("compute_s", "bubble_s", "exchange_s", "alone_s")
-    rows = [[key.removesuffix("_s"), time_words(row[key]), f"{row[key] / row['step_s']:.1%}"] for key in parts]
+    split, seconds = row["split"], {part: row[f"{part}_s"] for part in _PARTS}
+    rows = [[part, time_words(each), f"{each / row['step_s']:.1%}"] for part, each in seconds.items()]
     return [
         f"{split['pool']} data parallel x {split['stages']} stage{'s' * (split['stages'] > 1)}, {split['lanes']} lanes",
         f"a step takes {time_words(row['step_s'])}: {row['samples_per_s']:,.0f} samples per second, "
@@ -237,5 +262,5 @@ def _ranking(result: Mapping[str, Any]) -> list[str]:
 def _tail(result: Mapping[str, Any]) -> list[str]:
     return [
         *(f"assumed: {one}" for one in result["assumed"]),
-        *(f"source of {what}: {source}" for what, source in result["sources"].items()),
+        *source_lines(result["sources"]),
     ]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from everstep.cli.plan_inputs import (
+    ASKED,
     Question,
     json_option,
     model_or_task,
     question_options,
     read_question,
     say,
+    source_lines,
     table,
 )
 from everstep.cli.plan_splits import SPLIT_NAMES, fastest_split, read_split, split_options, zero_option
@@ -73,10 +75,17 @@ def command(task: str | None, as_json: bool, **asked: Any) -> int:
         "memory_bytes": room,
         "fits": usage.total <= room,
         "source": SOURCE,
-        "sources": {"memory": MEMORY_SOURCE, "dollars": question.fleet.device.sources["price"]},
+        "sources": time_sources(question),
     }
     say(result, as_json, _lines(result))
     return 0 if result["fits"] else 1
+
+
+def time_sources(question: Question) -> dict[str, str]:
+    """Sources of all figures, by key."""
+    times = (*(one.name for one in fields(StepTime)), "tflops", "tflops_with_recomputation", "days", "time")
+    found = dict.fromkeys(times, SOURCE) | {"bubble_played": "the schedule of such a job, operation by operation"}
+    return found | {"split": ASKED} | dict.fromkeys(("total_bytes", "memory"), MEMORY_SOURCE) | question.sources()
 
 
 def _splits_nothing(context: click.Context) -> bool:
@@ -128,5 +137,5 @@ def _lines(result: dict[str, Any]) -> list[str]:
         f"{'fits' if result['fits'] else 'does not fit'}: {result['total_bytes'] / 1e9:.3g} of "
         f"{result['memory_bytes'] / 1e9:g} GB per device" + (": plan recommend finds a split" * (not result["fits"])),
         *(f"assumed: {one}" for one in result["assumed"]),
-        f"source: {result['source']}",
+        *source_lines(result["sources"]),
     ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from everstep.base.errors import ConfigError
 from everstep.base.pipeline.schedule_table import KINDS
 from everstep.cli.terminal import raw, stdout_width
 from everstep.placement.schedules import (
@@ -27,6 +28,8 @@ from everstep.report.words import aligned
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _COLOURS = {"F": "blue", "B": "green", "R": "yellow"}
+MOST_CELLS = 200_000
+"""Of a table: more take minutes."""
 _NARROWEST = 40
 
 
@@ -55,6 +58,12 @@ def command(
     as_json: bool,
 ) -> int:
     """Show a pipeline schedule: a row per stage and a column per time step, idle time, and activations held."""
+    cells = stages * (stages + micro_batches) * chunks * max(1, forward, backward)
+    if min(stages, micro_batches, chunks) > 0 and cells > MOST_CELLS:
+        raise ConfigError(
+            f"expected a table of at most {MOST_CELLS:,} cells, got {cells:,}, stages x (stages + micro-batches) x "
+            "chunks x time steps of a pass: lower them"
+        )
     plan = schedule(kind, stages, micro_batches, chunks, recompute)
     played = timeline(plan, forward, backward)
     expected = None if recompute else expected_bubble_fraction(stages, micro_batches, chunks)

@@ -69,6 +69,11 @@ def parse_task(text: str) -> TaskSpec:
     )
 
 
+def is_script(text: str) -> bool:
+    """Whether a TASK is a script that calls `everstep.join`, by its name alone."""
+    return text.endswith(".py") and ":" not in text
+
+
 def zoo_names() -> tuple[str, ...]:
     """The ready tasks."""
     from everstep.zoo.registry import names

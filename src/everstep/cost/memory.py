@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from everstep.base.errors import check
 
 STAGES = (0, 1, 2, 3)
-RUNS = (0, 1, 2)
-"""Stages that jobs can run with."""
 GB = 10**9
 _AT_ONCE_BYTES = 4.0 * (1 << 18)
 """Gradients of one part of an update, where each worker updates a part of the model."""
@@ -180,7 +178,7 @@ def of_running(model: Model, split: Split, stage: int, workers: int) -> MemoryUs
 @dataclass(frozen=True)
 class StageMemory:
     """One stage's memory beside that of plain data parallelism (stage 0, nothing offloaded). GB are 10^9 bytes. `fits`
-    and `max_model_size_with_zero` (parameters) are None if no device was named. runs: jobs can run with it today."""
+    and `max_model_size_with_zero` (parameters) are None if no device was named."""
 
     per_worker_bytes: Mapping[str, int]
     host_bytes: Mapping[str, int]
@@ -189,7 +187,6 @@ class StageMemory:
     memory_reduction_factor: float
     max_model_size_with_zero: int | None
     fits: bool | None
-    runs: bool
 
 
 @dataclass(frozen=True)
@@ -239,7 +236,7 @@ def of_cell(
     return CellMemoryUse(ranks, {kind: round(size) for kind, size in found.items()})
 
 
-def answer(usage: MemoryUse, baseline: MemoryUse, parameters: int, memory_bytes: int | None, runs: bool) -> StageMemory:
+def answer(usage: MemoryUse, baseline: MemoryUse, parameters: int, memory_bytes: int | None) -> StageMemory:
     """What one stage needs, from its bytes and those of stage 0."""
     return StageMemory(
         {kind: round(size) for kind, size in usage.device.items()},
@@ -249,7 +246,6 @@ def answer(usage: MemoryUse, baseline: MemoryUse, parameters: int, memory_bytes:
         baseline.total / usage.total,
         None if memory_bytes is None else usage.largest(memory_bytes, parameters),
         None if memory_bytes is None else usage.total <= memory_bytes,
-        runs,
     )
 
 
@@ -257,14 +253,11 @@ def answers_by_paper(parameters: int, workers: int, offload: bool, memory_bytes:
     """For each stage, by the ZeRO paper."""
     base = by_paper(parameters, workers, 0)
     found = {stage: by_paper(parameters, workers, stage, offload) for stage in STAGES}
-    return {stage: answer(usage, base, parameters, memory_bytes, False) for stage, usage in found.items()}
+    return {stage: answer(usage, base, parameters, memory_bytes) for stage, usage in found.items()}
 
 
 def answers_of_ours(model: Model, split: Split, memory_bytes: int | None) -> dict[int, StageMemory]:
     """For each stage, of this product."""
     base = of_ours(model, replace(split, offload=False), 0)
     found = {stage: of_ours(model, split, stage) for stage in STAGES}
-    return {
-        stage: answer(usage, base, model.parameters, memory_bytes, stage in RUNS and not split.offload)
-        for stage, usage in found.items()
-    }
+    return {stage: answer(usage, base, model.parameters, memory_bytes) for stage, usage in found.items()}

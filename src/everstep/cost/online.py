@@ -16,7 +16,10 @@ from everstep.cost.step_time import bubble_share
 COMPUTING = ("load", "forward", "backward")
 EXCHANGE = ("reduce", "transfer", "agree")
 ALONE = ("update", "stall", "other")
-SOURCE = "a lane's time and the rest of a step as this job's samples have them; the pipeline by (n + (p - 1) / c) lanes"
+SOURCE = (
+    "a lane's time and the rest of a step as this job's samples have them; the pipeline by (n + (p - 1) / c) lanes; "
+    "workers share the processors of their host"
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,22 @@ class JobShape:
 
 
 @dataclass(frozen=True)
+class Processors:
+    """Of the hosts of a job whose workers compute on them: processors of each host, hosts, and those that a worker
+    uses at a time. lanes: lanes are work of theirs, too; emulated ones are waits."""
+
+    each: int
+    hosts: int = 1
+    used: int = 1
+    lanes: bool = True
+
+    def stretch(self, workers: int, idle: float = 0.0) -> float:
+        """How much longer work takes where so many workers share the processors, at least 1. idle: share of the time in
+        which each waits, in a pipeline's bubble."""
+        return max(1.0, -(-workers // self.hosts) * (1 - idle) * self.used / self.each)
+
+
+@dataclass(frozen=True)
 class StepParts:
     """Seconds of a step. compute_s: the lanes of the worker that has most; bubble_s: it waits for the other stages;
     exchange_s: sums of gradients and records; alone_s: the update and what a worker does beside it."""
@@ -65,32 +84,49 @@ class StepParts:
 @dataclass(frozen=True)
 class Calibrated:
     """What a job's samples say of one number of workers: seconds of a lane at one stage, of the exchange and of what
-    a worker does alone, per step."""
+    a worker does alone, per step. processors: that the workers share; None: each has enough of its own, or a device."""
 
     shape: JobShape
     workers: int
     lane_s: float
     exchange_s: float
     alone_s: float
+    processors: Processors | None = None
 
     def parts(self, workers: int, stages: int | None = None) -> StepParts:
         """A step with so many workers, cut into so many stages (as the job is). The exchange grows as a ring does,
-        (n - 1) / n for n members of a pool; of one member alone nothing is known of it."""
+        (n - 1) / n for n members of a pool; of one member alone nothing is known of it. All work of processors takes
+        longer where more workers share them."""
         stages = self.shape.stages if stages is None else stages
         shape = JobShape(
             self.shape.lanes, self.shape.micro_batch, stages, self.shape.chunks if stages > 1 else 1, self.shape.ranks
         )
-        lane_s = self.lane_s * self.shape.stages / stages
-        compute_s = lane_s * shape.most_lanes(workers)
         share = bubble_share(stages, shape.most_lanes(workers), shape.chunks)
+        slower, slower_lanes = self._slower(workers, share)
+        lane_s = self.lane_s * self.shape.stages / stages * slower_lanes
+        compute_s = lane_s * shape.most_lanes(workers)
         bubble_s = compute_s * share / (1 - share)
         known, wanted = (_ring(count // cut) for count, cut in ((self.workers, self.shape.stages), (workers, stages)))
         exchange_s = self.exchange_s * wanted / known if known else self.exchange_s
-        return StepParts(compute_s, bubble_s, exchange_s, self.alone_s * self.shape.stages / stages)
+        alone_s = self.alone_s * self.shape.stages / stages
+        return StepParts(compute_s, bubble_s, exchange_s * slower, alone_s * slower)
+
+    def _slower(self, workers: int, idle: float) -> tuple[float, float]:
+        """How much longer work takes with so many workers than as it was measured, and a lane. idle: the bubble."""
+        if self.processors is None:
+            return 1.0, 1.0
+        before = bubble_share(self.shape.stages, self.shape.most_lanes(self.workers), self.shape.chunks)
+        each = [self.processors.stretch(n, share) for n, share in ((workers, idle), (self.workers, before))]
+        whole = self.processors.stretch(workers) / self.processors.stretch(self.workers)
+        return whole, each[0] / each[1] if self.processors.lanes else 1.0
 
 
 def calibrated(
-    shape: JobShape, workers: int, lives: Iterable[WorkerTimes], lane_s: float | None = None
+    shape: JobShape,
+    workers: int,
+    lives: Iterable[WorkerTimes],
+    lane_s: float | None = None,
+    processors: Processors | None = None,
 ) -> Calibrated | None:
     """From the lives of workers, None if none of them has computed a lane. The exchange is that of the worker that
     waits least, as the others' waits are for it, less the bubble, in which all wait. lane_s: known in another way, in
@@ -102,7 +138,7 @@ def calibrated(
     computed = sum(one.spent(COMPUTING) for one in found) / sum(one.passes for one in found)
     exchange = min(one.spent(EXCHANGE) * each / one.passes for one in found)
     alone = min(one.spent(ALONE) * each / one.passes for one in found)
-    without = Calibrated(shape, workers, computed if lane_s is None else lane_s, 0.0, alone)
+    without = Calibrated(shape, workers, computed if lane_s is None else lane_s, 0.0, alone, processors)
     return replace(without, exchange_s=max(0.0, exchange - without.parts(workers).bubble_s))
 
 

@@ -97,18 +97,13 @@ def split_memory(
     return MemoryUse(device, host, frozenset(grows))
 
 
-def split_runs(split: ParallelSplit, dtype: str = "fp32") -> bool:
-    """Whether jobs can run with this split today: data parallel, stages, ZeRO's stages 1 and 2, in float32."""
-    plain = split.tp == split.ep == split.cp == 1 and not split.sequence_parallel
-    return plain and split.zero <= 2 and split.recompute in ("none", "full") and dtype == "fp32"
-
-
 def usual_splits(shape: ModelShape, base: ParallelSplit) -> dict[str, tuple[ParallelSplit, bool]]:
     """Usual ways to divide the devices of a split, each with whether the optimizer's state is offloaded."""
     devices = base.devices
     found = {"ddp": (replace(base, zero=0), False)}
     found |= {f"zero{stage}": (replace(base, zero=stage), False) for stage in (1, 2, 3)}
     found["fsdp+recompute"] = (replace(base, zero=3, recompute="full"), False)
+    found["ddp+offload"] = (replace(base, zero=0), True)
     found["zero1+offload"] = (replace(base, zero=1), True)
     if base.tp == base.pp == 1:
         tp = max(n for n in (1, 2, 4, 8) if devices % n == 0 and shape.heads % n == 0)

@@ -43,7 +43,7 @@ def possible_splits(shape: ModelShape, fleet: Fleet, batch: int, ours: bool = Fa
     stages have as many layers each; ZeRO's stages 2 and 3 are not combined with a pipeline, for which they would gather
     or sum at every micro-batch; context parallelism leaves each device 4,096 tokens of a sequence or more.
 
-    ours: only those that jobs run on such devices: no tensor parallelism, no ZeRO.
+    ours: only those that jobs run on GPUs: no tensor parallelism, no ZeRO, activations computed again in stages alone.
     """
     for tp in (1,) if ours else (1, 2, 4, 8, 16):
         if tp <= fleet.per_node and fleet.count % tp == 0 and shape.heads % tp == 0:
@@ -78,7 +78,7 @@ def _settings(shape: ModelShape, base: ParallelSplit, ours: bool) -> Iterator[Pa
     looped = next((chunks for chunks in (2, 3) if base.pp > 1 and each % chunks == 0), None)
     schedules = (("1f1b", 1), *((("interleaved", looped),) if looped else ()))
     stages = (0,) if ours or base.replicas == 1 else (0, 1) if base.pp > 1 else (0, 1, 2, 3)
-    recomputes = ("none", "full") if ours else RECOMPUTE
+    recomputes = RECOMPUTE if not ours else ("none", "full") if base.pp > 1 else ("none",)
     for micro_batch, zero, recompute, (schedule, chunks) in itertools.product(
         MICRO_BATCHES, stages, recomputes, schedules
     ):

@@ -64,7 +64,8 @@ class Newest:
 
 class Usage:
     """Takes in lines of metrics files. `workers`: the newest of each; `total_s`: seconds by phase of all workers;
-    `step_seconds`: by phase, seconds per step of each worker; `cpu_us`: processor time of all workers' lives."""
+    `step_seconds`: by phase, seconds per step of each worker; `cpu_us`: processor time of all workers' lives; `cpus`:
+    processors that a host lets its workers use, by host."""
 
     def __init__(self, width_s: float = 1.0) -> None:
         self.width_s = width_s
@@ -75,6 +76,7 @@ class Usage:
         self.total_bytes: Amounts = _amounts()
         self.step_seconds = {phase: Histogram(STEP_BOUNDS_S) for phase in STEP_PHASES}
         self.cpu_us = 0
+        self.cpus: dict[str, int] = {}
         self.lines = 0
         self._rows: dict[tuple[str, int], Newest] = {}
 
@@ -85,7 +87,9 @@ class Usage:
         if not time_ns or not isinstance(rows, list):
             return
         self.lines += 1
-        host = str(line.get("host"))
+        host, cpus = str(line.get("host")), whole_number(line.get("cpus"))
+        if cpus > 0 and (host in self.cpus or len(self.cpus) < _MOST_WORKERS):
+            self.cpus[host] = cpus
         key = int(time_ns / 1e9 / self.width_s)
         bucket = self.buckets.setdefault(key, Bucket())
         for row in rows:

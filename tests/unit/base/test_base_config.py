@@ -171,6 +171,10 @@ def test_unknown_keys_in_nested_form_and_of_any_type():
     ("values", "message"),
     [
         ({"workers": 9}, "workers: expected at most 8 for 8 lanes, got 9: use fewer workers, or raise 'lanes' to 9"),
+        ({"workers": 10**9}, "workers: expected at most 1000000, got 1000000000: lower it"),
+        ({"spares": "9" * 9}, "spares: expected at most 1000000, got 999999999: lower it"),
+        ({"stages": 10**9}, "stages: expected at most 100000, got 1000000000"),
+        ({"stages": 10**5, "pool": 10**6}, "workers: expected at most 1000000, got 100000000000, by the pools"),
         ({"workers": 2, "min_workers": 3}, "min_workers: expected at most workers (2), got 3"),
         ({"stages": 2, "pool": 1, "redundancy": 0}, "pool: expected pool or redundancy, got both (1 and 0)"),
         ({"stages": 2, "pool": 3, "workers": 5}, "workers: expected 6 (2 stages x 3, for pool 3), got 5"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError
-from everstep.cli import auto_lane
+from everstep.cli import auto_lane, checkpoints_exchange
 from everstep.cli.auto_lane import answer, choose_lane, lane_sizes, largest, take_auto, with_lane
 from everstep.cli.job import Request, make_job, write_job
 from everstep.cli.task_loading import make_task, parse_task
@@ -84,6 +85,17 @@ def test_a_job_that_goes_on_keeps_its_lanes(tmp_path: Path) -> None:
     assert (chosen.micro_batch, chosen.lanes) == (8, 4) and "as the job in" in chosen.words
     other = choose_lane(TASK, asked(batch_size=64), Server(), tmp_path)  # type: ignore[arg-type]
     assert other.micro_batch == 64, "a job with another batch is another job, and is refused as such"
+
+
+def test_a_job_that_starts_from_a_checkpoint_takes_its_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    numerics: dict[str, Any] = {"lanes": 4, "micro_batch": 8}
+    found = SimpleNamespace(name="/there/step-0000000003", manifest=SimpleNamespace(identity={"numerics": numerics}))
+    monkeypatch.setattr(checkpoints_exchange, "choose", lambda place: found)
+    chosen = choose_lane(TASK, asked({"resume_from": "/there"}), Server(), None)  # type: ignore[arg-type]
+    assert (chosen.micro_batch, chosen.lanes) == (8, 4) and "as the checkpoint /there/step-0000000003" in chosen.words
+    for other in ({"lanes": 3}, {"lanes": "4"}, {"micro_batch": None}):
+        found.manifest.identity["numerics"] = numerics | other
+        assert choose_lane(TASK, asked({"resume_from": "/there"}), Server(), None).lanes == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

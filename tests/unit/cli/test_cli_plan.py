@@ -147,7 +147,8 @@ def test_what_does_not_fit_is_an_answer_with_exit_code_1(capsys: pytest.CaptureF
     )
     assert run_command(["plan", "memory", *options]) == 1
     text = capsys.readouterr().out
-    assert "largest model" in text and "jobs can run with stage 0, 1, 2 today" in text
+    assert "largest model" in text and "jobs run stage 2: yes (zero.stage=2) on CPUs" in text
+    assert "jobs run stage 3: no: cell.fsdp: " in text
 
 
 @pytest.mark.parametrize(
@@ -223,10 +224,14 @@ def test_usual_splits_of_a_number_of_parameters(capsys: pytest.CaptureFixture[st
     usual = planned(capsys, "--params", "13B", "--workers", "32", "--zero", "3", "--gpu", "a100-80")["usual"]
     found = usual["splits"]
     assert list(found) == [
-        *("ddp", "zero1", "zero2", "zero3", "fsdp+recompute", "zero1+offload", "tp8", "tp8+sp", "pp8"),
-        *("tp8+sp x pp4+zero1", "cp8+zero1"),
+        *("ddp", "zero1", "zero2", "zero3", "fsdp+recompute", "ddp+offload", "zero1+offload", "tp8", "tp8+sp"),
+        *("pp8", "tp8+sp x pp4+zero1", "cp8+zero1"),
     ]
-    assert [name for name, one in found.items() if one["runs"]] == ["ddp", "zero1", "zero2", "pp8"]
+    assert [name for name, one in found.items() if one["runs"]] == [
+        *("ddp", "zero1", "zero2", "zero3", "ddp+offload", "tp8", "tp8+sp", "pp8")
+    ]
+    assert found["tp8"]["runs_with"]["cell.tp"] == 8 and found["zero3"]["runs_with"]["cell.fsdp"] == 32
+    assert "recompute" in found["fsdp+recompute"]["runs_not"] and "not both" in found["zero1+offload"]["runs_not"]
     assert not found["ddp"]["fits"] and found["zero3"]["fits"] and "llama2-13b" in usual["assumed"][0]
     assert found["ddp"]["host_bytes"] == {"snapshots": 14 * usual["parameters"]}
     assert found["zero1+offload"]["host_bytes"]["optimizer"] == round(12 * usual["parameters"] / 32)

@@ -176,3 +176,33 @@ def test_either_a_run_or_a_question(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["plan", "--json"]) == 2
     assert run_command(["plan"]) == 0
     assert "recommend" in capsys.readouterr().out
+
+
+def test_a_script_is_not_cut_into_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = make_run(tmp_path / "r")
+    job = json.loads((run_dir / "job.json").read_text())
+    (run_dir / "job.json").write_text(json.dumps({**job, "task": "/there/train.py"}))
+    said = planned(capsys, run_dir)
+    assert [one["stages"] for one in said["what_if"]["splits"]] == [1]
+    assert any(one.startswith("not cut into stages: a script") for one in said["assumed"])
+    assert run_command(["plan", "--from", str(run_dir)]) == 0
+    assert "\nstages " not in capsys.readouterr().out
+
+
+def test_workers_share_the_processors_of_their_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two workers of 0.1 s a lane on two processors: four take as long for half as many lanes each."""
+    run_dir = make_run(tmp_path / "r")
+    file = run_dir / "metrics" / "a.jsonl"
+    file.write_text("".join(json.dumps({**json.loads(line), "cpus": 2}) + "\n" for line in file.open()))
+    said = planned(capsys, run_dir)
+    steps = {one["workers"]: one["compute_s"] for one in said["what_if"]["workers"]}
+    assert steps[1] == pytest.approx(0.8) and steps[2] == steps[4] == steps[8] == pytest.approx(0.4)
+    assert "the workers of a host share its 2 processors, and take turns where they are more" in said["assumed"]
+    assert "processors and devices enough for all workers" in planned(capsys, make_run(tmp_path / "s"))["assumed"]
+
+
+def test_emulated_stages_wait_as_long_as_the_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = planned(capsys, make_run(tmp_path / "r", config={**CONFIG, "emulate_compute_ms": 100}))
+    one, two = said["what_if"]["splits"]
+    assert one["compute_s"] == pytest.approx(4 * 0.3) and two["compute_s"] == pytest.approx(8 * 0.3)
+    assert two["bubble_s"] == pytest.approx(0.3) and any("emulated devices" in said for said in said["assumed"])

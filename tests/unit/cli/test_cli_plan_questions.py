@@ -107,7 +107,7 @@ def test_recovery_times_are_the_measured_ones_and_can_be_others(capsys: pytest.C
     measured, slower = answered(capsys, *asked), answered(capsys, *asked, "--time", "torchrun_host=10min")
     assert slower["policies"][0]["goodput"] < measured["policies"][0]["goodput"] - 0.05
     by_name = {one["name"]: one for one in measured["times"]}
-    assert by_name["ours_next_step"]["seconds"] == 0.077 and "2026-11" in by_name["ours_next_step"]["source"]
+    assert 0 < by_name["ours_next_step"]["seconds"] < 1 and "cores" in by_name["ours_next_step"]["source"]
     given = {one["name"]: one for one in slower["times"]}["torchrun_host"]
     assert (given["seconds"], given["source"]) == (600, "given")
 
@@ -384,7 +384,8 @@ def test_the_ten_best_splits_and_why(capsys: pytest.CaptureFixture[str]) -> None
     hours = 26e9 / first["time"]["tokens_per_s"] / 3600 / first["goodput"]
     assert first["days"] == pytest.approx(hours / 24) and first["dollars"] == pytest.approx(hours * 32 * 1.5)
     assert first["failures"] == pytest.approx(32 * hours / said["device_mtbf_h"]) and 0.99 < first["goodput"] < 1
-    assert set(said["sources"]) == {"memory", "time", "goodput", "failures", "dollars"}
+    assert set(said["sources"]) > {"memory", "time", "goodput", "failures", "dollars"}
+    assert said["device_mtbf_h"] == 8 * 100_000 and any("3,692 h" in one for one in said["assumed"])
     worse = answered(capsys, "recommend", "--params", "13B", "--gpus", "32", "--mtbf", "100h")
     assert worse["device_mtbf_h"] == 800 and worse["best"][0]["goodput"] < first["goodput"]
     assert worse["sources"]["failures"] == "given" and worse["best"][0]["days"] is None

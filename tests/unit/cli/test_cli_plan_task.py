@@ -119,3 +119,14 @@ def test_a_script_and_failures_are_refused(tmp_path: Path, task: str, capsys: py
     (tmp_path / "s.py").write_text("pass\n")
     assert "is a script" in refused(capsys, "time", str(tmp_path / "s.py"), "--gpus", "2")
     assert "everstep plan failures" in refused(capsys, "recommend", task, "--gpus", "2", "--mtbf", "10h")
+
+
+def test_a_written_config_has_the_products_that_were_planned(
+    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("recommend", task, "--gpus", "2", "--gpu", "h100-80", "--write")
+    plain = answered(capsys, *options, str(tmp_path / "a.yaml"))
+    narrow = answered(capsys, *options, str(tmp_path / "b.yaml"), "--dtype", "bf16")
+    assert "precision" not in plain["written"]["config"] and narrow["written"]["config"]["precision"] == "bf16"
+    none = answered(capsys, *options, str(tmp_path / "c.yaml"), "--dtype", "fp8", code=1)
+    assert none["written"] is None and not none["best"][0]["runs"] and not (tmp_path / "c.yaml").exists()

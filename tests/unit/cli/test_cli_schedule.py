@@ -109,6 +109,8 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--kind", "interleaved", "--chunks", "2", "--micro-batches", "6"], "use 4 or 8"),
         (["--chunks", "2"], "set schedule=interleaved"),
         (["--stages", "0"], "got 0"),
+        (["--stages", "1000000000"], "a table of at most 200,000 cells"),
+        (["--micro-batches", "1000000"], "lower them"),
         (["--micro-batches", "many"], "many"),
         (["--backward", "0"], "at least 1 time step"),
     ],

@@ -111,7 +111,7 @@ def test_what_is_offloaded_is_the_hosts() -> None:
     assert (usage.device["optimizer"], usage.host["optimizer"]) == (0, 4 * BILLION)
     assert by_paper(BILLION, 4, 0, offload=True).host["optimizer"] == 12 * BILLION
     found = answers_of_ours(adam(BILLION), Split(4, offload=True), None)
-    assert found[0].baseline_memory_gb > found[0].zero_memory_gb and not found[0].runs
+    assert found[0].baseline_memory_gb > found[0].zero_memory_gb
 
 
 def test_the_largest_model_fits_and_a_larger_one_does_not() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from everstep.base.pipeline.schedule_table import KINDS
 from everstep.cost import online
-from everstep.cost.online import Calibrated, JobShape, WorkerTimes, calibrated
+from everstep.cost.online import Calibrated, JobShape, Processors, WorkerTimes, calibrated
 from everstep.placement.schedules import schedule, timeline
 
 BUSY = WorkerTimes(40, {"forward": 1.0, "backward": 2.0, "load": 1.0, "reduce": 0.5, "agree": 0.1, "update": 0.2})
@@ -78,3 +80,25 @@ def test_ranks_of_a_cell_share_its_lanes() -> None:
     cell = JobShape(8, 4, ranks=2)
     assert (cell.most_lanes(1), cell.most_lanes(2), cell.most_lanes(3)) == (4, 2, 2)
     assert Calibrated(cell, 2, 0.1, 0.0, 0.0).parts(1).compute_s == pytest.approx(0.4)
+
+
+def test_workers_share_the_processors_of_their_host() -> None:
+    found = Calibrated(JobShape(32, 1), 2, 0.1, 0.02, 0.01, Processors(2))
+    assert found.parts(2).step_s == pytest.approx(1.6 + 0.03), "each has one"
+    busy = found.parts(8)
+    assert busy.compute_s == pytest.approx(4 * 0.1 * 4) and busy.alone_s == pytest.approx(0.04)
+    assert busy.exchange_s == pytest.approx(0.02 * (7 / 8) / (1 / 2) * 4)
+    waits = replace(found, processors=Processors(2, lanes=False)).parts(32)
+    assert waits.compute_s == pytest.approx(0.1) and waits.alone_s == pytest.approx(0.16), "waits share nothing"
+    assert Processors(2, hosts=4).stretch(8) == 1 and Processors(2, hosts=2, used=2).stretch(8) == 4
+    assert replace(found, workers=8).parts(4).compute_s == pytest.approx(0.1 * 8 / 2), "and fewer are not disturbed"
+
+
+def test_a_worker_that_waits_in_the_bubble_leaves_its_processor_to_others() -> None:
+    """Three stages on two processors: ten lanes one after another, but the work of 24."""
+    found = Calibrated(JobShape(8, 1, stages=3), 3, 0.1, 0.0, 0.0, Processors(2))
+    assert found.parts(3).step_s == pytest.approx(1.0), "as it was measured"
+    alone = replace(found, processors=Processors(3)).parts(3).step_s
+    assert alone == pytest.approx(1.0) and Processors(2).stretch(3, 0.2) == pytest.approx(1.2)
+    more = found.parts(24)  # one lane for each of eight in a stage: as much work, so as long
+    assert more.compute_s + more.bubble_s == pytest.approx(1.0)

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everstep.cli.plan_runs import how_it_runs
 from everstep.cost.catalogue import CATALOGUE
 from everstep.cost.memory import Model, Split, of_ours
 from everstep.cost.models import PUBLISHED, ModelShape
-from everstep.cost.split_memory import CONTEXT_BYTES, split_memory, split_runs
+from everstep.cost.split_memory import CONTEXT_BYTES, split_memory
 from everstep.cost.split_search import (
     RankedSplit,
     best_of_each,
@@ -55,7 +56,7 @@ def test_tensor_parallelism_stays_in_a_node() -> None:
 
 def test_what_jobs_run_on_such_devices() -> None:
     found = list(possible_splits(SHAPE, FLEET, 64, ours=True))
-    assert found and all(split_runs(split) and split.zero == 0 for split in found)
+    assert found and all(how_it_runs(split, micro_batches_of(64, split), cpu=False).config for split in found)
     assert {split.recompute for split in found} == {"none", "full"} and max(split.pp for split in found) == 8
 
 

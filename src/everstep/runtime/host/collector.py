@@ -282,7 +282,8 @@ class Sampler:
         lives = list(self._lives())
         self._own = {pid: self._own[pid] for life in lives for pid in (life.pid, *life.limbs) if pid in self._own}
         rows = [self._row(life) for life in lives]
-        return {"t": now_unix_ns, "host": self._host, "workers": [row for row in rows if row]}
+        about = {"t": now_unix_ns, "host": self._host, "cpus": len(os.sched_getaffinity(0))}
+        return {**about, "workers": [row for row in rows if row]}
 
     def _row(self, life: WorkerLife) -> dict[str, Any] | None:
         pulse = self._board.read(life.worker_id)
