@@ -141,6 +141,12 @@ def unpassed(name: str, type_name: str) -> Finding:
     return Finding("scheduler", name, type_name, True, remedy, says=_ANEW.format(type_name))
 
 
+def left_early(name: str) -> Finding:
+    """Finding of a loop that ends earlier in a worker that is resumed than in an undisturbed run. name: its script."""
+    says = "its loop ends earlier in a worker that is resumed than in an undisturbed run"
+    return Finding("loop", name, "", True, "give join what the loop's end depends on, as state=...", says=says)
+
+
 def read_in_code(name: str, kind: str, file: str, line: int) -> Finding:
     """Finding of a name that the loop carries from round to round, and that training depends on."""
     remedy = _remedy(kind, name)

@@ -83,6 +83,21 @@ def test_why_there_is_no_rehearsal(note: str, tmp_path: Path) -> None:
     assert verdict["note"].startswith(note) and not verdict["findings"]
 
 
+def test_a_loop_that_ends_earlier_after_a_resume_is_found(tmp_path: Path) -> None:
+    stops = rehearsed_scripts.Loop("stops", after="if os.environ['EVERSTEP_REHEARSAL'] == 'b': break")
+    (found,) = rehearsed(tmp_path, stops.text.replace("raise", "#"))["findings"]
+    assert (found["kind"], found["refused"], found["says"].startswith("its loop ends earlier")) == ("loop", True, True)
+    assert found["line"] == stops.text.splitlines().index(next(li for li in stops.text.splitlines() if "join" in li)) + 1
+
+
+def test_a_count_that_ends_the_loop_is_named(tmp_path: Path) -> None:
+    """The life that goes on ends early, so the two states cannot be compared."""
+    setup = "least = 9.0"
+    loop = rehearsed_scripts.Loop("least", setup, after="if least == 9.0 and step.number > 1: break\nleast = step.loss")
+    (found,) = rehearsed(tmp_path, loop.text.replace("raise", "#"))["findings"]
+    assert (found["object"], found["kind"]) == ("least", "carried")
+
+
 def test_what_takes_too_long_is_given_up(tmp_path: Path) -> None:
     verdict = rehearsed(tmp_path, "import time\ntime.sleep(600)", limit_s=0.5)
     assert verdict["note"] == "it was not through with 3 steps after 0.5 s"
