@@ -49,7 +49,16 @@ from everstep.train.importing import import_from_script
 from everstep.train.loop_values import held
 from everstep.train.name_origins import Places
 from everstep.train.reachable import Carried, Fact, Survey, loop_frames, of_user, variables
-from everstep.train.restarts import TRAINING, Finding, differing, findings, left_early, read_in_code, unpassed, with_code
+from everstep.train.restarts import (
+    TRAINING,
+    Finding,
+    differing,
+    findings,
+    left_early,
+    read_in_code,
+    unpassed,
+    with_code,
+)
 from everstep.train.task import place_of, where
 from everstep.train.view import WorkerView
 from everstep.train.watched_life import IN_REHEARSAL, LifeNotes, LifeWatch, Noted, epoch_end, noted_of, numbers_in

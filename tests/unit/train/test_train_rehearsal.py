@@ -87,7 +87,21 @@ def test_a_loop_that_ends_earlier_after_a_resume_is_found(tmp_path: Path) -> Non
     stops = rehearsed_scripts.Loop("stops", after="if os.environ['EVERSTEP_REHEARSAL'] == 'b': break")
     (found,) = rehearsed(tmp_path, stops.text.replace("raise", "#"))["findings"]
     assert (found["kind"], found["refused"], found["says"].startswith("its loop ends earlier")) == ("loop", True, True)
-    assert found["line"] == stops.text.splitlines().index(next(li for li in stops.text.splitlines() if "join" in li)) + 1
+    assert "join" in stops.text.splitlines()[found["line"] - 1]
+
+
+SAVES = "torch.save(model.state_dict(), PATH)"
+
+
+def test_a_file_that_the_script_loads_and_its_loop_saves_is_named(tmp_path: Path) -> None:
+    """Nothing differs in the first three steps."""
+    setup = f"PATH = {str(tmp_path / 'kept.pt')!r}\nif os.path.exists(PATH): model.load_state_dict(torch.load(PATH))"
+    loop = rehearsed_scripts.Loop("reread", setup, after=f"if step.number % 5 == 0: {SAVES}")
+    (found,) = rehearsed(tmp_path, loop.text)["findings"]
+    assert (found["object"], found["kind"]) == (str(tmp_path / "kept.pt"), "reread")
+    only = tmp_path / "only saved"
+    only.mkdir()
+    assert not rehearsed(only, loop.text.replace("torch.load(PATH)", "torch.load('other.pt')"))["findings"]
 
 
 def test_a_count_that_ends_the_loop_is_named(tmp_path: Path) -> None:
