@@ -86,3 +86,11 @@ def test_short_jobs_have_no_more_workers_than_lanes(tmp_path: Path) -> None:
     rows = [{"kind": "job_started"}, {"kind": "generation_started", "lanes": {"0": [0, 1], "1": [2]}}]
     events.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert lanes_of(events) == 3
+
+
+def test_a_reading_that_is_used_without_a_name_is_found(tmp_path: Path) -> None:
+    """The lane that is computed twice differs, and no variable does."""
+    text = Loop("clock", batch="step.backward(model(x).sum() * (time.perf_counter() % 1))").text
+    (found,) = checked(tmp_path, text)["findings"]
+    assert found["object"] == "time.perf_counter"
+    assert "perf_counter" in text.splitlines()[found["line"] - 1]
