@@ -289,8 +289,8 @@ class Workers:
             self._notify("slot_lost", lost, worker_id=worker_id)
         elif slot.state == "resting" and slot.restart_at_s > now_s:
             delay_s = slot.restart_at_s - now_s
-            again = Why(why.cause, f"starts again in {delay_s:.1f} s")
-            self._notify("worker_restarting", again, worker_id=worker_id, delay_s=delay_s)
+            later = Why(why.cause, f"starts again in {delay_s:.1f} s")
+            self._notify("worker_restarting", later, worker_id=worker_id, delay_s=delay_s)
 
     def _judge_crash(self, worker_id: int, step: int, code: int, reason: str) -> None:
         """Judge a worker that ended by itself without a reason: its code, or a library, has ended the process."""
