@@ -111,7 +111,8 @@ def test_what_is_offloaded_is_the_hosts() -> None:
     assert (usage.device["optimizer"], usage.host["optimizer"]) == (0, 4 * BILLION)
     assert by_paper(BILLION, 4, 0, offload=True).host["optimizer"] == 12 * BILLION
     found = answers_of_ours(adam(BILLION), Split(4, offload=True), None)
-    assert found[0].baseline_memory_gb > found[0].zero_memory_gb and not found[0].runs
+    assert found[0].baseline_memory_gb > found[0].zero_memory_gb
+    assert [found[stage].runs for stage in STAGES] == [True, False, False, False]  # divided or elsewhere, not both
 
 
 def test_the_largest_model_fits_and_a_larger_one_does_not() -> None:
@@ -200,3 +201,12 @@ def test_devices_by_name() -> None:
         device_named("a100")
     with pytest.raises(ConfigError, match="did you mean h100-80"):
         device_named("h100-8")
+
+
+def test_of_a_model_in_files_what_is_in_use_is_in_memory_and_sums_of_many_lanes() -> None:
+    model = adam(BILLION)
+    near, far = (of_ours(model, Split(4, 8, offload=True, offload_params=files), 0) for files in (False, True))
+    assert far.host["parameters"] == near.device["parameters"] == 4 * BILLION and far.device["lanes"] == 0
+    assert near.total - far.total > 10 * BILLION
+    many = of_ours(model, Split(2, 8, offload=True, offload_params=True), 0)
+    assert many.device["lanes"] == 4 * BILLION
