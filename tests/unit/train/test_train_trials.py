@@ -14,6 +14,7 @@ from everstep.cli.check import answer
 from everstep.cli.check_jobs import deaths, lanes_of
 from everstep.train.rehearsal import stood_at
 from rehearsed_scripts import Loop
+from sampling import mostly_longer
 
 _SETUP = "import signal; life = os.environ.get('EVERSTEP_REHEARSAL')"
 _FAULT = "signal.raise_signal(signal.SIGSEGV)"
@@ -47,7 +48,7 @@ def checked(folder: Path, text: str) -> dict[str, Any]:
     return said
 
 
-@pytest.mark.parametrize("name", DYING)
+@pytest.mark.parametrize("name", mostly_longer(DYING, lambda name: name in ("raises", "left", "early", "resumed")))
 def test_a_life_that_ends_otherwise_is_a_finding(name: str, tmp_path: Path) -> None:
     loop, how = DYING[name]
     said = checked(tmp_path, loop.text)
