@@ -73,6 +73,7 @@ class StageLanes:
                 ParameterWatch(parts.model, units),
                 self.seeder,
                 lambda: autocast(config.precision, device),
+                parts.mesh,
                 probing,
             )
         self._sums = StageSums([p.accumulator for p in self.passes.values()], config.lanes)
@@ -324,7 +325,7 @@ class LoopLane:
         if not self._several:
             self._pass.guard.end_lane()
         scaled = scaled * self._scaler.scale if self._scaler.enabled else scaled
-        torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=inputs)
+        self._pass.derive(scaled, retain_graph=retain_graph, inputs=inputs)
         self._begin_autocast()
 
     def _find_several(self) -> None:
