@@ -52,7 +52,8 @@ class CellStage:
         self.shared = SharedLanes(replica, config, self.store)
         self.point = 0
         self._told: tuple[int, int] | None = None
-        about = {"path": self.store.memory.path, "size": places.size, "likeness": places.likeness}
+        note = self.store.write_places(replica.named) if parts.as_made else 0
+        about = {"path": self.store.memory.path, "size": places.size, "likeness": places.likeness, "note": note}
         raise_first(head.command(ATTACH, stage=self.number, **about))
         replica.share_updates(self)
 
