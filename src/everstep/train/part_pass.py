@@ -100,12 +100,19 @@ class SplitCall(NamedTuple):
     loss: Loss
 
 
+def derive(mesh: ShardMesh | None, roots: Any, gradients: Any = None, **how: Any) -> None:
+    """A lane's own backward pass. mesh: of a model that is cut; others: as of `torch.autograd.backward`."""
+    with nullcontext() if mesh is None else mesh.deriving():
+        torch.autograd.backward(roots, gradients, **how)
+
+
 @dataclass(eq=False)
 class PartPass:
     """One part of the model, in one worker.
 
     units: the part's own, in order. seeder: of the whole stage.
-    probing: whether a lane must still be computed twice for comparison. accumulator: of the worker's sums.
+    probing: whether a lane must still be computed twice for comparison. accumulator: of the worker's sums. mesh: as of
+    `Parts`.
     """
 
     part: int
@@ -117,7 +124,7 @@ class PartPass:
     watch: ParameterWatch
     _seeder: UnitSeeder
     _autocast: Callable[[], Any]
-    _mesh: ShardMesh | None
+    mesh: ShardMesh | None
     _probing: Callable[[], bool] | None
     said: LaneSaid | None = None
     """Digests of the lane whose backward pass was the last, if they are to be reported."""
@@ -249,24 +256,19 @@ class PartPass:
         probe.forward(self.units, again)
         return again
 
-    def derive(self, roots: Any, gradients: Any = None, **how: Any) -> None:
-        """A lane's own backward pass. Arguments: as of `torch.autograd.backward`."""
-        with nullcontext() if self._mesh is None else self._mesh.deriving():
-            torch.autograd.backward(roots, gradients, **how)
-
     def _run_backward(self, number: int, lane: Lane, back: Bundle | None, scale: float) -> None:
         self.guard.resume_lane(number)
         self._seeder.resume(number if lane.repeats is None else lane.repeats, self.part, number)
         try:
             if lane.scaled is not None:
                 loss = lane.scaled[0]
-                self.derive(loss if scale == 1.0 else loss * scale)
+                derive(self.mesh, loss if scale == 1.0 else loss * scale)
             else:
                 found = open_gradients(_required(back))
                 pairs = zip(_required(lane.outputs).tensors, found, strict=True)
                 roots = [(t, g) for t, g in pairs if g is not None]
                 if roots:
-                    self.derive([t for t, _ in roots], [g for _, g in roots])
+                    derive(self.mesh, [t for t, _ in roots], [g for _, g in roots])
         finally:
             self._seeder.end_lane()
         self.watch.look()

@@ -115,12 +115,6 @@ class StageReplica:
         return [*self.parts.model.parameters(), *(() if share is None else share.foreign.values())]
 
     @property
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        """The same with their names in the whole model, each leaf of a tie by its own."""
-        own = self.parts.model.named_parameters(remove_duplicate=False)
-        return [*own, *(() if self.spec.share is None else self.spec.share.foreign.items())]
-
-    @property
     def _needs_norms(self) -> bool:
         return self._config.clip_norm is not None or self._scaler.enabled or self._config.on_nonfinite != "warn"
 
