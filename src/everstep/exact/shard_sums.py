@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from everstep.base.errors import ConfigError, check
@@ -55,14 +55,16 @@ class _Seat:
 class ShardMesh:
     """Virtual shards, and which of them this rank has: all, unless it is `among` others.
 
-    shards: how many; sequence: whether the hidden state between sharded regions is cut along the sequence; cuts: the
-    parameters that are cut, by name; compares: whether this is inside `comparing`.
+    shards: how many; sequence: whether the hidden state between sharded regions is cut along the sequence, ends: from
+    which module on, and up to which; cuts: the parameters that are cut, by name; compares: whether this is inside
+    `comparing`.
     """
 
     def __init__(self, shards: int, *, sequence: bool = False) -> None:
         check(shards >= 1, f"a model has one shard or more, not {shards}")
         self.shards, self.sequence = shards, sequence
         self.cuts: dict[str, ShardCut] = {}
+        self.ends: list[nn.Module] = []
         self.compares = False
         self._derives = False
         self._seat = _Seat()

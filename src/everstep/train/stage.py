@@ -23,6 +23,7 @@ from everstep.base.stage_map import parse_map
 from everstep.exact.layout import GradientLayout, align_parameters, untie
 from everstep.exact.reduce import Tied, TiePlace
 from everstep.exact.seeding import module_seed, preserve_rng, seed_all
+from everstep.exact.shard_plan import whole_at_borders
 from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.state import Share
 from everstep.placement.cuts import ModelCut, choose, of_sizes
@@ -165,6 +166,8 @@ def cut_out(whole: Parts, cut: ModelCut, stages: int, stage: int) -> tuple[Parts
             f"{cut[-1][1] - 1}: use at most {n_units} parts, or let Task.units name finer units"
         )
     spec = StageSpec(stage, stages, tuple(cut))
+    if whole.mesh is not None:
+        whole_at_borders(whole.mesh, whole.units, [cut[part] for part in spec.parts])
     names = {id(parameter): name for name, parameter in whole.model.named_parameters()}
     refuse_hidden_ties(whole, cut, stages)
     untie(whole.model, whole.units)
