@@ -488,11 +488,6 @@ def _check_shards(config: Config) -> None:
         )
     if cell.sp and cell.shards == 1:
         raise ConfigError("cell.sp: expected cell.shards or cell.tp above 1, got 1 shard: set either, or cell.sp=false")
-    if cell.sp and config.stages > 1:
-        raise ConfigError(
-            f"cell.sp: expected false with stages={config.stages}, got true: a stage hands whole sequences to the next "
-            "one; set cell.sp=false, or stages=1"
-        )
 
 
 def cell_notes(config: Config) -> list[str]:
