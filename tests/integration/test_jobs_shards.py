@@ -74,7 +74,6 @@ def test_a_loss_that_is_weighed_by_its_own_gradients(jobs: Jobs, tmp_path: Path)
     jobs.run(f"{tmp_path / 'weighed.py'}:Weighed", workers=1, numerics=FOUR, settings={"cell.tp": 2})
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize(
     "phase", mostly_longer(["forward", "backward", "reduce", "update"], lambda phase: phase == "backward")
 )
