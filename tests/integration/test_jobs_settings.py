@@ -135,18 +135,18 @@ def test_what_cannot_be_carried_ends_the_job_before_anything_is_lost(
     jobs: Jobs, tmp_path: Path, lines: tuple[str, ...], says: str, remedy: str
 ) -> None:
     job = jobs.start(write(tmp_path, *lines), workers=2)
-    assert job.end() == 1, job.account()
+    assert job.end() == 2, job.account()
     failed = job.of_kind("job_failed")[-1]["reason"]
     assert says in failed and "checkpoint of step 9" in failed and remedy in failed, job.account()
     assert "Traceback" not in failed
     assert job.of_kind("checkpoint_completed")[-1]["step"] == 9
     again = jobs.start(job.what.split()[1], workers=1, run_dir=job.run_dir)  # from there, as if nothing had been said
-    assert again.end() == 1 and says in again.of_kind("job_failed")[-1]["reason"], again.account()
+    assert again.end() == 2 and says in again.of_kind("job_failed")[-1]["reason"], again.account()
 
 
 def test_a_state_that_the_loop_has_changed_before_the_batches_is_not_saved(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.start(write(tmp_path, "pass", "if step.number == 10: model[5].bias.detach().mul_(2)"), workers=2)
-    assert job.end() == 1, job.account()
+    assert job.end() == 2, job.account()
     failed = job.of_kind("job_failed")[-1]["reason"]
     assert "parameter 5.bias was changed by the loop before the batches" in failed, job.account()
     assert "change it after the batches" in failed and "no checkpoint" in failed, job.account()

@@ -34,8 +34,9 @@ def commits(events: list[Event]) -> list[Event]:
 
 def newest_step(events: list[Event]) -> int:
     done = max((e["step"] for e in commits(events)), default=0)
-    saved = [e["step"] for e in events if e["kind"] in ("checkpoint_completed", "job_completed") and e["step"]]
-    return max([done, *(step for step in saved if step <= done + 1)])
+    known = ("checkpoint_completed", "job_completed", "generation_started")
+    said = [e["step"] for e in events if e["kind"] in known and e["step"]]
+    return max([done, *(step for step in said if step <= done + 1)])
 
 
 def rate(events: list[Event]) -> float | None:
