@@ -31,6 +31,7 @@ def test_a_spare_steps_in(jobs: Jobs) -> None:
     assert job.of_kind("worker_healed")[0]["worker_id"] == 3
 
 
+@pytest.mark.longer
 def test_a_hang_is_evicted_and_replaced(jobs: Jobs) -> None:
     limits = {"hang_limit_s": 1, "heartbeat.interval_s": 0.2}
     job = jobs.run("Text", chaos="stop:target=worker:1,at=6", settings=limits, numerics=STEPS, pace=[healed(1)])

@@ -12,7 +12,7 @@ from everstep.cli.chaos import Suite
 from job_harness import Jobs
 from sampling import mostly_longer
 
-KEPT = ("pool_lost_without_copy", "network_partition")
+KEPT = ("network_partition",)
 
 
 @pytest.fixture(scope="module")

@@ -240,6 +240,7 @@ def test_a_moment_of_a_life_opens_its_log(dashboard: Dashboard, browser: Any) ->
     view.close()
 
 
+@pytest.mark.longer
 def test_charts_tell_values_and_show_what_is_switched_on(dashboard: Dashboard, browser: Any) -> None:
     view = Page(browser, dashboard.owners)
     page = view.page

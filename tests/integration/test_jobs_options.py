@@ -49,6 +49,7 @@ def test_evaluation_and_early_stop(jobs: Jobs) -> None:
     assert len(job.of_kind("worker_evicted")) == 3
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("tls", [pytest.param("off", marks=pytest.mark.longer), "on"])
 def test_sockets(jobs: Jobs, tls: str) -> None:
     """With TLS, all of the job's connections are over it, those to the coordinator too."""

@@ -71,6 +71,7 @@ def test_a_store_that_fails_meanwhile_and_a_job_that_begins_with_what_it_holds(
     assert digests[0] == digests[1], again.account()
 
 
+@pytest.mark.longer
 def test_a_bucket_that_is_not_there_is_said_before_the_start(
     jobs: Jobs, object_server: ObjectServer, tmp_path: Path
 ) -> None:
