@@ -42,6 +42,7 @@ from everstep.cost.memory import (
     most_nodes,
     of_cell,
 )
+from everstep.cost.split_memory import CONTEXT_BYTES
 from everstep.cost.step_time import STACKS, ParallelSplit
 from everstep.cost.task_time import part_of_model
 from everstep.placement.cell_shapes import CellShape
@@ -328,7 +329,8 @@ def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
     if config.stages > found.units:
         raise ConfigError(f"--pp: expected at most one stage for each of the {found.units} units, got {config.stages}")
     sizes = (found.parameter_bytes, found.optimizer_bytes, found.buffer_bytes, found.activation_bytes)
-    model = Model(found.parameters, *sizes, WORKER_BYTES + JOB_BYTES / config.workers)
+    beside = CONTEXT_BYTES if asked["gpu"] is not None else JOB_BYTES / config.workers
+    model = Model(found.parameters, *sizes, WORKER_BYTES + beside)
     kind = found.optimizer and {"divides": str(found.optimizer.divides), "why": found.optimizer.why}
     staged = (config.checkpoint.staging_mb or 0) * 2**20 if config.checkpoint.enabled else 0
     assumed = [*found.assumed, *(["no checkpoints kept in memory"] if not snapshots_of(config) else [])]
