@@ -16,9 +16,16 @@ from everstep.base.config_keys import OFFLOAD
 from everstep.base.errors import ConfigError, nearest
 from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time, plan_usual
 from everstep.cli.plan_config_dir import is_config_dir, shape_of_config
-from everstep.cli.plan_inputs import ASKED, COUNTED, MOST_GPUS, json_option, known_devices, snapshots_of
+from everstep.cli.plan_inputs import ASKED, COUNTED, MOST_GPUS, NOT_NEAR, json_option, known_devices, snapshots_of
 from everstep.cli.plan_runs import HowItRuns, how_it_runs
-from everstep.cli.plan_splits import refuse_split_of_task, split_lines, split_options, splits_of
+from everstep.cli.plan_splits import (
+    asked_line,
+    refuse_split_of_task,
+    split_lines,
+    split_options,
+    splits_of,
+    splits_something,
+)
 from everstep.cost import quantities
 from everstep.cost.catalogue import CATALOGUE, device_named
 from everstep.cost.memory import (
@@ -35,7 +42,8 @@ from everstep.cost.memory import (
     most_nodes,
     of_cell,
 )
-from everstep.cost.step_time import ParallelSplit
+from everstep.cost.split_memory import CONTEXT_BYTES
+from everstep.cost.step_time import STACKS, ParallelSplit
 from everstep.cost.task_time import part_of_model
 from everstep.placement.cell_shapes import CellShape
 from everstep.placement.ranks import most_slots
@@ -130,12 +138,14 @@ command.add_command(plan_usual.command)
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="A config key of the job, e.g. cell.fsdp=4."
 )
 @split_options
+@click.option("--stack", "stack_name", help=f"Program whose attention is assumed: {', '.join(STACKS)}.")
 @json_option
 def memory(task: str | None, as_json: bool, **asked: Any) -> int:
     """Show how much memory a worker needs. TASK may be a Hugging Face directory; --params N replaces it.
 
     No parameter is allocated: the model is counted on torch's meta device. With --pp, a TASK is cut into stages of
-    equal length. Exit code 1: the model does not fit into the memory of the named device.
+    equal length. Exit code 1: the model does not fit into the memory of the named device. With options of a split,
+    such as --tp, the answer is that split's, with its activations.
     """
     named, task = _named(task, asked["params"])
     if re.fullmatch(OFFLOAD, asked["offload"]) is None:
@@ -155,12 +165,17 @@ def memory(task: str | None, as_json: bool, **asked: Any) -> int:
     ours = _Table("ours", _OURS, answers_of_ours(part, split, room))
     tables = (ours, paper) if task is not None else (paper, ours)
     splits = splits_of(named, known.workers, asked, room) if named else None
+    mine = splits if splits_something(asked) else None
+    if named and splits is None and splits_something(asked):
+        raise ConfigError(f"--params: {NOT_NEAR} for a split, got {known.model.parameters}: leave the split out")
     runs = _runs(known, split)
     cell = _cell(part, split, known)
     if as_json:
         about = None if cell is None else {**asdict(cell), "total_bytes": cell.total, "source": _OURS}
-        print(json.dumps({**_to_dict(said, *tables, runs, assumed), "usual": splits, "cell": about}))
+        print(json.dumps({**_to_dict(said, *tables, runs, assumed, mine), "usual": splits, "cell": about}))
     else:
+        if mine is not None:
+            print(asked_line(mine))
         _print(said, tables, runs, assumed)
         for line in _cell_lines(cell, known.config, room) if cell is not None else ():
             print(line)
@@ -168,7 +183,7 @@ def memory(task: str | None, as_json: bool, **asked: Any) -> int:
             print(line)
     if cell is not None and room is not None:
         return 0 if cell.total <= room else 1
-    return 1 if tables[0].stages[stage].fits is False else 0
+    return 1 if (tables[0].stages[stage].fits if mine is None else mine["asked"]["fits"]) is False else 0
 
 
 def _named(task: str | None, params: str | None) -> tuple[dict[str, str], str | None]:
@@ -300,6 +315,8 @@ def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
     if spec.kind == "script":
         raise ConfigError(f"task {task!r} is a script: expected file.py:Class, module:Class, a ready task or --params")
     refuse_split_of_task(asked, ("pp", "zero"))
+    if asked["stack_name"] is not None:
+        raise ConfigError("--stack: a task's activations are counted: leave it out")
     made, stages = make_task(spec), asked["pp"] if asked["pp"] > 1 else None
     options = (
         ("--workers", "workers", asked["workers"]),
@@ -315,7 +332,8 @@ def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
     if config.stages > found.units:
         raise ConfigError(f"--pp: expected at most one stage for each of the {found.units} units, got {config.stages}")
     sizes = (found.parameter_bytes, found.optimizer_bytes, found.buffer_bytes, found.activation_bytes)
-    model = Model(found.parameters, *sizes, WORKER_BYTES + JOB_BYTES / config.workers)
+    beside = CONTEXT_BYTES if asked["gpu"] is not None else JOB_BYTES / config.workers
+    model = Model(found.parameters, *sizes, WORKER_BYTES + beside)
     kind = found.optimizer and {"divides": str(found.optimizer.divides), "why": found.optimizer.why}
     staged = (config.checkpoint.staging_mb or 0) * 2**20 if config.checkpoint.enabled else 0
     assumed = [*found.assumed, *(["no checkpoints kept in memory"] if not snapshots_of(config) else [])]
@@ -335,9 +353,15 @@ def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
 
 
 def _to_dict(
-    asked: dict[str, Any], first: _Table, second: _Table, runs: Mapping[int, HowItRuns], assumed: list[str]
+    asked: dict[str, Any],
+    first: _Table,
+    second: _Table,
+    runs: Mapping[int, HowItRuns],
+    assumed: list[str],
+    split: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Results of one table, and those of the other below its name."""
+    """Results of one table, and those of the other below its name. split: `splits_of`, if a split was asked for,
+    which is the answer then."""
 
     def one(table: _Table) -> dict[str, Any]:
         stages = {
@@ -349,6 +373,9 @@ def _to_dict(
     found = one(first)
     sources = dict.fromkeys((*found, "stages"), first.source) | dict.fromkeys(asked, ASKED)
     sources |= {"parameters": COUNTED if first.source == _OURS else ASKED}
+    if split is not None:
+        found |= {**split["asked"], "source": split["source"]}
+        sources |= dict.fromkeys(split["asked"], split["source"])
     result = {"kind": "memory", **asked, **found, second.name: one(second), "assumed": assumed}
     return result | {"sources": {key: source for key, source in sources.items() if key in result}}
 

@@ -30,6 +30,9 @@ MOST_NODES, MOST_HOURS = 10**7, 10**6
 LEAST, MOST = 50_000_000, 5 * 10**12
 """Numbers of parameters that have the shape of a published model."""
 
+NOT_NEAR = (
+    f"expected a number near a published model's, {quantities.count_words(LEAST)} to {quantities.count_words(MOST)}"
+)
 MOST_GPUS, MOST_PER_NODE = 10**6, 1024
 SIZES = ("layers", "hidden", "heads", "vocab", "sequence", "experts", "experts_per_token")
 CLUSTER = ("gpus", "gpu", "per_node", "network", "slowest")
@@ -172,11 +175,16 @@ def read_question(asked: Mapping[str, Any]) -> Question:
 def choose_stack(name: str | None, device: DeviceKind, assumed: list[str]) -> SoftwareStack:
     """The program whose efficiency is taken. Raises: ConfigError, one line."""
     wanted = ("torchtitan-compile" if "fp8" in device.peak else "megatron-2021") if name is None else name
-    if wanted not in STACKS:
-        raise ConfigError(f"--stack: expected one of {', '.join(STACKS)}, got {wanted[:40]!r}")
     if name is None:
         assumed.append(f"efficiency of {wanted} ({STACKS[wanted].calibrated})")
-    return STACKS[wanted]
+    return read_stack(wanted)
+
+
+def read_stack(name: str) -> SoftwareStack:
+    """The program of this name. Raises: ConfigError, one line."""
+    if name not in STACKS:
+        raise ConfigError(f"--stack: expected one of {', '.join(STACKS)}, got {name[:40]!r}")
+    return STACKS[name]
 
 
 def read_shape(asked: Mapping[str, Any], assumed: list[str]) -> tuple[ModelShape, PublishedModel]:
@@ -205,10 +213,7 @@ def read_shape(asked: Mapping[str, Any], assumed: list[str]) -> tuple[ModelShape
     near = nearest_model(wanted)
     scaled = near.shape if "layers" in sizes else shape_of(wanted, near)
     if scaled is None:
-        raise ConfigError(
-            f"--params: expected a number near a published model's, {quantities.count_words(LEAST)} to "
-            f"{quantities.count_words(MOST)}, got {asked['params'][:40]}: give --layers, --hidden and --heads"
-        )
+        raise ConfigError(f"--params: {NOT_NEAR}, got {asked['params'][:40]}: give --layers, --hidden and --heads")
     shape = check_shape(replace(scaled, **sizes))
     counted = quantities.count_words(shape.parameters)
     assumed.append(

@@ -26,7 +26,7 @@ from everstep.cli.plan_inputs import (
 )
 from everstep.cli.plan_picture import check_picture, picture_lines, write_picture
 from everstep.cli.plan_runs import how_it_runs
-from everstep.cli.plan_splits import whole_batch
+from everstep.cli.plan_splits import rounded, whole_batch
 from everstep.cli.plan_time import SOURCE as TIME_SOURCE
 from everstep.cli.plan_time import job_figures, time_sources
 from everstep.cost import failures, split_memory
@@ -106,8 +106,7 @@ def _recommended(question: Question, batch: int, mtbf: str | None) -> dict[str, 
     best = [_described(question, batch, one, device_mtbf_h) for one in found[:SHOWN]]
     for described, one, other in zip(best, found, found[1:], strict=False):
         described["why"] = why_better(one, other)
-    assumed = [f"the batch rounded to {batch}, a multiple of the devices"] if batch != question.batch else []
-    assumed += words
+    assumed = [*rounded(question, batch), *words]
     assumed.append(f"harms as in {failures.LLAMA3.source}; a repair takes 4 h, a checkpoint 10 s of training")
     return {
         "kind": "recommend",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
 
 from everstep.base.errors import ConfigError
 from everstep.base.pipeline.schedule_table import KINDS, check_possible
-from everstep.cli.plan_inputs import SIZES, Question, read_shape, table
+from everstep.cli.plan_inputs import SIZES, Question, read_shape, read_stack, table
 from everstep.cli.plan_runs import HowItRuns, how_it_runs
 from everstep.cost.memory import GB
 from everstep.cost.models import RECOMPUTE, ModelShape, nearest_model, shape_of
@@ -56,9 +56,15 @@ def refuse_split_of_task(asked: Mapping[str, Any], known: Sequence[str]) -> None
             raise ConfigError(f"{option}: a task is planned data parallel and in stages (--pp): leave it out")
 
 
-def read_split(question: Question, asked: Mapping[str, Any]) -> tuple[ParallelSplit, int]:
-    """The split that options ask for, all other devices data parallel, and the batch: one that was not given is made
-    to fit. Raises: ConfigError, one line."""
+def splits_something(asked: Mapping[str, Any]) -> bool:
+    """Whether an option of a split, ZeRO's stage aside, is not as it is by default."""
+    plain = asdict(ParallelSplit())
+    return any(asked[name] != plain[name] for name in SPLIT_NAMES if name != "zero")
+
+
+def read_split(question: Question, asked: Mapping[str, Any]) -> tuple[ParallelSplit, int, tuple[str, ...]]:
+    """The split that options ask for, all other devices data parallel, the batch, and what is assumed: a batch that was
+    not given is made to fit. Raises: ConfigError, one line."""
     tp, pp = asked["tp"], asked["pp"]
     dp = max(1, question.fleet.count // (tp * pp * asked["cp"]))
     keys = ("micro_batch", "zero", "schedule", "chunks", "recompute", "sequence_parallel", "ep", "cp")
@@ -70,7 +76,7 @@ def read_split(question: Question, asked: Mapping[str, Any]) -> tuple[ParallelSp
     if not micro_batches_of(batch, split):
         raise ConfigError(f"--batch: expected a multiple of {each} (data parallel x --micro-batch), got {batch}")
     check_possible(split.schedule, pp, micro_batches_of(batch, split), split.chunks, called="micro-batches")
-    return split, batch
+    return split, batch, (*question.assumed, *rounded(question, batch))
 
 
 def fastest_split(question: Question) -> tuple[ParallelSplit, int, tuple[str, ...]] | None:
@@ -80,7 +86,7 @@ def fastest_split(question: Question) -> tuple[ParallelSplit, int, tuple[str, ..
     if not found:
         return None
     what = "the fastest split that fits" if found[0].fits else "the split that needs the least memory"
-    return found[0].split, batch, (*question.assumed, f"{what}, as plan recommend finds it")
+    return found[0].split, batch, (*question.assumed, *rounded(question, batch), f"{what}, as plan recommend finds it")
 
 
 def whole_batch(question: Question) -> int:
@@ -90,8 +96,17 @@ def whole_batch(question: Question) -> int:
     return max(1, round(question.batch / question.fleet.count)) * question.fleet.count
 
 
+def rounded(question: Question, batch: int) -> list[str]:
+    """What is assumed of a batch that was made to fit, none if it was not."""
+    if batch == question.batch:
+        return []
+    return [f"the batch rounded to {batch}, whole micro-batches of all data parallel devices"]
+
+
 def _check_split(shape: ModelShape, devices: int, split: ParallelSplit) -> None:
     """Raises: ConfigError, one line, if the model or the devices cannot be divided so."""
+    if split.sequence_parallel and split.tp == 1:
+        raise ConfigError("--sp: expected --tp of at least 2 with it, got 1: the devices of --tp divide the sequence")
     if split.tp > 1 and shape.heads % split.tp:
         raise ConfigError(f"--tp: expected a divisor of the {shape.heads} heads, got {split.tp}")
     if split.pp * split.chunks > shape.layers:
@@ -115,8 +130,8 @@ def splits_of(
     named: Mapping[str, str], workers: int, asked: Mapping[str, Any], room: int | None
 ) -> dict[str, Any] | None:
     """Memory of a device for usual splits of a model, in mixed precision, with the options of `split_options`. named:
-    `params`, or `model_name`, a Hugging Face directory. room: bytes of a device, None if unknown. None: no published
-    model is near. Raises: ConfigError, one line."""
+    `params`, or `model_name`, a Hugging Face directory. room: bytes of a device, None if unknown. `asked` in the
+    result: the split that the options ask for. None: no published model is near. Raises: ConfigError, one line."""
     wanted = parse_count(named["params"], "--params") if "params" in named else None
     if wanted is not None and shape_of(wanted, nearest_model(wanted)) is None:
         return None
@@ -128,13 +143,14 @@ def splits_of(
     base = ParallelSplit(tp, pp, max(1, workers // (tp * pp * cp)), **{key: asked[key] for key in keys})
     _check_split(shape, workers, base)
     check_possible(base.schedule, pp, pp, base.chunks, called="micro-batches")
+    fused = _keeps_no_scores(asked["stack_name"], assumed)
     assumed.append("one snapshot of the state in the host's memory")
     assumed.append(f"a batch of {near.batch} sequences, as {near.name}, or one micro-batch for each device")
-    found = {}
-    for name, (split, offload) in usual_splits(shape, base).items():
-        count = max(1, near.batch // (split.dp * split.micro_batch))
-        usage = split_memory(shape, split, count, offload=offload, snapshots=1)
-        found[name] = {
+
+    def needs(split: ParallelSplit, offload: bool) -> dict[str, Any]:
+        count = max(1, round(near.batch / (split.dp * split.micro_batch)))
+        usage = split_memory(shape, split, count, fused=fused, offload=offload, snapshots=1)
+        return {
             "split": asdict(split),
             "per_worker_bytes": {kind: round(size) for kind, size in usage.device.items()},
             "host_bytes": {kind: round(size) for kind, size in usage.host.items()},
@@ -143,7 +159,29 @@ def splits_of(
             "max_model_size": None if room is None else usage.largest(room, shape.parameters),
             **how_it_runs(split, count, offload=offload).about(),
         }
-    return {"splits": found, "source": SOURCE, "assumed": assumed, "parameters": shape.parameters}
+
+    found = {name: needs(split, offload) for name, (split, offload) in usual_splits(shape, base).items()}
+    mine = needs(replace(base, zero=asked["stage"]), asked["offload"] != "none")
+    return {"splits": found, "asked": mine, "source": SOURCE, "assumed": assumed, "parameters": shape.parameters}
+
+
+def _keeps_no_scores(stack: str | None, assumed: list[str]) -> bool:
+    """Whether the attention of a stack keeps no scores. Raises: ConfigError."""
+    if stack is None:
+        assumed.append("an attention that keeps no scores; give --stack as for plan time, to see the same memory")
+        return True
+    return read_stack(stack).fused_attention
+
+
+def asked_line(result: Mapping[str, Any]) -> str:
+    """The split that was asked for, in one sentence."""
+    one = result["asked"]
+    split = one["split"]
+    words = f"{split['tp']} tensor x {split['pp']} pipeline x {split['dp']} data parallel"
+    words += "".join(f", {key}{split[key]}" for key in ("cp", "ep") if split[key] > 1)
+    words += f", ZeRO {split['zero']}, micro-batch {split['micro_batch']}"
+    fits = "" if one["fits"] is None else ", which fits" if one["fits"] else ", which does not fit"
+    return f"the split asked for ({words}): {one['total_bytes'] / GB:.4g} GB with activations{fits}"
 
 
 def split_lines(result: Mapping[str, Any]) -> list[str]:

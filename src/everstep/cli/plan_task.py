@@ -16,6 +16,7 @@ from everstep.base.pipeline.schedule_table import check_possible
 from everstep.cli.plan_inputs import (
     ASKED,
     COUNTED,
+    SIZES,
     choose_stack,
     device_sources,
     read_fleet,
@@ -38,7 +39,7 @@ _MEMORY = "the layout of this product's memory; a device's context and worker's 
 _LAUNCHES = "nothing for launches of kernels: lanes of less than a millisecond take longer"
 _PRECISIONS = ("fp32", "bf16", "fp16")
 """Types of matrix products that jobs have."""
-_MODEL_OPTIONS = ("params", "model_name", "layers", "hidden", "heads", "vocab", "sequence", "experts", "tokens")
+_MODEL_OPTIONS = ("params", "model_name", *SIZES, "tokens")
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,10 @@ def read_task_question(task: str, asked: Mapping[str, Any]) -> TaskQuestion:
     """Raises: ConfigError, one line."""
     given = [name for name in _MODEL_OPTIONS if asked[name] is not None]
     if given:
-        option = f"--{given[0].removesuffix('_name')}"
-        raise ConfigError(f"expected a TASK, or a model by {option}, got both" + (": --samples" * ("tokens" in given)))
+        option = f"--{given[0].removesuffix('_name').replace('_', '-')}"
+        if option == "--tokens":
+            raise ConfigError("--tokens: a TASK has samples: give --samples")
+        raise ConfigError(f"expected a TASK, or a model by {option}, got both")
     from everstep.cli.job import Request, effective_config
     from everstep.cli.task_loading import make_task, parse_task
     from everstep.train.counted import count_task

@@ -50,7 +50,7 @@ def command(task: str | None, as_json: bool, **asked: Any) -> int:
         return show_task_time(task, as_json, asked)
     question = read_question(asked)
     best = fastest_split(question) if _splits_nothing(click.get_current_context()) else None
-    split, batch, assumed = best or (*read_split(question, asked), question.assumed)
+    split, batch, assumed = best or read_split(question, asked)
     found = step_time(question.shape, question.fleet, split, batch, question.dtype, question.stack)
     played = None
     if split.pp * found.micro_batches * split.chunks <= MOST_PLAYED:

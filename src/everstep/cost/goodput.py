@@ -366,7 +366,8 @@ def closed_form(policy: Policy, cluster: Cluster) -> float:
         stall_s += at_once * policy.back_s + (1 - at_once) * later_s
         present = 1.0
     elif policy.stages:
-        present = present_stages(cluster, away_s)
+        with_host_s = host * (policy.back_s if cluster.spares else later_s) * (cluster.per_node > 1)
+        present = present_stages(cluster, away_s - cluster.per_node * with_host_s, with_host_s)
     else:
         present = 1 - policy.slowdown * (1 - available_devices(cluster.mtbf_s, away_s))
     if policy.rolls_back:
@@ -380,21 +381,35 @@ ROUNDING = 1e-12
 """Probabilities that are less than this are none."""
 
 
-def present_stages(cluster: Cluster, away_s: float) -> float:
+def present_stages(cluster: Cluster, away_s: float, host_away_s: float = 0.0) -> float:
     """Speed of a pipeline, in 0..1, whose stage with the fewest devices decides: each lacks a binomial number of them
-    beyond its backups. Source: the expected maximum of so many is the sum of 1 - P(at most k)^stages over k."""
+    beyond its backups, and those of hosts that are away. A host is taken to lack in all stages alike, which is too much
+    where it has fewer devices than there are stages. away_s, host_away_s: seconds per failure that devices are away,
+    alone and with their host. Source: the expected maximum of so many is the sum of 1 - P(at most k)^stages over k."""
     pool, there = cluster.devices // cluster.stages, available_devices(cluster.mtbf_s, away_s)
-    workers, within, lacking = pool + cluster.backups, 0.0, 0.0
-    if there in (0.0, 1.0):
-        return there
-    for missing in range(workers):
-        chosen = math.lgamma(workers + 1) - math.lgamma(missing + 1) - math.lgamma(workers - missing + 1)
-        within += math.exp(chosen + (workers - missing) * math.log(there) + missing * math.log1p(-there))
-        if missing >= cluster.backups:
-            lacking += 1 - min(1.0, within) ** cluster.stages
+    workers, within, more = pool + cluster.backups, 0.0, []
+    if there == 0:
+        return 0.0
+    for missing in range(workers if there < 1 else 0):
+        within += _binomial(workers, missing, 1 - there)
+        more.append(1 - min(1.0, within) ** cluster.stages)
         if within >= 1 - ROUNDING:
             break
-    return max(0.0, 1 - lacking / pool)
+    hosts, taken = max(1, workers * cluster.stages // cluster.per_node), -(-cluster.per_node // cluster.stages)
+    down = 1 - available_devices(cluster.mtbf_s / cluster.per_node, host_away_s)
+    lacking = taken * hosts * down + sum(more) - cluster.backups
+    for lost in range(min(hosts, -(-cluster.backups // taken))):
+        left = cluster.backups - lost * taken
+        lacking += _binomial(hosts, lost, down) * (left - sum(more[:left]))
+    return min(1.0, max(0.0, 1 - lacking / pool))
+
+
+def _binomial(count: int, chosen: int, share: float) -> float:
+    """Probability that of so many, each with this probability, below 1, exactly `chosen` are it."""
+    if share == 0:
+        return float(chosen == 0)
+    ways = math.lgamma(count + 1) - math.lgamma(chosen + 1) - math.lgamma(count - chosen + 1)
+    return math.exp(ways + chosen * math.log(share) + (count - chosen) * math.log1p(-share))
 
 
 def available_devices(mtbf_s: float, away_s: float) -> float:

@@ -168,6 +168,13 @@ def test_what_does_not_fit_is_an_answer_with_exit_code_1(capsys: pytest.CaptureF
         (["--params", "7B", "--offload", "gpu"], "expected none, cpu or a folder"),
         (["--params", "13B", "--workers", "8", "--tp", "3"], "--tp: expected a divisor of the 40 heads"),
         (["--params", "13B", "--workers", "8", "--pp", "2", "--chunks", "2"], "chunks: expected 1 with schedule 1f1b"),
+        (["--params", "13B", "--workers", "8", "--sp"], "--sp: expected --tp of at least 2"),
+        (
+            ["--params", "1M", "--workers", "8", "--tp", "2"],
+            "near a published model's, 50M to 5T for a split, got 1000000",
+        ),
+        (["--params", "13B", "--stack", "foo"], "--stack: expected one of megatron-2021"),
+        (["mlp-digits", "--stack", "megatron-2021"], "--stack: a task's activations are counted"),
         (["--params", "13B", "--workers", "8", "--tp", "5"], "multiple of --tp x --pp (5) devices, got 8"),
         (["--params", "13B", "--workers", "64", "--pp", "64"], "at most one part for each of the 40 layers"),
         (["no-such-task"], "no-such-task"),
@@ -245,6 +252,20 @@ def test_usual_splits_of_a_number_of_parameters(capsys: pytest.CaptureFixture[st
     assert deep["splits"]["ddp"]["split"]["dp"] == 2 and deep["splits"]["ddp"]["fits"] is None
     assert run_command(["plan", "memory", "--params", "13B", "--workers", "8"]) == 0
     assert "jobs run it" in capsys.readouterr().out
+
+
+def test_a_split_asked_for_is_the_answer_and_that_of_plan_time(capsys: pytest.CaptureFixture[str]) -> None:
+    split = ["--gpu", "a100-80", "--tp", "4", "--pp", "32", "--zero", "1", "--recompute", "selective"]
+    said = planned(capsys, "--params", "175B", "--workers", "1024", *split, "--stack", "megatron-2021")
+    assert run_command(["plan", "time", "--params", "175B", "--gpus", "1024", *split, "--json"]) == 0
+    time = json.loads(capsys.readouterr().out)
+    assert said["fits"] and said["total_bytes"] == time["total_bytes"] == sum(said["per_worker_bytes"].values())
+    assert said["sources"]["fits"] == said["source"] == said["usual"]["source"]
+    assert not said["stages"]["1"]["fits"], "by ZeRO alone"
+    large = ["--params", "13B", "--workers", "32", "--gpu", "a100-80", "--zero", "2", "--micro-batch", "16"]
+    assert planned(capsys, *large, code=1)["fits"] is False
+    assert run_command(["plan", "memory", *large]) == 1
+    assert "32 data parallel, ZeRO 2, micro-batch 16): 617.3 GB" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_torch_is_not_imported_for_a_number_of_parameters() -> None:

@@ -143,6 +143,7 @@ def test_a_number_between_the_published_models_has_its_layers_scaled(capsys: pyt
 def test_a_batch_that_is_assumed_is_made_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
     said = answered(capsys, "time", "--model", "gpt3-13b", "--gpus", "24", "--micro-batch", "4", code=1)
     assert said["batch"] == 1056 and said["batch"] % 96 == 0
+    assert "the batch rounded to 1056, whole micro-batches of all data parallel devices" in said["assumed"]
 
 
 CATALOGUE = """

@@ -54,6 +54,15 @@ def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     return err
 
 
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_memory_on_a_device_is_the_same_by_both_commands(
+    task: str, stages: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    time = answered(capsys, "time", task, "--gpus", "4", "--gpu", "v100-16", "--per-node", "4", "--pp", stages)
+    memory = answered(capsys, "memory", task, "--workers", "4", "--gpu", "v100-16", "--pp", stages)
+    assert memory["total_bytes"] == time["total_bytes"] and memory["fits"] is time["fits"] is True
+
+
 def test_operations_of_a_lane_are_those_of_its_matrices(task: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = answered(capsys, "time", task, "--gpus", "2", "--samples", "1M")
     assert said["forward_flops_per_lane"] == 4 * 2 * 4 * 512 * 512 and said["parameters"] == 4 * 512 * 512
@@ -104,7 +113,8 @@ def test_what_does_not_fit_is_an_answer(task: str, tmp_path: Path, capsys: pytes
         (("--gpus", "3", "--pp", "2"), "expected a multiple of --pp (2) devices, got 3"),
         (("--gpus", "2", "--tp", "2"), "--tp: a task is planned data parallel and in stages"),
         (("--gpus", "2", "--params", "1B"), "expected a TASK, or a model by --params, got both"),
-        (("--gpus", "2", "--tokens", "1B"), "--samples"),
+        (("--gpus", "2", "--tokens", "1B"), "--tokens: a TASK has samples: give --samples"),
+        (("--gpus", "2", "--experts-per-token", "2"), "or a model by --experts-per-token, got both"),
         (("--gpus", "2", "--batch", "6"), "expected a multiple of the micro-batch 4"),
         (("--gpus", "2", "--dtype", "fp8"), "--dtype: expected one of"),
         (("--gpus", "2", "--slowest", "1.5"), "--slowest: expected a share"),

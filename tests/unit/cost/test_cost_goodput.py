@@ -179,6 +179,17 @@ def test_the_closed_forms_together_are_near_what_is_simulated() -> None:
         assert 1 - closed_form(policy, cluster) == pytest.approx(1 - result.goodput, rel=0.1), policy.name
 
 
+@pytest.mark.parametrize(("per_node", "stages", "backups"), [(8, 8, 0), (8, 8, 1), (16, 4, 3), (6, 8, 0), (1, 4, 2)])
+def test_hosts_that_take_devices_of_several_stages_by_the_closed_form(per_node: int, stages: int, backups: int) -> None:
+    cluster = Cluster(
+        512, 2000 * HOUR, per_node=per_node, stages=stages, backups=backups, shares=(0.0, 0.6, 0.4), repair_s=10 * HOUR
+    )
+    policy = recovery_policies(times(), cluster)[3]
+    result = found(policy, cluster, 90, 20)
+    assert policy.name == "ours-stages"
+    assert 1 - closed_form(policy, cluster) == pytest.approx(1 - result.goodput, rel=0.1)
+
+
 def test_hopeless_jobs_have_no_goodput_and_no_overflow() -> None:
     assert restart_goodput(1.0, 800.0, 1.0, 5.0) == 0 == restart_goodput(100.0, 1.0, 0.1, 60.0)
     assert restart_goodput(1.0, 600.0, 0.0, 0.0) == pytest.approx(0, abs=1e-200)
