@@ -211,7 +211,7 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
             round(number(rate), 2) if rate else None,
             int(number(measured.row.get("rss_bytes"))) if measured else None,
             round(measured.cpu_share, 2) if measured and measured.cpu_share is not None else None,
-            now.get("pid") if now else worker.pid,
+            (now.get("pid") if now else worker.pid) if state not in ("dead", "left", "ended") else None,
             one_line((now or {}).get("host") or worker.host, 80),
             life,
             one_line(measured.row.get("phase"), 20) if measured and feed.running else "",
