@@ -173,10 +173,8 @@ def _behind(facts: Facts, now: Now) -> str:
     again = max(0, facts.course.step - saved)
     strange = facts.course.strange
     if saved and strange is not None and strange.in_a_row and saved >= strange.since:
-        return (
-            f"The newest checkpoint is of step {saved}, but nothing is finite since step {strange.since}: go on from "
-            "one of before that (--resume-from)."
-        )
+        again = "" if "--resume-from" in facts.condition.reason else ": go on from one of before that (--resume-from)"
+        return f"The newest checkpoint is of step {saved}, but nothing is finite since step {strange.since}{again}."
     if not saved:
         text = "There is no checkpoint: it would start again from step 0."
     elif again:
