@@ -61,6 +61,8 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     history = History(run_dir).load()  # after the answer, so that the sentence is not older than the numbers
     if answer is not None:  # the coordinator hears of steps only a few times a second
         live["step"] = max(live["step"], history.facts.course.step)
+        for worker in live["workers"]:
+            worker["step"] = max(worker["step"], live["step"] if worker["lanes"] else 0)
     live = live or _from_files(run_dir, history, running)
     folder = checkpoint_dir(run_dir, job)
     step = newest_step(folder)

@@ -97,7 +97,7 @@ def _numbers(facts: dict[str, Any]) -> str:
         *([f"workers {facts['members']}/{facts['wanted']}"] if facts["running"] else []),
     ]
     if facts["loss_text"]:
-        found.append(f"loss {facts['loss_text']}")
+        found.append(f"loss {facts['loss_text']}" + (f" (of step {facts['loss_step']})" if facts["loss_step"] else ""))
     if facts["rate"]:
         found.append(f"{facts['rate']:.1f} samples/s")
     if facts["eta_s"]:

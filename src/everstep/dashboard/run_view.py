@@ -18,7 +18,7 @@ from everstep.dashboard.details import row
 from everstep.dashboard.feed import RunFeed
 from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts, present_speed
-from everstep.report.headline import headline
+from everstep.report.headline import headline, step_of
 from everstep.report.history import History
 from everstep.report.incidents import Incident
 from everstep.report.pace import RECENT_STEPS
@@ -133,8 +133,9 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
     now = history.now(feed.running, live, asked=feed.silent)
     said = headline(facts, now)
     training = feed.running and state in ("running", "recovering")
-    rate = present_speed(facts, now.time_ns) if training else None
-    total, step = history.total_steps, facts.course.step
+    total, step = history.total_steps, step_of(facts, now)
+    untold = step > facts.course.step + 1  # the disk refuses events, and the coordinator knows better
+    rate = present_speed(facts, now.time_ns) if training and not untold else None
     return {
         "name": history.name,
         "dir": str(feed.run_dir),
@@ -154,6 +155,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "may": feed.may,
         "loaded": history.loaded,
         "step": step,
+        "loss_step": facts.course.step if untold else None,
         "total": total,
         "loss": facts.course.loss,
         "loss_text": facts.course.loss_text,
@@ -197,7 +199,7 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
         measured = usage.get(worker_id)
         if measured is not None and (state in ("dead", "left") or measured.row.get("incarnation") != life):
             measured = None  # of an ended life
-        step = now["step"] if now else (facts.course.step if worker.role in MEMBERS and state != "dead" else 0)
+        step = max(now["step"], facts.course.step if now["lanes"] else 0) if now else (facts.course.step if worker.role in MEMBERS and state != "dead" else 0)
         rate = now.get("samples_per_s") if now and state not in _STILL else None
         if not rate and measured is not None and feed.running and state not in _STILL:
             rate = measured.samples_per_s

@@ -173,8 +173,8 @@ def _behind(facts: Facts, now: Now) -> str:
     again = max(0, facts.course.step - saved)
     strange = facts.course.strange
     if saved and strange is not None and strange.in_a_row and saved >= strange.since:
-        again = "" if "--resume-from" in facts.condition.reason else ": go on from one of before that (--resume-from)"
-        return f"The newest checkpoint is of step {saved}, but nothing is finite since step {strange.since}{again}."
+        advice = "" if "--resume-from" in facts.condition.reason else ": go on from one of before that (--resume-from)"
+        return f"The newest checkpoint is of step {saved}, but nothing is finite since step {strange.since}{advice}."
     if not saved:
         text = "There is no checkpoint: it would start again from step 0."
     elif again:
@@ -243,6 +243,8 @@ def _silent(facts: Facts, now: Now) -> Headline | None:
     if (told or (_is_full(now) and facts.incidents.open is None)) and facts.stands_still(now.time_ns):
         since = span(_s(facts.course.last_step_ns, now))
         text = f"Training is at step {step_of(facts, now)}, but nothing has been written for {since}"
+        if now.live is None:  # nobody has said how far it is by now
+            text = f"Step {facts.course.step} is the newest known, as nothing has been written for {since}"
         if _is_full(now):
             full = f": the disk is full ({_free(now)} left)."
             return Headline("warning", f"{text}{full}", "Events wait in memory; free some space.")

@@ -479,6 +479,20 @@ def test_the_coordinators_word_counts_for_the_living(tmp_path: Path) -> None:
         assert worker_rows(feed)[1].state == state
 
 
+def test_the_step_is_the_coordinators_while_no_events_can_be_written(tmp_path: Path) -> None:
+    feed = RunFeed(make_run(tmp_path))
+    feed.load()
+    told = feed.history.facts.course.step
+    behind = {"worker_id": 1, "incarnation": 1, "pid": 9, "host": "x", "stages": [0], "role": "active", "lanes": [0]}
+    for ahead, loss_step in ((0, None), (1, None), (40, told)):
+        live = {"state": "running", "step": told + ahead, "target": 2, "workers": [{**behind, "step": told - 1}]}
+        feed.running, feed.status = True, live
+        rows = worker_rows(feed)
+        shown = head(feed, rows)
+        assert (shown["step"], shown["loss_step"], rows[1].step) == (told + ahead, loss_step, told)
+        assert loss_step is None or shown["rate"] is None, "nobody has said how fast it is"
+
+
 def test_addresses_and_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [is_loopback(h) for h in ("127.0.0.1", "localhost", "::1", "127.9.9.9")] == [True] * 4
     assert [is_loopback(h) for h in ("0.0.0.0", "::", "10.0.0.1", "example.org", "")] == [False] * 5
