@@ -199,7 +199,8 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
         measured = usage.get(worker_id)
         if measured is not None and (state in ("dead", "left") or measured.row.get("incarnation") != life):
             measured = None  # of an ended life
-        step = max(now["step"], facts.course.step if now["lanes"] else 0) if now else (facts.course.step if worker.role in MEMBERS and state != "dead" else 0)
+        member = bool(now["lanes"]) if now else worker.role in MEMBERS and state != "dead"
+        step = max(now["step"] if now else 0, facts.course.step if member else 0)  # pulses are older than events
         rate = now.get("samples_per_s") if now and state not in _STILL else None
         if not rate and measured is not None and feed.running and state not in _STILL:
             rate = measured.samples_per_s
