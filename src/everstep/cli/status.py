@@ -60,6 +60,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         live, answer = {}, None
     history = History(run_dir).load()  # after the answer, so that the sentence is not older than the numbers
     if answer is not None:  # the coordinator hears of steps only a few times a second
+        live["state"] = history.told_state(running, live)
         live["step"] = max(live["step"], history.facts.course.step)
         for worker in live["workers"]:
             worker["step"] = max(worker["step"], live["step"] if worker["lanes"] else 0)

@@ -129,7 +129,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
     history, facts, status = feed.history, feed.history.facts, feed.status
     states = [row.state for row in rows.values()]
     live = status if feed.running and status is not None else None
-    state = str(live["state"]) if live else history.state(feed.running)
+    state = history.told_state(feed.running, live)
     now = history.now(feed.running, live, asked=feed.silent)
     said = headline(facts, now)
     training = feed.running and state in ("running", "recovering")

@@ -15,7 +15,7 @@ from everstep.base.cause import Cause
 from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts
 from everstep.report.incidents import Incident
-from everstep.report.words import number, reason_text, shortened, time_text, whole_number
+from everstep.report.words import as_dict, number, reason_text, shortened, time_text, whole_number
 
 LEVELS = ("good", "warning", "bad")
 _FULL_BYTES = 1 << 20
@@ -387,7 +387,8 @@ def _fewer(facts: Facts, now: Now) -> Headline | None:
     healing = sorted(i for i, worker in facts.crew.workers.items() if worker.state == "healing")
     missed = facts.incidents.missed()
     why = "; ".join(f"{one.brief} {span(_s(one.begin_ns, now))} ago" for one in missed[-2:])
-    comes = f"; worker {', '.join(map(str, healing[:6]))} heals" if healing else ""
+    several = len(healing) != 1
+    comes = f"; worker{'s' * several} {', '.join(map(str, healing[:6]))} heal{'s' * (not several)}" if healing else ""
     return Headline("warning", f"Training with {members} of {wanted} workers{f': {why}' if why else ''}{comes}.")
 
 
@@ -396,7 +397,11 @@ def _well(facts: Facts, now: Now) -> Headline:
         return Headline("good", "Nothing has been told yet.")
     total = f" of {now.total}" if now.total else ""
     members = facts.crew.seated
-    text = f"All is well: step {step_of(facts, now)}{total}, {members} of {facts.crew.wanted or members} workers."
+    text = f"step {step_of(facts, now)}{total}, {members} of {facts.crew.wanted or members} workers."
+    silent = (now.asked and now.live is None) or as_dict(now.live).get("state") == "starting"
+    if silent and now.running and facts.course.step:
+        return Headline("warning", f"Training goes on, but the coordinator does not answer: {text}")
+    text = f"All is well: {text}"
     last = facts.incidents.newest
     strange = _was_strange(facts)
     if last is None:

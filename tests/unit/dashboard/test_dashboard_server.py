@@ -491,6 +491,10 @@ def test_the_step_is_the_coordinators_while_no_events_can_be_written(tmp_path: P
         shown = head(feed, rows)
         assert (shown["step"], shown["loss_step"], rows[1].step) == (told + ahead, loss_step, told)
         assert loss_step is None or shown["rate"] is None, "nobody has said how fast it is"
+    feed.status = {**live, "state": "starting", "step": 0, "workers": []}
+    history = feed.history
+    assert history.told_state(True, feed.status) == ("starting" if history.state(True) == "starting" else "recovering")
+    assert history.told_state(True, None) == history.state(True)
 
 
 def test_addresses_and_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
