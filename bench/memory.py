@@ -1,21 +1,24 @@
 """The most memory that a whole job holds, beside DistributedDataParallel: a causal transformer of 25M, AdamW, one host.
 
-    python bench/memory.py [--model transformer-25m] [--workers 2 4] [--steps 12] [--rounds 5] [--out FILE]
+    python bench/memory.py [--model transformer-25m] [--workers 2 4] [--steps 12] [--rounds 5]
+        [--modes MODE ...] [--out FILE]
 
 All processes of a job together, shared pages divided among those who share them (PSS), looked at every 50 ms from the
 start to the end of step `--steps`. Rows, for each number of workers, whole runs in turn:
 - replicated: a job as it is by default, without checkpoints and copies in memory;
 - divided: the same with the optimizer's state divided among the workers, one copy of each part (`zero.stage=1`);
 - divided-one, gradients-one: with one lane per worker, the state divided so, and the gradients, too (`zero.stage=2`);
+- gradients: as divided, and the gradients, too, with all lanes (`zero.stage=2`);
 - cell: one worker of as many processes, which divide parameters and state (`cell.fsdp`);
-- offloaded: the same with that state in a file (`zero.offload`, in a temporary folder);
+- offloaded: replicated, with that state in a file (`zero.offload`, in a temporary folder);
+- in-files: parameters and gradients there, too (`zero.offload_params`); pages that the system can take back count, too;
 - ddp, ddp-views: the peer with as many micro-batches under `no_sync` and our allocator settings, its
   `gradient_as_bucket_view` off and on.
 
 Of each the most that was held before the end of the second step (start_mb: the first update is made twice), and after
-it (steps_mb), the greater of both (peak_mb), and its ratio to that of `ddp` in the same round (to_ddp); and the median
-time between the ends of two steps (step_ms). planned_mb, planned_divided_mb and so on are
-what `everstep plan memory` says for all workers.
+it (steps_mb), the greater of both (peak_mb), its ratio to that of `ddp` in the same round (to_ddp, to_ddp_at_most) and
+to what `everstep plan memory` says for all workers (planned_mb; to_plan, 0.9 to 1.1), and the median time between the
+ends of two steps (step_ms).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -39,8 +43,24 @@ ALONE = {"checkpoint.enabled": "false"}
 
 DIVIDED = {"zero.stage": "1", "zero.copies": "1"}
 GRADIENTS = {"zero.stage": "2", "zero.copies": "1"}
-ONE = ("--copies", "1")
-WRAP = "200000"
+FILE = {"zero.offload": "{name}/offload"}
+CELL = {"cell.fsdp": "{workers}", "cell.wrap": "200000"}
+ONE = {"lanes": "{workers}"}
+_ONE = ("--copies", "1")
+_LANES = ("--lanes", "{workers}")
+MODES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "replicated": ({}, ()),
+    "divided": (DIVIDED, (*_ONE, "--zero", "1")),
+    "divided-one": (DIVIDED | ONE, (*_ONE, "--zero", "1", *_LANES)),
+    "gradients": (GRADIENTS, (*_ONE, "--zero", "2")),
+    "gradients-one": (GRADIENTS | ONE, (*_ONE, "--zero", "2", *_LANES)),
+    "offloaded": (FILE, ("--offload", "./disk")),
+    "in-files": (FILE | {"zero.offload_params": "true"}, ("--offload", "./disk", "--offload-params")),
+    "cell": (CELL, ("--set", "cell.fsdp={workers}", "--set", "cell.wrap=200000")),
+}
+"""Settings of a job, and options of `plan memory` for it."""
+TO_DDP = {"replicated": {2: 1.15, 4: 1.0}, "divided-one": {4: 0.75}, "gradients-one": {4: 0.6}}
+"""The most that a mode may hold with so many workers, as a part of what `ddp` holds."""
 
 
 def measure_ours(model: str, workers: int, steps: int, settings: Mapping[str, str]) -> dict[str, float]:
@@ -70,7 +90,7 @@ def _most(watch: Watch, ends_ns: list[int], steps: int) -> dict[str, float]:
 
 
 def plan(model: str, workers: int, *options: str) -> float:
-    """What a replicated job of so many workers is said to need, in MiB."""
+    """What a job of so many workers is said to need, in MiB."""
     task = f"{BENCH / 'models.py'}:{MODELS[model].__name__}"
     command = [sys.executable, "-m", "everstep", "plan", "memory", task, "--workers", str(workers), "--json", *options]
     said = json.loads(subprocess.run(command, capture_output=True, check=True, env=environment()).stdout)
@@ -79,48 +99,47 @@ def plan(model: str, workers: int, *options: str) -> float:
     return workers * sum(said["per_worker_bytes"].values()) / 2**20
 
 
+def compare(model: str, workers: int, steps: int, rounds: int, modes: list[str]) -> dict[str, dict[str, object]]:
+    """All rows for so many workers."""
+    runs: dict[str, Callable[[], dict[str, float]]] = {}
+    planned: dict[str, float] = {}
+    for mode in modes:
+        settings, options = MODES[mode]
+        there = {key: value.replace("{workers}", str(workers)) for key, value in settings.items()}
+        members = 1 if mode == "cell" else workers
+        runs[mode] = partial(measure_ours, model, members, steps, there)
+        planned[mode] = round(plan(model, members, *(one.format(workers=workers) for one in options)), 1)
+    runs |= {"ddp": partial(measure_ddp, model, workers, steps)}
+    runs |= {"ddp-views": partial(measure_ddp, model, workers, steps, "--bucket-views")}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name in runs if number % 2 == 0 else reversed(runs):
+            found[name].append(runs[name]())
+        for name, rows in found.items():
+            rows[-1]["to_ddp"] = rows[-1]["peak_mb"] / found["ddp"][-1]["peak_mb"]
+            if name in planned:
+                rows[-1]["to_plan"] = rows[-1]["peak_mb"] / planned[name]
+        print({name: rows[-1] for name, rows in found.items()}, file=sys.stderr, flush=True)
+    report: dict[str, dict[str, object]] = {}
+    for name, rows in found.items():
+        report[name] = {key: spread([one[key] for one in rows], digits=3) for key in rows[0]}
+        limits = {"planned_mb": planned.get(name), "to_ddp_at_most": TO_DDP.get(name, {}).get(workers)}
+        report[name] |= {key: value for key, value in limits.items() if value is not None}
+    return report
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="transformer-25m", choices=MODELS)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--modes", nargs="+", default=[*MODES], choices=MODES)
     parser.add_argument("--out", help="also write the JSON here")
     options = parser.parse_args()
-    report = {"bench": "memory", **machine(), "model": options.model}
+    report: dict[str, object] = {"bench": "memory", **machine(), "model": options.model}
     for workers in options.workers:
-        case = (options.model, workers, options.steps)
-        runs: dict[str, Callable[[], dict[str, float]]] = {
-            "replicated": lambda case=case: measure_ours(*case, {}),  # type: ignore[misc]
-            "divided": lambda case=case: measure_ours(*case, DIVIDED),  # type: ignore[misc]
-            "divided-one": lambda case=case: measure_ours(*case, DIVIDED | {"lanes": str(case[1])}),  # type: ignore[misc]
-            "gradients-one": lambda case=case: measure_ours(*case, GRADIENTS | {"lanes": str(case[1])}),  # type: ignore[misc]
-            "offloaded": lambda case=case: measure_ours(*case, {"zero.offload": "{name}/offload"}),  # type: ignore[misc]
-            "cell": lambda case=case: measure_ours(case[0], 1, case[2], {"cell.fsdp": str(case[1]), "cell.wrap": WRAP}),  # type: ignore[misc]
-            "ddp": lambda case=case: measure_ddp(*case),  # type: ignore[misc]
-            "ddp-views": lambda case=case: measure_ddp(*case, "--bucket-views"),  # type: ignore[misc]
-        }
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
-        for number in range(options.rounds):
-            for name in runs if number % 2 == 0 else reversed(runs):
-                found[name].append(runs[name]())
-            for rows in found.values():
-                rows[-1]["to_ddp"] = rows[-1]["peak_mb"] / found["ddp"][-1]["peak_mb"]
-            print({name: rows[-1] for name, rows in found.items()}, file=sys.stderr, flush=True)
-        planned = {
-            "planned_mb": round(plan(options.model, workers), 1),
-            "planned_divided_mb": round(plan(options.model, workers, "--zero", "1", "--copies", "1"), 1),
-            "planned_divided_one_mb": round(plan(*case[:2], *ONE, "--zero", "1", "--lanes", str(workers)), 1),
-            "planned_gradients_one_mb": round(plan(*case[:2], *ONE, "--zero", "2", "--lanes", str(workers)), 1),
-            "planned_cell_mb": round(
-                plan(options.model, 1, "--set", f"cell.fsdp={workers}", "--set", f"cell.wrap={WRAP}"), 1
-            ),
-            "planned_offloaded_mb": round(plan(options.model, workers, "--offload", "./disk"), 1),
-        }
-        print(planned, file=sys.stderr, flush=True)
-        report[f"workers_{workers}"] = planned | {
-            name: {key: spread([one[key] for one in rows], digits=3) for key in rows[0]} for name, rows in found.items()
-        }
+        report[f"workers_{workers}"] = compare(options.model, workers, options.steps, options.rounds, options.modes)
     write_report(report, options.out)
 
 

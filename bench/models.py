@@ -5,15 +5,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import time
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
 import everstep
+from everstep.exact.shard_plan import shard_model
+from everstep.exact.shard_sums import ShardMesh
+from everstep.zoo.recipe import token_loss
 from everstep.zoo.resnet import ResNet
-from everstep.zoo.transformer import Transformer, TransformerConfig
+from everstep.zoo.shard_plans import transformer_plan
+from everstep.zoo.transformer import Block, Transformer, TransformerConfig
 
 
 class RandomImages(Dataset[Any]):
@@ -87,8 +92,11 @@ class SmallTransformer(everstep.Task):
         return torch.optim.AdamW(params, lr=3e-4)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        logits = model(batch[:, :-1])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        targets = batch[:, 1:]
+        return token_loss(model(batch[:, :-1]), targets) / targets.numel()
+
+    def parallelize(self, model: nn.Module, mesh: ShardMesh) -> None:
+        shard_model(model, transformer_plan(self.shape), mesh)
 
 
 class Transformer25M(SmallTransformer):
@@ -112,10 +120,45 @@ class DeepTransformer(SmallTransformer):
     shape = TransformerConfig(vocabulary=64, layers=8, width=16, heads=2, context=8, dropout=0.0)
 
 
+class _Wait(torch.autograd.Function):
+    """Computes nothing, and takes its time: so long forward, twice as long backward."""
+
+    @staticmethod
+    def forward(ctx: Any, seconds: float, x: torch.Tensor) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *found: torch.Tensor) -> tuple[None, torch.Tensor]:
+        time.sleep(2 * ctx.seconds)
+        return None, found[0]
+
+
+class _WaitingBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(cast(torch.Tensor, _Wait.apply(WaitingTransformer.wait_s, x)))  # type: ignore[no-untyped-call]
+
+
+class WaitingTransformer(TinyTransformer):
+    """Four small blocks, each of which waits: so that few cores stand for many devices."""
+
+    defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 1, "steps": 12}
+    shape = TransformerConfig(vocabulary=64, layers=4, width=32, heads=2, context=16, dropout=0.0)
+    wait_s = 0.025
+
+    def build_model(self) -> nn.Module:
+        model = Transformer(self.shape)
+        for block in model.blocks:
+            block.__class__ = _WaitingBlock
+        return model
+
+
 MODELS: dict[str, type[everstep.Task]] = {
     "resnet18": ResNet18,
     "transformer-small": SmallTransformer,
     "transformer-25m": Transformer25M,
     "transformer-tiny": TinyTransformer,
     "transformer-deep": DeepTransformer,
+    "transformer-waiting": WaitingTransformer,
 }

@@ -34,8 +34,9 @@ PLACED: tuple[dict[str, Any], ...] = (
     {"zero.stage": 1}, {"zero.stage": 2}, {"zero.stage": 1, "zero.copies": 1}, {"zero.stage": 2, "zero.copies": 1},
     {"zero.stage": 2, "zero.copies": 2}, {"zero.stage": 1, "zero.copies": 3},
     {"zero.offload": f"{tempfile.gettempdir()}/everstep-torment-offload"},
+    {"zero.offload": f"{tempfile.gettempdir()}/everstep-torment-offload", "zero.offload_params": "true"},
 )  # fmt: skip
-"""Where the optimizer's state lies, and with stage 2 the gradients; the last two are of jobs that are not split."""
+"""Where the optimizer's state lies, and with stage 2 the gradients; the last three are of jobs that are not split."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def _settings(rng: random.Random, task: str, split: bool, cells: bool) -> dict[s
     elif rng.random() < 0.05:
         found["batch"] = "per_worker"
     if rng.random() < 0.5 and "batch" not in found and not cells:
-        found |= rng.choice(PLACED if not split else PLACED[:-2])
+        found |= rng.choice(PLACED if not split else PLACED[:-3])
     if rng.random() < 0.15:
         found["checkpoint.staging_mb"] = rng.choice((0, 1))
     return found

@@ -27,7 +27,6 @@ runpy.run_module("everstep", run_name="__main__", alter_sys=True)
 """A command that waits in the middle of one of its imports."""
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize("at", ["everstep.cli.main", "click"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 0)])
 def test_while_it_imports(at: str, number: int, code: int) -> None:

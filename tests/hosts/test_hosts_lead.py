@@ -179,6 +179,24 @@ def test_the_host_that_leads_is_cut_off_and_comes_back(led_jobs: LedJobs) -> Non
 
 
 @pytest.mark.longer
+def test_cells_outlive_the_host_that_leads(led_jobs: LedJobs) -> None:
+    """One of them was made smaller before: the new coordinator knows that from the journal."""
+    chaos = "kill:target=worker:1/1,at=3,phase=forward"
+    settings = {"cell.fsdp": 2, "max_restarts": 0}
+    job = led_jobs.led("--no-local-workers", "--chaos", chaos, workers=2, settings=settings)
+    heirs = [led_jobs.standby(2), led_jobs.standby(3)]
+    shrunk = job.wait_for("cell_shrunk")
+    job.wait_for("worker_joined", lambda e: e["worker_id"] == 1 and "pids" not in e)
+    job.wait_for("step_committed", lambda e: e["step"] > shrunk["step"] + 1)
+    led_jobs.net.hosts[0].kill()
+    heirs[0].wait_for("coordinator_restarted")
+    for heir in heirs:
+        led_jobs.check(heir)
+    told = looked_at(heirs[0].run_dir, "status")
+    assert [len(worker["cell"]) for worker in told["workers"]] == [2, 1], told["workers"]
+
+
+@pytest.mark.longer
 def test_a_person_takes_over(led_jobs: LedJobs) -> None:
     """Without etcd; and not as long as there is somebody to take over from."""
     job = led_jobs.head("--no-local-workers", workers=4, until=TAKEN)

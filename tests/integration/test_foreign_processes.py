@@ -23,7 +23,6 @@ LAUNCHERS["srun"] |= {"SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_TAS
 LAUNCHERS["mpirun"] |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize("environ", mostly_longer(LAUNCHERS.values(), lambda environ: "RANK" in environ), ids=LAUNCHERS)
 def test_where_a_process_cannot_become_another_it_does_not_train(environ: dict[str, str], tmp_path: Path) -> None:
     script = (

@@ -59,6 +59,39 @@ class Driven(Pictures):
         rate = self.scheduler.optimizer.param_groups[0]["lr"]
         return super().lane_loss(model, batch) * (1 + rate + 0.01 * self.scheduler.last_epoch)
 """
+FILLED = """
+import os
+from pathlib import Path
+from torch import nn
+from job_tasks import Sharded
+from everstep.zoo.transformer import Transformer, TransformerConfig
+
+class Logged(Transformer):
+    def fill_module(self, path, module):
+        with open(Path(__file__).with_suffix(".pids"), "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.1)
+
+class Filled(Sharded):
+    def build_model(self):
+        return Logged(TransformerConfig(37, 8, 2, 16, 4, 0.2))
+
+    def build_optimizer(self, params):
+        self.first = [p.detach().clone() for p in params]
+        return super().build_optimizer(params)
+
+    def lane_loss(self, model, batch):
+        loss, count = super().lane_loss(model, batch)
+        return loss * (1 + self.first[-1].square().sum()), count  # which the last stage has, too
+
+class Changed(Filled):
+    def build_optimizer(self, params):
+        found = super().build_optimizer(params)
+        for p in params:
+            p.data.mul_(0.5)
+        return found
+"""
 
 
 def cells(ranks: int, **more: Any) -> dict[str, Any]:
@@ -135,6 +168,29 @@ def test_it_is_resumed_in_other_shapes(jobs: Jobs) -> None:
             assert job.end() == 143, job.account()
         run_dir = job.run_dir
     jobs.check(job, "Text")
+
+
+@pytest.mark.parametrize(
+    ("task", "settings"),
+    [
+        ("Filled", {"cell.fsdp": 2}),
+        pytest.param("Filled", {"cell.tp": 2, "stages": 2, "workers": 2}, marks=pytest.mark.longer),
+        pytest.param("Changed", {"cell.fsdp": 2}, marks=pytest.mark.longer),
+    ],
+)
+def test_heads_alone_make_a_model_that_is_made_module_by_module(
+    jobs: Jobs, tmp_path: Path, task: str, settings: dict[str, Any]
+) -> None:
+    """A task that reads parameters while it makes its optimizer reads what it does in one process; where it changes
+    them, too, all processes make their own."""
+    (tmp_path / "filled.py").write_text(FILLED)
+    numerics, chaos = {"meta_init": True, "cell.shards": 2, "steps": 6}, "kill:target=worker:0/1,at=3,phase=forward"
+    more = {"workers": settings.get("workers", 1), "numerics": numerics, "settings": settings, "chaos": chaos}
+    job = jobs.run(f"{tmp_path / 'filled.py'}:{task}", **more)
+    made = {int(line) for line in (tmp_path / "filled.pids").read_text().split()}
+    joined = [event["pids"] for event in job.of_kind("worker_joined")]
+    assert {pids[0] for pids in joined} <= made, joined
+    assert made.isdisjoint(pid for pids in joined for pid in pids[1:]) == (task == "Filled"), joined
 
 
 @pytest.mark.longer

@@ -1,4 +1,5 @@
-"""Jobs whose optimizer's state lies in a file: the bits of a job that has it in memory, through kills and resumes."""
+"""Jobs whose optimizer's state, or all of whose model, lies in files: the bits of a job that has it in memory, through
+kills and resumes; and how little memory is left that the kernel cannot have back."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from held_memory import Limit
 from job_harness import Jobs, same
 
 SCRIPT = """
@@ -28,19 +30,69 @@ for step in run:
 """
 
 
+@pytest.fixture(scope="module")
+def undisturbed(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("script") / "train.py"
+    path.write_text(SCRIPT)
+    job = jobs.start(str(path), workers=1)
+    assert job.end() == 0, job.account()
+    return job.run_dir
+
+
 @pytest.mark.longer
-def test_a_kill_a_heal_and_a_resume_without_it_keep_the_bits(jobs: Jobs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parameters", ["false", "true"])
+def test_a_kill_a_heal_and_a_resume_without_it_keep_the_bits(
+    jobs: Jobs, undisturbed: Path, tmp_path: Path, parameters: str
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     script, far = str(tmp_path / "train.py"), tmp_path / "far"
-    undisturbed = jobs.start(script, workers=1)
-    assert undisturbed.end() == 0, undisturbed.account()
-    job = jobs.start(script, settings={"zero.offload": f"{far}/"}, workers=2, environment={"LANE_S": "0.06"})
+    settings = {"zero.offload": f"{far}/", "zero.offload_params": parameters}
+    job = jobs.start(script, settings=settings, workers=2, environment={"LANE_S": "0.06"})
     job.wait_for("step_committed", step=2)
     os.kill(job.pid_of(1), signal.SIGKILL)
     job.wait_for("worker_healed", worker_id=1)
     os.kill(job.launcher_pid(), signal.SIGTERM)  # the checkpoint is written from the file, and read without one
     assert job.end() == 143, job.account()
-    again = jobs.start(script, settings={"zero.offload": "none"}, workers=3, run_dir=job.run_dir)
+    off = {"zero.offload": "none", "zero.offload_params": "false"}
+    again = jobs.start(script, settings=off, workers=3, run_dir=job.run_dir)
     assert again.end() == 0, again.account()
-    same(undisturbed.run_dir, again)
+    same(undisturbed, again)
     assert list(far.iterdir()) == []
+
+
+LARGE = """
+import torch
+from torch import nn
+import everstep
+
+data = torch.utils.data.TensorDataset(torch.randn(16, 1024), torch.randn(16, 1))
+layers = [nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(64)]
+model = nn.Sequential(*layers, nn.Linear(1024, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+for step in everstep.join(model, optimizer, data, lanes=1, micro_batch=2, steps=2):
+    for x, y in step:
+        step.backward(nn.functional.mse_loss(model(x), y))
+"""
+LIMIT_MB = 750
+"""501 are held here, all processes together; 1,024 are parameters, gradients and the optimizer's state alone."""
+
+
+@pytest.mark.longer
+def test_a_model_larger_than_the_memory_that_it_is_allowed_is_trained(jobs: Jobs, tmp_path: Path) -> None:
+    """A control group without swap cannot have anonymous and shared memory back; pages of files are written and
+    dropped. Under a limit of the former a job is killed that has its model there."""
+    (tmp_path / "train.py").write_text(LARGE)
+    found: list[tuple[int, float]] = []
+    near = {"rehearse": "false", "checkpoint.enabled": "false"}
+    far = near | {"zero.offload": str(tmp_path / "far"), "zero.offload_params": "true"}
+    script = str(tmp_path / "train.py")
+    free = jobs.start(script, workers=1, settings=near)
+    assert free.end() == 0, free.account()
+    for settings in (near, far):
+        job = jobs.start(script, workers=1, settings=settings)
+        limit = Limit(job.launcher_pid(), LIMIT_MB, ("Pss_Anon", "Pss_Shmem"))
+        with limit.holds():
+            found.append((job.end(), limit.most_mb))
+    assert found[0][0] != 0 and found[0][1] > LIMIT_MB, found
+    assert found[1][0] == 0, f"{found}\n{job.account()}"
+    same(free.run_dir, job)

@@ -22,6 +22,18 @@ for step in everstep.join(model, torch.optim.SGD(model.parameters(), lr=0.1), da
         step.backward(torch.nn.functional.mse_loss(model(x), y))
 """
 
+WEIGHED = """
+import torch
+from job_tasks import Sharded
+
+class Weighed(Sharded):
+    def lane_loss(self, model, batch):
+        loss, count = super().lane_loss(model, batch)
+        asked = [model.head.weight, model.blocks[0].attention.qkv.weight, model.head.norm.weight]
+        sizes = [one.norm() for one in torch.autograd.grad(loss, asked, retain_graph=True)]
+        return loss * (sizes[0] / (sizes[1] + sizes[2])).clamp(0.5, 2.0), count
+"""
+
 
 @pytest.mark.parametrize(
     ("settings", "workers"),
@@ -57,7 +69,11 @@ def test_parts_of_the_sequence_and_narrow_types(jobs: Jobs, numerics: dict[str, 
     jobs.run("Sharded", workers=2, numerics={**FOUR, **numerics}, settings=settings)
 
 
-@pytest.mark.longer
+def test_a_loss_that_is_weighed_by_its_own_gradients(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "weighed.py").write_text(WEIGHED)
+    jobs.run(f"{tmp_path / 'weighed.py'}:Weighed", workers=1, numerics=FOUR, settings={"cell.tp": 2})
+
+
 @pytest.mark.parametrize(
     "phase", mostly_longer(["forward", "backward", "reduce", "update"], lambda phase: phase == "backward")
 )

@@ -67,6 +67,13 @@ def test_virtual_shards_at_any_degree(jobs: Jobs, settings: dict[str, Any], work
     jobs.run("Sharded", workers=workers, numerics={"cell.shards": 4}, settings=cells(2, **settings))
 
 
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.longer)])
+def test_parts_of_the_sequence_are_whole_between_stages(jobs: Jobs, stages: int) -> None:
+    """Three stages: each border lies where the sequence is cut, or the whole of it in one stage."""
+    settings = {"cell.tp": 2, "stages": stages, "verify_every": 4, "eval_every": 6}
+    jobs.run("Sharded", workers=stages, numerics={"cell.shards": 4, "cell.sp": True}, settings=settings)
+
+
 @pytest.mark.parametrize(
     "phase", mostly_longer(["forward", "backward", "reduce", "agree", "update"], lambda phase: phase == "backward")
 )

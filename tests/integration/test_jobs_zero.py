@@ -144,6 +144,20 @@ def test_a_worker_that_has_just_copied_its_part_is_given_another_before_its_firs
     ended_alike(job, reference)
 
 
+@pytest.mark.parametrize("policy", ["shrink", pytest.param("wait", marks=pytest.mark.longer)])
+def test_with_one_copy_those_who_are_left_go_back_whatever_becomes_of_who_died(
+    jobs: Jobs, script: str, reference: Path, policy: str
+) -> None:
+    """A script that calls join cannot go back: its workers end, and begin again from the checkpoint."""
+    settings = {**ZERO, "zero.copies": 1, "on_failure": policy, "checkpoint.disk.every_steps": 3}
+    chaos = "kill:target=worker:1,at=8,phase=reduce; kill:target=worker:0,at=16,phase=update"
+    job = jobs.start(script, workers=4, settings=settings, chaos=chaos, environment=PACED)
+    ended_alike(job, reference)
+    assert job.of_kind("fallback"), job.account()
+    last = job.of_kind("generation_started")[-1]
+    assert len(last["workers"]) == last["target"] == (2 if policy == "shrink" else 4), job.account()
+
+
 @pytest.mark.longer
 @pytest.mark.parametrize(
     ("first", "then"),

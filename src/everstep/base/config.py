@@ -437,6 +437,16 @@ def _check_zero(config: Config) -> None:
             f"zero.offload: expected none with zero.stage={config.zero.stage}, got {config.zero.offload}: divide the "
             "optimizer's state or keep it elsewhere, not both"
         )
+    if config.zero.offload_params and config.zero.offload is None:
+        raise ConfigError(
+            "zero.offload_params: expected false with zero.offload=none, got true: name the folder for the parameters "
+            "as zero.offload"
+        )
+    if config.zero.offload_params and config.device != "cpu":
+        raise ConfigError(
+            f"zero.offload_params: expected false with device {config.device}, got true: parameters are computed with "
+            "where they lie, and a device does not read files; set zero.offload_params=false, or device=cpu"
+        )
 
 
 def _check_cell(config: Config) -> None:
@@ -478,11 +488,6 @@ def _check_shards(config: Config) -> None:
         )
     if cell.sp and cell.shards == 1:
         raise ConfigError("cell.sp: expected cell.shards or cell.tp above 1, got 1 shard: set either, or cell.sp=false")
-    if cell.sp and config.stages > 1:
-        raise ConfigError(
-            f"cell.sp: expected false with stages={config.stages}, got true: a stage hands whole sequences to the next "
-            "one; set cell.sp=false, or stages=1"
-        )
 
 
 def cell_notes(config: Config) -> list[str]:

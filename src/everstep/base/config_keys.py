@@ -218,6 +218,9 @@ class ZeroConfig:
         pattern=OFFLOAD,
         example="cpu, or a folder",
     )
+    offload_params: bool = key(
+        False, "keep parameters and gradients in files in that folder, too, for a model larger than the memory"
+    )
 
 
 @dataclass(frozen=True)

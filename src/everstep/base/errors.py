@@ -109,6 +109,7 @@ class Uncarried(EverstepError):
     """The loop changed state that cannot be carried to a worker that is resumed or healed."""
 
     cause = Cause.CONFIG
+    exit_code = 2
 
 
 class DeterminismError(EverstepError):

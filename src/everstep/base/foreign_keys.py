@@ -272,13 +272,18 @@ FOREIGN_KEYS = (
         "zero.stage=1 divides the optimizer's state among workers, 2 gradients, too; cell.fsdp divides parameters "
         "among the processes of each worker",
         "zero_stage zero_optimization stage3 fsdp fsdp_config use_fsdp fully_shard sharding sharding_strategy "
-        "deepspeed use_deepspeed offload_param offload_param_device",
+        "deepspeed use_deepspeed",
         ("zero.stage", "cell.fsdp"),
     ),
     ForeignKey(
         "here it is zero.offload: cpu, or a folder for a file on disk",
         "cpu_offload offload offload_optimizer offload_optimizer_device",
         ("zero.offload",),
+    ),
+    ForeignKey(
+        "here it is zero.offload_params=true, with a folder as zero.offload",
+        "offload_param offload_param_device nvme_path",
+        ("zero.offload_params", "zero.offload"),
     ),
     ForeignKey(
         "here it is stages (and pool, the workers of each)",

@@ -119,6 +119,7 @@ command.add_command(plan_usual.command)
 )
 @click.option("--copies", type=click.IntRange(min=1), help="Workers that hold each divided part (2).")
 @click.option("--offload", metavar="none|cpu|DIR", default="none", help="Where the optimizer's state lies (none).")
+@click.option("--offload-params", is_flag=True, help="Parameters and gradients lie in that folder, too.")
 @click.option("--staging", metavar="SIZE", help="Memory of each worker to stage a checkpoint: 512MiB (the task's).")
 @click.option("--gpu", metavar="NAME", help="Device that each worker has.")
 @click.option("--catalogue", type=click.Path(path_type=Path), help="YAML file of more devices.")
@@ -187,11 +188,13 @@ def _split(known: _Known, asked: Mapping[str, Any]) -> Split:
             raise ConfigError(f"{option}: expected at most one per worker ({workers}), got {number}")
     if lanes > MOST_GPUS:
         raise ConfigError(f"lanes: expected at most {MOST_GPUS}, got {lanes}")
-    offload, staging = asked["offload"] != "none", asked["staging"]
+    offload, staging, all_of_it = asked["offload"] != "none", asked["staging"], asked["offload_params"]
+    if all_of_it and (asked["offload"] in ("none", "cpu") or asked["stage"]):
+        raise ConfigError("--offload-params: expected a folder as --offload, and --zero 0: no other job can run so")
     staged = known.staging if staging is None else quantities.parse_bytes(staging, "--staging")
     copies, apart = copies or min(2, workers), asked["gpu"] is not None
     nodes, kept = most_nodes(workers, lanes), snapshots_of(known.config)
-    return Split(workers, lanes, nodes, copies, offload, asked["hosts"], staged, kept, apart)
+    return Split(workers, lanes, nodes, copies, offload, asked["hosts"], staged, kept, apart, all_of_it)
 
 
 def _runs(known: _Known, split: Split) -> dict[int, HowItRuns]:

@@ -449,7 +449,8 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     if config.hosts.mixed:
         opening.insert(0, "hosts.mixed: hosts with other kernels are admitted, so the result is no longer exact")
     if config.zero.offload == "cpu" and config.device == "cpu":
-        opening.append("zero.offload=cpu changes nothing where the device is the CPU; name a folder to use a disk")
+        keys = "zero.offload=cpu" + " with zero.offload_params" * config.zero.offload_params
+        opening.append(f"{keys} changes nothing where the device is the CPU; name a folder to use a disk")
     if config.zero.stage and (least := min(map(len, pool_wish(config).homes))) <= config.zero.copies:
         opening.append(
             f"zero.stage={config.zero.stage} saves no memory where a stage has no more workers ({least}) than "

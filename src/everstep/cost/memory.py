@@ -18,6 +18,8 @@ STAGES = (0, 1, 2, 3)
 GB = 10**9
 _AT_ONCE_BYTES = 4.0 * (1 << 18)
 """Gradients of one part of an update, where each worker updates a part of the model."""
+_IN_USE_BYTES = float(1 << 26)
+"""Of parameters, and of gradients, that lie in files: what is in use at a time."""
 WORKER_BYTES, JOB_BYTES, SHARED_BYTES = 48_000_000, 455_000_000, 233_000_000
 """Memory of Python and torch: of each worker beside what it shares with the others; of a job's other processes; and
 what of the latter the workers of a host share with their fork server.
@@ -50,7 +52,8 @@ class Split:
     """How the work is divided.
 
     lanes: of the global batch. nodes: complete subtrees of lanes per worker. copies: of each part of the optimizer's
-    state; with as many as workers, or more, each worker has all. offload: that state lies in host memory or on disk.
+    state; with as many as workers, or more, each worker has all. offload: that state lies in host memory or on disk;
+    offload_params: parameters and gradients lie on disk, too.
     hosts: on which the workers are. staging: bytes that a worker may use for what of a checkpoint is not written yet
     (`checkpoint.staging_mb`). snapshots: copies of as much state as a worker has, in memory. host_apart: devices have
     memory of their own, so that of the host is counted by itself.
@@ -65,6 +68,7 @@ class Split:
     staging: float = 0.0
     snapshots: int = 0
     host_apart: bool = False
+    offload_params: bool = False
 
 
 _LOOKED_AT = 4096
@@ -159,6 +163,12 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
         "process": model.fixed_bytes,
     }
     host = {"optimizer": optimizer} if split.offload else {}
+    if split.offload_params:
+        host |= {kind: device[kind] for kind in ("parameters", "lanes", "results")}
+        deeper = flat * max(0, math.ceil(math.log2(per_worker)) - 1)
+        host["lanes"] -= deeper
+        device |= {"parameters": min(model.parameter_bytes, _IN_USE_BYTES), "lanes": deeper, "results": 0.0}
+        device["gradients"] = min(flat, _IN_USE_BYTES)
     if staging:
         (host if split.host_apart else device)["staging"] = staging
     if split.snapshots:
@@ -258,6 +268,6 @@ def answers_by_paper(parameters: int, workers: int, offload: bool, memory_bytes:
 
 def answers_of_ours(model: Model, split: Split, memory_bytes: int | None) -> dict[int, StageMemory]:
     """For each stage, of this product."""
-    base = of_ours(model, replace(split, offload=False), 0)
+    base = of_ours(model, replace(split, offload=False, offload_params=False), 0)
     found = {stage: of_ours(model, split, stage) for stage in STAGES}
     return {stage: answer(usage, base, model.parameters, memory_bytes) for stage, usage in found.items()}

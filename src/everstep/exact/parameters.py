@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from everstep.base.errors import TaskError
+from everstep.base.errors import Misused
 from everstep.exact.digest import tensor_digest
 
 
@@ -39,16 +39,14 @@ class ParameterWatch:
             self._digests = [tensor_digest(p) for _, p in self._named]
 
     def look(self) -> None:
-        """Check the parameters. Raises: TaskError naming one that was changed or made, or has another gradient."""
+        """Check the parameters. Raises: Misused naming one that was changed or made, or has another gradient."""
         for (name, parameter), version in zip(self._named, self._versions, strict=False):
             if _version(parameter) != version:
                 raise _changed(name)
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise TaskError(
-                    f"parameter {name} has a sparse gradient, which is not summed exactly: use sparse=False"
-                )
+                raise Misused(f"parameter {name} has a sparse gradient, which is not summed exactly: use sparse=False")
             if parameter.requires_grad and id(parameter) in self._frozen:
-                raise TaskError(
+                raise Misused(
                     f"parameter {name} did not require a gradient when training began, but does now: let it require "
                     "one from the start, and set the learning rate of its group to 0 while it should not change"
                 )
@@ -64,14 +62,14 @@ class ParameterWatch:
         for module in self._own:
             for name, parameter in module.named_parameters():
                 if id(parameter) not in known:
-                    raise TaskError(
+                    raise Misused(
                         f"parameter {name} ({type(module).__name__}) was made in the forward pass: make it in "
                         "__init__, so that the optimizer and every other worker have it"
                     )
 
 
-def _changed(name: str) -> TaskError:
-    return TaskError(
+def _changed(name: str) -> Misused:
+    return Misused(
         f"parameter {name} was changed while a batch was computed (for example by max_norm, a write in forward, or an "
         "optimizer in a hook), so later batches would see the change: change it between steps, or in the optimizer"
     )

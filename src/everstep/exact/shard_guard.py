@@ -7,6 +7,7 @@ Looked at when the model is cut, and again at each call, for what a loop may hav
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,24 @@ _GLOBAL = {f"_global{name}": f"{words} of all modules" for name, words in _HOOKS
 _CLOSE, _NOISE = 1e-3, 1e-5
 """Of a tensor's own largest value, and of the largest of all: rounding of other kernels stays far below."""
 _REMEDY = "take it away, or set cell.tp=1 and cell.shards=1"
+
+
+@dataclass(frozen=True)
+class BorderHook:
+    """A forward pre-hook of a unit, or with `after` a forward hook: has the hidden state that it takes, or gives, go
+    through `act`. That is a tensor, or a tuple that begins with it."""
+
+    act: Callable[[Tensor], Tensor]
+    after: bool = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], gave: Any = None) -> Any:
+        """What takes the place of the arguments, or of what the unit gives."""
+        if not self.after:
+            return self._changed(args[0]), *args[1:]
+        return self._changed(gave)
+
+    def _changed(self, given: Any) -> Any:
+        return (self.act(given[0]), *given[1:]) if isinstance(given, tuple) else self.act(given)
 
 
 class CutModules:
@@ -73,9 +92,9 @@ class CutModules:
 
 
 def refuse_hooks(name: str, module: nn.Module) -> None:
-    """Raises: ConfigError naming a hook of a module, unless it is one that seeds units."""
+    """Raises: ConfigError naming a hook of a module, unless it is ours, which shards do not pass over."""
     for kind, words in _HOOKS.items():
-        if any(not _seeds(hook) for hook in vars(module)[kind].values()):
+        if any(not _own(hook) for hook in vars(module)[kind].values()):
             raise _passed_over(name, words)
 
 
@@ -129,8 +148,9 @@ def _of_torch(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
-def _seeds(hook: Any) -> bool:
-    return isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), UnitSeeder)
+def _own(hook: Any) -> bool:
+    seeds = isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), UnitSeeder)
+    return seeds or isinstance(hook, BorderHook)
 
 
 def _passed_over(name: str, what: str) -> ConfigError:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from everstep.base.errors import ConfigError
-from everstep.exact.shard_guard import refuse_hooks
+from everstep.exact.shard_guard import BorderHook, refuse_hooks
 from everstep.exact.shard_region import RegionRule, SequencePieces, ShardedRegion
 from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.shard_vocabulary import VocabularyEmbedding, VocabularyHead
@@ -66,8 +66,22 @@ def shard_model(model: nn.Module, plan: ShardPlan, mesh: ShardMesh) -> None:
         for name in between:
             owner = model.get_submodule(name)
             _put(owner, "", SequencePieces(name, owner, mesh))
-        _hook(model.get_submodule(plan.sequence.enter), mesh.enter_sequence)
-        _hook(model.get_submodule(plan.sequence.leave), mesh.leave_sequence)
+        mesh.ends[:] = [model.get_submodule(plan.sequence.enter), model.get_submodule(plan.sequence.leave)]
+        _hook(mesh.ends[0], mesh.enter_sequence)
+        _hook(mesh.ends[1], mesh.leave_sequence)
+
+
+def whole_at_borders(mesh: ShardMesh, units: Sequence[nn.Module], parts: Sequence[tuple[int, int]]) -> None:
+    """Have whole sequences go from part to part of a model that is split. units: of the whole model, each of which
+    takes and gives the hidden state, or a tuple that begins with it; parts: (first, stop) of those that are here."""
+    if not mesh.ends:
+        return
+    enter, leave = (next(k for k, unit in enumerate(units) if end in [*unit.modules()]) for end in mesh.ends)
+    for first, stop in parts:
+        if enter < first <= leave:
+            units[first].register_forward_pre_hook(BorderHook(mesh.enter_sequence))
+        if enter < stop <= leave:
+            units[stop - 1].register_forward_hook(BorderHook(mesh.leave_sequence, after=True))
 
 
 def gather_gradients(model: nn.Module, mesh: ShardMesh) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from everstep.base.errors import ConfigError, check
@@ -55,15 +55,18 @@ class _Seat:
 class ShardMesh:
     """Virtual shards, and which of them this rank has: all, unless it is `among` others.
 
-    shards: how many; sequence: whether the hidden state between sharded regions is cut along the sequence; cuts: the
-    parameters that are cut, by name; compares: whether this is inside `comparing`.
+    shards: how many; sequence: whether the hidden state between sharded regions is cut along the sequence, ends: from
+    which module on, and up to which; cuts: the parameters that are cut, by name; compares: whether this is inside
+    `comparing`.
     """
 
     def __init__(self, shards: int, *, sequence: bool = False) -> None:
         check(shards >= 1, f"a model has one shard or more, not {shards}")
         self.shards, self.sequence = shards, sequence
         self.cuts: dict[str, ShardCut] = {}
+        self.ends: list[nn.Module] = []
         self.compares = False
+        self._derives = False
         self._seat = _Seat()
 
     @contextmanager
@@ -85,6 +88,16 @@ class ShardMesh:
             yield
         finally:
             self._seat = before
+
+    @contextmanager
+    def deriving(self) -> Iterator[None]:
+        """Inside, a backward pass is a lane's own, whose gradients go to the sums shard by shard. Elsewhere it is the
+        user's, who sees whole gradients: each rank has those of its own shards, and asks the others."""
+        self._derives = True
+        try:
+            yield
+        finally:
+            self._derives = False
 
     @property
     def rank(self) -> int:
@@ -109,15 +122,7 @@ class ShardMesh:
         return found
 
     def total(self, mine: Sequence[Tensor]) -> Tensor:
-        """The sum over all shards, along the tree.
-
-        Raises: ConfigError for a backward pass that is to be derived, too.
-        """
-        if torch.is_grad_enabled():
-            raise ConfigError(
-                "cell.shards: a sharded module has first derivatives alone, but its gradients are to be derived again "
-                "(create_graph=True): set cell.tp=1 and cell.shards=1"
-            )
+        """The sum over all shards, along the tree."""
         found = self.gather(mine)
         return found[0].clone() if self.shards == 1 else fold(self.shards, dict(enumerate(found)), torch.add)
 
@@ -134,10 +139,22 @@ class ShardMesh:
                 found.append(act(k))
         return found
 
+    def whole_gradient(self, cut: ShardCut, like: Tensor, found: Sequence[Tensor]) -> Tensor:
+        """The gradient of a parameter that is cut. found: of this rank's shards; those of others are zeros in a lane's
+        own backward pass."""
+        gradient = torch.empty_like(like) if self.degree == 1 else torch.zeros_like(like)
+        if self._derives or self.degree == 1:
+            parts = list(zip(self.mine, found, strict=True))
+        else:
+            parts = list(enumerate(self.gather(found)))
+        for shard, one in parts:
+            cut.put(one, gradient, shard, self.shards)
+        return gradient
+
     # ---- differentiable
 
     def parts_of(self, whole: Tensor, cut: ShardCut) -> tuple[Tensor, ...]:
-        """This rank's shards of a parameter. Its gradient has zeros in the place of shards that others have."""
+        """This rank's shards of a parameter. Its gradient is `whole_gradient`."""
         return cast("tuple[Tensor, ...]", _Take.apply(self, cut, whole))  # type: ignore[no-untyped-call]
 
     def spread(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -197,6 +214,15 @@ class ShardMesh:
         return x.narrow(_SEQUENCE, self.rank * size, size).contiguous()
 
 
+def _refuse_second() -> None:
+    """Inside a backward pass. Raises: ConfigError if it is to be derived, too."""
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            "cell.shards: a sharded module has first derivatives alone, but its gradients are to be derived again "
+            "(create_graph=True): set cell.tp=1 and cell.shards=1"
+        )
+
+
 def _views(x: Tensor, count: int) -> tuple[Tensor, ...]:
     return tuple(x.view_as(x) for _ in range(count))
 
@@ -234,11 +260,8 @@ class _Take(Function):
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
-        mesh, whole = ctx.mesh, ctx.whole
-        gradient = torch.empty_like(whole) if mesh.degree == 1 else torch.zeros_like(whole)
-        for shard, mine in zip(mesh.mine, found, strict=True):
-            ctx.cut.put(mine, gradient, shard, mesh.shards)
-        return None, None, gradient
+        _refuse_second()
+        return None, None, ctx.mesh.whole_gradient(ctx.cut, ctx.whole, found)
 
 
 class _Spread(Function):
@@ -249,6 +272,7 @@ class _Spread(Function):
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
+        _refuse_second()
         return None, ctx.mesh.total(found)
 
 
@@ -260,6 +284,7 @@ class _Join(Function):
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
+        _refuse_second()
         return None, *(found * ctx.count)
 
 
@@ -271,6 +296,7 @@ class _SpreadSequence(Function):
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
+        _refuse_second()
         return None, ctx.mesh.part(ctx.mesh.total(found))
 
 
@@ -282,6 +308,7 @@ class _JoinSequence(Function):
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
+        _refuse_second()
         return None, *([ctx.mesh.whole(found[0])] * len(ctx.mesh.mine))
 
 
@@ -293,6 +320,7 @@ class _EnterSequence(Function):
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
+        _refuse_second()
         return None, ctx.mesh.whole(found[0])
 
 
@@ -304,4 +332,5 @@ class _LeaveSequence(Function):
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
+        _refuse_second()
         return None, ctx.mesh.part(found[0])

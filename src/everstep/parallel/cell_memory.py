@@ -85,6 +85,11 @@ class CellMemory(Mapping):
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=extent.offset)
 
+    def copied(self, extent: SharedPlace) -> mmap.mmap:
+        """A mapping of whole pages whose content is shared until this process writes it: writes are its own."""
+        flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+        return mmap.mmap(self._fd, extent.size, flags=flags, prot=access, offset=extent.offset)
+
     # ---- waiting for each other
 
     @property

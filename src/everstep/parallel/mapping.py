@@ -19,17 +19,20 @@ import platform
 import select
 import stat
 import struct
+import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 import xxhash
 
-from everstep.base.errors import CollectiveAborted, MembershipError, check
+from everstep.base.errors import CollectiveAborted, ConfigError, MembershipError, check
 from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.base.ports import Tag
 from everstep.exact.layout import BLOCK_ELEMENTS
@@ -121,12 +124,19 @@ class Mapping:
 
 
 class OwnMapping(Mapping):
-    """The memory that this process writes. `magic`: 8 bytes that name the layout."""
+    """The memory that this process writes. `magic`: 8 bytes that name the layout. folder: it is a file there, without a
+    name, of which memory holds what is in use. Raises: ConfigError if there can be none."""
 
-    def __init__(self, me: WorkerKey, size_bytes: int, magic: bytes, facts: MappingFacts) -> None:
-        self._fd = os.memfd_create(f"everstep-{me}", os.MFD_CLOEXEC)
+    def __init__(
+        self, me: WorkerKey, size_bytes: int, magic: bytes, facts: MappingFacts, folder: Path | None = None
+    ) -> None:
+        self.folder = folder
+        self._on_disk: set[int] = set()
+        self._fd = os.memfd_create(f"everstep-{me}", os.MFD_CLOEXEC) if folder is None else _nameless(folder)
         os.ftruncate(self._fd, size_bytes)
         super().__init__(mmap.mmap(self._fd, size_bytes))
+        if folder is not None:
+            _in_files.add(self)
         self._nonce = os.urandom(8).hex().encode()
         _HEADER.pack_into(self.memory, 0, magic, self._nonce, me.worker_id, me.incarnation, *facts)
 
@@ -141,14 +151,48 @@ class OwnMapping(Mapping):
         _wake(self.address + _BELL_AT)
 
     def give_back(self, offset: int, size_bytes: int) -> None:
-        """Give whole pages back to the system; they read as zeros until they are written again."""
-        self.memory.madvise(mmap.MADV_REMOVE, offset, size_bytes)
+        """Give whole pages back to the system; they read as zeros until they are written again. A file keeps them."""
+        self.memory.madvise(mmap.MADV_REMOVE if self.folder is None else mmap.MADV_DONTNEED, offset, size_bytes)
+
+    def take(self, offset: int, size_bytes: int) -> None:
+        """Before pages of a file are written: a page that has no place on disk then would end the process. Raises:
+        ConfigError if the disk is full."""
+        if self.folder is not None and offset not in self._on_disk:
+            try:
+                os.posix_fallocate(self._fd, offset, size_bytes)
+            except OSError as error:
+                raise _no_room(self.folder, error) from None
+            self._on_disk.add(offset)
 
     def close(self) -> None:
         """Let no further peer attach; existing mappings stay readable."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+_in_files: weakref.WeakSet[OwnMapping] = weakref.WeakSet()
+
+
+def let_files_go() -> None:
+    """Memory of this process that lies in files is not in use for now: the kernel may write it out and drop it."""
+    for one in list(_in_files):
+        one.memory.madvise(mmap.MADV_DONTNEED)
+
+
+def _nameless(folder: Path) -> int:
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.dup(file.fileno())
+    except OSError as error:
+        raise _no_room(folder, error) from None
+
+
+def _no_room(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"zero.offload_params: expected room for the gradients in {folder}, got: {error.strerror}: make room, name "
+        "another folder as zero.offload, or set zero.offload_params=false"
+    )
 
 
 class PeerMapping(Mapping):
@@ -363,9 +407,15 @@ class _Segment(Mapping):
 class OwnSegment(OwnMapping, _Segment):
     """The segment that this process writes."""
 
-    def __init__(self, me: WorkerKey, geometry: Geometry) -> None:
+    def __init__(self, me: WorkerKey, geometry: Geometry, folder: Path | None = None) -> None:
         self.geometry = geometry
-        super().__init__(me, geometry.size_bytes, _MAGIC, geometry.facts)
+        super().__init__(me, geometry.size_bytes, _MAGIC, geometry.facts, folder)
+        self.take(0, geometry.slot_offset(0))
+
+    def flat(self, offset: int) -> torch.Tensor:
+        """As of any segment. Raises: ConfigError if there is no room for it."""
+        self.take(offset, self.geometry.flat_bytes)
+        return super().flat(offset)
 
     def write(self, record: int, key: bytes, payload: bytes) -> None:
         """Publish a record; everything that it announces must have been written before."""

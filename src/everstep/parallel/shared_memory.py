@@ -25,6 +25,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -65,11 +66,18 @@ class SharedMemoryTransport:
     """`everstep.base.ports.Transport` for members of one host.
 
     record_bytes: capacity of one exchange record; larger payloads go in several rounds. finisher: of the own result
-    areas.
+    areas. folder: gradients lie in a file there.
     """
 
     def __init__(
-        self, me: WorkerKey, layout: GradientLayout, n_lanes: int, tick: OnTick, *, record_bytes: int = 1 << 20
+        self,
+        me: WorkerKey,
+        layout: GradientLayout,
+        n_lanes: int,
+        tick: OnTick,
+        *,
+        record_bytes: int = 1 << 20,
+        folder: Path | None = None,
     ) -> None:
         check(record_bytes > _TOTAL.size, f"record_bytes must hold a header, got {record_bytes}")
         self._me = me
@@ -77,7 +85,7 @@ class SharedMemoryTransport:
         self._n_lanes = n_lanes
         self._tick = tick
         self._geometry = Geometry(layout.numel, len(layout.entries), n_lanes, record_bytes)
-        self._own = OwnSegment(me, self._geometry)
+        self._own = OwnSegment(me, self._geometry, folder if layout.numel else None)
         self._peers: dict[int, PeerSegment] = {}
         self._attached = Attached(me, lambda m: PeerSegment(m.segment, m.key, self._geometry))
         self._fence = Fence()

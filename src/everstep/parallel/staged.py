@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import torch
@@ -35,7 +36,7 @@ class StagedTransport:
     kind: a name of `kinds`. store: where groups meet, for kinds that need one; key: the token of the role `peer`, for
     the same kinds; tls: certificates for connections that need TLS. machine: its name; members with the same one can
     share memory. device: of gradients and received tensors. cell_rank: of this process in its worker's cell; it meets
-    processes of the same rank.
+    processes of the same rank. folder: for gradients in a file, where members share memory.
 
     One thread calls all methods but `abort`. Blocking calls raise `CollectiveAborted` within a few milliseconds after
     `abort(generation)` was called for theirs, and when a peer is found dead (`accused` names it). They call `tick()` at
@@ -57,12 +58,13 @@ class StagedTransport:
         machine: str = "",
         device: torch.device | str = "cpu",
         cell_rank: int = 0,
+        folder: Path | None = None,
     ) -> None:
         if kind not in KINDS:
             raise ConfigError(f"expected one of the transports {', '.join(KINDS)}, got {kind!r}")
         self._kind = KINDS[kind]
         store = PrefixStore(f"rank{cell_rank}", store) if store is not None and cell_rank else store
-        self._site = Site(me, n_lanes, tick, torch.device(device), store, key, tls, machine)
+        self._site = Site(me, n_lanes, tick, torch.device(device), store, key, tls, machine, folder)
         self._cell_rank = cell_rank
         if self._site.device.type not in self._kind.devices:
             raise ConfigError(f"expected transport {kind} with {' or '.join(self._kind.devices)}, got {device}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -27,7 +28,8 @@ NO_GRADIENTS = GradientLayout((), (), 0)
 class Site:
     """One worker, as its transports know it. store: where groups meet, for kinds that need one; key: the token of the
     role `peer`, for the same kinds, and `tls` the certificates for connections that need TLS. device: of gradients and
-    received tensors. machine: its name; members with the same one can share memory."""
+    received tensors. machine: its name; members with the same one can share memory. folder: for gradients in a file,
+    where members of a host share memory."""
 
     me: WorkerKey
     n_lanes: int
@@ -37,6 +39,7 @@ class Site:
     key: bytes = b""
     tls: Tls | None = None
     machine: str = ""
+    folder: Path | None = None
 
     def group(
         self,
@@ -71,8 +74,8 @@ class TransportKind:
     pool: Callable[[Site, GradientLayout, str], Transport]
 
 
-def _shm_pool(site: Site, layout: GradientLayout, name: str) -> Transport:
-    return SharedMemoryTransport(site.me, layout, site.n_lanes, site.tick)
+def _shm_pool(site: Site, layout: GradientLayout, name: str) -> SharedMemoryTransport:
+    return SharedMemoryTransport(site.me, layout, site.n_lanes, site.tick, folder=site.folder)
 
 
 def _shm_meet(site: Site) -> tuple[Transport, Channel]:
@@ -80,7 +83,7 @@ def _shm_meet(site: Site) -> tuple[Transport, Channel]:
 
 
 def _either_pool(site: Site, layout: GradientLayout, name: str) -> EitherTransport:
-    near = SharedMemoryTransport(site.me, layout, site.n_lanes, site.tick)
+    near = _shm_pool(site, layout, name)
 
     def tiers() -> TieredTransport:
         carrier = site.group(NO_GRADIENTS, f"{name}/tiers", "cpu")

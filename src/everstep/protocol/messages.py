@@ -45,8 +45,7 @@ class AgentHello(FromAgent, frozen=True, kw_only=True):
     slots: how many it will keep filled; 0: it waits to be told which. room: how many it can fill, 0: no limit.
     process: names this process of the host's agent; another process has other workers. lost: slots that it has given
     up; failed: why it can do nothing more for the job; leaving: its host wants to leave in order. (A coordinator
-    that died may have been told these before.) about: facts about the host for people: its address and versions.
-    domains: failure domains of the host, by label.
+    that died may have been told these before.) about: facts for people. domains: failure domains, by label.
     """
 
     host: str
@@ -69,13 +68,14 @@ class WorkerStarted(FromAgent, frozen=True, kw_only=True):
 
 class WorkerExited(FromAgent, frozen=True, kw_only=True):
     """An agent saw a death by waitpid. died_unix_ns: the time of death; reason: such as 'killed by SIGKILL'.
-    in_order: the exit code of the process says that its work was done. step: the last that it had applied."""
+    The exit code says in_order: the work was done; again: the next life goes on. step: the last that it had applied."""
 
     worker_id: int
     incarnation: int
     reason: str
     died_unix_ns: int
     in_order: bool = False
+    again: bool = False
     step: int = 0
     cause: Cause = Cause.UNKNOWN
 

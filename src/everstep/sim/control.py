@@ -301,6 +301,7 @@ class AgentProcess(Process):
                 reason=reason,
                 died_unix_ns=self.world.now_ns,
                 in_order=in_order,
+                again=restart and cause == Cause.EXITED,
             )
         )
         newest = self.workers.get(key.worker_id)

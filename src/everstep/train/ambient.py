@@ -39,10 +39,11 @@ _EXEMPT = ("EVERSTEP_", "PYTHON", "OMP_", "MKL_", "CUDA", "CUBLAS", "WANDB", "TO
 @dataclass(frozen=True)
 class Setting:
     """What a life is told. moved: sites whose readings are other values (`ALL`: every site). pinned: the rest do not
-    change from life to life."""
+    change from life to life. still: pinned clocks do not even advance."""
 
     moved: tuple[str, ...] = ()
     pinned: bool = False
+    still: bool = False
 
 
 def site(source: str, file: str, line: int) -> str:
@@ -144,7 +145,7 @@ class Ambient:
         return value + int(_LATER_S * 1e9) + 12_345
 
     def _pinned_seconds(self, _: float) -> float:
-        return _PINNED_S + _TICK_S * next(self._ticks)
+        return _PINNED_S + (0.0 if self.setting.still else _TICK_S * next(self._ticks))
 
     def _pinned_ns(self, _: int) -> int:
         return int(self._pinned_seconds(0.0) * 1e9)

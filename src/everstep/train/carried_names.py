@@ -10,7 +10,7 @@ import functools
 import io
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,8 @@ class Trained:
 @dataclass(frozen=True)
 class Read:
     """Result of reading the code. carried: names that must be state, with their kind (carried, iterator, generator,
-    cache, file, count) and the place of their first write; harmless: names that change without an effect on training;
-    notes: things that could not be followed."""
+    cache, file, reread, count) and the place of their first write; harmless: names that change without an effect on
+    training; notes: things that could not be followed."""
 
     carried: tuple[tuple[str, str, str, int], ...] = ()
     harmless: tuple[str, ...] = ()
@@ -87,7 +87,8 @@ def read_loop(frames: Sequence[types.FrameType], trained: Trained) -> Read:
     if memory.items.grew:
         again = RoundMemory(memory.judge, items=ContainerItems(memory.items.known))
         memory, notes = _read_code(frames, trained, names, sources, again)
-    return _verdict(memory, names, trained, tuple(dict.fromkeys(notes)))
+    loaded = {path for frame in frames for path in sources.loaded_before(frame)}
+    return _verdict(memory, names, trained, tuple(dict.fromkeys(notes)), loaded)
 
 
 def _read_code(
@@ -163,7 +164,9 @@ def _counted(memory: RoundMemory, each: Value, loop: Any) -> Value:
     return Value(items=tuple(items))
 
 
-def _verdict(memory: RoundMemory, names: Mapping[int, str], trained: Trained, notes: tuple[str, ...]) -> Read:
+def _verdict(
+    memory: RoundMemory, names: Mapping[int, str], trained: Trained, notes: tuple[str, ...], loaded: Set[str]
+) -> Read:
     reaching = memory.reaching()
     carried_ids = {id(thing) for thing in _within([*_carried(trained), *trained.ignored])}
     ignored = [given for given in trained.ignored if isinstance(given, str)]
@@ -183,6 +186,8 @@ def _verdict(memory: RoundMemory, names: Mapping[int, str], trained: Trained, no
         )
         if needed or _is_average(place, thing, memory, trained):
             found.setdefault(title, (title, _kind(place, thing), file, line))
+        elif place[0] == "file" and place[1] in loaded:
+            found.setdefault(title, (title, "reread", file, line))
         else:
             harmless[title] = None
     return Read(tuple(found.values()), tuple(t for t in harmless if t not in found), notes)

@@ -29,7 +29,7 @@ from everstep.train.cell_course import PASSES, CellCourse
 from everstep.train.cell_head import LANES
 from everstep.train.cell_lanes import places_of
 from everstep.train.cell_stage import ADOPT, ATTACH, UPDATE, limb_gradient
-from everstep.train.cell_store import CellStore
+from everstep.train.cell_store import CellStore, parameters_in
 from everstep.train.job_parts import BuiltTask
 from everstep.train.limb_passes import LimbPasses, StageAtLimb
 from everstep.train.replica import StageReplica
@@ -60,15 +60,16 @@ class CellLimb:
     def __init__(self, limb: Limb, task: Task, config: Config, context: WorkerContext) -> None:
         self._row, self._task, self._config = limb.row, task, config
         self._rank = context.cell_rank
-        built = BuiltTask(task, config, context.worker_id, self._rank)
+        self._built = built = BuiltTask(task, config, context.worker_id, self._rank)
         self._device = built.device
-        parts = built.make(() if config.meta_init and config.stages > 1 else None)
+        parts = built.make(() if config.meta_init else None)
         self._order = built.order()
-        self._stages = (
-            Stages.unsplit(StageReplica(parts, config, built.device))
-            if config.stages == 1
-            else built.stages(parts, None, checked=True)
-        )
+        if config.stages > 1:
+            self._stages = built.stages(parts, None, checked=True)
+        elif config.meta_init:
+            self._stages = Stages(1, lambda stage: StageReplica(built.make(), config, built.device))
+        else:
+            self._stages = Stages.unsplit(StageReplica(parts, config, built.device))
         self._loader = LaneLoader(Recipe(built.dataset, self._order, task.collate, config.seed), config.loader)
         self._held: dict[int, StageAtLimb] = {}
 
@@ -78,9 +79,13 @@ class CellLimb:
         acts = {ATTACH: self.attach, LANES: self.lanes, PASSES: self.passes, UPDATE: self.update, ADOPT: self.adopt}
         return {name: _answering(act) for name, act in acts.items()}
 
-    def attach(self, stage: int, path: str, size: int, likeness: str) -> dict[str, Any]:
-        """Have a stage where the head has it. Raises: ConfigError if that is another one."""
-        if self._stages.split:
+    def attach(self, stage: int, path: str, size: int, likeness: str, note: int) -> dict[str, Any]:
+        """Have a stage where the head has it. note: size of the head's about parameters that are not to be made again,
+        0: none. Raises: ConfigError if that is another one."""
+        memory = CellMemory.attach(path, self._rank, size)
+        if note:
+            self._built.take(parameters_in(memory, note))
+        if stage not in self._stages or self._stages.split:
             self._row.set(phase="idle")
             self._stages.rebuild(stage)
         replica = self._stages[stage]
@@ -91,7 +96,7 @@ class CellLimb:
                 f"{self._config.cell.key}: expected the same model in all processes of a worker, but build_model has "
                 "made different ones: let it depend on the config and torch's generators alone"
             )
-        store = CellStore(CellMemory.attach(path, self._rank, size), places, self._row.tick)
+        store = CellStore(memory, places, self._row.tick)
         store.move_in(replica.everything)
         held = self._held[stage] = StageAtLimb(replica, store, self._config)
         if self._stages.split:

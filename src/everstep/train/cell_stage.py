@@ -52,7 +52,8 @@ class CellStage:
         self.shared = SharedLanes(replica, config, self.store)
         self.point = 0
         self._told: tuple[int, int] | None = None
-        about = {"path": self.store.memory.path, "size": places.size, "likeness": places.likeness}
+        note = self.store.write_places(_named(replica)) if parts.as_made else 0
+        about = {"path": self.store.memory.path, "size": places.size, "likeness": places.likeness, "note": note}
         raise_first(head.command(ATTACH, stage=self.number, **about))
         replica.share_updates(self)
 
@@ -149,6 +150,12 @@ def raise_first(answers: list[Any]) -> list[Any]:
         kind = getattr(errors, name, TaskError)
         raise kind(text) if isinstance(kind, type) and issubclass(kind, EverstepError) else TaskError(text)
     return answers
+
+
+def _named(replica: StageReplica) -> list[tuple[str, nn.Parameter]]:
+    """All parameters with their names in the whole model, each leaf of a tie by its own."""
+    own, share = replica.parts.model.named_parameters(remove_duplicate=False), replica.spec.share
+    return [*own, *(() if share is None else share.foreign.items())]
 
 
 def _refuse_model(model: nn.Module) -> None:

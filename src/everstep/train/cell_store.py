@@ -21,7 +21,7 @@ from everstep.exact.trees import Bundle, from_wire, to_wire
 from everstep.exact.wrapping import wrapped
 from everstep.parallel.cell_memory import CellMemory, PassBroken, SharedPlace
 from everstep.parallel.frame import HEAD_LENGTHS, frame_of, head_size, parse_head
-from everstep.parallel.mapping import PAGE
+from everstep.parallel.mapping import PAGE, pages
 from everstep.parallel.shard_boxes import SHARD_BOX_BYTES, BoxExchange
 
 _NOTE_BYTES = 64 << 20
@@ -29,6 +29,7 @@ _HOP_BYTES = 1 << 30
 _MOST_STATE = 16
 """Tensors like its parameter that an optimizer may keep for each one."""
 _FLOAT = 4
+_GIVE_BACK_BYTES = 64 << 20
 CAME, GOES = 0, 1
 
 
@@ -180,10 +181,22 @@ class CellStore:
 
     # ---- parameters and buffers
 
+    def write_places(self, named: Iterable[tuple[str, nn.Parameter]]) -> int:
+        """Leave a note of where parameters lie, for `parameters_in`; returns its size."""
+        first, last = self.places.parameters[0], self.places.parameters[-1]
+        extent = [first.offset, pages(last.offset + last.size) - first.offset]
+        at = self.memory.address + first.offset
+        return self.write_note([extent, {name: one.data_ptr() - at for name, one in named if one.numel()}])
+
     def move_in(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put these parameters where all processes have them; the head's values are those that count."""
+        moved = 0
         for group, place in zip(leaves_of(parameters), self.places.parameters, strict=True):
             first = group[0]
+            moved += place.size
+            if moved > _GIVE_BACK_BYTES:
+                moved = 0
+                give_back()
             flat = self.memory.tensor(place, first.dtype)
             shared = flat.as_strided(first.shape, first.stride(), 0) if first.numel() else first.detach()
             if self.rank == 0 and first.numel():
@@ -219,6 +232,24 @@ class CellStore:
     def close(self) -> None:
         """Let nobody else attach."""
         self.memory.close()
+
+
+def parameters_in(memory: CellMemory, note: int) -> Callable[[str, nn.Parameter], Tensor | None]:
+    """Finds parameters by their names where the head has them. What is written to them, as code that makes an optimizer
+    may, changes nothing there: after `move_in` it is gone. note: the size of the head's, of `write_places`."""
+    box = memory.tensor(SharedPlace(PAGE, note), torch.uint8)
+    said = ctypes.string_at(box.data_ptr(), note)
+    extent, offsets = msgspec.msgpack.decode(said, type=tuple[SharedPlace, dict[str, int]])
+    copied = memory.copied(extent)
+
+    def found(name: str, like: nn.Parameter) -> Tensor | None:
+        if name not in offsets:
+            return None
+        count = _within(like) // like.element_size()
+        flat = torch.frombuffer(copied, dtype=like.dtype, count=count, offset=offsets[name])
+        return flat.as_strided(like.shape, like.stride(), 0)
+
+    return found
 
 
 def give_back() -> None:

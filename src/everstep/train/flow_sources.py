@@ -8,12 +8,16 @@ from __future__ import annotations
 import ast
 import linecache
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _MOST_CHARACTERS = 2_000_000
+_LOADS = ("torch.load", "load_file", "safetensors.torch.load_file")
+"""Functions that read tensors from a file."""
 
 
 @dataclass
@@ -57,6 +61,26 @@ class SyntaxTrees:
             if isinstance(node, ast.For | ast.While) and node.lineno <= frame.f_lineno <= (node.end_lineno or 0):
                 best = node if best is None or node.lineno >= best.lineno else best
         return best
+
+    def loaded_before(self, frame: types.FrameType) -> Iterator[str]:
+        """Paths, or the code that makes them, of tensors' files that this frame has read before its loop."""
+        code, loop = frame.f_code, self.loop(frame)
+        top: Any = self.tree(code.co_filename) if code.co_name == "<module>" else self.function(code)
+        until = loop.lineno if loop is not None else frame.f_lineno
+        for node in _inside(top) if top is not None else ():
+            if isinstance(node, ast.Call) and node.lineno < until and ast.unparse(node.func) in _LOADS and node.args:
+                yield ast.unparse(node.args[0])
+                found = _value(node.args[0], frame)
+                if isinstance(found, str | PurePath):
+                    yield str(found)
+
+
+def _value(node: ast.expr, frame: types.FrameType) -> Any:
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if isinstance(node, ast.Attribute):
+        return getattr(_value(node.value, frame), node.attr, None)
+    return node.value if isinstance(node, ast.Constant) else None
 
 
 def prepares(frame: types.FrameType) -> bool:

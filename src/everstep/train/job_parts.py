@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.data.batch import to_device
 from everstep.data.loader import Recipe, fetch
 from everstep.data.reading import reading_of
+from everstep.exact.digest import named_digest
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.placement.cuts import units_of
 from everstep.train.cell_head import CellHead
@@ -26,7 +28,7 @@ from everstep.train.replica import StageReplica
 from everstep.train.run import Run
 from everstep.train.saving import Whole
 from everstep.train.session import Session
-from everstep.train.stage import Parts, build_model, chosen_cut, cut_into_shards, cut_out
+from everstep.train.stage import Parts, There, build_model, chosen_cut, cut_into_shards, cut_out
 from everstep.train.task import Task, calling
 from everstep.train.trainer import EarlyStop
 from everstep.train.unsupported import refuse_group, refuse_unsupported
@@ -114,6 +116,12 @@ class BuiltTask:
         self.early_stop = EarlyStop(config.early_stop)
         self.dataset: Any = None
         self._task, self._config = task, config
+        self._leads_cell = config.cell.ranks > 1 and cell_rank == 0
+        self._there: There | None = None
+
+    def take(self, there: There) -> None:
+        """Models that are made module by module have these parameters from now on, which another process has made."""
+        self._there = there
 
     def order(self) -> AnyOrder:
         """The samples of each lane; call `make` before. Raises: ConfigError if they are read as a stream."""
@@ -128,7 +136,8 @@ class BuiltTask:
         """All parts of the whole model, in their initial state. wanted: units to make, if made module by module."""
         task = self._task
         seed_all(build_seed(self._config.seed))
-        model, units = build_model(task, self._config, self.device, wanted)
+        model, units = build_model(task, self._config, self.device, wanted, self._there)
+        made = self._content(model)
         if self.dataset is None:
             self.dataset = calling(task, "build_dataset", "train")
         optimizer = calling(task, "build_optimizer", list(model.parameters()))
@@ -136,7 +145,14 @@ class BuiltTask:
         refuse_unsupported(model, optimizer, scheduler)
         refuse_group()
         mesh = cut_into_shards(task, model, self._config)
-        return Parts(model, optimizer, scheduler, units, {"everstep.early_stop": self.early_stop}, mesh)
+        as_made = made is not None and made == self._content(model)
+        return Parts(model, optimizer, scheduler, units, {"everstep.early_stop": self.early_stop}, mesh, as_made)
+
+    def _content(self, model: nn.Module) -> str | None:
+        """Digest of the parameters that are made here, where the processes of a cell want to know."""
+        if not (self._leads_cell and self._config.meta_init):
+            return None
+        return named_digest((name, p) for name, p in model.named_parameters() if not p.is_meta)
 
     def stages(
         self,

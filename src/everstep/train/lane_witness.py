@@ -48,6 +48,7 @@ class LaneWitness:
         present = self._look_at_loop()
         found = [f"{name}{place}" for name, (digest, place) in present.items() if digest != self._values[name][0]]
         drawn = [f"{name}{place}" for name, (_, place) in present.items() if isinstance(self._value(name), GENERATORS)]
+        moved = [f"{name}{place}" for name, (_, place) in present.items() if hasattr(self._value(name), "__next__")]
         if found and set(found) <= set(drawn):
             return LaneCarried(
                 f"{head}: {_listed(found)} goes on from one batch to the next, and a lane must not depend on those "
@@ -58,6 +59,11 @@ class LaneWitness:
                 f"{head}: {_listed(found)} is carried from one batch to the next, and a lane must not depend on those "
                 "before it, which other workers may compute: reset it in each batch, or change it once per step, after "
                 "the batches"
+            )
+        if moved:
+            return LaneCarried(
+                f"{head}: {_listed(moved)} goes on from one batch to the next, and a lane must not depend on those "
+                "before it: give join one dataset whose samples hold the items of both"
             )
         return error
 

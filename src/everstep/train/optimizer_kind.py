@@ -64,7 +64,7 @@ def kind_of(optimizer: Optimizer, seed: int, *, dealt: bool = False, made_up: bo
     parameters that are not `divisible` all owners update all (bits of narrow types depend on where a piece ends, in
     float32 they do not). Of gradients and of the state only some elements are there then, the rest is undefined: random
     numbers take the place of these, and zeros of those. made_up: random ones of gradients that are not there, too."""
-    sample = _sample_of(optimizer)
+    sample = tried_of(optimizer)
     parameters = [p for group in sample for p in group]
     if all(p.grad is None and not (made_up and p.requires_grad) for p in parameters):
         return OptimizerKind("nothing", NO_GRADIENT)
@@ -96,7 +96,7 @@ def kind_of(optimizer: Optimizer, seed: int, *, dealt: bool = False, made_up: bo
     return OptimizerKind("matrices", in_pieces, *more, follows=follows)
 
 
-def _sample_of(optimizer: Optimizer) -> list[list[Tensor]]:
+def tried_of(optimizer: Optimizer) -> list[list[Tensor]]:
     """Trained parameters to try, by group: the smallest of each number of dimensions, for optimizers go by that (if
     possible of `_LEAST_ELEMENTS`, so that it can be cut); and the largest ones for which there is room."""
     groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]

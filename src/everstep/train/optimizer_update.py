@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from everstep.exact.state_memory import StateMemory
 from everstep.train.divided_state import DividedState
 from everstep.train.loop_guard import LoopGuard
 from everstep.train.offload import FarMemory, StateFile
-from everstep.train.optimizer_kind import NO_GRADIENT, OptimizerKind, beside, expected_kind, kind_of
-from everstep.train.update_probe import UpdateProbe
+from everstep.train.offload_parameters import ModelFile
+from everstep.train.optimizer_kind import NO_GRADIENT, OptimizerKind, beside, expected_kind, kind_of, tried_of
+from everstep.train.update_probe import UpdateProbe, sample_of
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +86,10 @@ class OptimizerUpdate:
         """
         began, optimizer, memory = time.monotonic(), self._optimizer, self._memory
         self.dealt = dealt
+        if isinstance(memory, ModelFile):
+            self._refuse_hooks("zero.offload_params", "gradients are put into place for one part after the other")
+            if not self.proven or self._looks_now(step):  # at these parameters, below
+                give(_whole(chain.from_iterable((*sample_of(optimizer), *tried_of(optimizer)))))
         probe = None if self.proven or isinstance(optimizer, OptimizerSet) else UpdateProbe(optimizer, seed)
         if self.dealt is not None or isinstance(memory, FarMemory):
             self._find_kind(step, seed)
@@ -95,7 +101,7 @@ class OptimizerUpdate:
             if self.dealt is not None and (strange := self.dealt.strange()) is not None:
                 raise self._changed(step, f"what it keeps for a parameter of shape {strange} cannot be divided")
         elif isinstance(memory, FarMemory):
-            self._part_by_part(memory, step)
+            self._part_by_part(memory, step, give)
         elif isinstance(optimizer, OptimizerSet):
             self._each(optimizer, step, seed)
         else:
@@ -120,10 +126,23 @@ class OptimizerUpdate:
             if probe is not None:
                 probe.compare(step)
 
+    def _looks_now(self, step: int) -> bool:
+        return bool(self._looks or (self._every and step % self._every == 0))
+
+    def _refuse_hooks(self, key: str, why: str) -> None:
+        """Raises: ConfigError for hooks of the user's that would see gradients before an update, or after it."""
+        hooks = (*self._optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
+        hooks += (*self._optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
+        if any(not isinstance(getattr(hook, "__self__", None), LoopGuard) for hook in hooks):
+            raise ConfigError(
+                f"{key}: expected no step hooks of {type(self._optimizer).__name__}, since {why}: use clip_norm to clip"
+                f" them, or set {key}=false"
+            )
+
     def _find_kind(self, step: int, seed: int) -> None:
         """Find out what the optimizer is like; one without gradients in this step says nothing of that."""
         before, memory = self.kind, self._memory
-        if not self._looks and not (self._every and step % self._every == 0):
+        if not self._looks_now(step):
             return
         found = kind_of(self._optimizer, seed, dealt=self.dealt is not None)
         if found.why == NO_GRADIENT:
@@ -179,16 +198,17 @@ class OptimizerUpdate:
 
     # ---- where the state lies elsewhere
 
-    def _part_by_part(self, memory: FarMemory, step: int) -> None:
+    def _part_by_part(self, memory: FarMemory, step: int, give: Callable[[Ranges], None]) -> None:
         optimizer, kind = self._optimizer, self.kind
         self._move(memory)
         places = {p: dict(state) for p, state in optimizer.state.items() if isinstance(p, Tensor)}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if kind is None or kind.divides == "nothing" or kind.at_once:
+            give(_whole(parameters))
             optimizer.step()
         else:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
             before, calls = beside(optimizer), calls_of(parameters, PART_ELEMENTS, kind.divides == "elements")
-            PieceUpdate(optimizer, memory.make).make(self._one_after_another(memory, calls))
+            PieceUpdate(optimizer, memory.make).make(_given(self._one_after_another(memory, calls), give))
             if len(calls) > 1 and beside(optimizer) != before:
                 raise self._changed(step, "an update changes its groups or attributes")
         self._move(memory, places)
@@ -234,7 +254,11 @@ class OptimizerUpdate:
             )
 
 
-def _given(calls: Sequence[Ranges], give: Callable[[Ranges], None]) -> Iterator[Ranges]:
+def _whole(parameters: Iterable[Tensor]) -> Ranges:
+    return {parameter: ((0, parameter.numel()),) for parameter in parameters}
+
+
+def _given(calls: Iterable[Ranges], give: Callable[[Ranges], None]) -> Iterator[Ranges]:
     for ranges in calls:
         give(ranges)
         yield ranges

@@ -7,6 +7,7 @@ recomputation, only its input. The very first lane is computed twice, to check t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from everstep.exact.extra_state import keepers, packed
 from everstep.exact.parameters import ParameterWatch
 from everstep.exact.rank_sums import RankSums
 from everstep.exact.seeding import UnitSeeder
+from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.trees import Bundle, bundle, faithful_clone, gradients, open_gradients
 from everstep.protocol.step_types import LaneSaid
 from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
@@ -98,12 +100,19 @@ class SplitCall(NamedTuple):
     loss: Loss
 
 
+def derive(mesh: ShardMesh | None, roots: Any, gradients: Any = None, **how: Any) -> None:
+    """A lane's own backward pass. mesh: of a model that is cut; others: as of `torch.autograd.backward`."""
+    with nullcontext() if mesh is None else mesh.deriving():
+        torch.autograd.backward(roots, gradients, **how)
+
+
 @dataclass(eq=False)
 class PartPass:
     """One part of the model, in one worker.
 
     units: the part's own, in order. seeder: of the whole stage.
-    probing: whether a lane must still be computed twice for comparison. accumulator: of the worker's sums.
+    probing: whether a lane must still be computed twice for comparison. accumulator: of the worker's sums. mesh: as of
+    `Parts`.
     """
 
     part: int
@@ -115,6 +124,7 @@ class PartPass:
     watch: ParameterWatch
     _seeder: UnitSeeder
     _autocast: Callable[[], Any]
+    mesh: ShardMesh | None
     _probing: Callable[[], bool] | None
     said: LaneSaid | None = None
     """Digests of the lane whose backward pass was the last, if they are to be reported."""
@@ -252,13 +262,13 @@ class PartPass:
         try:
             if lane.scaled is not None:
                 loss = lane.scaled[0]
-                torch.autograd.backward(loss if scale == 1.0 else loss * scale)
+                derive(self.mesh, loss if scale == 1.0 else loss * scale)
             else:
                 found = open_gradients(_required(back))
                 pairs = zip(_required(lane.outputs).tensors, found, strict=True)
                 roots = [(t, g) for t, g in pairs if g is not None]
                 if roots:
-                    torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+                    derive(self.mesh, [t for t, _ in roots], [g for _, g in roots])
         finally:
             self._seeder.end_lane()
         self.watch.look()

@@ -49,14 +49,23 @@ from everstep.train.importing import import_from_script
 from everstep.train.loop_values import held
 from everstep.train.name_origins import Places
 from everstep.train.reachable import Carried, Fact, Survey, loop_frames, of_user, variables
-from everstep.train.restarts import TRAINING, Finding, differing, findings, read_in_code, unpassed, with_code
+from everstep.train.restarts import (
+    TRAINING,
+    Finding,
+    differing,
+    findings,
+    left_early,
+    read_in_code,
+    unpassed,
+    with_code,
+)
 from everstep.train.task import place_of, where
 from everstep.train.view import WorkerView
 from everstep.train.watched_life import IN_REHEARSAL, LifeNotes, LifeWatch, Noted, epoch_end, noted_of, numbers_in
 from everstep.train.worker_link import Deliver, Hello, LoneLink
 
 STEPS, LIMIT_S = 3, 120.0
-DIED, LATE = "died", "late"
+DIED, LATE, LEFT = "died", "late", "left"
 _SIZE = "a.bytes"
 """File with the size of life a, when it has done a step."""
 _NEVER = 1 << 40
@@ -89,8 +98,8 @@ class Rehearsed:
 @dataclass(frozen=True)
 class Sighting:
     """Facts that a life has seen at its end. step: its last step. error: why it ended otherwise, "" if it did not;
-    known: Everstep itself has refused something; kind: of the error at this place, `DIED` or `LATE`. total: the job's
-    last step;
+    known: Everstep itself has refused something; kind: of the error at this place, `DIED`, `LATE` or `LEFT`. total: the
+    job's last step;
     epoch_end: that of the first epoch, 0 if there is none. numbers: values in the loop. unpassed: name and type of a
     scheduler that `join` was not given. read: facts from the loop's code, which was read before the first step.
     """
@@ -321,7 +330,9 @@ def live(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> None:
     faulthandler.enable(2)
     try:
         body(link)
-        error = "its loop ended before its last step" if link.joined else "it ended without calling everstep.join"
+        error, kind = "it ended without calling everstep.join", ""
+        if link.joined:
+            error, kind = "its loop ended before its last step", LEFT
     except EverstepError as refusal:
         error, known, kind, place = str(refusal), True, type(refusal).__name__, place_of(refusal)
     except SystemExit as leaving:
@@ -419,11 +430,13 @@ class Rehearsal:
         read = [read_in_code(*row) for row in first.read.carried]
         if first.known:
             return Judgement(refused=first.error, seen=first)
-        if read and first.error:
-            return Judgement(tuple(map(places.of, read)), seen=first)
         if not first.error and not self._what.path("b").exists():
             return Judgement(note="nothing was saved that a life could go on from", seen=first)
         resumed = first if first.error else self.result("b")
+        if read and resumed.error:
+            return Judgement(tuple(map(places.of, read)), seen=first)
+        if resumed.kind == LEFT and not first.error:
+            return Judgement((places.of(left_early(os.path.basename(self._what.script))),), seen=first)
         if resumed.error:
             note = resumed.error if first.error else f"a life that went on from step 1 ended early: {resumed.error}"
             return Judgement(note=note, output=self._output("a" if first.error else "b"), seen=first)

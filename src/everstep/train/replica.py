@@ -34,6 +34,7 @@ from everstep.train.elastic import LrPolicy
 from everstep.train.loop_guard import refused
 from everstep.train.model_call import Loss
 from everstep.train.offload import memory_for
+from everstep.train.offload_parameters import ModelFile, parameter_files
 from everstep.train.optimizer_update import OptimizerUpdate, refuse_undivided
 from everstep.train.precision import LossScaler, autocast
 from everstep.train.stage import Parts, StageSpec
@@ -78,6 +79,11 @@ class StageReplica:
         self.parts = parts
         self.spec = spec
         align_parameters(parts.model)
+        files = parameter_files(config)
+        if files is not None:
+            for parameter in parts.model.parameters():
+                files.take(parameter)
+            files.watch(parts.units, list(parts.model.parameters()))
         self.layout = GradientLayout.build(parts.model, parts.units)
         self._scheduled: int | None = None
         self._config = config
@@ -94,7 +100,7 @@ class StageReplica:
         if config.batch == "per_worker":  # otherwise the number of workers is no part of the state
             extras["everstep.lr_policy"] = self._lr_policy
         settings = Settings(parts.model, parts.optimizer)
-        memory = memory_for(config.zero.offload, device)
+        memory = memory_for(config.zero.offload, device) if files is None else files.memory
         if isinstance(parts.optimizer, OptimizerSet) and (config.zero.stage or config.zero.offload is not None):
             raise ConfigError(
                 "zero: the state of one optimizer alone can be divided or kept elsewhere, and join was given several: "
@@ -232,7 +238,7 @@ class StageReplica:
             pieces = None if parts is None else parts.updates()
             if self._cell is not None:
                 pieces = self._cell.begin_update(outcome.step, factor, reduced)
-            later = pieces is not None
+            later = pieces is not None or isinstance(self.state.memory, ModelFile)
             self._handover.hand_over(reduced, factor, received, pieces, self._config.clip_value, later=later)
             told["lr"] = self._step_optimizer(outcome.step, workers, parts, pieces)
             self._handover.clear()

@@ -22,6 +22,10 @@ _CARRIES = (
     "the loop carries it from step to step, and the training depends on it, but join does not carry it: it is lost on "
     "resume"
 )
+_REREAD = (
+    "the script loads this file before its loop, and the loop saves it: a worker that starts later, or the next job, "
+    "would begin with other weights"
+)
 _ANEW = "join does not carry this {}: it is lost on resume"
 _GIVE = "give it to join: state={{'{key}': {name}}}"
 _STATE = (
@@ -33,6 +37,7 @@ _REMEDIES = {
     "cache": "let its result depend on its arguments alone",
     "count": "count from step.number",
     "file": "keep its content in everstep.state(...), and give that to join as state=",
+    "reread": "do not load before the loop what the loop saves: a job goes on from its own checkpoints",
     "scheduler": "give it to join: scheduler={name}, which steps it once per update, or state={{'{key}': {name}}} to "
     "step it yourself",
     "optimizer": _GIVE,
@@ -141,11 +146,17 @@ def unpassed(name: str, type_name: str) -> Finding:
     return Finding("scheduler", name, type_name, True, remedy, says=_ANEW.format(type_name))
 
 
+def left_early(name: str) -> Finding:
+    """Finding of a loop that ends earlier in a worker that is resumed than in an undisturbed run. name: its script."""
+    says = "its loop ends earlier in a worker that is resumed than in an undisturbed run"
+    return Finding("loop", name, "", True, "give join what the loop's end depends on, as state=...", says=says)
+
+
 def read_in_code(name: str, kind: str, file: str, line: int) -> Finding:
     """Finding of a name that the loop carries from round to round, and that training depends on."""
     remedy = _remedy(kind, name)
     remedy += f"; or join(ignore=['{name}']) if no later step depends on it"
-    return Finding(kind, name, "", True, remedy, file, line, _CARRIES)
+    return Finding(kind, name, "", True, remedy, file, line, _REREAD if kind == "reread" else _CARRIES)
 
 
 def with_code(found: Sequence[Finding], read: Sequence[Finding], harmless: Sequence[str]) -> list[Finding]:

@@ -34,6 +34,7 @@ from everstep.train.job_data import JobData
 from everstep.train.keeping import SnapshotKeeper
 from everstep.train.kernels import kernels_of
 from everstep.train.loop_state import LoopState
+from everstep.train.offload_parameters import parameter_files
 from everstep.train.profiling import WorkerProfiling
 from everstep.train.published import Publisher
 from everstep.train.saving import LastCheckpoint, PartSaver, Restorer, Whole, saving_of
@@ -73,7 +74,7 @@ class Session:
             names=lambda stage: stages[stage].state.part_names if stage in stages else (),
         )
         driver = Driver(rules, StepMachine(link.me))
-        rendezvous = Rendezvous(link.tell)
+        rendezvous, files = Rendezvous(link.tell), parameter_files(config)
         kind, keys = config.transport, (rendezvous.set_key, rendezvous.get_keys, rendezvous.over)
         store = ControlStore(*keys) if KINDS[kind].meets else None
         transport = StagedTransport(
@@ -84,9 +85,9 @@ class Session:
             tls=link.tls,
             machine=hashlib.sha256(machine().encode()).hexdigest()[:16],
             device=device,
+            folder=None if files is None else files.folder,
         )
-        publisher = Publisher(link.run_dir, link.me)
-        kernels = kernels_of(config.precision, device, config.threads)
+        publisher, kernels = Publisher(link.run_dir, link.me), kernels_of(config.precision, device, config.threads)
         at_hand = link, stages, data.order, data.position, driver, Cutter(transport.abort)
         view = WorkerView(*at_hand, publisher, transport, kernels)
         executor = Executor(driver, view.cutter, view.tick, lambda: link.row.end_asked, link.waits)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from everstep.base.stage_map import parse_map
 from everstep.exact.layout import GradientLayout, align_parameters, untie
 from everstep.exact.reduce import Tied, TiePlace
 from everstep.exact.seeding import module_seed, preserve_rng, seed_all
+from everstep.exact.shard_plan import whole_at_borders
 from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.state import Share
 from everstep.placement.cuts import ModelCut, choose, of_sizes
@@ -31,7 +33,8 @@ from everstep.train.task import Task, calling
 @dataclass(frozen=True)
 class Parts:
     """The user's objects: everything that is trained, and its companions. extras: more state to keep. mesh: of a model
-    that is cut into virtual shards."""
+    that is cut into virtual shards. as_made: whether parameters are known to be as their modules made them, one by one,
+    so that code that has run since has changed none."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -39,6 +42,7 @@ class Parts:
     units: Sequence[nn.Module]
     extras: Mapping[str, Any] = field(default_factory=dict)
     mesh: ShardMesh | None = None
+    as_made: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,13 +94,13 @@ class StageSpec:
 
 
 def build_model(
-    task: Task, config: Config, device: torch.device, wanted: Iterable[int] | None = None
+    task: Task, config: Config, device: torch.device, wanted: Iterable[int] | None = None, there: There | None = None
 ) -> tuple[nn.Module, list[nn.Module]]:
-    """The task's model and its units; with `meta_init` made module by module, and only the units `wanted`."""
+    """The task's model and its units; with `meta_init` made module by module, and only the units `wanted`. there: as of
+    `build_by_module`."""
     if config.meta_init:
-        return build_by_module(
-            lambda: calling(task, "build_model"), lambda m: calling(task, "units", m), config.seed, device, wanted
-        )
+        build, units_of = partial(calling, task, "build_model"), partial(calling, task, "units")
+        return build_by_module(build, units_of, config.seed, device, wanted, there)
     model = calling(task, "build_model").to(device)
     return model, calling(task, "units", model)
 
@@ -162,6 +166,8 @@ def cut_out(whole: Parts, cut: ModelCut, stages: int, stage: int) -> tuple[Parts
             f"{cut[-1][1] - 1}: use at most {n_units} parts, or let Task.units name finer units"
         )
     spec = StageSpec(stage, stages, tuple(cut))
+    if whole.mesh is not None:
+        whole_at_borders(whole.mesh, whole.units, [cut[part] for part in spec.parts])
     names = {id(parameter): name for name, parameter in whole.model.named_parameters()}
     refuse_hidden_ties(whole, cut, stages)
     untie(whole.model, whole.units)
@@ -177,7 +183,7 @@ def cut_out(whole: Parts, cut: ModelCut, stages: int, stage: int) -> tuple[Parts
     units = [whole.units[k] for k in own]
     _drop_foreign(whole, units, foreign.values())
     positions = _filter_optimizer(whole, {id(p) for p in (*whole.model.parameters(), *foreign.values())})
-    parts = Parts(whole.model, whole.optimizer, whole.scheduler, units, whole.extras, whole.mesh)
+    parts = replace(whole, units=units)
     layout = GradientLayout.build(whole.model, units)
     gc.collect()
     tied = _tied(ties, whole.model, layout, _stage_of(cut, stages))
@@ -317,14 +323,20 @@ def _tied(
 # ---- models that no single host could hold: on the meta device first, then module by module, each by itself
 
 
+There = Callable[[str, nn.Parameter], Tensor | None]
+"""The values of a parameter, by its name and what is like it; None if they are to be made."""
+
+
 def build_by_module(
     build: Callable[[], nn.Module],
     units_of: Callable[[nn.Module], Sequence[nn.Module]],
     seed: int,
     device: torch.device,
     wanted: Iterable[int] | None = None,
+    there: There | None = None,
 ) -> tuple[nn.Module, list[nn.Module]]:
     """The model and its units. Only the units `wanted` (all by default), and modules outside all units, take memory.
+    there: where another process has made a parameter already.
 
     Every module is initialised under generators seeded from the job's seed and the module's own path, so its initial
     values do not depend on which other modules are made here: the same bits in every topology.
@@ -349,7 +361,7 @@ def build_by_module(
     with preserve_rng():
         for path, module in model.named_modules():
             if id(module) in needed:
-                _materialise(model, path, module, seed, device, owners, made)
+                _materialise(model, path, module, seed, device, owners, made, there)
     for module in model.modules():  # modules that are not made stay tied to made ones, so that every stage sees the tie
         if id(module) not in needed:
             tied = {name: made[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in made}
@@ -375,8 +387,10 @@ def _materialise(
     device: torch.device,
     owners: dict[int, nn.Module],
     made: dict[int, nn.Parameter],
+    there: There | None,
 ) -> None:
     ties: dict[str, nn.Parameter] = {}
+    taken: dict[str, Tensor] = {}
     own = False
     for name, parameter in module._parameters.items():
         if parameter is None:
@@ -384,7 +398,10 @@ def _materialise(
         if owners[id(parameter)] is not module or id(parameter) in made:
             ties[name] = made[id(parameter)]
         else:
-            own = True
+            found = None if there is None else there(f"{path}.{name}" if path else name, parameter)
+            own = own or found is None
+            if found is not None:
+                taken[name] = found
             made[id(parameter)] = _scratch(parameter, device)
             made[id(parameter)].__dict__.update(parameter.__dict__)
         module._parameters[name] = _scratch(parameter, device) if name in ties else made[id(parameter)]
@@ -394,6 +411,8 @@ def _materialise(
             module._buffers[name] = _empty(buffer, device)
     if own:
         _initialise(model, path, module, seed)
+    for name, found in taken.items():
+        module._parameters[name].data = found  # type: ignore[union-attr]
     module._parameters.update(ties)
 
 

@@ -30,7 +30,7 @@ from everstep.protocol.driver.records import LaneReport
 from everstep.protocol.step_types import LaneSaid
 from everstep.train.logged_values import LaneTotals
 from everstep.train.model_call import Loss, ModelCall
-from everstep.train.part_pass import Lane, PartPass, SplitCall, computed_otherwise, measured
+from everstep.train.part_pass import Lane, PartPass, SplitCall, computed_otherwise, derive, measured
 from everstep.train.precision import LossScaler, autocast
 from everstep.train.stage import Parts, StageSpec
 
@@ -73,6 +73,7 @@ class StageLanes:
                 ParameterWatch(parts.model, units),
                 self.seeder,
                 lambda: autocast(config.precision, device),
+                parts.mesh,
                 probing,
             )
         self._sums = StageSums([p.accumulator for p in self.passes.values()], config.lanes)
@@ -324,7 +325,7 @@ class LoopLane:
         if not self._several:
             self._pass.guard.end_lane()
         scaled = scaled * self._scaler.scale if self._scaler.enabled else scaled
-        torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=inputs)
+        derive(self._pass.mesh, scaled, retain_graph=retain_graph, inputs=inputs)
         self._begin_autocast()
 
     def _find_several(self) -> None:

@@ -21,7 +21,7 @@ from everstep.train.stretches import set_cursor, unrun
 from everstep.train.watched_life import BEFORE, RUN, LifeWatch, read_rows
 
 _MOST_SITES, _MOST_STRETCHES = 24, 5
-_PINNED = Setting(pinned=True)
+_PINNED, _STILL = Setting(pinned=True), Setting(pinned=True, still=True)
 _WORDS = {
     "time": ("the clock", "let it follow from step.number, or from the generators that are seeded for every lane"),
     "dat": ("the clock", "let it follow from step.number, or from the generators that are seeded for every lane"),
@@ -83,8 +83,8 @@ class Trials:
         if first.error:
             same = bool(verdict.findings) or control.late or control.error == first.error
             return [] if same else self._unsteady("one of them ends early: " + first.error, first)
-        found = self._surroundings(first, control)
         how = unlike(first, rehearsal.seen["b"])
+        found = self._surroundings(first, control, how)
         if not found and not verdict.findings and how:
             why = "a worker that is resumed differs"
             found = self._followed(how, why, self._traced_lives("a", "b")) or [_somewhere(how, why, first)]
@@ -154,18 +154,19 @@ class Trials:
 
     # ---- surroundings
 
-    def _surroundings(self, first: Sighting, control: Sighting) -> list[Finding]:
+    def _surroundings(self, first: Sighting, control: Sighting, resumed: str) -> list[Finding]:
+        """resumed: how a resumed life differs, "" if it does not."""
         strange = self._stranger.result("s")
         if strange.error:
             self.notes.append(f"other surroundings, all at once: {strange.error}")
         natural = unlike(first, control)
         how = natural or ("" if strange.error else unlike(first, strange))
         self.covered.append(f"{len(strange.noted.sites)} readings of clocks, ids, variables and folders in the code")
-        if not how and not strange.error:
+        if not how and not resumed and not strange.error:
             return []
         sites = strange.noted.sites or self._life("n", Setting()).noted.sites
         found = self._by_site(sites)
-        if not found and not strange.error and not natural:
+        if not found and how and not strange.error and not natural:
             found = self._followed(how, "it depends on the order or the hash of texts", self._hashed_lives())
         return found or (self._unsteady(natural, first) if natural else [])
 
@@ -173,20 +174,20 @@ class Trials:
         why = "two undisturbed runs differ"
         return self._followed(how, why, self._traced_lives("t", "u")) or [_somewhere(how, why, first)]
 
-    def _by_site(self, sites: Sequence[str]) -> list[Finding]:
+    def _by_site(self, sites: Sequence[str], pinned: Setting = _PINNED) -> list[Finding]:
         if not sites:
             return []
-        plain = self._life("p", _PINNED)
+        plain = self._life("p", pinned)
         if plain.error:
             self.notes.append(f"a run whose clocks stand still: {plain.error}")
             return []
-        every = self._life("q", replace(_PINNED, moved=(ALL,)))
-        if not every.error and not unlike(plain, every):
-            return []
+        every = plain if pinned.still else self._life("q", replace(pinned, moved=(ALL,)))
+        if every is not plain and not every.error and not unlike(plain, every):
+            return []  # (where clocks stand still, a difference of two that have moved is the same)
         found = []
         for k, name in enumerate(sites[:_MOST_SITES]):
             source, file, line = parts_of(name)
-            other = self._life(f"q{k}", replace(_PINNED, moved=(name,)))
+            other = self._life(f"q{k}", replace(pinned, moved=(name,)))
             if other.error:
                 where = f"{os.path.basename(file)}:{line}"
                 self.notes.append(f"{source} ({where}): with another value the script ends early ({other.error})")
@@ -209,8 +210,8 @@ class Trials:
         with self._lives(LifeWatch(trace="lane", setting=Setting())) as lives:
             seen = lives.result("l")
         at = seen.noted.diverged
-        if at is None:
-            return plain
+        if at is None:  # nothing that differs has a name
+            return next(iter(self._by_site(seen.noted.sites, _STILL)), plain)
         source = next((s for s, f, n in map(parts_of, seen.noted.sites) if (f, n) == (at.file, at.line)), "")
         if source:
             return _reading(source, at.file, at.line, "the same batch, computed twice, gives other results")

@@ -143,7 +143,7 @@ def watch_of(data: dict[str, Any]) -> LifeWatch:
     """Notes to take, from JSON."""
     setting = data["setting"]
     if setting is not None:
-        setting = Setting(tuple(setting["moved"]), bool(setting["pinned"]))
+        setting = Setting(tuple(setting["moved"]), bool(setting["pinned"]), bool(setting["still"]))
     return LifeWatch(**{**data, "setting": setting})
 
 

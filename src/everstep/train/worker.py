@@ -32,6 +32,7 @@ from everstep.train import join
 from everstep.train.console import LeaderConsole
 from everstep.train.importing import import_from_script
 from everstep.train.job_parts import assemble_task
+from everstep.train.offload_parameters import build_in_files
 from everstep.train.published import Publisher
 from everstep.train.rehearsing import beside_worker
 from everstep.train.task import Task, where
@@ -62,6 +63,7 @@ def run_worker(
     failed; its last words went to the coordinator and the log.
     """
     config = context.load_config()
+    build_in_files(config)
     link = LaunchedLink(context, config, faults)
     linked(link)
     try:

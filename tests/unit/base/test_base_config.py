@@ -200,7 +200,6 @@ def test_unknown_keys_in_nested_form_and_of_any_type():
             {"cell.fsdp": 2, "stages": 2, "chunks": 2, "schedule": "looped_bfs"},
             "cell.fsdp: expected 1 with chunks=2, got 2",
         ),
-        ({"cell.tp": 2, "cell.sp": True, "stages": 2}, "cell.sp: expected false with stages=2, got true"),
         ({"cell.fsdp": 2, "zero.stage": 1}, "cell.fsdp: expected 1 with zero.stage=1, got 2"),
         ({"cell.fsdp": 2, "zero.offload": "/disk/"}, "cell.fsdp: expected 1 with zero.offload=/disk/, got 2"),
         ({"cell.fsdp": 2, "batch": "per_worker"}, "cell.fsdp: expected 1 with batch=per_worker, got 2"),

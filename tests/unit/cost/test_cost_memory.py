@@ -200,3 +200,12 @@ def test_devices_by_name() -> None:
         device_named("a100")
     with pytest.raises(ConfigError, match="did you mean h100-80"):
         device_named("h100-8")
+
+
+def test_of_a_model_in_files_what_is_in_use_is_in_memory_and_sums_of_many_lanes() -> None:
+    model = adam(BILLION)
+    near, far = (of_ours(model, Split(4, 8, offload=True, offload_params=files), 0) for files in (False, True))
+    assert far.host["parameters"] == near.device["parameters"] == 4 * BILLION and far.device["lanes"] == 0
+    assert near.total - far.total > 10 * BILLION
+    many = of_ours(model, Split(2, 8, offload=True, offload_params=True), 0)
+    assert many.device["lanes"] == 4 * BILLION

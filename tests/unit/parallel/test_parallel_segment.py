@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
 
 import pytest
 
-from everstep.base.errors import MembershipError
+from everstep.base.errors import ConfigError, MembershipError
 from everstep.base.plan import WorkerKey
-from everstep.parallel.mapping import Geometry, OwnSegment, PeerSegment
+from everstep.parallel.mapping import Geometry, OwnSegment, PeerSegment, let_files_go
 
 ME, SMALL, OTHER = WorkerKey(0, 0), Geometry(65536, 1, 2, 4096), Geometry(131072, 1, 2, 4096)
 
@@ -39,3 +40,39 @@ def test_a_segment_of_another_model_is_refused() -> None:
         PeerSegment(own.name, ME, SMALL).close()
     finally:
         own.close()
+
+
+def test_a_segment_in_a_file_is_read_by_peers_and_keeps_what_it_lets_go_of(tmp_path: Path) -> None:
+    own = OwnSegment(ME, SMALL, tmp_path)
+    try:
+        assert list(tmp_path.iterdir()) == []
+        own.slot(1).fill_(3.0)
+        peer = PeerSegment(own.name, ME, SMALL)
+        own.forget_slot(1)
+        let_files_go()
+        assert bool((peer.slot(1) == 3.0).all()) and bool((own.slot(1) == 3.0).all())
+        peer.close()
+    finally:
+        own.close()
+
+
+def test_a_segment_in_a_file_takes_its_room_on_disk_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, there = OwnSegment(ME, SMALL, tmp_path), os.posix_fallocate
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    try:
+        own.result(0)
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        own.result(0)
+        with pytest.raises(ConfigError, match=r"room for the gradients.*No space left"):
+            own.slot(0)
+        monkeypatch.setattr(os, "posix_fallocate", there)
+        own.slot(0)
+    finally:
+        own.close()
+    with pytest.raises(ConfigError, match=r"room for the gradients.*No such file"):
+        OwnSegment(ME, SMALL, tmp_path / "none")

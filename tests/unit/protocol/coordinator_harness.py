@@ -137,6 +137,7 @@ class World:
         agent: str = "a1",
         in_order: bool = False,
         cause: Cause = Cause.KILLED,
+        again: bool = False,
     ) -> None:
         message = m.WorkerExited(
             agent_id=agent,
@@ -145,6 +146,7 @@ class World:
             reason=reason,
             died_unix_ns=123,
             in_order=in_order,
+            again=again,
             cause=cause,
         )
         self.say(agent, message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from coordinator_harness import MS, S, World, drop, running
 
+from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as m
 
@@ -295,6 +296,19 @@ def test_on_failure_shrink_lowers_the_target():
     world.entered(0, 2, 4)
     rejoined(world, 2, 1)
     assert world.last(m.Heal) is None and world.last(m.Dismissed, "w2.1").drained
+
+
+def test_with_shrink_members_that_go_back_to_a_checkpoint_by_new_lives_are_not_lost():
+    """They end by themselves, all that are left, and so does the job if nobody is waited for."""
+    world = running(on_failure="shrink")
+    world.exited(2)
+    world.entered(0, 2, 4)
+    for i in (0, 1):
+        world.exited(i, reason="exit code 75", cause=Cause.EXITED, again=True)
+    assert world.last(m.JobEnded) is None and world.last(m.SetSlots, "a1").worker_ids == [0, 1]
+    for i in (0, 1):
+        rejoined(world, i, 1)
+    assert world.plan.worker_ids == (0, 1)
 
 
 def test_when_all_state_is_lost_it_starts_over_and_says_so():

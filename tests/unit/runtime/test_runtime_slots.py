@@ -161,6 +161,15 @@ def test_shrink_never_restarts() -> None:
     assert verdict.cause is Cause.KILLED
 
 
+def test_shrink_starts_a_worker_again_that_ended_for_that() -> None:
+    slot, config = Slot(0), policy(1, 0.5, 30.0, "shrink")
+    _live(slot, 0.0)
+    assert _rests(slot, 1.0, config, killed=False, again=True) and slot.restart_at_s == 1.0
+    _live(slot, 1.0)
+    verdict = _die(slot, 2.0, config, killed=False, again=True)
+    assert verdict is not None and "max_restarts" in verdict.reason
+
+
 def test_three_crashes_alike_at_one_step_are_a_loop_whoever_dies() -> None:
     crashes = StepCrashes()
     assert [crashes.observe(7, "exit code 7", 6, 4) for _ in range(2)] == ["", ""]

@@ -140,3 +140,12 @@ def run_script(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, str(folder / "train.py"), *argv]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_an_iterator_that_a_batch_goes_on_in_is_named() -> None:
+    model, others = nn.Linear(4, 4), iter(range(1, 9))
+    with pytest.raises(LaneCarried) as refused:
+        for step in steps(model):
+            for x in step:
+                step.backward(model(x).sum() * next(others))
+    assert said(refused).startswith("others (test_train_lane_witness.py:150) goes on from one batch to the next, and ")

@@ -90,6 +90,35 @@ def test_why_there_is_no_rehearsal(note: str, tmp_path: Path) -> None:
     assert verdict["note"].startswith(note) and not verdict["findings"]
 
 
+def test_a_loop_that_ends_earlier_after_a_resume_is_found(tmp_path: Path) -> None:
+    stops = rehearsed_scripts.Loop("stops", after="if os.environ['EVERSTEP_REHEARSAL'] == 'b': break")
+    (found,) = rehearsed(tmp_path, stops.text.replace("raise", "#"))["findings"]
+    assert (found["kind"], found["refused"], found["says"].startswith("its loop ends earlier")) == ("loop", True, True)
+    assert "join" in stops.text.splitlines()[found["line"] - 1]
+
+
+SAVES = "torch.save(model.state_dict(), PATH)"
+
+
+def test_a_file_that_the_script_loads_and_its_loop_saves_is_named(tmp_path: Path) -> None:
+    """Nothing differs in the first three steps."""
+    setup = f"PATH = {str(tmp_path / 'kept.pt')!r}\nif os.path.exists(PATH): model.load_state_dict(torch.load(PATH))"
+    loop = rehearsed_scripts.Loop("reread", setup, after=f"if step.number % 5 == 0: {SAVES}")
+    (found,) = rehearsed(tmp_path, loop.text)["findings"]
+    assert (found["object"], found["kind"]) == (str(tmp_path / "kept.pt"), "reread")
+    only = tmp_path / "only saved"
+    only.mkdir()
+    assert not rehearsed(only, loop.text.replace("torch.load(PATH)", "torch.load('other.pt')"))["findings"]
+
+
+def test_a_count_that_ends_the_loop_is_named(tmp_path: Path) -> None:
+    """The life that goes on ends early, so the two states cannot be compared."""
+    setup = "least = 9.0"
+    loop = rehearsed_scripts.Loop("least", setup, after="if least == 9.0 and step.number > 1: break\nleast = step.loss")
+    (found,) = rehearsed(tmp_path, loop.text.replace("raise", "#"))["findings"]
+    assert (found["object"], found["kind"]) == ("least", "carried")
+
+
 def test_what_takes_too_long_is_given_up(tmp_path: Path) -> None:
     verdict = rehearsed(tmp_path, "import time\ntime.sleep(600)", limit_s=0.5)
     assert verdict["note"] == "it was not through with 3 steps after 0.5 s"

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from everstep.cli.check import answer
-from everstep.cli.check_jobs import deaths
+from everstep.cli.check_jobs import deaths, lanes_of
 from everstep.train.rehearsal import stood_at
 from rehearsed_scripts import Loop
+from sampling import mostly_longer
 
 _SETUP = "import signal; life = os.environ.get('EVERSTEP_REHEARSAL')"
 _FAULT = "signal.raise_signal(signal.SIGSEGV)"
@@ -47,7 +48,7 @@ def checked(folder: Path, text: str) -> dict[str, Any]:
     return said
 
 
-@pytest.mark.parametrize("name", DYING)
+@pytest.mark.parametrize("name", mostly_longer(DYING, lambda name: name in ("raises", "left", "early", "resumed")))
 def test_a_life_that_ends_otherwise_is_a_finding(name: str, tmp_path: Path) -> None:
     loop, how = DYING[name]
     said = checked(tmp_path, loop.text)
@@ -79,3 +80,18 @@ def test_where_a_process_died_is_read_from_its_last_words(tmp_path: Path) -> Non
     )
     assert stood_at(f'x\n{stack}", line 4 in g\n  File "{script}", line 12 in f\n') == (str(script), 12)
     assert stood_at("nothing") == ("", 0)
+
+
+def test_short_jobs_have_no_more_workers_than_lanes(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    rows = [{"kind": "job_started"}, {"kind": "generation_started", "lanes": {"0": [0, 1], "1": [2]}}]
+    events.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert lanes_of(events) == 3
+
+
+def test_a_reading_that_is_used_without_a_name_is_found(tmp_path: Path) -> None:
+    """The lane that is computed twice differs, and no variable does."""
+    text = Loop("clock", batch="step.backward(model(x).sum() * (time.perf_counter() % 1))").text
+    (found,) = checked(tmp_path, text)["findings"]
+    assert found["object"] == "time.perf_counter"
+    assert "perf_counter" in text.splitlines()[found["line"] - 1]

@@ -383,12 +383,34 @@ def test_plans_stand_the_comparison(kind: str) -> None:
         assert _loss(made.forward(_batch(0)[:, :-1]), _batch(0)) > 0
 
 
-def test_gradients_that_are_derived_again_are_refused() -> None:
+@pytest.mark.parametrize("name", ["head.weight", "blocks.0.attention.qkv.weight", "blocks.1.down.bias"])
+def test_gradients_that_are_derived_again_are_refused(name: str) -> None:
     made = _zoo(0.0)
     shard_model(made.model, made.plan, ShardMesh(4))
     loss = _loss(made.forward(_batch(0)[:, :-1]), _batch(0))
     with pytest.raises(ConfigError, match="first derivatives alone"):
-        torch.autograd.grad(loss, list(made.model.parameters()), create_graph=True)
+        torch.autograd.grad(loss, made.model.get_parameter(name), create_graph=True)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_gradients_that_a_loss_asks_for_are_whole_at_each_rank(sequence: bool) -> None:
+    torch.set_num_threads(1)
+
+    def asked(mesh: ShardMesh) -> list[Tensor]:
+        made = _zoo(0.0)
+        shard_model(made.model, made.plan, mesh)
+        loss = _loss(made.forward(_batch(0)[:, :-1]), _batch(0))
+        found = torch.autograd.grad(loss, list(made.model.parameters()), retain_graph=True)
+        with mesh.deriving():
+            loss.backward()  # type: ignore[no-untyped-call]
+        own = made.model.get_parameter("embedding.tokens.weight").grad
+        assert own is not None and bool((own == 0).all(1).any()) == (mesh.degree > 1)  # of other ranks' words
+        return list(found)
+
+    wanted = asked(ShardMesh(4, sequence=sequence))
+    for degree in (2, 4):
+        for found in on_ranks(4, degree, asked, sequence=sequence):
+            assert all(map(torch.equal, found, wanted))
 
 
 def test_other_architectures_and_tasks_without_a_plan_are_refused() -> None:

@@ -128,7 +128,7 @@ def worker_exited(job: JobState, agent: Agent, message: m.WorkerExited) -> None:
         if job.agreement.plan.has(key):
             job.progress.reached(message.step)  # so that it is known how many steps are done again
         why = Why(message.cause, message.reason)
-        evict(job, worker, why, kill=False, died_unix_ns=message.died_unix_ns)
+        evict(job, worker, why, kill=False, died_unix_ns=message.died_unix_ns, again=message.again)
 
 
 def slot_lost(job: JobState, agent: Agent, message: m.SlotLost) -> None:

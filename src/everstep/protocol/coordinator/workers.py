@@ -419,9 +419,11 @@ def evict(
     kill: bool,
     notice_ns: int = 0,
     died_unix_ns: int | None = None,
+    again: bool = False,
 ) -> None:
     """This life is over, or is ended now: fence it, report why, and break the plan that it was part of. kill: it may
-    still run. notice_ns: time since the fault happened, as far as known."""
+    still run. notice_ns: time since the fault happened, as far as known. again: it ended by itself, and is no loss:
+    the slot's next life follows."""
     key, agent = worker.key, job.agents.of(worker)
     job.membership.remove(key, why)
     job.healing.forget(key)
@@ -442,7 +444,8 @@ def evict(
         if why.cause is not Cause.EXCEPTION:  # a spare would raise it, too
             job.healing.spares.lost(key.worker_id)
         job.recovery.begin(whose, key=key, notice_ns=notice_ns, died_unix_ns=died_unix_ns)
-        _shrink(job, key, why.cause)
+        if not again:
+            _shrink(job, key, why.cause)
 
 
 def _shrink(job: JobState, key: WorkerKey, cause: Cause) -> None:

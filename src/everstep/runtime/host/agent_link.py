@@ -235,9 +235,9 @@ class AgentLink:
         self.client.send(WorkerStarted(agent_id=self.agent_id, worker=life))
 
     def worker_exited(
-        self, worker_id: int, incarnation: int, why: Why, died_unix_ns: int, in_order: bool = False
+        self, worker_id: int, incarnation: int, why: Why, died_unix_ns: int, in_order: bool = False, again: bool = False
     ) -> None:
-        """Report that a process is dead."""
+        """Report that a process is dead. again: it ended to be started again."""
         self.client.send(
             WorkerExited(
                 agent_id=self.agent_id,
@@ -246,6 +246,7 @@ class AgentLink:
                 **vars(why),
                 died_unix_ns=died_unix_ns,
                 in_order=in_order,
+                again=again,
                 step=self._pulses.step(worker_id, incarnation),
             )
         )

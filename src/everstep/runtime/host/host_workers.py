@@ -28,7 +28,7 @@ from everstep.runtime.link.context import Joining, WorkerContext
 from everstep.runtime.process import MemoryKills, end_strays, killed_from_outside, why_ended
 
 _COMPUTING = ("load", "forward", "backward", "reduce", "agree", "update", "evaluate")
-_EVICTED_CODE = 75  # as it was told
+_AGAIN_CODE = 75  # it was evicted, or goes back to a checkpoint that only a new life can load
 
 
 class Workers:
@@ -271,25 +271,26 @@ class Workers:
             why = Why(words.cause, f"{why.reason}: {words.reason}")
         now_s = time.monotonic()
         ready = pulse.incarnation == incarnation and pulse.phase != "starting"
-        killed, random = killed_from_outside(code), self._jitter.random()
-        lost = slot.exited(now_s, self._config, why, in_order=in_order, ready=ready, killed=killed, random=random)
+        killed, again, random = killed_from_outside(code), code == _AGAIN_CODE, self._jitter.random()
+        how = {"in_order": in_order, "ready": ready, "killed": killed, "again": again}
+        lost = slot.exited(now_s, self._config, why, **how, random=random)
         self._lives = self._list_lives()
-        self._link.worker_exited(worker_id, incarnation, why, unix_ns, in_order)
+        self._link.worker_exited(worker_id, incarnation, why, unix_ns, in_order, again)
         running = self._running.pop(worker_id, None)
         if running is not None:
             running.close()
         self._notify("worker_exited", why, **about)
         if self._stopping:
             return
-        if ready and not words and not killed and code != _EVICTED_CODE and not in_order and pulse.phase in _COMPUTING:
+        if ready and not words and not killed and not again and not in_order and pulse.phase in _COMPUTING:
             self._judge_crash(worker_id, pulse.step, code, why.reason)
         if lost is not None:
             self._link.slot_lost(worker_id, lost, slot.ranks)
             self._notify("slot_lost", lost, worker_id=worker_id)
         elif slot.state == "resting" and slot.restart_at_s > now_s:
             delay_s = slot.restart_at_s - now_s
-            again = Why(why.cause, f"starts again in {delay_s:.1f} s")
-            self._notify("worker_restarting", again, worker_id=worker_id, delay_s=delay_s)
+            later = Why(why.cause, f"starts again in {delay_s:.1f} s")
+            self._notify("worker_restarting", later, worker_id=worker_id, delay_s=delay_s)
 
     def _judge_crash(self, worker_id: int, step: int, code: int, reason: str) -> None:
         """Judge a worker that ended by itself without a reason: its code, or a library, has ended the process."""
@@ -372,18 +373,28 @@ class Slot:
             self.ranks = ranks
 
     def exited(
-        self, now_s: float, config: Config, why: Why, *, in_order: bool, ready: bool, killed: bool, random: float
+        self,
+        now_s: float,
+        config: Config,
+        why: Why,
+        *,
+        in_order: bool,
+        ready: bool,
+        killed: bool,
+        random: float,
+        again: bool = False,
     ) -> Why | None:
         """End the present life. Returns the reason if the slot is lost; else it has left, or rests.
 
-        in_order: exit code 0. ready: it got beyond its start-up. killed: by a signal from outside. random: in [0, 1).
+        in_order: exit code 0. ready: it got beyond its start-up. killed: by a signal from outside. again: it ended to
+        be started again. random: in [0, 1).
         """
         self.pids = ()
         if in_order or not self.wanted:
             self.state = "left"
             return None
         self.state = "lost"
-        if config.on_failure == "shrink":
+        if config.on_failure == "shrink" and not again:
             rest = ", so it is not started again" if self.ranks == 1 else ""
             return Why(why.cause, f"{why.reason}; on_failure is 'shrink'{rest}")
         if ready:
