@@ -173,7 +173,7 @@ def _behind(facts: Facts, now: Now) -> str:
     again = max(0, facts.course.step - saved)
     strange = facts.course.strange
     if saved and strange is not None and strange.in_a_row and saved >= strange.since:
-        advice = "" if "--resume-from" in facts.condition.reason else ": go on from one of before that (--resume-from)"
+        advice = "" if facts.condition.cause is Cause.NONFINITE else ": go on from one of before that (--resume-from)"
         return f"The newest checkpoint is of step {saved}, but nothing is finite since step {strange.since}{advice}."
     if not saved:
         text = "There is no checkpoint: it would start again from step 0."
