@@ -133,8 +133,10 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
     now = history.now(feed.running, live, asked=feed.silent)
     said = headline(facts, now)
     training = feed.running and state in ("running", "recovering")
-    total, step = history.total_steps, step_of(facts, now)
-    untold = step > facts.course.step + 1  # the disk refuses events, and the coordinator knows better
+    total, step, known = history.total_steps, facts.course.step, step_of(facts, now)
+    untold = known > step + 1 and facts.stands_still(now.time_ns) and not facts.course.redo_to
+    if untold:  # the disk refuses events, and the coordinator knows better
+        step = known
     rate = present_speed(facts, now.time_ns) if training and not untold else None
     return {
         "name": history.name,
