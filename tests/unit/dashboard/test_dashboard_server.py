@@ -493,11 +493,8 @@ def test_the_step_is_the_coordinators_while_no_events_can_be_written(
         feed.running, feed.status = True, live
         rows = worker_rows(feed)
         shown = head(feed, rows)
-        assert (shown["step"], shown["loss_step"], rows[1].step) == (
-            told + (ahead if loss_step else 0),
-            loss_step,
-            told,
-        )
+        step = told + (ahead if loss_step else 0)
+        assert (shown["step"], shown["loss_step"], rows[1].step) == (step, loss_step, told)
         assert loss_step is None or shown["rate"] is None, "nobody has said how fast it is"
     feed.status = {**live, "state": "starting", "step": 0, "workers": []}
     history = feed.history
