@@ -23,6 +23,7 @@ from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import Facts
 from everstep.report.history import History
 from everstep.report.raised import raised_lines
+from everstep.report.words import reason_text
 from everstep.runtime.link.address import EVENTS_FILE
 
 if TYPE_CHECKING:
@@ -55,17 +56,17 @@ def end_of(process: Job, job: JobFile, events: EventLog, facts: Facts, outcome: 
 
 def _say(run_dir: Path, facts: Facts, outcome: Outcome, lacking: str) -> None:
     """Tell of a bad end on stderr; an interrupted job has not failed, and is told how it goes on. lacking: rows."""
-    reached = max(facts.course.step, facts.checkpoint_step)
+    reached, reason = max(facts.course.step, facts.checkpoint_step), reason_text(outcome.why.reason, 2000)
     stopped = outcome.exit_code > 0 and outcome.state == "interrupted"
     raised = raised_lines(run_dir, facts) if outcome.exit_code and not stopped else []
     if stopped:
         again = History(run_dir).resume
-        text = f"stopped after step {reached}: {outcome.why.reason or 'the job was interrupted'}"
+        text = f"stopped after step {reached}: {reason or 'the job was interrupted'}"
         tell(paragraph(text, sys.stderr, "  "), sys.stderr)
         tell(f"to go on: {again}" if again else f"logs in {run_dir / 'logs'}", sys.stderr)
     wrong = [lacking] if lacking else []
     if outcome.exit_code and not stopped:
-        why = f"{outcome.why.reason or 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})"
+        why = f"{reason or 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})"
         wrong.insert(0, raised[0] if raised else why)
     if wrong:
         complain("; ".join(wrong))

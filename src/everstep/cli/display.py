@@ -23,12 +23,13 @@ from everstep.base.cause import Cause, Why
 from everstep.base.foreign import passed_on
 from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console, folded, folded_around_command, tell
 from everstep.observe.events import KINDS, follow
+from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts, present_speed
 from everstep.report.headline import Now, headline
 from everstep.report.history import History
 from everstep.report.tail import Folder, object_of
 from everstep.report.usage import Usage
-from everstep.report.words import Event, cause, reason_text, shortened, whole_number
+from everstep.report.words import Event, cause, reason_text, shortened, time_text, whole_number
 from everstep.report.words import sentence as words_of
 from everstep.runtime.link.address import METRICS_FOLDER
 from everstep.train.console import OUTPUT_FILE, unstamped
@@ -233,7 +234,7 @@ class LiveDisplay(Display):
         long = min(32, width // 5)
         bar = [ProgressBar(total=total, completed=facts.course.step, width=long)] if total else []
         room = width - (long + 4) * len(bar)
-        head.add_row(*bar, Text(shortened(step_line(facts, facts.course.step, total), room), no_wrap=True))
+        head.add_row(*bar, Text(_whole_parts(step_line(facts, facts.course.step, total), room), no_wrap=True))
         parts: list[RenderableType] = [Text(said.fitted(2 * width - 2), style=LEVEL_STYLES[said.level]), head]
         parts.append(self._workers(facts, max(3, height - len(self._last) - 6)))
         parts += [Text(f"  {shortened(line, width - 2)}", style="dim", no_wrap=True) for line in self._last]
@@ -255,6 +256,8 @@ class LiveDisplay(Display):
             named = (",".join(map(str, found)) or "-" for found in (worker.lanes, worker.stages))
             lanes, stages = (shortened(text, 24, ",") for text in named)
             step, phase, samples = (str(row.get(key, "-")) for key in ("step", "phase", "samples"))
+            if row and worker.role in MEMBERS:  # samples of usage come once a second, and steps at once
+                step = str(max(whole_number(row.get("step")), facts.course.step))
             style = _STYLES.get(worker.state, "dim")
             table.add_row(f"{i}.{worker.incarnation}", worker.state, stages, lanes, step, phase, samples, style=style)
         if len(there) > len(shown):
@@ -413,6 +416,13 @@ def step_line(facts: Facts, number: int, total_steps: int | None) -> str:
     return "  ".join(parts)
 
 
+def _whole_parts(line: str, most: int) -> str:
+    """The parts of a step's line that so many characters hold; a number never loses its unit."""
+    while len(line) > most and "  " in line:
+        line = line.rpartition("  ")[0]
+    return shortened(line, most)
+
+
 def sentence(event: Event) -> str | None:
     """An event as a line for people; None for those that say nothing new (each step, what agents do)."""
     kind = event["kind"]
@@ -455,7 +465,7 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         )
         rows.append(("not finite", f"loss or gradient of {strange['steps']} {within}"))
     if summary["recoveries"]:
-        times = f"median {1000 * recovery['median']:.0f} ms, worst {1000 * recovery['max']:.0f} ms to the next step"
+        times = f"median {time_text(recovery['median'])}, worst {time_text(recovery['max'])} to the next step"
         rows.append(("recoveries", f"{summary['recoveries']}, {times}"))
     taken = summary.get("checkpoints") or {}
     if taken.get("completed") or taken.get("failed"):
@@ -524,7 +534,7 @@ def summary(
         "digest": dict(digest) if digest is not None else None,
         "loss": facts.course.loss,
         "metrics": facts.course.metrics or None,
-        "logged": facts.logged.newest or None,
+        "logged": facts.logged.finite() or None,
         "wall_s": round(sum(s for use, s in facts.account.seconds().items() if use != "not running"), 3),
         "run_dir": run_dir,
     }

@@ -11,6 +11,7 @@ import click
 
 from everstep.base.errors import ConfigError
 from everstep.cli.main import complain
+from everstep.cli.run_dir import refuse_no_run
 from everstep.observe.logs import LEVELS
 from everstep.report.history import History
 from everstep.report.logfiles import LogFiles, LogLine
@@ -45,8 +46,7 @@ def command(
     as_json: bool,
 ) -> int:
     """Print the output and logs of the workers of the job in DIR, and the job's events, by time."""
-    if not run_dir.is_dir():
-        raise ConfigError(f"there is no run directory {run_dir}")
+    refuse_no_run(run_dir)
     for problem in pull_logs(run_dir, host):
         complain(problem)
     files = LogFiles(run_dir, events=host is None, steps=steps or since_step is not None, host=host)

@@ -37,6 +37,14 @@ _TIME = "%Y%m%d-%H%M%S"
 _ASK_S = 5.0
 
 
+def refuse_no_run(run_dir: Path) -> None:
+    """Raises: ConfigError if the folder is missing, or holds nothing of a job."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"there is no run directory {run_dir}")
+    if not any((run_dir / name).exists() for name in (JOB_FILE, EVENTS_FILE, "logs")):
+        raise ConfigError(f"{run_dir} is not a run directory: there is no {JOB_FILE}")
+
+
 @dataclass(frozen=True)
 class Found:
     """Content of a run directory. `step`: the last one committed there; `digest`: of a finished job; `job`: as it was

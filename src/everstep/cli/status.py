@@ -60,7 +60,10 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         live, answer = {}, None
     history = History(run_dir).load()  # after the answer, so that the sentence is not older than the numbers
     if answer is not None:  # the coordinator hears of steps only a few times a second
+        live["state"] = history.told_state(running, live)
         live["step"] = max(live["step"], history.facts.course.step)
+        for worker in live["workers"]:
+            worker["step"] = max(worker["step"], live["step"] if worker["lanes"] else 0)
     live = live or _from_files(run_dir, history, running)
     folder = checkpoint_dir(run_dir, job)
     step = newest_step(folder)
@@ -82,7 +85,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         **live,
         "workers": [{**worker, "cell": _cell_of(worker, job.config)} for worker in live["workers"]],
         "steps_total": history.total_steps,
-        "logged": history.facts.logged.newest,
+        "logged": history.facts.logged.finite(),
         "task": job.task,
         "checkpoint": newest,
         "headline": headline,
@@ -157,8 +160,9 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
     if again:
         print(f"To go on: {again}")
     print(f"{status['state']}, step {status['step']}, generation {status['generation']}")
-    if status["logged"]:
-        print(", ".join(f"{name} {value:.4g}" for name, value in status["logged"].items()))
+    values = {k: "not finite" if v is None else f"{v:.4g}" for k, v in status["logged"].items()}
+    if values:
+        print(", ".join(f"{name} {value}" for name, value in values.items()))
     if status["checkpoint"] is not None:
         print(f"newest checkpoint: step {status['checkpoint']['step']} in {status['checkpoint']['path']}")
     if status["efficiency"]["text"]:
@@ -166,13 +170,13 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
     _print_incidents(status["incidents"])
     if not status["workers"]:
         return
-    over = status["state"] in ("completed", "failed", "interrupted")  # then nothing has these process ids any more
+    over = status["state"] in ("completed", "failed", "interrupted")  # then nothing computes, or has these process ids
     lines = [("worker", "role", "stage", "lanes", "step", "samples/s", "pid", "host")]
     for w in status["workers"]:
         lanes = ",".join(str(lane) for lane in w["lanes"]) or "-"
         stage = ",".join(map(str, w["stages"])) or "-"
         name = f"{w['worker_id']}.{w['incarnation']}"
-        speed = f"{w['samples_per_s']:.1f}" if w["samples_per_s"] else "-"
+        speed = f"{w['samples_per_s']:.1f}" if w["samples_per_s"] and not over else "-"
         lines.append((name, w["role"], stage, lanes, str(w["step"]), speed, "-" if over else str(w["pid"]), w["host"]))
     print("\n".join(aligned(lines)))
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from everstep.base.errors import ConfigError
 from everstep.base.leaving import before_leaving
+from everstep.cli.run_dir import refuse_no_run
 from everstep.cli.seconds import Seconds
 from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console
 from everstep.dashboard.feed import RunFeed
@@ -44,8 +44,7 @@ def command(run_dir: Path, once: bool, interval: float, sort: str) -> int:
     """Show the workers of the job in DIR, live. Ctrl-C ends it; the job goes on."""
     from rich.live import Live
 
-    if not run_dir.is_dir():
-        raise ConfigError(f"there is no run directory {run_dir}")
+    refuse_no_run(run_dir)
     feed = RunFeed(run_dir, logs=False)
     shown = console(width=None if sys.stdout.isatty() else _WIDE)
     if once or not sys.stdout.isatty():
@@ -81,7 +80,7 @@ def picture(feed: RunFeed, sort: str, most: int, width: int) -> RenderableType:
         bar.add_row(ProgressBar(total=facts["total"], completed=facts["step"], width=60))
         parts.append(bar)
     parts.append(Text(_numbers(facts)))
-    for one in [] if feed.history.facts.incidents.newest is None else [feed.history.facts.incidents.newest]:
+    for one in feed.history.incidents(feed.running)[-1:]:
         parts.append(Text(shortened(f"last fault: {one.line()}", width), style="yellow", no_wrap=True))
     parts.append(_table(rows, sort, most, width >= _WIDE))
     for line in list(feed.history.facts.log)[-5:]:
@@ -98,7 +97,7 @@ def _numbers(facts: dict[str, Any]) -> str:
         *([f"workers {facts['members']}/{facts['wanted']}"] if facts["running"] else []),
     ]
     if facts["loss_text"]:
-        found.append(f"loss {facts['loss_text']}")
+        found.append(f"loss {facts['loss_text']}" + (f" (of step {facts['loss_step']})" if facts["loss_step"] else ""))
     if facts["rate"]:
         found.append(f"{facts['rate']:.1f} samples/s")
     if facts["eta_s"]:

@@ -18,7 +18,7 @@ from everstep.dashboard.details import row
 from everstep.dashboard.feed import RunFeed
 from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts, present_speed
-from everstep.report.headline import headline
+from everstep.report.headline import headline, step_of
 from everstep.report.history import History
 from everstep.report.incidents import Incident
 from everstep.report.pace import RECENT_STEPS
@@ -129,12 +129,15 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
     history, facts, status = feed.history, feed.history.facts, feed.status
     states = [row.state for row in rows.values()]
     live = status if feed.running and status is not None else None
-    state = str(live["state"]) if live else history.state(feed.running)
+    state = history.told_state(feed.running, live)
     now = history.now(feed.running, live, asked=feed.silent)
     said = headline(facts, now)
     training = feed.running and state in ("running", "recovering")
-    rate = present_speed(facts, now.time_ns) if training else None
-    total, step = history.total_steps, facts.course.step
+    total, step, known = history.total_steps, facts.course.step, step_of(facts, now)
+    untold = known > step + 1 and facts.stands_still(now.time_ns) and not facts.course.redo_to
+    if untold:  # the disk refuses events, and the coordinator knows better
+        step = known
+    rate = present_speed(facts, now.time_ns) if training and not untold else None
     return {
         "name": history.name,
         "dir": str(feed.run_dir),
@@ -154,6 +157,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "may": feed.may,
         "loaded": history.loaded,
         "step": step,
+        "loss_step": facts.course.step if untold else None,
         "total": total,
         "loss": facts.course.loss,
         "loss_text": facts.course.loss_text,
@@ -197,7 +201,8 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
         measured = usage.get(worker_id)
         if measured is not None and (state in ("dead", "left") or measured.row.get("incarnation") != life):
             measured = None  # of an ended life
-        step = now["step"] if now else (facts.course.step if worker.role in MEMBERS and state != "dead" else 0)
+        member = bool(now["lanes"]) if now else worker.role in MEMBERS and state != "dead"
+        step = max(now["step"] if now else 0, facts.course.step if member else 0)  # pulses are older than events
         rate = now.get("samples_per_s") if now and state not in _STILL else None
         if not rate and measured is not None and feed.running and state not in _STILL:
             rate = measured.samples_per_s
@@ -211,7 +216,7 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
             round(number(rate), 2) if rate else None,
             int(number(measured.row.get("rss_bytes"))) if measured else None,
             round(measured.cpu_share, 2) if measured and measured.cpu_share is not None else None,
-            now.get("pid") if now else worker.pid,
+            (now.get("pid") if now else worker.pid) if state not in ("dead", "left", "ended") else None,
             one_line((now or {}).get("host") or worker.host, 80),
             life,
             one_line(measured.row.get("phase"), 20) if measured and feed.running else "",

@@ -15,7 +15,7 @@ from everstep.base.cause import Cause
 from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts
 from everstep.report.incidents import Incident
-from everstep.report.words import number, reason_text, shortened, time_text, whole_number
+from everstep.report.words import as_dict, number, reason_text, shortened, time_text, whole_number
 
 LEVELS = ("good", "warning", "bad")
 _FULL_BYTES = 1 << 20
@@ -173,10 +173,8 @@ def _behind(facts: Facts, now: Now) -> str:
     again = max(0, facts.course.step - saved)
     strange = facts.course.strange
     if saved and strange is not None and strange.in_a_row and saved >= strange.since:
-        return (
-            f"The newest checkpoint is of step {saved}, but nothing is finite since step {strange.since}: go on from "
-            "one of before that (--resume-from)."
-        )
+        advice = "" if facts.condition.cause is Cause.NONFINITE else ": go on from one of before that (--resume-from)"
+        return f"The newest checkpoint is of step {saved}, but nothing is finite since step {strange.since}{advice}."
     if not saved:
         text = "There is no checkpoint: it would start again from step 0."
     elif again:
@@ -245,6 +243,8 @@ def _silent(facts: Facts, now: Now) -> Headline | None:
     if (told or (_is_full(now) and facts.incidents.open is None)) and facts.stands_still(now.time_ns):
         since = span(_s(facts.course.last_step_ns, now))
         text = f"Training is at step {step_of(facts, now)}, but nothing has been written for {since}"
+        if now.live is None:  # nobody has said how far it is by now
+            text = f"Step {facts.course.step} is the newest known, as nothing has been written for {since}"
         if _is_full(now):
             full = f": the disk is full ({_free(now)} left)."
             return Headline("warning", f"{text}{full}", "Events wait in memory; free some space.")
@@ -387,7 +387,8 @@ def _fewer(facts: Facts, now: Now) -> Headline | None:
     healing = sorted(i for i, worker in facts.crew.workers.items() if worker.state == "healing")
     missed = facts.incidents.missed()
     why = "; ".join(f"{one.brief} {span(_s(one.begin_ns, now))} ago" for one in missed[-2:])
-    comes = f"; worker {', '.join(map(str, healing[:6]))} heals" if healing else ""
+    several = len(healing) != 1
+    comes = f"; worker{'s' * several} {', '.join(map(str, healing[:6]))} heal{'s' * (not several)}" if healing else ""
     return Headline("warning", f"Training with {members} of {wanted} workers{f': {why}' if why else ''}{comes}.")
 
 
@@ -396,7 +397,11 @@ def _well(facts: Facts, now: Now) -> Headline:
         return Headline("good", "Nothing has been told yet.")
     total = f" of {now.total}" if now.total else ""
     members = facts.crew.seated
-    text = f"All is well: step {step_of(facts, now)}{total}, {members} of {facts.crew.wanted or members} workers."
+    text = f"step {step_of(facts, now)}{total}, {members} of {facts.crew.wanted or members} workers."
+    silent = (now.asked and now.live is None) or as_dict(now.live).get("state") == "starting"
+    if silent and now.running and facts.course.step:
+        return Headline("warning", f"Training goes on, but the coordinator does not answer: {text}")
+    text = f"All is well: {text}"
     last = facts.incidents.newest
     strange = _was_strange(facts)
     if last is None:

@@ -135,6 +135,13 @@ class History:
             return self.facts.condition.state
         return "completed" if self.digest else "interrupted" if self.facts.counts else "starting"
 
+    def told_state(self, running: bool, live: Mapping[str, Any] | None) -> str:
+        """State of the job as the coordinator's answer has it, if there is one. A coordinator that was started again
+        begins as if there were no job yet, until the members have told it of theirs."""
+        state = self.state(running)
+        found = str(live["state"]) if live else state
+        return "recovering" if found == "starting" != state else found
+
     def lost_launcher(self, running: bool) -> Incident | None:
         """The loss of the launcher, since about its last word, if it is gone and has told no end."""
         facts = self.facts

@@ -357,7 +357,7 @@ class Incidents:
         incident = self.open or self._strike(Hit("states", cause(event), _reason(event)), time_ns, step)
         incident.planned_ns = time_ns
         where = f"the {one_line(event.get('source'), 20) or 'copy'} of step {back_to}" if back_to else "the start"
-        incident.did(f"went back to {where}: {redone} step{'s' * (redone != 1)} again")
+        incident.did(f"went back to {where}: {redone or 'no'} step{'s' * (redone != 1)} again")
 
     def _killed(self, event: Event, time_ns: int, step: int) -> None:
         self.kills, self.killed_ns = self.kills + 1, time_ns

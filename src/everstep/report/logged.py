@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite, nan
 
 from everstep.report.series import POINTS, Series
 from everstep.report.words import Event, as_dict, one_line
@@ -15,7 +16,7 @@ _RULES = ("last", "mean")
 @dataclass
 class Logged:
     """`series`: columns (time_s, value) by name; values that are not finite have no place in a curve. `newest`: the
-    newest value of each."""
+    newest value of each, finite or not."""
 
     series: dict[str, Series] = field(default_factory=dict)
     newest: dict[str, float] = field(default_factory=dict)
@@ -29,10 +30,14 @@ class Logged:
             self._add(one_line(name, 60), value, step, time_ns)
 
     def _add(self, name: str, value: object, step: int, time_ns: int) -> None:
-        if type(value) not in (int, float) or (name not in self.series and len(self.series) >= _MOST):
+        value = nan if value is None else value  # an event has null for what is not finite
+        if type(value) not in (int, float) or (name not in self.newest and len(self.newest) >= _MOST):
             return
         number = float(value)  # type: ignore[arg-type]
-        if number - number != 0.0:
-            return
         self.newest[name] = number
-        self.series.setdefault(name, Series(_RULES, POINTS)).add(step, (time_ns / 1e9, number))
+        if isfinite(number):
+            self.series.setdefault(name, Series(_RULES, POINTS)).add(step, (time_ns / 1e9, number))
+
+    def finite(self) -> dict[str, float | None]:
+        """The newest values as JSON can hold them: None for what is not finite."""
+        return {name: value if isfinite(value) else None for name, value in self.newest.items()}

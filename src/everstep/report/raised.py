@@ -33,7 +33,9 @@ def raised_lines(run_dir: Path, facts: Facts) -> list[str]:
     frame = _own_frame(last.more[-_MOST_TRACEBACK:])
     said = (str(line.fields.get("message")) for line in reversed(before))
     lane = next((text for text in said if text.startswith(RAISED_IN)), "")
-    where = [f"at {one_line(frame, 400)}" if frame else "", one_line(lane.removeprefix("raised "), 300)]
+    step = facts.incidents.newest.step if facts.incidents.newest is not None else None
+    lane = one_line(lane.removeprefix("raised "), 300) or (f"in step {step}" if step else "")
+    where = [f"at {one_line(frame, 400)}" if frame else "", lane]
     logs = shlex.join(["everstep", "logs", str(run_dir), "--worker", str(last.worker_id), "--level", "error"])
     told = ", ".join(filter(None, [*where, _struck(facts, last.worker_id)]))
     saved = facts.checkpoint_step

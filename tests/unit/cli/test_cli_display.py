@@ -436,6 +436,30 @@ def test_the_live_view_shows_states_and_stages(tmp_path: Path) -> None:
     assert "worker 1 was killed" in screen.getvalue().partition("worker  ")[0]  # above the table
 
 
+def test_a_member_is_never_behind_the_step_above_it(tmp_path: Path) -> None:
+    """Samples of usage are up to a second old. In a narrow window whole parts of the line fall away."""
+    from rich.console import Console
+
+    sample = {"t": S, "host": "here", "workers": [{"worker_id": 0, "incarnation": 0, "step": 2, "samples": 4}]}
+    (tmp_path / "here.jsonl").write_text(json.dumps(sample) + "\n")
+    facts = facts_of([*SPLIT, *(commit(i, i) for i in range(1, 5))])
+    parts = ["step 4/9", "loss 1.0000", "64 samples/s", "eta 5s", "generation 1"]
+    for width in range(40, 90):
+        out = Console(file=io.StringIO(), width=width, height=20)
+        live = LiveDisplay(out, Folder(tmp_path, "*.jsonl"), last=FinalStep(9))
+        try:
+            live.refresh(facts)
+            screen = io.StringIO()
+            Console(file=screen, width=width).print(live._render(facts))
+        finally:
+            live.close()
+        lines = screen.getvalue().splitlines()
+        (line,) = (line.rstrip() for line in lines if "step 4/9" in line)
+        shown = line[line.index("step") :].split("  ")
+        assert shown == parts[: len(shown)]
+        assert next(line for line in lines if line.startswith(" 0.0")).split()[4] == "4"
+
+
 def test_output_is_read_from_where_it_is_now_by_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "output.log"
     path.write_text("5 of an earlier run\n")

@@ -27,6 +27,7 @@ from everstep.dashboard.guard import checked_token, kept_token  # noqa: E402
 from everstep.dashboard.run_view import PageCursor, head, patch, worker_rows  # noqa: E402
 from everstep.observe.events import format_event  # noqa: E402
 from everstep.observe.logs import WorkerLog  # noqa: E402
+from everstep.report.facts import Facts  # noqa: E402
 from everstep.report.history import History  # noqa: E402
 from everstep.report.notes import Notes  # noqa: E402
 from everstep.runtime import commands  # noqa: E402
@@ -477,6 +478,28 @@ def test_the_coordinators_word_counts_for_the_living(tmp_path: Path) -> None:
     for role, state in (("joining", "dead"), ("active", "active")):  # the next life only starts; it takes part
         feed.running, feed.status = True, {"workers": [{**seen, "incarnation": 2, "role": role}]}
         assert worker_rows(feed)[1].state == state
+
+
+def test_the_step_is_the_coordinators_while_no_events_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Facts, "stands_still", lambda *_: True)
+    feed = RunFeed(make_run(tmp_path))
+    feed.load()
+    told = feed.history.facts.course.step
+    behind = {"worker_id": 1, "incarnation": 1, "pid": 9, "host": "x", "stages": [0], "role": "active", "lanes": [0]}
+    for ahead, loss_step in ((0, None), (1, None), (40, told)):
+        live = {"state": "running", "step": told + ahead, "target": 2, "workers": [{**behind, "step": told - 1}]}
+        feed.running, feed.status = True, live
+        rows = worker_rows(feed)
+        shown = head(feed, rows)
+        step = told + (ahead if loss_step else 0)
+        assert (shown["step"], shown["loss_step"], rows[1].step) == (step, loss_step, told)
+        assert loss_step is None or shown["rate"] is None, "nobody has said how fast it is"
+    feed.status = {**live, "state": "starting", "step": 0, "workers": []}
+    history = feed.history
+    assert history.told_state(True, feed.status) == ("starting" if history.state(True) == "starting" else "recovering")
+    assert history.told_state(True, None) == history.state(True)
 
 
 def test_addresses_and_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

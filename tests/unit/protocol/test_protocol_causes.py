@@ -11,6 +11,7 @@ from coordinator_harness import MS, S, World, drop, running
 
 from everstep.base.cause import Cause
 from everstep.protocol import messages as m
+from everstep.protocol.coordinator.spare_advice import SpareAdvice
 from everstep.protocol.following import PlanShown
 
 
@@ -371,3 +372,13 @@ def test_a_cause_of_a_later_version_is_unknown() -> None:
     told = m.encode(shown).replace(b"\xa7started", b"\xa7someday")
     decoded = m.decode(told)
     assert isinstance(decoded, PlanShown) and decoded.plan is not None and decoded.plan.cause is Cause.UNKNOWN
+
+
+@pytest.mark.parametrize(("cause", "counted"), [(Cause.KILLED, 1), (Cause.CRASHED, 1), (Cause.EXCEPTION, 0)])
+def test_an_exception_is_no_failure_that_a_spare_would_help_with(
+    cause: Cause, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, lost = running(), []
+    monkeypatch.setattr(SpareAdvice, "lost", lambda _, worker_id: lost.append(worker_id))
+    (_exits(cause) if counted else _fails(cause))(world)
+    assert lost == [2] * counted

@@ -45,6 +45,20 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         ("All is well", "The coordinator was killed 3 times, the last time 0.6 s ago", "coordinator.silent_s"),
     ),
     "a coordinator that was killed twice": ([*trained(), *KILLED[:2]], 5.8, {}, "good", ("Last fault 0.7 s ago",)),
+    "steps come, though the coordinator is silent": (
+        trained(),
+        5.8,
+        {"asked": True},
+        "warning",
+        ("Training goes on, but the coordinator does not answer: step 10, 4 of 4 workers.",),
+    ),
+    "steps come, and a new coordinator knows of no job yet": (
+        trained(),
+        5.8,
+        {"live": {"state": "starting", "step": 0}},
+        "warning",
+        ("Training goes on, but the coordinator does not answer: step 10",),
+    ),
     "the first step that is not finite": (
         [*trained(), *STRANGE[:1]],
         6.1,

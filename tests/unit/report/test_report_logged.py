@@ -40,3 +40,9 @@ def test_numbers_of_the_leader_are_told_beside_the_steps() -> None:
     logged = facts_of([*trained(), *told]).logged
     assert logged.newest == {"score": 0.5} and logged.series["score"].x == [11]
     assert sentence(told[1]) == "logged after step 11: score 0.5000"
+
+
+def test_a_value_that_is_no_longer_finite_is_not_shown_as_it_was(tmp_path: Path) -> None:
+    told = [commit(11, 6.0), event("logged", 6.1, step=11, metrics={"score": 0.5})]
+    logged = facts_of([*trained(), *told, event("logged", 6.4, step=12, metrics={"score": None})]).logged
+    assert logged.finite() == {"score": None} and logged.series["score"].x == [11]

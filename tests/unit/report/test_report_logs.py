@@ -12,6 +12,7 @@ from everstep.cli.main import run_command
 from everstep.observe.events import format_event
 from everstep.observe.logs import WorkerLog
 from everstep.report.logfiles import LogFiles
+from told_events import trained, write_events
 
 NOW_S = 1_772_600_000
 
@@ -96,3 +97,18 @@ def test_top_is_a_picture_in_a_pipe(run_dir: Path, capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert "interrupted" in out and "dead" in out and "worker 2 was evicted" in out
     assert run_command(["top", str(run_dir / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize("command", ["top", "logs", "status"])
+def test_a_folder_without_a_job_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command([command, str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path} is not a run directory: there is no job.json\n"
+
+
+def test_top_shows_no_process_of_a_job_that_nobody_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_events(tmp_path, trained())
+    (tmp_path / "job.json").write_text(json.dumps({"config": {"workers": 3}}))
+    assert run_command(["top", str(tmp_path), "--once"]) == 0
+    out = capsys.readouterr().out
+    assert "last fault: the launcher of the job died without a word" in out
+    assert [line.split()[-2:] for line in out.splitlines() if " ended " in line] == [["-", "a"]] * 4

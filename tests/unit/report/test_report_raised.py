@@ -140,7 +140,7 @@ def test_an_exception_of_all_is_one_fault_that_training_did_not_survive(tmp_path
     said = history.headline(False)
     assert said.text == f"Failed after step 10: {RAISED['reason']}."
     assert raised_lines(tmp_path, history.facts)[1:3] == [
-        "at /home/me/bad task.py:17, in worker 1, as in worker 0",
+        "at /home/me/bad task.py:17, in step 11, in worker 1, as in worker 0",
         "the job ended after step 10, with a checkpoint of step 10",
     ]
     went_on = [*told[:-1], commit(11, 6.9), end]

@@ -134,7 +134,7 @@ export class Chart {
     const strong = this.series.findLast((s) => !s.faint) ?? this.series[0];
     const last = strong.y.findLastIndex((v) => v !== null && v !== undefined);
     const i = at ?? last, x = this.plot.data[0][i];
-    const where = at === null ? "" : this.time ? `${this.place(x)}: ` : `${this.options.label ?? "step"} ${this.place(x)}: `;
+    const where = at === null && last === this.plot.data[0].length - 1 ? "" : this.time ? `${this.place(x)}: ` : `${this.options.label ?? "step"} ${this.place(x)}: `;
     write(this.now, this.series.filter((s) => !s.faint).length > 1 ? (at === null ? "" : where.slice(0, -2)) : `${where}${this.told(strong.name, i)}`);
     this.now.classList.toggle("pointed", at !== null);
   }

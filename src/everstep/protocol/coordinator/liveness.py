@@ -233,7 +233,7 @@ def _check_hang(job: JobState, worker: Worker, pulse: m.WorkerPulse) -> None:
     limit, key = _limit_of(job, worker, pulse)
     who = "" if pulse.slowest is None else f"its rank {pulse.slowest}: "
     where = ", stopped by a signal" if pulse.stopped else f", in {pulse.at}" if pulse.at else ""
-    what = f"{who}no progress for {still_ns / 1e9:.1f} s in phase '{pulse.phase}' of step {pulse.step}{where}"
+    what = f"{who}no progress for {still_ns / 1e9:.1f} s in phase '{pulse.phase}' after step {pulse.step}{where}"
     why = Why(Cause.HUNG, f"{what} (limit {limit / 1e9:.1f} s, {key})")
     if still_ns >= limit:
         _hung(job, worker, pulse, why, still_ns)

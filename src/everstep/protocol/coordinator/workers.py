@@ -441,7 +441,8 @@ def evict(
     if job.agreement.in_any_plan(key):
         whose = Why(why.cause, f"{describe(key)}: {why.reason}")
         job.agreement.break_off(whose)
-        job.healing.spares.lost(key.worker_id)
+        if why.cause is not Cause.EXCEPTION:  # a spare would raise it, too
+            job.healing.spares.lost(key.worker_id)
         job.recovery.begin(whose, key=key, notice_ns=notice_ns, died_unix_ns=died_unix_ns)
         if not again:
             _shrink(job, key, why.cause)
