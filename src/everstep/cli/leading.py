@@ -140,9 +140,7 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
             say_the_end(events, run_dir, begin_ns, outcome)
         exit_code = end_of(process, job, events, work.watcher.facts, outcome, as_json=view.as_json)
         if view.dashboard:
-            display.note(
-                f"the page has ended with the job; to look again: everstep dashboard {shlex.quote(str(run_dir))}"
-            )
+            display.note(f"to look again: everstep dashboard {shlex.quote(str(run_dir))}")
         return exit_code
 
 

@@ -140,6 +140,8 @@ def _over(facts: Facts, now: Now) -> Headline | None:
         text = f"Finished, but the loss or gradient was not finite from step {strange.since} to the last."
         return Headline("bad", text, "The weights are of no use: go on from a checkpoint before that step.")
     if now.finished or facts.condition.state == "completed":
+        if not facts.course.step:
+            return Headline("good", "Finished.", "Its events are gone, so nothing is known of how it went.")
         faults = f"{facts.faults} fault{'s' * (facts.faults != 1)} survived." if facts.faults else "No fault."
         more = " ".join(filter(None, (faults, _was_strange(facts))))
         return Headline("good", f"Finished: all {facts.course.step} steps are done, in {span(ran_s)}.", more)

@@ -260,6 +260,7 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
     "the first step": (trained()[:6], 4, {}, "good", ("step 1, the first one",)),
     "starting for ever": (trained()[:3], 300, {}, "warning", ("Starting for 5m00s",)),
     "nothing at all": ([], 0, {"running": False}, "good", ("nothing has been told",)),
+    "finished, without events": ([], 0, {"running": False, "finished": True}, "good", ("Its events are gone",)),
 }
 
 

@@ -102,10 +102,10 @@ def test_a_long_exception_is_said_once_though_lines_are_shortened() -> None:
     lines, text = Sentences(), f"RuntimeError: {'a second time through the graph ' * 15}(train.py:20)"
     first = event("worker_evicted", 5, worker_id=1, incarnation=0, cause="exception", reason=text)
     assert lines.of(first) == f"worker 1 was evicted: {text}"
-    led_to = f"worker 0 failed in step 2, as worker 1 did: {text}: a checkpoint is taken first"
+    led_to = f"worker 0 failed after step 1, as worker 1 did: {text}: a checkpoint is taken first"
     led_to += f"; worker 0 (incarnation 1): {text}"
     again = event("generation_started", 6, generation=2, workers=[0], cause="exception", reason=led_to)
-    said = "worker 0 failed in step 2, as worker 1 did: a checkpoint is taken first"
+    said = "worker 0 failed after step 1, as worker 1 did: a checkpoint is taken first"
     assert lines.of(again) == f"generation 2 with workers 0: {said}"
 
 
@@ -120,7 +120,7 @@ def test_a_plan_gives_its_reason_once() -> None:
 
 def test_an_exception_of_all_is_one_fault_that_training_did_not_survive(tmp_path: Path) -> None:
     """The survivors' recovery served the last checkpoint alone: no step was committed after it."""
-    why = f"worker 0 (incarnation 0) failed in step 11, as worker 1 (incarnation 2) did: {RAISED['reason']}"
+    why = f"worker 0 (incarnation 0) failed after step 10, as worker 1 (incarnation 2) did: {RAISED['reason']}"
     first, second = (
         event("worker_evicted", at_s, worker_id=i, incarnation=0, **RAISED) for at_s, i in ((6, 1), (6.3, 0))
     )

@@ -153,7 +153,7 @@ class Saving:
         first, generation = self._first.setdefault((message.step, message.signature), now)
         needed = message.holds and self._is_needed(worker)
         if first != worker.key and not 0 < message.generation <= generation:
-            reason = f"{who} failed in step {message.step + 1}, as {describe(first)} did: {message.reason}"
+            reason = f"{who} failed after step {message.step}, as {describe(first)} did: {message.reason}"
             if self.ending is None:
                 self.end_after_saving("failed", Why(cause, reason), 1, self._env.config.save_ns)
             others = len(self._agreement.survivors()) > 1  # they hold the state
