@@ -34,7 +34,7 @@ def test_which_can_be_divided_is_known_before_and_seen_in_the_first_updates(name
 
 
 @pytest.mark.parametrize("name", cases.ELEMENTS | cases.MATRICES)
-@pytest.mark.parametrize(("members", "copies"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize(("members", "copies"), [pytest.param(3, 1, marks=pytest.mark.longer), (4, 2)])
 def test_members_that_divide_the_state_have_the_bits_of_one(name: str, members: int, copies: int) -> None:
     make = cases.ALL[name]
     kind = cases.found(make)[0]
