@@ -28,7 +28,7 @@ class FirstSamples:
         self._indices = sorted({last * k // (_NUMBER - 1) for k in range(_NUMBER)})
         self._dataset, self._seed = dataset, seed
         self._process = LoaderProcess(lambda step, lane: self._digest())
-        self._process.ask(1, 0, 0)
+        self._process.ask(1, 0, 0, last=True)  # a worker that reads no samples itself may never ask for the answer
 
     def close(self) -> str:
         """Wait for the samples. Returns 32 hex digits over what they hold; "" if they could not be read."""

@@ -30,7 +30,7 @@ from everstep.base.readable import readable
 from everstep.data.batch import pack, unpack
 from everstep.exact.seeding import seed_all
 
-_ASK, _CANCEL = 0, 1
+_ASK, _CANCEL, _ASK_LAST = 0, 1, 2
 _REQUEST = struct.Struct("<BQqq")
 """Kind (ask or cancel), ticket, step, lane."""
 _REPLY = struct.Struct("<BQqq")
@@ -102,9 +102,9 @@ class LoaderProcess:
         """Descriptor that is readable when a reply is there or the process has died."""
         return self._socket.fileno()
 
-    def ask(self, ticket: int, step: int, lane: int) -> None:
-        """Request a batch. Raises: LoaderDied."""
-        self._send(_REQUEST.pack(_ASK, ticket, step, lane))
+    def ask(self, ticket: int, step: int, lane: int, *, last: bool = False) -> None:
+        """Request a batch. last: the process ends once it has answered; the answer stays. Raises: LoaderDied."""
+        self._send(_REQUEST.pack(_ASK_LAST if last else _ASK, ticket, step, lane))
 
     def cancel(self, ticket: int) -> None:
         """Withdraw a request; the batch may still come. Raises: LoaderDied."""
@@ -191,16 +191,18 @@ def _serve(channel: socket.socket, load: Callable[[int, int], Any]) -> None:
     seed_all(0)
     _reply(channel, _READY_TICKET, torch.zeros(1), failed=False)
     queue: deque[tuple[int, int, int]] = deque()
-    while True:
+    last = False
+    while queue or not last:
         while not queue or readable([channel.fileno()], 0.0):
             message = channel.recv(_REQUEST.size)
             if not message:
                 return
             what, ticket, step, lane = _REQUEST.unpack(message)
-            if what == _ASK:
-                queue.append((ticket, step, lane))
-            else:
+            if what == _CANCEL:
                 queue = deque(job for job in queue if job[0] != ticket)
+                continue
+            last = last or what == _ASK_LAST
+            queue.append((ticket, step, lane))
         ticket, step, lane = queue.popleft()
         _answer(channel, ticket, load, step, lane)
 

@@ -9,7 +9,9 @@ import torch
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
+from everstep.base.readable import readable
 from everstep.data.first_samples import FirstSamples
+from everstep.data.loader_process import LoaderProcess
 from everstep.data.stream import Front, Stream, StreamReader
 from everstep.order.cursor import SampleOrder
 from everstep.train.elastic import sample_order
@@ -74,6 +76,18 @@ def test_other_samples_than_before_are_told() -> None:
         text = position.accept(said, 5)
         assert text == ("the dataset holds other samples than before the checkpoint of step 5" if told else "")
     assert looked_at(Rows(breaks=True)).encoded(5) == b""
+
+
+def test_a_process_that_is_asked_for_the_last_time_ends_and_its_answer_stays() -> None:
+    """A worker that reads no samples may never ask for the digest, and would keep a copy of its memory for ever."""
+    process = LoaderProcess(lambda step, lane: [step, lane])
+    process.ask(1, 7, 3)
+    process.ask(2, 8, 3, last=True)
+    ended = os.pidfd_open(process.pid)
+    assert readable([ended], 60)
+    os.close(ended)
+    assert [process.receive() for _ in range(2)] == [(1, [7, 3]), (2, [8, 3])]
+    process.close()
 
 
 def test_the_cost_is_said() -> None:
