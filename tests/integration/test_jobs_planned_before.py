@@ -95,7 +95,7 @@ def test_a_job_holds_as_much_memory_as_planned(jobs: Jobs, tmp_path: Path, stage
     options = ["--workers", str(workers), "--pp", str(stages), "--lanes", str(lanes)]
     planned = said("memory", task, *options)["per_worker_bytes"]
     assert isinstance(planned, dict)
-    settings = {"stages": stages, "checkpoint.enabled": "false"}
+    settings = {"stages": stages, "checkpoint.enabled": "false", "verify_every": 20}
     numerics = {"lanes": lanes, "steps": 5 if stages == 1 else 60}  # with all snapshots in memory that it ever has
     job = jobs.start(task, workers=workers, settings=settings, numerics=numerics)
     held = Limit(job.launcher_pid())

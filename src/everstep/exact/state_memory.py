@@ -24,10 +24,15 @@ class StateMemory:
 
     def flat(self, nbytes: int) -> Tensor:
         """Host memory for the copy of a state."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.frombuffer(own_pages(nbytes), dtype=torch.uint8)[:nbytes]
 
     def let_go(self) -> None:
         """Nothing of it is in use for now."""
+
+
+def own_pages(nbytes: int) -> memoryview:
+    """Zeros, in pages of their own: malloc would keep what a copy of a state took, for it keeps all freed memory."""
+    return memoryview(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def give_back(tensor: Tensor, kept: Sequence[tuple[int, int]]) -> None:
@@ -54,8 +59,7 @@ class Pages:
     def flat(self) -> Tensor:
         """float32 [numel], zeros or what was written last. It stays where it is."""
         if self._flat is None:
-            memory = mmap.mmap(-1, max(self._numel, 1) * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._flat = torch.frombuffer(memory, dtype=torch.float32, count=max(self._numel, 1))
+            self._flat = torch.frombuffer(own_pages(max(self._numel, 1) * 4), dtype=torch.float32)
         return self._flat
 
     def clear(self) -> None:

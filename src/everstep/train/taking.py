@@ -23,6 +23,7 @@ from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.checkpoint.vault import StageState
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, sizes_of
+from everstep.exact.state_memory import own_pages
 from everstep.placement.shards import share as share_of
 from everstep.protocol.driver.hearing import FOREVER
 from everstep.protocol.driver.operations import Keep
@@ -177,14 +178,18 @@ class Taking:
         of, damaged, empty = sizes_of(manifest), [], []
         spans = chunk.extents.spans(of)
         connection.send_json({"stage": chunk.stage, "blocks": spans})
-        for n in (n for lo, hi in spans for n in range(lo, hi)):
+        numbers = [n for lo, hi in spans for n in range(lo, hi)]
+        memory = own_pages(len(numbers) * BLOCK_BYTES)
+        for place, n in enumerate(numbers):
             data = memoryview(connection.recv_bytes(BLOCK_BYTES))
             if not data.nbytes:
                 empty.append(n)
             elif data.nbytes != BLOCK_BYTES or digest_bytes(data) != manifest["blocks"][n]:
                 damaged.append(n)
             else:
-                blocks[n] = data  # nobody else has this block under way
+                page = memory[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
+                page[:] = data
+                blocks[n] = page  # nobody else has this block under way
         if damaged:
             connection.send_json({"stage": chunk.stage, "damaged": True})
         return moving.BlocksCame(source, chunk, Extents.numbered(of, damaged + empty))

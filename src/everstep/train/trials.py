@@ -205,7 +205,7 @@ class Trials:
         plain = Finding(
             "refused", file or os.path.basename(self.what.script), "", True, _TWICE, file, line, first.error
         )
-        if first.kind not in ("DeterminismError", "LaneCarried", "TaskError", "Uncarried"):
+        if first.kind not in ("DeterminismError", "LaneCarried", "TaskError", "Misused", "Uncarried"):
             return plain
         with self._lives(LifeWatch(trace="lane", setting=Setting())) as lives:
             seen = lives.result("l")

@@ -75,7 +75,7 @@ def test_memory_is_compared_with_a_workers_own(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_workers_of_stages_keep_snapshots_of_two_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for steps, sets in ((12, 1), (22, 2), (62, 3)):
+    for steps, sets in ((12, 1), (22, 2), (62, 2), (102, 3)):
         run_dir = make_run(tmp_path / f"{steps}", steps=steps, config={**CONFIG, "stages": 2})
         said = planned(capsys, run_dir)["memory"]["per_worker_bytes"]
         assert (said["parameters"], said["optimizer"], said["snapshots"]) == (2000, 4000, sets * 12_000)

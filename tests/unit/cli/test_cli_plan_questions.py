@@ -356,7 +356,7 @@ AT_MOST_S = [
     (["goodput", "--devices", "10000", "--days", "90", "--mtbf", "6000h", "--seed", "3"], 30),
     pytest.param(
         ["goodput", "--devices", "10000", "--days", "90", "--mtbf", "1000h", "--wanted", "99.5%", "--runs", "6"],
-        9,
+        30,
         marks=pytest.mark.longer,
     ),
 ]
