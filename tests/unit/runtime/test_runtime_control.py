@@ -213,6 +213,30 @@ def test_a_failing_callback_does_not_end_the_connection(clients: Callable[[Contr
     assert arrived.get(timeout=30) == Pong(seq=1)
 
 
+def test_what_came_before_a_send_failed_is_heard(clients: Callable[[ControlClient], None]) -> None:
+    """A coordinator that sends somebody away closes the connection at once, whatever that one still says."""
+    server = Server()
+    arrived: queue.Queue[AnyMessage] = queue.Queue()
+    goes_on = threading.Event()
+
+    def on_message(message: AnyMessage) -> None:
+        arrived.put(message)
+        goes_on.wait(30)
+
+    client = ControlClient(("127.0.0.1", server.port), KEY, "agent", "a", _hello, on_message)
+    clients(client)
+    line = server.accept()
+    line.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    send_frame(*line, encode(Pong(seq=0)))
+    assert arrived.get(timeout=30) == Pong(seq=0)
+    send_frame(*line, encode(Pong(seq=1)))
+    line.close()  # with the hello unread: the connection is reset
+    client.send(_important(1))
+    client.send(_important(2))
+    goes_on.set()
+    assert arrived.get(timeout=30) == Pong(seq=1)
+
+
 def test_a_wrong_token_never_connects(clients: Callable[[ControlClient], None]) -> None:
     server = Server()
     client = ControlClient(("127.0.0.1", server.port), b"w" * 32, "agent", "a", _hello, lambda m: None)

@@ -368,6 +368,16 @@ class ControlClient:
         return sock, seals, Listener(plan)
 
     def _talk(self, sock: socket.socket, seals: Seals, heard: Listener) -> None:
+        reader = FrameReader(seals)
+        try:
+            self._talk_and_hear(sock, seals, lambda: self._hear(sock, reader, heard))
+        except OSError:  # the other end is gone: what it said before counts, for example why it sends this one away
+            with contextlib.suppress(OSError, EverstepError):
+                while not self._closing and self._cut_s() <= 0:
+                    self._hear(sock, reader, heard)
+            raise
+
+    def _talk_and_hear(self, sock: socket.socket, seals: Seals, hear: Callable[[], None]) -> None:
         with self._drained:
             self._line = (sock, seals)
             self._pump()
@@ -375,7 +385,6 @@ class ControlClient:
         self._connected.set()
         if self._on_connected is not None:
             self._on_connected(True)
-        reader = FrameReader(seals)
         poller = select.poll()
         poller.register(self._waker.fd, select.POLLIN)
         while not self._closing:
@@ -393,16 +402,18 @@ class ControlClient:
                 self._pump()
             if self._cut_s() > 0:
                 continue
-            try:
-                data = sock.recv(_RECEIVE_BYTES)
-            except BlockingIOError:
-                continue
-            if not data:
-                raise ProtocolError("the coordinator ended the connection")
-            for body in reader.feed(data):
-                message = heard.take(decode(body))
-                if message is not None:
-                    self._ear.hear(message)
+            with contextlib.suppress(BlockingIOError):
+                hear()
+
+    def _hear(self, sock: socket.socket, reader: FrameReader, heard: Listener) -> None:
+        """Take what has come. Raises: BlockingIOError if nothing has."""
+        data = sock.recv(_RECEIVE_BYTES)
+        if not data:
+            raise ProtocolError("the coordinator ended the connection")
+        for body in reader.feed(data):
+            message = heard.take(decode(body))
+            if message is not None:
+                self._ear.hear(message)
 
     def _disconnect(self, sock: socket.socket) -> None:
         with self._drained:
