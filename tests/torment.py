@@ -281,8 +281,8 @@ class Torment:
         return ran
 
     def _due(self, harm: Harm, seen: int) -> bool:
-        if harm.when == "begin":
-            return True
+        if harm.when == "begin":  # before that, Python's own start answers signals
+            return self.job is not None and catches(self.job.launcher_pid(), signal.SIGTERM)
         if harm.when == "last_step":
             return self._told.steps >= self._last_step
         kinds = [event["kind"] for event in self._told.events[seen:]]
@@ -530,6 +530,14 @@ def work(argument: str) -> dict[int, Plan]:
         return {seed: plans.draw(seed) for seed in range(int(first), int(last))}
     lines = [json.loads(text) for text in (sys.stdin if argument == "-" else [argument])]
     return {int(line.get("seed", n)): plans.from_json(line.get("schedule", line)) for n, line in enumerate(lines)}
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal; True if there is no such process any more."""
+    with contextlib.suppress(OSError):
+        rows = dict(row.split(":", 1) for row in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return bool(int(rows.get("SigCgt", "0"), 16) >> (number - 1) & 1)
+    return True
 
 
 def main(arguments: list[str]) -> int:
