@@ -126,6 +126,7 @@ def plan_of_run(run_dir: Path) -> dict[str, Any]:
         "sources": _SOURCES,
         "assumed": [
             "with another number of workers the exchange of gradients grows as a ring's",
+            "what the parts take beyond an undisturbed step belongs to the start and the first, slow steps",
             *(["of one worker's exchange nothing is known: with more it is taken as it was"] * (found.workers == 1)),
             "not cut into stages: a script runs its model's forward pass itself"
             if is_script(run.job.task)
@@ -168,7 +169,8 @@ def _read(run_dir: Path) -> _Run:
         for one in history.usage.workers.values()
     ]
     known_s = 3 * config.emulate_compute_ms / 1e3 or None
-    found = online.calibrated(shape, workers, lives, known_s, _processors(config, history.usage.cpus))
+    step_s, shared = measured[workers][1] / measured[workers][2], _processors(config, history.usage.cpus)
+    found = online.calibrated(shape, workers, lives, known_s, shared, step_s)
     if found is None or found.lane_s <= 0:
         raise ConfigError(
             f"{run_dir}: expected samples of its workers in metrics/, found none: run the job with "
@@ -214,6 +216,8 @@ def _times(run: _Run) -> tuple[list[dict[str, Any]], str]:
             }
         )
     worst = max(rows, key=lambda row: abs(row["error"] or 0.0))
+    if abs(worst["error"]) < 0.005:
+        return rows, "nowhere by half a percent of a step"
     long = "too long" if worst["error"] > 0 else "too short"
     words = f"with {_plural(worst['workers'], 'worker')} the predicted step is {abs(worst['error']):.1%} {long}"
     return rows, words + f"; most of the difference is in: {_largest(run)}"

@@ -48,6 +48,17 @@ def test_a_lane_may_be_known_in_another_way() -> None:
     assert found is not None and found.parts(2).compute_s == pytest.approx(0.12)
 
 
+@pytest.mark.parametrize(
+    ("step_s", "lane_s", "exchange_s", "alone_s"),
+    [(1.0, 0.1, 0.06, 0.02), (0.47, 0.1, 0.06, 0.01), (0.23, 0.05, 0.03, 0.0)],
+)
+def test_the_start_is_no_part_of_a_step(step_s: float, lane_s: float, exchange_s: float, alone_s: float) -> None:
+    found = calibrated(JobShape(8, 4), 2, [BUSY, WAITS], step_s=step_s)
+    assert found is not None
+    assert (found.lane_s, found.exchange_s, found.alone_s) == pytest.approx((lane_s, exchange_s, alone_s))
+    assert found.parts(2).step_s == pytest.approx(min(step_s, 0.48))
+
+
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
 def test_stages_take_as_long_as_the_schedule_that_is_played_through(stages: int, kind: str) -> None:
