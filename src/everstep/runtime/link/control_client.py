@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.base.doors import at_port
@@ -196,6 +197,32 @@ class Ear:
             log.exception("handling %s failed", type(message).__name__)
 
 
+@dataclass(frozen=True)
+class Hearing:
+    """The incoming side of one connection."""
+
+    sock: socket.socket
+    reader: FrameReader
+    heard: Listener
+    ear: Ear
+
+    def take(self) -> None:
+        """Pass on what has come. Raises: BlockingIOError if nothing has; ProtocolError at the end."""
+        data = self.sock.recv(_RECEIVE_BYTES)
+        if not data:
+            raise ProtocolError("the coordinator ended the connection")
+        for body in self.reader.feed(data):
+            message = self.heard.take(decode(body))
+            if message is not None:
+                self.ear.hear(message)
+
+    def take_rest(self) -> None:
+        """The connection is broken: what the other end said before counts, for example why it sends this one away."""
+        with contextlib.suppress(OSError, EverstepError):
+            while True:
+                self.take()
+
+
 class ControlClient:
     """A control connection to the coordinator that is renewed whenever it breaks.
 
@@ -337,9 +364,12 @@ class ControlClient:
                 backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
                 continue
             backoff_s, complained = FIRST_BACKOFF_S, ""
+            hearing = Hearing(sock, FrameReader(seals), heard, self._ear)
             try:
-                self._talk(sock, seals, heard)
+                self._talk(sock, seals, hearing.take)
             except (OSError, EverstepError) as error:
+                if isinstance(error, OSError) and self._cut_s() <= 0:
+                    hearing.take_rest()
                 if not self._ear.ended:  # after the end of the job that is right
                     log.info("control connection lost: %s", error)
             finally:
@@ -367,17 +397,7 @@ class ControlClient:
             raise
         return sock, seals, Listener(plan)
 
-    def _talk(self, sock: socket.socket, seals: Seals, heard: Listener) -> None:
-        reader = FrameReader(seals)
-        try:
-            self._talk_and_hear(sock, seals, lambda: self._hear(sock, reader, heard))
-        except OSError:  # the other end is gone: what it said before counts, for example why it sends this one away
-            with contextlib.suppress(OSError, EverstepError):
-                while not self._closing and self._cut_s() <= 0:
-                    self._hear(sock, reader, heard)
-            raise
-
-    def _talk_and_hear(self, sock: socket.socket, seals: Seals, hear: Callable[[], None]) -> None:
+    def _talk(self, sock: socket.socket, seals: Seals, hear: Callable[[], None]) -> None:
         with self._drained:
             self._line = (sock, seals)
             self._pump()
@@ -404,16 +424,6 @@ class ControlClient:
                 continue
             with contextlib.suppress(BlockingIOError):
                 hear()
-
-    def _hear(self, sock: socket.socket, reader: FrameReader, heard: Listener) -> None:
-        """Take what has come. Raises: BlockingIOError if nothing has."""
-        data = sock.recv(_RECEIVE_BYTES)
-        if not data:
-            raise ProtocolError("the coordinator ended the connection")
-        for body in reader.feed(data):
-            message = heard.take(decode(body))
-            if message is not None:
-                self._ear.hear(message)
 
     def _disconnect(self, sock: socket.socket) -> None:
         with self._drained:
