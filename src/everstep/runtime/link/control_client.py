@@ -198,7 +198,7 @@ class Ear:
 
 
 @dataclass(frozen=True)
-class Hearing:
+class _Hearing:
     """The incoming side of one connection."""
 
     sock: socket.socket
@@ -364,7 +364,7 @@ class ControlClient:
                 backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
                 continue
             backoff_s, complained = FIRST_BACKOFF_S, ""
-            hearing = Hearing(sock, FrameReader(seals), heard, self._ear)
+            hearing = _Hearing(sock, FrameReader(seals), heard, self._ear)
             try:
                 self._talk(sock, seals, hearing.take)
             except (OSError, EverstepError) as error:
