@@ -153,6 +153,8 @@ def _cluster(asked: Mapping[str, Any]) -> Cluster:
     devices, per_node = asked["devices"], min(asked["per_node"] or 8, asked["devices"])
     if asked["per_node"] is not None and asked["per_node"] > devices:
         raise ConfigError(f"--per-node: expected at most --devices ({devices}), got {asked['per_node']}")
+    if devices % per_node:
+        raise ConfigError(f"--devices: expected whole nodes of {per_node} (--per-node), got {devices}")
     if asked["replica"] is not None and asked["replica"] > devices:
         raise ConfigError(f"--replica: expected at most --devices ({devices}), got {asked['replica']}")
     stages = asked["stages"] or next(count for count in range(8, 0, -1) if devices % count == 0)

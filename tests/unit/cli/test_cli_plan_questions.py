@@ -320,6 +320,7 @@ REFUSED = [
     (["goodput", "--devices", "8", "--wanted", "99.9"], "less than 100%, such as 99.9%, got '99.9'"),
     (["goodput", "--devices", "8", "--wanted", "101%"], "got '101%'"),
     (["goodput", "--devices", "8", "--replica", "16"], "at most --devices (8), got 16"),
+    (["goodput", "--devices", "100"], "expected whole nodes of 8 (--per-node), got 100"),
     (["goodput", "--devices", "1000000", "--mtbf", "1min"], "expected at most 2,000,000 failures"),
     (["failures", "--nodes", "8", "--hours", "1", "--checkpoint-cost", "-3s"], "--checkpoint-cost: expected a time"),
 ]
