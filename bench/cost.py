@@ -36,7 +36,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -160,15 +160,27 @@ def measure_heal(model: str, workers: int, steps: int) -> dict[str, float]:
     return {"before_mb": before, "fault_mb": fault, "ratio": fault / before}
 
 
-def watched_ddp(
-    model: str, workers: int, steps: int, *options: str, every_s: float = SAMPLE_S
-) -> tuple[Watch, list[int]]:
-    """One run of the peer, until it has come as far: what was seen of it, and when its steps ended (unix, ns)."""
+@contextlib.contextmanager
+def ddp_job(model: str, workers: int, *options: str) -> Iterator[Job]:
+    """The peer, with as many micro-batches in a step; its processes are killed at the end."""
     defaults = MODELS[model].defaults
     passes, batch = defaults["lanes"] // workers, defaults["lanes"] * defaults["micro_batch"]
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
         command = [str(BENCH / "ddp_peer.py"), "--model", model, "--passes", str(passes), "--global-batch", str(batch)]
         job: Job = ranks_job("ddp", [*command, *options], workers, free_port(), Path(name) / "ends")
+        try:
+            yield job
+        finally:
+            for rank in job.roots:
+                rank.kill()
+                rank.wait()
+
+
+def watched_ddp(
+    model: str, workers: int, steps: int, *options: str, every_s: float = SAMPLE_S
+) -> tuple[Watch, list[int]]:
+    """One run of the peer, until it has come as far: what was seen of it, and when its steps ended (unix, ns)."""
+    with ddp_job(model, workers, *options) as job:
         watch = Watch(job.pids, every_s)
         try:
             while len(ends := job.ends_ns()) < steps:
@@ -176,9 +188,6 @@ def watched_ddp(
                 time.sleep(0.1)
         finally:
             watch.close()
-            for rank in job.roots:
-                rank.kill()
-                rank.wait()
     return watch, ends
 
 

@@ -13,28 +13,33 @@ start to the end of step `--steps`. Rows, for each number of workers, whole runs
 - offloaded: replicated, with that state in a file (`zero.offload`, in a temporary folder);
 - in-files: parameters and gradients there, too (`zero.offload_params`); pages that the system can take back count, too;
 - ddp, ddp-views: the peer with as many micro-batches under `no_sync` and our allocator settings, its
-  `gradient_as_bucket_view` off and on.
+  `gradient_as_bucket_view` off and on;
+- zero-redundancy, fsdp2: the peer with torch's ZeroRedundancyOptimizer, and with FSDP2 by unit in its place.
 
 Of each the most that was held before the end of the second step (start_mb: the first update is made twice), and after
 it (steps_mb), the greater of both (peak_mb), its ratio to that of `ddp` in the same round (to_ddp, to_ddp_at_most) and
-to what `everstep plan memory` says for all workers (planned_mb; to_plan, 0.9 to 1.1), and the median time between the
-ends of two steps (step_ms).
+to what `everstep plan memory` says for all workers (planned_mb; to_plan, 0.9 to 1.1), the median time between the
+ends of two steps (step_ms), and the bytes that went over loopback per step (loopback_mb; workers of ours on one host
+exchange through shared memory). Once for each peer: what is left of it after the SIGKILL of a rank (after_kill).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from cost import FAULT_SAMPLE_S, Watch, watched_ddp
+from cost import FAULT_SAMPLE_S, Watch, ddp_job, watched_ddp
 from measure import BENCH, EverstepJob, committed, descendants, environment, machine, spread, write_report
 from models import MODELS
 
@@ -61,6 +66,46 @@ MODES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 """Settings of a job, and options of `plan memory` for it."""
 TO_DDP = {"replicated": {2: 1.15, 4: 1.0}, "divided-one": {4: 0.75}, "gradients-one": {4: 0.6}}
 """The most that a mode may hold with so many workers, as a part of what `ddp` holds."""
+PEERS = {
+    "ddp": (),
+    "ddp-views": ("--bucket-views",),
+    "zero-redundancy": ("--divide", "optimizer"),
+    "fsdp2": ("--divide", "all"),
+}
+"""Options of the peer."""
+KILL_S = 30.0
+"""A peer that has gone on, or ended, by then is said to have."""
+
+
+class Loopback:
+    """Bytes that have gone over loopback, looked at every 50 ms, while this is entered."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[int, int]] = []
+        self._end = threading.Event()
+
+    def _run(self) -> None:
+        while not self._end.wait(FAULT_SAMPLE_S):
+            for row in Path("/proc/net/dev").read_text().splitlines():
+                name, _, rest = row.partition(":")
+                if name.strip() == "lo":
+                    self._seen.append((time.time_ns(), int(rest.split()[0])))
+
+    @contextlib.contextmanager
+    def counts(self) -> Iterator[None]:
+        """While this is entered."""
+        thread = threading.Thread(target=self._run)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._end.set()
+            thread.join()
+
+    def mb_between(self, begin_ns: int, end_ns: int) -> float:
+        """MiB from then to then."""
+        inside = [count for at_ns, count in self._seen if begin_ns <= at_ns <= end_ns]
+        return (inside[-1] - inside[0]) / 2**20 if inside else 0.0
 
 
 def measure_ours(model: str, workers: int, steps: int, settings: Mapping[str, str]) -> dict[str, float]:
@@ -70,23 +115,47 @@ def measure_ours(model: str, workers: int, steps: int, settings: Mapping[str, st
         options = "--workers", str(workers), "--steps", str(steps)
         more = {key: value.format(name=name) for key, value in settings.items()}
         job = EverstepJob(task, Path(name) / "run", *options, settings=ALONE | more)
-        watch = Watch(lambda: descendants(job.process.pid), FAULT_SAMPLE_S)
-        job.wait()
+        watch, sent = Watch(lambda: descendants(job.process.pid), FAULT_SAMPLE_S), Loopback()
+        with sent.counts():
+            job.wait()
         watch.close()
         ends_ns = [at for _, at in committed(job.events())]
-    return _most(watch, ends_ns, steps)
+    return _most(watch, sent, ends_ns, steps)
 
 
 def measure_ddp(model: str, workers: int, steps: int, *options: str) -> dict[str, float]:
     """One run of the peer, until it has come as far."""
-    return _most(*watched_ddp(model, workers, steps, *options, every_s=FAULT_SAMPLE_S), steps)
+    sent = Loopback()
+    with sent.counts():
+        watch, ends_ns = watched_ddp(model, workers, steps, *options, every_s=FAULT_SAMPLE_S)
+    return _most(watch, sent, ends_ns, steps)
 
 
-def _most(watch: Watch, ends_ns: list[int], steps: int) -> dict[str, float]:
+def after_kill(model: str, workers: int, *options: str) -> str:
+    """What is left of the peer after the SIGKILL of its last rank, in its third step."""
+    with ddp_job(model, workers, *options) as job:
+        while len(job.ends_ns()) < 2:
+            job.check()
+            time.sleep(0.05)
+        job.roots[-1].kill()
+        begin_s, before = time.monotonic(), len(job.ends_ns())
+        while (took_s := time.monotonic() - begin_s) < KILL_S:
+            if all(rank.poll() is not None for rank in job.roots):
+                codes = sorted({rank.returncode for rank in job.roots[:-1]})
+                return f"all ranks ended, with {codes}, after {took_s:.1f} s"
+            if len(job.ends_ns()) > before + 1:  # one step may have been at its end
+                return f"went on after {took_s:.1f} s"
+            time.sleep(0.05)
+    return f"stood still for {KILL_S:.0f} s"
+
+
+def _most(watch: Watch, sent: Loopback, ends_ns: list[int], steps: int) -> dict[str, float]:
     start = max(one[2] for one in watch.samples if one[0] <= ends_ns[1])
     after = max(one[2] for one in watch.samples if ends_ns[1] < one[0] <= ends_ns[steps - 1])
     step_ms = median(after - before for before, after in pairwise(ends_ns[1:steps])) / 1e6
-    return {"start_mb": start, "steps_mb": after, "peak_mb": max(start, after), "step_ms": step_ms}
+    loopback_mb = sent.mb_between(ends_ns[1], ends_ns[steps - 1]) / (steps - 2)
+    most = {"start_mb": start, "steps_mb": after, "peak_mb": max(start, after)}
+    return most | {"step_ms": step_ms, "loopback_mb": loopback_mb}
 
 
 def plan(model: str, workers: int, *options: str) -> float:
@@ -109,8 +178,7 @@ def compare(model: str, workers: int, steps: int, rounds: int, modes: list[str])
         members = 1 if mode == "cell" else workers
         runs[mode] = partial(measure_ours, model, members, steps, there)
         planned[mode] = round(plan(model, members, *(one.format(workers=workers) for one in options)), 1)
-    runs |= {"ddp": partial(measure_ddp, model, workers, steps)}
-    runs |= {"ddp-views": partial(measure_ddp, model, workers, steps, "--bucket-views")}
+    runs |= {peer: partial(measure_ddp, model, workers, steps, *options) for peer, options in PEERS.items()}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for number in range(rounds):
         for name in runs if number % 2 == 0 else reversed(runs):
@@ -125,6 +193,8 @@ def compare(model: str, workers: int, steps: int, rounds: int, modes: list[str])
         report[name] = {key: spread([one[key] for one in rows], digits=3) for key in rows[0]}
         limits = {"planned_mb": planned.get(name), "to_ddp_at_most": TO_DDP.get(name, {}).get(workers)}
         report[name] |= {key: value for key, value in limits.items() if value is not None}
+    for peer, options in PEERS.items():
+        report[peer]["after_kill"] = after_kill(model, workers, *options)
     return report
 
 
