@@ -112,8 +112,9 @@ def read_layers(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, An
 def _check_counts(values: Mapping[str, Any]) -> None:
     """Raises: ConfigError for numbers of processes that would fill the memory before anything else is looked at."""
     wanted = {"workers": default_workers(values)} if not values.keys() & {"workers", "map"} else {}
+    counts = {**wanted, **values}
     for name, most in _MOST.items():
-        value = {**wanted, **values}.get(name)
+        value = counts.get(name)
         if value is not None and value > most:
             by = ", by the pools" if name in wanted else ""
             raise ConfigError(f"{name}: expected at most {most}, got {value:.16g}{by}: lower it")

@@ -333,7 +333,7 @@ def mtbf_hours(text: str) -> float:
 
 
 def not_given(words: Mapping[str, str]) -> list[str]:
-    """What is assumed for parameters of the running command that were left out. words: by parameter."""
+    """Assumptions for parameters of the running command that were left out. words: the assumption, by parameter."""
     asked = click.get_current_context()
     return [said for name, said in words.items() if asked.get_parameter_source(name) is ParameterSource.DEFAULT]
 

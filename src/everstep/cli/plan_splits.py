@@ -97,7 +97,7 @@ def whole_batch(question: Question) -> int:
 
 
 def rounded(question: Question, batch: int) -> list[str]:
-    """What is assumed of a batch that was made to fit, none if it was not."""
+    """The assumption about a batch that was made to fit; empty if it fitted."""
     if batch == question.batch:
         return []
     return [f"the batch rounded to {batch}, whole micro-batches of all data parallel devices"]

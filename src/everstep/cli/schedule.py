@@ -29,7 +29,7 @@ from everstep.report.words import aligned
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _COLOURS = {"F": "blue", "B": "green", "R": "yellow"}
 MOST_CELLS = 200_000
-"""Of a table: more take minutes."""
+"""Largest number of cells of a table: more take minutes."""
 _NARROWEST = 40
 
 

@@ -19,7 +19,7 @@ GB = 10**9
 _AT_ONCE_BYTES = 4.0 * (1 << 18)
 """Gradients of one part of an update, where each worker updates a part of the model."""
 _IN_USE_BYTES = float(1 << 26)
-"""Of parameters, and of gradients, that lie in files: what is in use at a time."""
+"""Bytes in use at a time of parameters that lie in files, and of their gradients."""
 WORKER_BYTES, JOB_BYTES, SHARED_BYTES = 48_000_000, 455_000_000, 233_000_000
 """Memory of Python and torch: of each worker beside what it shares with the others; of a job's other processes; and
 what of the latter the workers of a host share with their fork server.

@@ -51,8 +51,8 @@ class JobShape:
 
 @dataclass(frozen=True)
 class Processors:
-    """Of the hosts of a job whose workers compute on them: processors of each host, hosts, and those that a worker
-    uses at a time. lanes: lanes are work of theirs, too; emulated ones are waits."""
+    """Processors that the workers of a job compute on: of each host, the number of hosts, and those that a worker uses
+    at a time. lanes: processors compute the lanes, too; emulated lanes are waits."""
 
     each: int
     hosts: int = 1

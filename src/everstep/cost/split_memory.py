@@ -14,7 +14,7 @@ from everstep.cost.models import ModelShape
 from everstep.cost.step_time import ParallelSplit, parameter_parts
 
 CONTEXT_BYTES = 1e9
-"""Of CUDA, its libraries and NCCL on each device (assumed)."""
+"""Bytes that CUDA, its libraries and NCCL take on each device (assumed)."""
 BUCKET_BYTES = 2 * 25 * 2**20
 """Two buckets of gradients under way: DistributedDataParallel's default size."""
 FRAGMENTED = 0.05

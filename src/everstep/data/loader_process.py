@@ -32,9 +32,9 @@ from everstep.exact.seeding import seed_all
 
 _ASK, _CANCEL, _ASK_LAST = 0, 1, 2
 _REQUEST = struct.Struct("<BQqq")
-"""Kind (ask or cancel), ticket, step, lane."""
+"""A request: kind (ask or cancel), ticket, step, lane."""
 _REPLY = struct.Struct("<BQqq")
-"""Whether it failed, ticket, size in bytes, offset of the pickle; the batch's file descriptor comes along."""
+"""A reply: whether it failed, ticket, size in bytes, offset of the pickle; the batch's file descriptor comes along."""
 _READY_TICKET = 0
 _READY_LIMIT_S = 10.0
 _ATTEMPTS = 3

@@ -63,37 +63,19 @@ class Session:
     ) -> None:
         """stages: those trained here. data, collate: the samples of each lane, and how to get them. rewindable: the
         loop can go on from an earlier step; else this worker restarts then. cell: of several processes."""
-        config, begins_after = link.config, int(link.job.get("begins_after", 0))
-        saving = saving_of(link, stages.split, data.order)
-        probed = not inexact(config) and not config.emulate_compute_ms
-        rules = DriverConfig(
-            *(config.lanes, rewindable, config.verify_every, begins_after, saving, config.batch != "per_worker"),
-            probes=ProbeRule(config.seed, config.verify_every, config.spot_check, joins=True) if probed else NO_PROBES,
-            nonfinite=NonfiniteRule.of(config),
-            votes=not config.zero.stage,
-            names=lambda stage: stages[stage].state.part_names if stage in stages else (),
-        )
-        driver = Driver(rules, StepMachine(link.me))
-        rendezvous, files = Rendezvous(link.tell), parameter_files(config)
-        kind, keys = config.transport, (rendezvous.set_key, rendezvous.get_keys, rendezvous.over)
-        store = ControlStore(*keys) if KINDS[kind].meets else None
-        transport = StagedTransport(
-            *(link.me, config.lanes, lambda: link.row.tick()),
-            kind=kind,
-            store=store,
-            key=link.token,
-            tls=link.tls,
-            machine=hashlib.sha256(machine().encode()).hexdigest()[:16],
-            device=device,
-            folder=None if files is None else files.folder,
-        )
-        publisher, kernels = Publisher(link.run_dir, link.me), kernels_of(config.precision, device, config.threads)
+        config = link.config
+        driver = Driver(_rules(link, stages, data, rewindable), StepMachine(link.me))
+        rendezvous = Rendezvous(link.tell)
+        transport = _transport(link, rendezvous, device)
+        publisher = Publisher(link.run_dir, link.me)
+        kernels = kernels_of(config.precision, device, config.threads)
         at_hand = link, stages, data.order, data.position, driver, Cutter(transport.abort)
         view = WorkerView(*at_hand, publisher, transport, kernels)
         executor = Executor(driver, view.cutter, view.tick, lambda: link.row.end_asked, link.waits)
         loop = LoopState(stages)
         saver = PartSaver(view, whole, loop, executor.note)
-        restorer, last = Restorer(view, saver.checkpointer), LastCheckpoint(view, saver)
+        restorer = Restorer(view, saver.checkpointer)
+        last = LastCheckpoint(view, saver)
         others = {"part": saver.take_report}
         donor = Donor(lambda: executor.note(do.FollowerAsked()), others, lambda *at: keeper.check(*at))
         keeper = SnapshotKeeper(view, donor, executor.note)
@@ -136,6 +118,42 @@ class Session:
     def cell(self) -> CellHead | None:
         """The processes of this worker, if they compute lanes of the user's loop."""
         return self._cell if isinstance(self._cell, CellHead) else None
+
+
+def _rules(link: WorkerLink, stages: Stages, data: JobData, rewindable: bool) -> DriverConfig:
+    """Settings of the worker's driver."""
+    config = link.config
+    probed = not inexact(config) and not config.emulate_compute_ms
+    return DriverConfig(
+        lanes=config.lanes,
+        rewindable=rewindable,
+        verify_every=config.verify_every,
+        begins_after=int(link.job.get("begins_after", 0)),
+        saving=saving_of(link, stages.split, data.order),
+        repeats=config.batch != "per_worker",
+        probes=ProbeRule(config.seed, config.verify_every, config.spot_check, joins=True) if probed else NO_PROBES,
+        nonfinite=NonfiniteRule.of(config),
+        votes=not config.zero.stage,
+        names=lambda stage: stages[stage].state.part_names if stage in stages else (),
+    )
+
+
+def _transport(link: WorkerLink, rendezvous: Rendezvous, device: torch.device) -> StagedTransport:
+    """The transport of gradients and lanes of a worker, whose members find each other by the rendezvous."""
+    kind, files = link.config.transport, parameter_files(link.config)
+    keys = rendezvous.set_key, rendezvous.get_keys, rendezvous.over
+    return StagedTransport(
+        link.me,
+        link.config.lanes,
+        lambda: link.row.tick(),
+        kind=kind,
+        store=ControlStore(*keys) if KINDS[kind].meets else None,
+        key=link.token,
+        tls=link.tls,
+        machine=hashlib.sha256(machine().encode()).hexdigest()[:16],
+        device=device,
+        folder=None if files is None else files.folder,
+    )
 
 
 def _passes(cell: CellHead | CellStages | None, config: Config) -> Callable[..., Passes]:
