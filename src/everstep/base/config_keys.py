@@ -219,7 +219,9 @@ class ZeroConfig:
         example="cpu, or a folder",
     )
     offload_params: bool = key(
-        False, "keep parameters and gradients in files in that folder, too, for a model larger than the memory"
+        False,
+        "keep parameters in files in that folder, too, and gradients, where the workers share a host's memory: for a "
+        "model larger than the memory",
     )
 
 
