@@ -132,7 +132,7 @@ ELEMENTS: dict[str, Make] = {
     },
 }
 MATRICES: dict[str, Make] = {
-    "Muon": lambda ps: optim.Muon([p for p in ps if p.dim() == 2], lr=0.02),
+    "Muon": lambda ps: optim.Muon([p for p in ps if p.dim() == 2], lr=0.02, ns_steps=2),
     "Adafactor": lambda ps: optim.Adafactor(ps),
     "Adafactor foreach": lambda ps: optim.Adafactor(ps, foreach=True),
     "Lamb": Lamb,

@@ -81,12 +81,6 @@ def _indented(text: str, by: int) -> list[str]:
     return [" " * by + line for line in text.splitlines()]
 
 
-_SCHEDULERS = {
-    "LambdaLR": "lr_scheduler.LambdaLR(second, lambda k: 0.9**k)",
-    "OneCycleLR": "lr_scheduler.OneCycleLR(second, max_lr=0.1, total_steps=9)",
-    "SequentialLR": "lr_scheduler.SequentialLR(second, [lr_scheduler.ConstantLR(second), "
-    "lr_scheduler.ExponentialLR(second, 0.9)], [2])",
-}
 _HAND_EMA = """
 class Ema:
     def __init__(self, model):

@@ -228,10 +228,6 @@ class Closes(nn.Module):
         return tree["x"][:, :10] + tree["table"][1].mean()
 
 
-class OddModel(nn.Sequential):
-    pass
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("cut", [((0, 1), (1, 2), (2, 3), (3, 5)), ((0, 2), (2, 5))])
 def test_trees_views_buffers_and_draws(cut: ModelCut, recompute: bool) -> None:

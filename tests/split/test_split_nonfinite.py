@@ -62,12 +62,6 @@ class Strange(Task):
         return loss + ((out - out.detach()).abs().sum() ** 0.5 * 0 if self.root else 0)
 
 
-def the_state(run: SplitRun) -> dict[str, Any]:
-    """Parameters, buffers, optimizer and schedule."""
-    parts = run.workers[0][0].parts
-    return {**parts.model.state_dict(), "schedule": parts.scheduler.state_dict(), "optimizer": parts.optimizer.state}
-
-
 @pytest.mark.parametrize("policy", ["skip", "stop"])
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
 def test_a_step_that_is_left_out_changes_nothing_anywhere(policy: str, odd: float) -> None:

@@ -22,6 +22,7 @@ import everstep
 from everstep.base.config import load_config, to_dict
 from everstep.base.doors import check_ports, is_loopback, parse_ports
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
+from everstep.cli.doctor_task import compared
 from everstep.cli.doors import head_doors, slots_here
 from everstep.cli.lane_digest import look_here
 from everstep.cli.main import run_command
@@ -468,18 +469,19 @@ def findings(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[
 def test_a_host_that_could_take_part(head: FakeHead, token_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config([("", {"steps": 3, "lanes": 2})])
     question = {"task": f"{Path(__file__).parents[2] / 'job_tasks.py'}:Text", "config": to_dict(config)}
-    head.job = {**question, "lane_digest": look_here(question)["lane"]}
+    here = look_here(question)
+    head.job = {**question, "lane_digest": here["lane"]}
     head.versions["task file"] = task_digest(question["task"])
     code, found = findings(capsys, "--join", head.name, "--token-file", token_file, "--ports", "20000-29999")
     assert code == 0 and {state for name, (state, _) in found.items() if name != "own name"} == {"ok"}, found
     wanted = {"name", "own name", "route", "devices", "packets", "ports", "head", "token", "clock", "versions"}
     wanted |= {"full packets", "disk", "shared memory", "open files", "bandwidth", "modules", "data"}
-    assert set(found) == wanted
-    head.job["lane_digest"] = "0" * 16
-    code, found = findings(capsys, "--join", head.name, "--token-file", token_file)
-    assert code == 1 and found["data"][0] == "wrong" and "bring the same data" in found["data"][1]
-    assert "127.0.0.1, on lo" in found["route"][1]
-    head.job["lane_digest"] = ""
+    assert set(found) == wanted and "127.0.0.1, on lo" in found["route"][1]
+    other, unsaid = (list(compared(here, {**head.job, "lane_digest": digest}))[-1] for digest in ("0" * 16, ""))
+    assert other.state == "wrong" and "bring the same data" in other.text
+    assert unsaid.state == "ok" and "does not say its own" in unsaid.text
+    head.job["task"] = str(Path(__file__))  # a script: its code and data are compared later
+    head.versions["task file"] = task_digest(str(Path(__file__)))
     assert run_command(["doctor", "--join", head.name, "--token-file", token_file]) == 0
     assert "get through both ways" in capsys.readouterr().out
 

@@ -402,9 +402,8 @@ def test_a_model_that_fits_nowhere_is_an_answer(capsys: pytest.CaptureFixture[st
     said = answered(capsys, "recommend", "--params", "175B", "--gpus", "8", code=1)
     assert not said["fits"] and said["needed"]["devices"] == 64 and said["needed"]["least_bytes"] > 80e9
     assert run_command(["plan", "recommend", "--params", "175B", "--gpus", "8"]) == 1
-    assert (
-        "nothing fits: at least 351 GB per device are needed; 64 of these devices would do" in capsys.readouterr().out
-    )
+    text = capsys.readouterr().out
+    assert "nothing fits: at least 351 GB per device are needed; 64 of these devices would do" in text
 
 
 def test_the_config_that_is_written_is_one_that_jobs_take(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

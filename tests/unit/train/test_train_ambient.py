@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _SCRIPT = """
 import datetime, glob, json, os, socket, sys, time, uuid
 from everstep.train.ambient import ALL, Ambient, Setting, site
@@ -48,23 +50,34 @@ def told(folder: Path, *moved: str) -> dict[str, dict[str, object]]:
     return found
 
 
-def test_one_line_is_told_another_value_and_the_rest_stays(tmp_path: Path) -> None:
-    plain = told(tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a script that reads its surroundings."""
+    return tmp_path_factory.mktemp("reads")
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, dict[str, object]]:
+    """Values that the script reads if nothing is told otherwise."""
+    return told(folder)
+
+
+def test_one_line_is_told_another_value_and_the_rest_stays(folder: Path, plain: dict[str, dict[str, object]]) -> None:
     assert plain["read"]["pid"] != plain["real"]["pid"]  # pinned, so that it is the same in every life
     assert plain["read"]["host"] == plain["real"]["host"]
-    assert plain == told(tmp_path) | {"real": plain["real"]}
+    assert plain == told(folder) | {"real": plain["real"]}
     sites = [name.split("\n") for name in plain["sites"]]
-    assert ["socket.gethostname", str(tmp_path / "reads.py"), "3"] in sites
-    assert ["os.environ['RANK']", str(tmp_path / "reads.py"), "8"] in sites
+    assert ["socket.gethostname", str(folder / "reads.py"), "3"] in sites
+    assert ["os.environ['RANK']", str(folder / "reads.py"), "8"] in sites
     assert any(source.startswith("glob.") and line == "6" for source, _, line in sites), sites
     assert "5" not in [line for _, _, line in sites]  # the hash of a number is the same anywhere
-    other = told(tmp_path, "\n".join(("socket.gethostname", str(tmp_path / "reads.py"), "3")))
+    other = told(folder, "\n".join(("socket.gethostname", str(folder / "reads.py"), "3")))
     changed = {name for name in plain["read"] if plain["read"][name] != other["read"][name]}
     assert changed == {"host"}
 
 
-def test_everything_is_told_otherwise(tmp_path: Path) -> None:
-    plain, other = told(tmp_path), told(tmp_path, "all")
+def test_everything_is_told_otherwise(folder: Path, plain: dict[str, dict[str, object]]) -> None:
+    other = told(folder, "all")
     same = {name for name in plain["read"] if plain["read"][name] == other["read"][name]}
     assert same == {"number", "same", "inner", "others"}
     assert plain["read"]["others"] is True  # C extensions crash with other classes than the module's own

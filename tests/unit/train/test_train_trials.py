@@ -48,7 +48,7 @@ def checked(folder: Path, text: str) -> dict[str, Any]:
     return said
 
 
-@pytest.mark.parametrize("name", mostly_longer(DYING, lambda name: name in ("raises", "left", "early", "resumed")))
+@pytest.mark.parametrize("name", mostly_longer(DYING, lambda name: name in ("raises", "early", "resumed")))
 def test_a_life_that_ends_otherwise_is_a_finding(name: str, tmp_path: Path) -> None:
     loop, how = DYING[name]
     said = checked(tmp_path, loop.text)
