@@ -220,8 +220,7 @@ class ZeroConfig:
     )
     offload_params: bool = key(
         False,
-        "keep parameters in files in that folder, too, and gradients, where the workers share a host's memory: for a "
-        "model larger than the memory",
+        "keep parameters in that folder, too, and, where workers share memory, gradients: for a model larger than that",
     )
 
 
