@@ -116,19 +116,10 @@ def _check_image(manifest: dict[str, Any], image: bytes) -> None:
 
 
 @settings(max_examples=80)
-@given(state=states(), start=st.integers(0, 12), count=st.integers(0, 12))
-def test_blocks_of_a_range_are_those_with_something_of_it(state: ModelState, start: int, count: int) -> None:
+@given(state=states())
+def test_runs_of_a_plane_are_those_of_its_grid(state: ModelState) -> None:
     manifest = state.manifest()
     for plane in planes_of(manifest):
-        if plane.name == "rest":
-            continue
-        grid = plane.grid()
-        following = [*list(grid.values())[1:], 1 << 40]
-        expected = [
-            block
-            for (block, at), end in zip(grid.items(), following, strict=True)
-            if at < start + count and min(at + plane.span, end) > start and count
-        ]
-        assert plane.blocks(start, start + count) == expected
-        assert (runs_of(((at, block) for block, at in grid.items()), plane.itemsize)) == plane.runs
+        if plane.name != "rest":
+            assert (runs_of(((at, block) for block, at in plane.grid().items()), plane.itemsize)) == plane.runs
     assert planes_of({"planes": rows_of(planes_of(manifest))}) == planes_of(manifest)

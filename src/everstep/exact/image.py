@@ -120,18 +120,6 @@ class Plane(NamedTuple):
         """First element block of each of its blocks."""
         return {first + k: at + k * self.span for at, first, count in self.runs for k in range(count)}
 
-    def blocks(self, start: int, stop: int) -> list[int]:
-        """Blocks with elements of the element blocks `start` to `stop` - 1. If elements are smaller than four bytes,
-        the first and the last block may also hold neighbours in the same unit."""
-        found: list[int] = []
-        span = self.span
-        ends = [*(at for at, _, _ in self.runs[1:]), stop + span]
-        for (at, first, count), end in zip(self.runs, ends, strict=True):
-            low, high = max(0, (start - at) // span), min(count, -(-(stop - at) // span))
-            if start < min(at + count * span, end, stop):
-                found.extend(range(first + low, first + high))
-        return found
-
 
 class Outline(NamedTuple):
     """Contents of a manifest beyond entries and values.
@@ -203,12 +191,6 @@ class Image:
     def _bytes(self, k: int, lo: int, hi: int) -> memoryview:
         offset = self.entries[k].offset
         return self._data[k][lo - offset : hi - offset]
-
-    def blocks_of(self, plane: str, start: int, stop: int) -> list[int]:
-        """Blocks of a plane that overlap the element blocks `start` to `stop` - 1; empty if there is no such plane. So
-        the owner of a range of the gradient finds its share of the optimizer's state."""
-        found = [p for p in self.outline.planes if p.name == plane]
-        return found[0].blocks(start, stop) if found else []
 
     def block_digest(self, index: int) -> str:
         """Digest of one block; reads only this block, and only the first time."""

@@ -93,15 +93,6 @@ class Snapshot:
         self.wait()
         return self._image.read_block(index)
 
-    def blocks_of(self, plane: str, start: int, stop: int) -> list[int]:
-        """Blocks of an element range, as `Image.blocks_of`."""
-        return self._image.blocks_of(plane, start, stop)
-
-    def block_digest(self, index: int) -> str:
-        """Digest of one block; reads only this block, and waits until copying has ended."""
-        self.wait()
-        return self._image.block_digest(index)
-
     def release(self) -> None:
         """Give the memory to the next snapshot; this one cannot be read any more."""
         if self._thread is not None:

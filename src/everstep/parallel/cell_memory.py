@@ -137,12 +137,6 @@ class CellMemory(Mapping):
         self._bell.value = (self._bell.value + 1) & 0xFFFFFFFF
         self.poke()
 
-    def give_back(self, extent: SharedPlace) -> None:
-        """Give the whole pages of a place back to the system; they read as zeros until they are written again."""
-        first, last = pages(extent.offset), (extent.offset + extent.size) // PAGE * PAGE
-        if first < last:
-            self.memory.madvise(mmap.MADV_REMOVE, first, last - first)
-
     def close(self) -> None:
         """Let nobody else attach. Tensors over it stay valid."""
         if self._fd >= 0:

@@ -5,12 +5,11 @@ Other threads only put events into its inbox, and cut the transfers of generatio
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from everstep.base.cause import Cause, Why
@@ -74,15 +73,6 @@ class Cutter:
     def over(self, generation: int) -> bool:
         """Whether nothing more is to be done for this generation."""
         return generation <= self._newest
-
-    @contextlib.contextmanager
-    def guarded(self, connection: PeerConnection, generation: int) -> Iterator[PeerConnection]:
-        """While inside, the connection ends with the generation; afterwards it is closed."""
-        self.guard(connection, generation)
-        try:
-            yield connection
-        finally:
-            self.close(connection)
 
     def guard(self, connection: PeerConnection, generation: int) -> None:
         """End the connection with the generation, or by `close`."""

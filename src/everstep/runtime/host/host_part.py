@@ -197,7 +197,6 @@ class Host:
             config=self.facts.config,
             task=self.facts.task,
             argv=list(self.facts.argv),
-            spare=worker_id >= self.config.workers,
             address=self._joining.own,
             tls=None if self._secrets.shown is None else asdict(self._secrets.shown),
             local_rank=slots.index(worker_id) if worker_id in slots else 0,

@@ -29,11 +29,10 @@ class WorkerContext:
     job's own. `address`: of its host, "" if as the config says; `tls`: the certificate that it shows to others (a
     `Shown`), None if it speaks without TLS. `coordinator_file` names coordinator.json, which is rewritten when the
     coordinator restarts. `board_fd`: of the progress board, where the row is that of `worker_id`. `config` is the
-    effective config as `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is
-    beyond those of the wanted workers. `cell_rank`, `cell_size`: rank of this process in its worker, 0 for the head,
-    and the number of ranks; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on.
-    `local_rank`, `local_size`: rank of this slot among the slots of its host, and their number. `apart`: run_dir is not
-    the job's own, but that of this host.
+    effective config as `base.config.to_dict` makes it. `argv` are the task's own arguments. `cell_rank`, `cell_size`:
+    rank of this process in its worker, 0 for the head, and the number of ranks; `cell_fds`: its ends of the sockets
+    between head and limbs, the head's from rank 1 on. `local_rank`, `local_size`: rank of this slot among the slots of
+    its host, and their number. `apart`: run_dir is not the job's own, but that of this host.
     """
 
     run_dir: str
@@ -46,7 +45,6 @@ class WorkerContext:
     config: dict[str, Any]
     task: str
     argv: list[str] = field(default_factory=list)
-    spare: bool = False
     cell_rank: int = 0
     cell_size: int = 1
     cell_fds: list[int] = field(default_factory=list)
