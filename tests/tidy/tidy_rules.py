@@ -105,7 +105,6 @@ PUBLIC = frozenset(  # what users name, and nothing here does
     | {"current_epoch", "is_global_zero", "estimated_stepping_batches", "validate"}
     | {f"ResNet{depth}{kind}" for depth in (34, 50, 101, 152) for kind in ("Digits", "Folder")}
 )
-SEAMS = frozenset({"blocks_of"})  # what sharding will stand on: tests alone use it so far
 DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.protocol.coordinator.", "everstep.sim.")
 DRIVING += ("everstep.protocol.step_machine", "everstep.protocol.stepping.", "everstep.runtime.job")
 DRIVING += ("everstep.runtime.host.host_agent",)

@@ -81,9 +81,10 @@ def test_something_else_that_listens_there(tmp_path: Path, capsys: pytest.Captur
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
-            found, _ = listener.accept()
-            found.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
-            found.close()
+            for _ in range(2):  # it is asked once more, in order to see whether it speaks TLS
+                found, _ = listener.accept()
+                found.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+                found.close()
 
         thread = threading.Thread(target=answer)
         thread.start()
