@@ -81,7 +81,7 @@ def test_something_else_that_listens_there(tmp_path: Path, capsys: pytest.Captur
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
-            for _ in range(2):  # it is asked once more, in order to see whether it speaks TLS
+            for _ in range(3):  # it is asked again, with TLS and without
                 found, _ = listener.accept()
                 found.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
                 found.close()
