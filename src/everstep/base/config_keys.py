@@ -220,7 +220,7 @@ class ZeroConfig:
     )
     offload_params: bool = key(
         False,
-        "keep parameters in that folder, too, and, where workers share memory, gradients: for a model larger than that",
+        "keep parameters (and gradients, unless sockets carry them) in that folder, too: for models larger than memory",
     )
 
 

@@ -217,7 +217,7 @@ def _times(run: _Run) -> tuple[list[dict[str, Any]], str]:
         )
     worst = max(rows, key=lambda row: abs(row["error"] or 0.0))
     if abs(worst["error"]) < 0.005:
-        return rows, "nowhere by half a percent of a step"
+        return rows, "nowhere by more than half a percent of a step"
     long = "too long" if worst["error"] > 0 else "too short"
     words = f"with {_plural(worst['workers'], 'worker')} the predicted step is {abs(worst['error']):.1%} {long}"
     return rows, words + f"; most of the difference is in: {_largest(run)}"

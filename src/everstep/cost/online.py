@@ -131,8 +131,8 @@ def calibrated(
 ) -> Calibrated | None:
     """From the lives of workers, None if none of them has computed a lane. The exchange is that of the worker that
     waits least, as the others' waits are for it, less the bubble, in which all wait. lane_s: known in another way, in
-    place of the measured one. step_s: an undisturbed step takes no longer; lives have the start and the first, slow
-    steps in them, which count as what a worker does alone, then as all the rest."""
+    place of the measured one. step_s: an undisturbed step takes no longer. What lives took beyond that belongs to the
+    start and the first, slow steps: it is left out of what a worker does alone, then of all the rest."""
     found = [one for one in lives if one.passes > 0]
     if not found:
         return None
@@ -142,7 +142,8 @@ def calibrated(
     alone = min(one.spent(ALONE) * each / one.passes for one in found)
     without = Calibrated(shape, workers, computed if lane_s is None else lane_s, 0.0, alone, processors)
     whole = replace(without, exchange_s=max(0.0, exchange - without.parts(workers).bubble_s))
-    busy = replace(whole, alone_s=min(alone, max(0.0, alone - (whole.parts(workers).step_s - step_s))))
+    beyond_s = max(0.0, whole.parts(workers).step_s - step_s)
+    busy = replace(whole, alone_s=max(0.0, alone - beyond_s))
     slower = 1.0 if lane_s is not None else max(1.0, busy.parts(workers).step_s / step_s)
     return replace(busy, lane_s=busy.lane_s / slower, exchange_s=busy.exchange_s / slower)
 

@@ -181,15 +181,13 @@ class Taking:
         numbers = [n for lo, hi in spans for n in range(lo, hi)]
         memory = own_pages(len(numbers) * BLOCK_BYTES)
         for place, n in enumerate(numbers):
-            data = memoryview(connection.recv_bytes(BLOCK_BYTES))
+            data = connection.recv_at_most(memory[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES])
             if not data.nbytes:
                 empty.append(n)
             elif data.nbytes != BLOCK_BYTES or digest_bytes(data) != manifest["blocks"][n]:
                 damaged.append(n)
             else:
-                page = memory[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
-                page[:] = data
-                blocks[n] = page  # nobody else has this block under way
+                blocks[n] = data  # nobody else has this block under way
         if damaged:
             connection.send_json({"stage": chunk.stage, "damaged": True})
         return moving.BlocksCame(source, chunk, Extents.numbered(of, damaged + empty))

@@ -81,16 +81,14 @@ def test_something_else_that_listens_there(tmp_path: Path, capsys: pytest.Captur
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
-            for _ in range(3):  # it is asked again, with TLS and without
+            while True:  # it is asked again, with TLS and without
                 found, _ = listener.accept()
                 found.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
                 found.close()
 
-        thread = threading.Thread(target=answer)
-        thread.start()
+        threading.Thread(target=answer, daemon=True).start()
         where = f"127.0.0.1:{listener.getsockname()[1]}"
         code, words = said(capsys, "agent", "--join", where, "--token-file", str(tmp_path / "token"))
-        thread.join()
     assert code == 2 and "expected an Everstep server" in words
 
 

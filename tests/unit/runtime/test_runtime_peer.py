@@ -56,6 +56,11 @@ def test_bytes_arrive_as_sent(server: PeerServer) -> None:
     with peer_connect(server.address, TOKEN, {"want": "bytes"}) as peer:
         peer.recv_json()
         assert bytes(peer.recv_bytes(1 << 30)) == PAYLOAD
+    with peer_connect(server.address, TOKEN, {"want": "bytes"}) as peer:
+        peer.recv_json()
+        room = bytearray(len(PAYLOAD) + 5)
+        filled = peer.recv_at_most(memoryview(room))
+        assert filled == PAYLOAD and room == PAYLOAD + bytes(5)
 
 
 def test_more_than_one_piece_arrives_as_sent(server: PeerServer) -> None:
@@ -83,6 +88,10 @@ def test_a_size_that_was_not_asked_for_is_refused(server: PeerServer) -> None:
         peer.recv_json()
         with pytest.raises(ProtocolError, match="at most 10 bytes"):
             peer.recv_bytes(10)
+    with peer_connect(server.address, TOKEN, {"want": "bytes"}) as peer:
+        peer.recv_json()
+        with pytest.raises(ProtocolError, match="at most 10 bytes"):
+            peer.recv_at_most(memoryview(bytearray(10)))
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:

@@ -103,6 +103,15 @@ class PeerConnection:
             raise ProtocolError(f"expected {view.nbytes} bytes from a peer, it sends {size}")
         self._fill([view])
 
+    def recv_at_most(self, room: memoryview) -> memoryview:
+        """Receive one `send_bytes` into this room; returns the part that it fills. Raises: ProtocolError if it is
+        larger."""
+        size = self._recv_size()
+        if size > room.nbytes:
+            raise ProtocolError(f"expected at most {room.nbytes} bytes from a peer, it sends {size}")
+        self._fill([room[:size]])
+        return room[:size]
+
     def recv_bytes(self, max_bytes: int) -> bytearray:
         """Receive one `send_bytes` of unknown size. Raises: ProtocolError beyond `max_bytes`."""
         size = self._recv_size()
