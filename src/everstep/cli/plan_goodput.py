@@ -24,8 +24,10 @@ MOST_FAILURES = 2_000_000
 
 
 @click.command("goodput")
-@click.option("--devices", type=click.IntRange(1, MOST_DEVICES), required=True, help="Devices of the job.")
-@click.option("--days", type=float, default=90.0, show_default=True, help="Days that the job takes.")
+@click.option("--devices", "--gpus", type=click.IntRange(1, MOST_DEVICES), help="Devices of the job.")
+@click.option("--nodes", type=click.IntRange(1, MOST_DEVICES), help="Nodes of the job, instead of --devices.")
+@click.option("--days", type=float, help="Days that the job takes (90).")
+@click.option("--hours", type=float, help="Hours that the job takes, instead of --days.")
 @click.option("--per-node", type=click.IntRange(1, 1024), help="Devices of a node (8).")
 @click.option("--mtbf", default="100000h", show_default=True, help="Mean time between failures of a node.")
 @click.option("--spares", type=click.IntRange(0, MOST_DEVICES), default=0, show_default=True, help="Spare devices.")
@@ -49,10 +51,9 @@ MOST_FAILURES = 2_000_000
 @click.option("--runs", type=click.IntRange(2, 1000), default=20, show_default=True, help="Simulated jobs per policy.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the simulation.")
 @json_option
-def command(names: Sequence[str], days: float, runs: int, seed: int, as_json: bool, **asked: Any) -> int:
+def command(names: Sequence[str], runs: int, seed: int, as_json: bool, **asked: Any) -> int:
     """Show the goodput of a job by recovery policy. Goodput is the share of the work that counts."""
-    if not 0 < days * 24 <= MOST_HOURS:
-        raise ConfigError(f"--days: expected more than 0 and at most {MOST_HOURS / 24:.0f} days, got {days:g}")
+    days = _days(asked)
     times, about = recovery_times(asked["changed"])
     cluster = _cluster(asked)
     known = {policy.name: policy for policy in recovery_policies(times, cluster)}
@@ -100,10 +101,7 @@ def command(names: Sequence[str], days: float, runs: int, seed: int, as_json: bo
         "fits": None,
         "source": SOURCE,
         "sources": _sources(cluster),
-        "assumed": [
-            f"harms as in {failures.LLAMA3.source}",
-            *_assumed(cluster, days, asked["mtbf"]),
-        ],
+        "assumed": [f"harms as in {failures.LLAMA3.source}", *_assumed(cluster, asked)],
     }
     say(result, as_json, _lines(result))
     return 0
@@ -117,12 +115,12 @@ def _sources(cluster: Cluster) -> dict[str, str]:
     return found | {"mtbf_job_s": f"{cluster.devices} devices that fail independently"}
 
 
-def _assumed(cluster: Cluster, days: float, mtbf: str) -> list[str]:
+def _assumed(cluster: Cluster, asked: Mapping[str, Any]) -> list[str]:
     return not_given(
-        {
-            "days": f"{days:g} days",
+        ({"days": "90 days"} if asked["hours"] is None else {})
+        | {
             "per_node": f"{cluster.per_node} devices per node",
-            "mtbf": f"a failure of each node per {mtbf}",
+            "mtbf": f"a failure of each node per {asked['mtbf']}",
             "spares": "no spares",
             "stages": f"a pipeline has {cluster.stages} stages",
             "backups": "no backups of its stages",
@@ -149,8 +147,32 @@ def _wanted(text: str | None) -> float | None:
     return share
 
 
+def _days(asked: Mapping[str, Any]) -> float:
+    days, hours = asked["days"], asked["hours"]
+    if days is not None and hours is not None:
+        raise ConfigError("expected --days or --hours, got both")
+    found = 2160.0 if days is None else days * 24
+    found = found if hours is None else hours
+    if not 0 < found <= MOST_HOURS:
+        key, most, got = ("days", MOST_HOURS // 24, days) if hours is None else ("hours", MOST_HOURS, hours)
+        raise ConfigError(f"--{key}: expected more than 0 and at most {most} {key}, got {got:g}")
+    return float(found / 24)
+
+
+def _devices(asked: Mapping[str, Any]) -> int:
+    devices, nodes = asked["devices"], asked["nodes"]
+    if (devices is None) == (nodes is None):
+        got = "neither" if nodes is None else "both"
+        raise ConfigError(f"expected --devices or --nodes, such as --devices 512, got {got}")
+    devices = nodes * (asked["per_node"] or 8) if devices is None else devices
+    if devices > MOST_DEVICES:
+        raise ConfigError(f"--nodes: expected at most {MOST_DEVICES:,} devices in all, got {devices:,}")
+    return int(devices)
+
+
 def _cluster(asked: Mapping[str, Any]) -> Cluster:
-    devices, per_node = asked["devices"], min(asked["per_node"] or 8, asked["devices"])
+    devices = _devices(asked)
+    per_node = min(asked["per_node"] or 8, devices)
     if asked["per_node"] is not None and asked["per_node"] > devices:
         raise ConfigError(f"--per-node: expected at most --devices ({devices}), got {asked['per_node']}")
     if devices % per_node:

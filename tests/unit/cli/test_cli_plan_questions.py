@@ -63,6 +63,11 @@ def test_goodput_by_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert other[0]["goodput_of_paid_devices"] == other[0]["goodput"] * 10000 / 10040
 
 
+def test_goodput_of_nodes_and_hours(capsys: pytest.CaptureFixture[str]) -> None:
+    by_devices = answered(capsys, "goodput", "--devices", "512", "--days", "7", "--runs", "2")
+    assert answered(capsys, "goodput", "--nodes", "64", "--hours", "168", "--runs", "2") == by_devices
+
+
 def test_spares_for_a_wanted_goodput(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("goodput", "--devices", "1000", "--days", "30", "--mtbf", "2000h", "--runs", "4")
     policies = ("--policy", "ours", "--policy", "restart")
