@@ -28,3 +28,29 @@ def test_names_from_the_package_exist(path: Path) -> None:
         except ModuleNotFoundError as error:
             missing.append(f"{module}.{name}: {error}")
     assert not missing
+
+
+def names_of(path: Path) -> set[str]:
+    """What a module defines, imports or assigns at its own level, also inside `if` and `try`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def test_names_from_other_benchmarks_exist() -> None:
+    benches = {path.stem: names_of(path) for path in ROOT.glob("bench/*.py")}
+    missing = [
+        f"{path.name}: {node.module}.{alias.name}"
+        for path in ROOT.glob("bench/*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module in benches
+        for alias in node.names
+        if alias.name not in benches[node.module]
+    ]
+    assert not missing
