@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
         return join
     if name == "state":
-        from everstep.train.loop_values import state
+        from everstep.script.loop_values import state
 
         return state
     if name == "TarShards":

@@ -19,9 +19,9 @@ from everstep import Task
 from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, TaskError
 from everstep.exact.extra_state import from_file, pack, unpack
 from everstep.exact.topology import select
+from everstep.script.unsupported import refuse_elsewhere
 from everstep.train.final import _Passed, model_tensors, names_of, write_final
 from everstep.train.replica import StageReplica
-from everstep.train.unsupported import refuse_elsewhere
 
 STEPS = 3
 VALUES: dict[str, Any] = {"lanes": 4, "micro_batch": 2}

@@ -28,15 +28,16 @@ LAYERS = {
     "parallel": 4,
     "checkpoint": 4,
     "data": 4,
-    "train": 5,
-    "sim": 6,
-    "chaos": 6,
-    "zoo": 6,
-    "integrations": 6,
-    "report": 7,
-    "dashboard": 8,
-    "sinks": 8,
-    "cli": 9,
+    "script": 5,
+    "train": 6,
+    "sim": 7,
+    "chaos": 7,
+    "zoo": 7,
+    "integrations": 7,
+    "report": 8,
+    "dashboard": 9,
+    "sinks": 9,
+    "cli": 10,
 }
 ROOMS = {"process": 0, "process_figures": 0, "versions": 0, "link": 1, "files": 2, "lead": 3, "host": 4}
 """Floors inside `runtime`, for rooms and for the files beside them; any other file there is above them all."""
@@ -105,7 +106,13 @@ PUBLIC = frozenset(  # what users name, and nothing here does
     | {"current_epoch", "is_global_zero", "estimated_stepping_batches", "validate"}
     | {f"ResNet{depth}{kind}" for depth in (34, 50, 101, 152) for kind in ("Digits", "Folder")}
 )
-DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.protocol.coordinator.", "everstep.sim.")
+DRIVING = (
+    "everstep.train.",
+    "everstep.script.",
+    "everstep.protocol.driver.",
+    "everstep.protocol.coordinator.",
+    "everstep.sim.",
+)
 DRIVING += ("everstep.protocol.step_machine", "everstep.protocol.stepping.", "everstep.runtime.job")
 DRIVING += ("everstep.runtime.host.host_agent",)
 NOT_CROWDED = (*DRIVING, "everstep.parallel.group", "everstep.runtime.link.control_client")
@@ -302,7 +309,7 @@ WRITES_ELSEWHERE = {
     "everstep.runtime.files.claim_files": "a draft that `drafted` made",
     "everstep.dashboard.guard": "a draft that `drafted` made",
     "everstep.train.rehearsal": "links to checkpoints of its own, in a folder of its own",
-    "everstep.train.stretches": "links to checkpoints of its own, in a folder of its own",
+    "everstep.script.stretches": "links to checkpoints of its own, in a folder of its own",
     "everstep.runtime.host.packet_faults": "a device",
 }
 """Modules in which files are opened for writing in other ways than `everstep.base.below`, and why."""

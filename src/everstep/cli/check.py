@@ -125,9 +125,9 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 def life_of(question: dict[str, Any]) -> tuple[Rehearsed, Callable[[LifeLink], None]]:
     """The lives of a script or task, and what each of them does. Raises: ConfigError if the task cannot be loaded."""
+    from everstep.script.watched_life import LifeWatch
     from everstep.train.join import rehearsed_with
     from everstep.train.rehearsal import Rehearsed, run_script
-    from everstep.train.watched_life import LifeWatch
 
     spec = parse_task(question["task"])
     folder, steps, watch = question["folder"], int(question["steps"]), LifeWatch(work=True)

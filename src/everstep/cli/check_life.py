@@ -12,8 +12,8 @@ from dataclasses import replace
 from everstep.cli.check import life_of
 from everstep.runtime.host.fork_server import DEFAULT_PRELOAD, preload, redirect_output
 from everstep.runtime.process import die_with_parent
+from everstep.script.watched_life import watch_of
 from everstep.train.rehearsal import live
-from everstep.train.watched_life import watch_of
 
 
 def main() -> int:

@@ -36,7 +36,7 @@ def lane_digest(task: Task, dataset: Any) -> str:
 
 def look_here(question: dict[str, Any]) -> dict[str, Any]:
     """Answer about a job's task on this host, as JSON: its imported code and its first lane, or the error."""
-    from everstep.train.imported import code_here
+    from everstep.script.imported import code_here
 
     try:
         task = load_task(str(question["task"]), load_config([("the job", question["config"])]))

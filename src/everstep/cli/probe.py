@@ -205,7 +205,7 @@ def _build(task: Task) -> Any:
 
 def _check_parts(task: Task) -> None:
     """Raises: ConfigError if the model, optimizer or scheduler is of an unsupported kind."""
-    from everstep.train.unsupported import refuse_unsupported
+    from everstep.script.unsupported import refuse_unsupported
 
     model = _build(task)
     optimizer = task.build_optimizer(list(model.parameters()))

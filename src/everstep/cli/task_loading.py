@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError, did_you_mean
-from everstep.train.importing import importing_from
+from everstep.script.importing import importing_from
 
 if TYPE_CHECKING:
     from everstep.train.task import Task

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from everstep.base.errors import ConfigError
-from everstep.train.foreign_trainers import instead_of_accelerate
+from everstep.script.foreign_trainers import instead_of_accelerate
 from everstep.train.script_errors import say_in_one_line
 
 

@@ -25,12 +25,12 @@ from everstep.integrations.lane_loss import LaneLoss
 from everstep.integrations.training_arguments import job_settings, lanes_of, refuse_arguments
 from everstep.integrations.training_order import PresentSamples, TrainingOrder
 from everstep.integrations.training_state import CarriedTraining, without_times
+from everstep.script.foreign_trainers import one_process
+from everstep.script.watched_life import IN_REHEARSAL
 from everstep.train import join as joining
-from everstep.train.foreign_trainers import one_process
 from everstep.train.precision import autocast
 from everstep.train.run import Run, Step, gradient_norm_of, looking, view_of
 from everstep.train.script_errors import say_in_one_line
-from everstep.train.watched_life import IN_REHEARSAL
 
 one_process()
 try:

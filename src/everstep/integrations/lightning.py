@@ -27,8 +27,8 @@ from everstep.integrations.lightning_module import (
     training_loader,
 )
 from everstep.integrations.lightning_options import TrainerOptions, trainer_options
+from everstep.script.loop_values import state as loop_state
 from everstep.train.join import join
-from everstep.train.loop_values import state as loop_state
 from everstep.train.run import Run, Step, view_of
 from everstep.train.script_errors import say_in_one_line
 

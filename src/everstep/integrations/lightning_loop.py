@@ -14,7 +14,7 @@ import torch
 
 from everstep.base.errors import ConfigError
 from everstep.integrations.lightning_module import EPOCH, STEP
-from everstep.train.loop_values import LoopValues
+from everstep.script.loop_values import LoopValues
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.base.errors import ConfigError
-from everstep.train.reachable import of_user
+from everstep.script.reachable import of_user
 
 _KEPT = ("epoch", "global_step", "best_metric", "best_global_step")
 _TIMES = ("_runtime", "_per_second", "_time")

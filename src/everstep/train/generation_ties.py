@@ -20,9 +20,9 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import gathered
 from everstep.protocol.following import PlanAsked, PlanShown, name_of
 from everstep.runtime.link.peer import PeerConnection
+from everstep.script.imported import LateImports
 from everstep.train.executor import Executor
 from everstep.train.first_place import of_plan
-from everstep.train.imported import LateImports
 from everstep.train.view import WorkerView
 
 _LATE = 4

@@ -17,6 +17,7 @@ from everstep.data.reading import reading_of
 from everstep.exact.digest import named_digest
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.placement.cuts import units_of
+from everstep.script.unsupported import refuse_group, refuse_unsupported
 from everstep.train.cell_head import CellHead
 from everstep.train.cell_passes import CellStages
 from everstep.train.composition import check_units
@@ -31,7 +32,6 @@ from everstep.train.session import Session
 from everstep.train.stage import Parts, There, build_model, chosen_cut, cut_into_shards, cut_out
 from everstep.train.task import Task, calling
 from everstep.train.trainer import EarlyStop
-from everstep.train.unsupported import refuse_group, refuse_unsupported
 from everstep.train.view import Stages
 from everstep.train.worker_link import WorkerLink
 

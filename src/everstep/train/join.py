@@ -25,29 +25,29 @@ from everstep.exact.several import optimizers_of, schedulers_of
 from everstep.protocol import messages as wire
 from everstep.runtime.files.private import close_run_dir, refuse_foreign, write_privately
 from everstep.runtime.link.address import DATASET_FILE
-from everstep.train.adopted import become_job
-from everstep.train.foreign_trainers import watch_trainers
-from everstep.train.given_optimizers import one_optimizer, schedulers_apart
-from everstep.train.global_batch import sized
-from everstep.train.job_data import moving_by_itself
-from everstep.train.job_parts import assemble
-from everstep.train.join_again import second_call
-from everstep.train.loop_values import LoopValues
-from everstep.train.precision import prepare_torch
-from everstep.train.rehearsal import LifeLink, WatchedLoop
-from everstep.train.rehearsing import Conclude, beside_script, main_script
-from everstep.train.restarts import unpassed
-from everstep.train.run import Run
-from everstep.train.script_errors import say_in_one_line
-from everstep.train.stage import Parts
-from everstep.train.unpassed import unpassed_scheduler
-from everstep.train.unsupported import (
+from everstep.script.adopted import become_job
+from everstep.script.foreign_trainers import watch_trainers
+from everstep.script.join_again import second_call
+from everstep.script.loop_values import LoopValues
+from everstep.script.restarts import unpassed
+from everstep.script.unpassed import unpassed_scheduler
+from everstep.script.unsupported import (
     refuse_elsewhere,
     refuse_group,
     refuse_scaler,
     refuse_unmade,
     refuse_unsupported,
 )
+from everstep.train.given_optimizers import one_optimizer, schedulers_apart
+from everstep.train.global_batch import sized
+from everstep.train.job_data import moving_by_itself
+from everstep.train.job_parts import assemble
+from everstep.train.precision import prepare_torch
+from everstep.train.rehearsal import LifeLink, WatchedLoop
+from everstep.train.rehearsing import Conclude, beside_script, main_script
+from everstep.train.run import Run
+from everstep.train.script_errors import say_in_one_line
+from everstep.train.stage import Parts
 from everstep.train.worker_link import LaunchedLink, LoneLink, WorkerLink
 
 _TWICE = (

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from everstep.base.errors import DeterminismError, LaneCarried
 from everstep.exact.digest import tensor_digest
-from everstep.train.flow_sources import SyntaxTrees
-from everstep.train.reachable import GENERATORS, generator_state, of_user, users_class
+from everstep.script.flow_sources import SyntaxTrees
+from everstep.script.reachable import GENERATORS, generator_state, of_user, users_class
 
 _DEEP = 3
 _MOST_ITEMS = 1000

@@ -19,10 +19,10 @@ import msgspec
 
 from everstep.base.cause import Cause
 from everstep.base.errors import ConfigError
-from everstep.train.carried_names import Read, Trained, is_run, read_loop
-from everstep.train.loop_values import held
-from everstep.train.reachable import Carried, Fact, Survey, loop_frames, variables
-from everstep.train.restarts import differing, is_one_of
+from everstep.script.carried_names import Read, Trained, is_run, read_loop
+from everstep.script.loop_values import held
+from everstep.script.reachable import Carried, Fact, Survey, loop_frames, variables
+from everstep.script.restarts import differing, is_one_of
 from everstep.train.view import WorkerView
 
 CHANGED = "changed"

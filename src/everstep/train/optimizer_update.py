@@ -21,8 +21,8 @@ from everstep.exact.pieces import PieceUpdate, Ranges, calls_of, in_calls
 from everstep.exact.seeding import derive, seed_all
 from everstep.exact.several import OptimizerSet
 from everstep.exact.state_memory import StateMemory
+from everstep.script.loop_guard import LoopGuard
 from everstep.train.divided_state import DividedState
-from everstep.train.loop_guard import LoopGuard
 from everstep.train.offload import FarMemory, StateFile
 from everstep.train.offload_parameters import ModelFile
 from everstep.train.optimizer_kind import NO_GRADIENT, OptimizerKind, beside, expected_kind, kind_of, tried_of

@@ -44,12 +44,12 @@ from everstep.runtime.process import (
     resident_bytes,
     why_ended,
 )
-from everstep.train.carried_names import Read, Trained, is_run, read_loop
-from everstep.train.importing import import_from_script
-from everstep.train.loop_values import held
-from everstep.train.name_origins import Places
-from everstep.train.reachable import Carried, Fact, Survey, loop_frames, of_user, variables
-from everstep.train.restarts import (
+from everstep.script.carried_names import Read, Trained, is_run, read_loop
+from everstep.script.importing import import_from_script
+from everstep.script.loop_values import held
+from everstep.script.name_origins import Places
+from everstep.script.reachable import Carried, Fact, Survey, loop_frames, of_user, variables
+from everstep.script.restarts import (
     TRAINING,
     Finding,
     differing,
@@ -59,9 +59,9 @@ from everstep.train.restarts import (
     unpassed,
     with_code,
 )
+from everstep.script.watched_life import IN_REHEARSAL, LifeNotes, LifeWatch, Noted, epoch_end, noted_of, numbers_in
 from everstep.train.task import place_of, where
 from everstep.train.view import WorkerView
-from everstep.train.watched_life import IN_REHEARSAL, LifeNotes, LifeWatch, Noted, epoch_end, noted_of, numbers_in
 from everstep.train.worker_link import Deliver, Hello, LoneLink
 
 STEPS, LIMIT_S = 3, 120.0

@@ -25,10 +25,10 @@ from everstep.base.readable import readable
 from everstep.runtime.host.fork_server import redirect_output
 from everstep.runtime.link.address import JOB_FILE
 from everstep.runtime.process import close_descriptors, die_with_parent, own_command, pinned_environment
-from everstep.train.reachable import of_user
+from everstep.script.reachable import of_user
+from everstep.script.script_files import files_of
+from everstep.script.watched_life import IN_REHEARSAL
 from everstep.train.rehearsal import LIMIT_S, LifeLink, Rehearsal, Rehearsed, run_script
-from everstep.train.script_files import files_of
-from everstep.train.watched_life import IN_REHEARSAL
 from everstep.train.worker_link import LaunchedLink
 
 PROCESS = "everstep.train.rehearsal_process"

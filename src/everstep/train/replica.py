@@ -30,8 +30,8 @@ from everstep.exact.state import ModelState
 from everstep.protocol.driver.comparing import PART
 from everstep.protocol.driver.records import SETTING_BYTES, StageSection, StepOutcome, segment_name
 from everstep.protocol.step_types import LaneSaid
+from everstep.script.loop_guard import refused
 from everstep.train.elastic import LrPolicy
-from everstep.train.loop_guard import refused
 from everstep.train.model_call import Loss
 from everstep.train.offload import memory_for
 from everstep.train.offload_parameters import ModelFile, parameter_files

@@ -41,19 +41,19 @@ from everstep.protocol.driver.operations import (
     JoinAsked,
     StepAsked,
 )
+from everstep.script.flow_sources import calls_in_file, prepares
+from everstep.script.loop_guard import LoopGuard
+from everstep.script.reachable import loop_frames
+from everstep.script.watched_life import IN_REHEARSAL, TRIED
 from everstep.train.elastic import ElasticOrder
 from everstep.train.evaluation import Waves, evaluate
 from everstep.train.executor import StateJumped
-from everstep.train.flow_sources import calls_in_file, prepares
 from everstep.train.lane_witness import LaneWitness
 from everstep.train.logged_values import numbers, sums
-from everstep.train.loop_guard import LoopGuard
 from everstep.train.loop_survey import LoopSurvey
-from everstep.train.reachable import loop_frames
 from everstep.train.session import Session
 from everstep.train.user_loop import UserLoop
 from everstep.train.view import WorkerView
-from everstep.train.watched_life import IN_REHEARSAL, TRIED
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 
 from everstep.runtime.link.address import CHECKPOINTS_DIR
-from everstep.train.ambient import ALL, Setting, parts_of
-from everstep.train.line_trace import Divergence, first_divergence, where_written
+from everstep.script.ambient import ALL, Setting, parts_of
+from everstep.script.line_trace import Divergence, first_divergence, where_written
+from everstep.script.restarts import TRAINING, Finding, differing
+from everstep.script.stretches import set_cursor, unrun
+from everstep.script.watched_life import BEFORE, RUN, LifeWatch, read_rows
 from everstep.train.rehearsal import Fork, Judgement, LifeLink, Rehearsal, Rehearsed, Sighting, fork_life
-from everstep.train.restarts import TRAINING, Finding, differing
-from everstep.train.stretches import set_cursor, unrun
-from everstep.train.watched_life import BEFORE, RUN, LifeWatch, read_rows
 
 _MOST_SITES, _MOST_STRETCHES = 24, 5
 _PINNED, _STILL = Setting(pinned=True), Setting(pinned=True, still=True)

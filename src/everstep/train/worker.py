@@ -28,9 +28,9 @@ from everstep.base.errors import (
 )
 from everstep.protocol import messages as wire
 from everstep.runtime.link.context import WorkerContext
+from everstep.script.importing import import_from_script
 from everstep.train import join
 from everstep.train.console import LeaderConsole
-from everstep.train.importing import import_from_script
 from everstep.train.job_parts import assemble_task
 from everstep.train.offload_parameters import build_in_files
 from everstep.train.published import Publisher

@@ -22,7 +22,7 @@ from everstep.integrations.lightning_module import (
     training_loader,
 )
 from everstep.integrations.lightning_options import trainer_options
-from everstep.train.loop_values import state
+from everstep.script.loop_values import state
 
 
 class Plain(lightning.LightningModule):

@@ -13,8 +13,8 @@ import everstep
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.base.foreign import foreign_launcher
+from everstep.script.adopted import command_of
 from everstep.train import join as join_module
-from everstep.train.adopted import command_of
 
 GIVEN: list[tuple[dict[str, Any], str]] = [
     ({"max_grad_norm": 1.0}, "unknown key 'max_grad_norm' (from join): here it is clip_norm"),

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from everstep.protocol.identity import Code
-from everstep.train.imported import LateImports, code_here
+from everstep.script.imported import LateImports, code_here
 from everstep.train.kernels import kernels_of
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch import nn
 from everstep.base.errors import Uncarried
 from everstep.exact.settings import Settings
 from everstep.exact.state import ModelState
-from everstep.train.flow_sources import prepares
+from everstep.script.flow_sources import prepares
 from everstep.train.heal import unpack_state
 from everstep.train.loop_state import LoopState
 

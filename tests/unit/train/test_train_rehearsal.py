@@ -17,10 +17,10 @@ import carried_loops
 import everstep
 import rehearsed_scripts
 from everstep.base.errors import ConfigError
+from everstep.script.restarts import read_in_code
 from everstep.train import rehearsal
 from everstep.train.join import rehearsed_with
 from everstep.train.rehearsal import Rehearsal, Rehearsed, run_script
-from everstep.train.restarts import read_in_code
 from sampling import mostly_longer
 
 

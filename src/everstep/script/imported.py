@@ -18,7 +18,7 @@ from typing import Any
 
 from everstep.base.given import read_given
 from everstep.protocol.identity import MOST_FILES, MOST_PACKAGES, Code
-from everstep.train.reachable import of_user
+from everstep.script.reachable import of_user
 
 _OWN = __name__.partition(".")[0]
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))

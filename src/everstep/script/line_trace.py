@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from everstep.exact.digest import digest_bytes, tensor_digest
-from everstep.train.flow_sources import SyntaxTrees
-from everstep.train.flow_words import CHANGING
-from everstep.train.reachable import GENERATORS, generator_state, of_user, users_class
+from everstep.script.flow_sources import SyntaxTrees
+from everstep.script.flow_words import CHANGING
+from everstep.script.reachable import GENERATORS, generator_state, of_user, users_class
 
 _MOST_ROWS = 150_000
 _MOST_BYTES = 1 << 24

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from everstep.train.flow_items import MISSING, namespace_of
-from everstep.train.flow_memory import (
+from everstep.script.flow_items import MISSING, namespace_of
+from everstep.script.flow_memory import (
     NOTHING,
     STEP,
     TRAINED,
@@ -26,7 +26,7 @@ from everstep.train.flow_memory import (
     items_of,
     joined,
 )
-from everstep.train.flow_sources import Function, SyntaxTrees, names_of
+from everstep.script.flow_sources import Function, SyntaxTrees, names_of
 
 _DEEPEST = 10
 _MOST_STATEMENTS = 30_000

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from everstep.train.reachable import Fact
+from everstep.script.reachable import Fact
 
 TRAINING = "what is trained"
 _DRAWS = (

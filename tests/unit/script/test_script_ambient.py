@@ -12,7 +12,7 @@ import pytest
 
 _SCRIPT = """
 import datetime, glob, json, os, socket, sys, time, uuid
-from everstep.train.ambient import ALL, Ambient, Setting, site
+from everstep.script.ambient import ALL, Ambient, Setting, site
 moved = tuple(sys.argv[1:])
 real = {"pid": os.getpid(), "host": socket.gethostname(), "hash": hash("a"), "files": sorted(os.listdir("f"))}
 ambient = Ambient(Setting(moved=moved, pinned=True))

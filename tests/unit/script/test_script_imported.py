@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.train.imported import LateImports, code_here
+from everstep.script.imported import LateImports, code_here
 
 NAMES = ("helper_of_mine", "linked_of_mine", "package_of_mine")
 

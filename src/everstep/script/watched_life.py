@@ -16,9 +16,9 @@ from typing import Any
 from everstep.base.below import write_atomically
 from everstep.base.given import read_json
 from everstep.protocol.step_types import LaneSaid
-from everstep.train.ambient import Ambient, Setting
-from everstep.train.line_trace import Divergence, LineRow, LineTrace, first_divergence, first_write
-from everstep.train.reachable import variables
+from everstep.script.ambient import Ambient, Setting
+from everstep.script.line_trace import Divergence, LineRow, LineTrace, first_divergence, first_write
+from everstep.script.reachable import variables
 
 IN_REHEARSAL, TRIED = "EVERSTEP_REHEARSAL", "job"
 """Environment variable of a life that is only rehearsed, and its value in a job that tries a script out."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from everstep.train.join_again import second_call
+from everstep.script.join_again import second_call
 
 HEAD = "import sys\n\n\ndef train(lr):\n    run = join(lr)\n    for step in run:\n        pass\n    return run\n\n\n"
 AGAIN = {

@@ -17,7 +17,7 @@ from typing import Any
 
 from everstep.base.errors import ConfigError
 from everstep.base.foreign import left_alone
-from everstep.train.reachable import of_user
+from everstep.script.reachable import of_user
 
 _TRAINS = "{name} under 'everstep run' would train one model in each worker: write 'from {ours} import Trainer'"
 _PRECISIONS = ("fp16", "bf16")

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from everstep.train.reachable import loop_frames, variables
+from everstep.script.reachable import loop_frames, variables
 
 _DEEP = 2
 

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import everstep
 from everstep.base.errors import ConfigError, TaskError
-from everstep.train.unsupported import refuse_unsupported
+from everstep.script.unsupported import refuse_unsupported
 
 DATA = [(torch.full((4,), float(i % 5)), torch.tensor(i % 2)) for i in range(64)]
 Act = Callable[[nn.Module, torch.optim.Optimizer, Any], object]

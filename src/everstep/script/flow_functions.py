@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from everstep.train.flow_memory import NOTHING, RoundMemory, Value, joined
-from everstep.train.flow_reader import Closure, Reader, Scope
-from everstep.train.reachable import of_user
+from everstep.script.flow_memory import NOTHING, RoundMemory, Value, joined
+from everstep.script.flow_reader import Closure, Reader, Scope
+from everstep.script.reachable import of_user
 
 _MOST_WRAPPED = 10
 

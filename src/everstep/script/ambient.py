@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from everstep.train.reachable import of_user
+from everstep.script.reachable import of_user
 
 ALL = "all"
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))

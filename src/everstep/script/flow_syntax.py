@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from everstep.train.flow_items import MISSING, namespace_of, rounds_of
-from everstep.train.flow_memory import CHOSEN, NOTHING, SCALARS, Origin, Value, decided, entry_of, joined
-from everstep.train.flow_reader import Closure, Reader, Scope, bare, item_of, part_of
-from everstep.train.flow_words import OPERATORS, SHAPES
+from everstep.script.flow_items import MISSING, namespace_of, rounds_of
+from everstep.script.flow_memory import CHOSEN, NOTHING, SCALARS, Origin, Value, decided, entry_of, joined
+from everstep.script.flow_reader import Closure, Reader, Scope, bare, item_of, part_of
+from everstep.script.flow_words import OPERATORS, SHAPES
 
 _AGAIN = 2
 _MOST_CHOICES = 32

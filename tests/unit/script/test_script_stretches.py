@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from everstep.train.stretches import unrun
+from everstep.script.stretches import unrun
 
 _CODE = """
 for step in run:

@@ -23,15 +23,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from everstep.data.reading import reading_of
 from everstep.exact.attributes import plain
 from everstep.exact.several import optimizers_of, schedulers_of
-from everstep.train.flow_calls import BesideLoop, Calls
-from everstep.train.flow_functions import Functions, unwrapped
-from everstep.train.flow_items import ContainerItems
-from everstep.train.flow_memory import Judge, Origin, RoundMemory, Value, recalls, remembers
-from everstep.train.flow_reader import Reader, Scope
-from everstep.train.flow_sources import SyntaxTrees
-from everstep.train.flow_syntax import SYNTAX
-from everstep.train.reachable import GENERATORS, kind_of, of_user, storage_of, users_class, variables
-from everstep.train.restarts import like_parameters
+from everstep.script.flow_calls import BesideLoop, Calls
+from everstep.script.flow_functions import Functions, unwrapped
+from everstep.script.flow_items import ContainerItems
+from everstep.script.flow_memory import Judge, Origin, RoundMemory, Value, recalls, remembers
+from everstep.script.flow_reader import Reader, Scope
+from everstep.script.flow_sources import SyntaxTrees
+from everstep.script.flow_syntax import SYNTAX
+from everstep.script.reachable import GENERATORS, kind_of, of_user, storage_of, users_class, variables
+from everstep.script.restarts import like_parameters
 
 _SAMPLING = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
 _DEEP, _WIDE = 3, 16
@@ -44,7 +44,7 @@ _HOOKS = (
 _UPDATE_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-_RUN = str(Path(__file__).with_name("run.py"))
+_RUN = str(Path(__file__).parents[1] / "train" / "run.py")
 
 
 def is_run(thing: Any) -> bool:

@@ -17,7 +17,7 @@ from everstep.base.below import write_atomically
 from everstep.checkpoint.names import manifest_name, step_name, step_of
 from everstep.checkpoint.reader import read_manifest
 from everstep.checkpoint.store import DirectoryStore
-from everstep.train.flow_sources import SyntaxTrees
+from everstep.script.flow_sources import SyntaxTrees
 
 _MOST_TRIED = 100_000
 _ALLOWED = (

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from everstep.train.flow_functions import Functions, Given, method_of
-from everstep.train.flow_items import MISSING, namespace_of
-from everstep.train.flow_memory import (
+from everstep.script.flow_functions import Functions, Given, method_of
+from everstep.script.flow_items import MISSING, namespace_of
+from everstep.script.flow_memory import (
     CHOSEN,
     NOTHING,
     RANDOM,
@@ -32,8 +32,8 @@ from everstep.train.flow_memory import (
     entry_of,
     joined,
 )
-from everstep.train.flow_reader import Reader, Scope, bare
-from everstep.train.flow_words import (
+from everstep.script.flow_reader import Reader, Scope, bare
+from everstep.script.flow_words import (
     ALIASING,
     CHANGING,
     CONVERTS,
@@ -53,7 +53,7 @@ from everstep.train.flow_words import (
     TOGETHER,
     WRITES,
 )
-from everstep.train.reachable import of_user
+from everstep.script.reachable import of_user
 
 _MOST_METHODS = 32
 _OPENED = ("opened to read", "opened to write")

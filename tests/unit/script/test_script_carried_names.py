@@ -15,9 +15,9 @@ import carried_loops
 import everstep
 import harmless_loops
 import indirect_loops
-from everstep.train.carried_names import Read, Trained, read_loop
-from everstep.train.loop_values import LoopValues, held
-from everstep.train.reachable import loop_frames
+from everstep.script.carried_names import Read, Trained, read_loop
+from everstep.script.loop_values import LoopValues, held
+from everstep.script.reachable import loop_frames
 
 
 class Reading(Exception):

@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 
 from everstep.base.given import read_given
-from everstep.train.restarts import Finding
+from everstep.script.restarts import Finding
 
 
 class Places:

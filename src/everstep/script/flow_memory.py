@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from everstep.train.flow_items import MISSING, ContainerItems, KeysDone
+from everstep.script.flow_items import MISSING, ContainerItems, KeysDone
 
 Origin = tuple[Any, ...]
 """("name", scope, NAME), ("attr", id, NAME), ("object", id), ("item", id, KEY), ("file", PATH), ("count", LINE, N); or

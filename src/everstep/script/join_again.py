@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
-from everstep.train.flow_items import MISSING
-from everstep.train.flow_sources import SyntaxTrees
+from everstep.script.flow_items import MISSING
+from everstep.script.flow_sources import SyntaxTrees
 
 _MOST_DEPTH = 8
 _PLAIN = (bool, int, float, str, type(None))

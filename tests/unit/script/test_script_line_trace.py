@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from everstep.train.line_trace import LineTrace, first_divergence, first_write, where_written
+from everstep.script.line_trace import LineTrace, first_divergence, first_write, where_written
 
 _CODE = """
 class Net:

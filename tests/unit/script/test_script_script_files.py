@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from everstep.script.script_files import MOST_FILES, files_of
 from everstep.train.rehearsing import is_rehearsed, script_digest
-from everstep.train.script_files import MOST_FILES, files_of
 
 SOURCES = {
     "train.py": "import torch, os.path\nimport model\nfrom lib import nets, nothing\ndef later():\n    import lazy\n",

@@ -18,7 +18,7 @@ from everstep.base.config import check_keys, dotted
 from everstep.base.errors import ConfigError
 from everstep.base.foreign import Foreign, check_numbered, foreign_launcher
 from everstep.runtime.process import own_command
-from everstep.train.unsupported import refuse_group
+from everstep.script.unsupported import refuse_group
 
 RAY_PROGRAM = "default_worker.py"
 """Program that runs Ray's actors and tasks."""

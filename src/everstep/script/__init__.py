@@ -1,0 +1,1 @@
+"""What the user's script does, found in its code, its objects and its lives."""
