@@ -260,6 +260,12 @@ class CellConfig:
         low=1,
         high=MAX_RANKS,
     )
+    hosts: int = key(
+        1,
+        "hosts that each worker is on, each with a part of its processes; divides cell.fsdp",
+        low=1,
+        high=64,
+    )
     shards: int = key(
         1,
         "virtual shards into which layers are cut, each computed alone; if unset: cell.tp of the job's first start",
@@ -280,6 +286,11 @@ class CellConfig:
     def ranks(self) -> int:
         """Processes of each worker."""
         return self.fsdp * self.tp
+
+    @property
+    def here(self) -> int:
+        """Processes of a worker on each of its hosts."""
+        return self.ranks // self.hosts
 
     @property
     def key(self) -> str:

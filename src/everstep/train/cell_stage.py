@@ -21,6 +21,7 @@ from everstep.exact.pieces import Ranges
 from everstep.parallel.cell_memory import CellMemory, PassBroken
 from everstep.protocol.driver.records import LaneReport
 from everstep.runtime.host.cell import Head
+from everstep.runtime.host.cell_doors import Deputies, PartLines
 from everstep.train.cell_beside import beside_lanes, groups_of
 from everstep.train.cell_lanes import SharedLanes, places_of
 from everstep.train.cell_store import CellStore
@@ -49,27 +50,46 @@ class CellStage:
         self.store = CellStore(CellMemory.create(places.size), places, tick, self._look)
         self.store.move_in(replica.everything)
         self._update = CellUpdate(parts.optimizer, self.store, self._ranks, replica.spec.tied)
+        self._span(head.deputies)
         self.shared = SharedLanes(replica, config, self.store)
         self.point = 0
         self._told: tuple[int, int] | None = None
         note = self.store.write_places(_named(replica)) if parts.as_made else 0
         about = {"path": self.store.memory.path, "size": places.size, "likeness": places.likeness, "note": note}
+        about |= {"extent": self.store.places.extent, "parts": []}
+        if head.deputies is not None:
+            about["parts"] = [head.deputies.plan.name, list(head.deputies.plan.doors), 0]
         raise_first(head.command(ATTACH, stage=self.number, **about))
         replica.share_updates(self)
+
+    def _span(self, deputies: Deputies | None) -> None:
+        """If the worker spans hosts: have each part hold its own."""
+        if deputies is None:
+            return
+        store, replica, number = self.store, self.replica, self.number
+        deputies.door.show(number, store.memory)
+        store.spread(deputies.plan, PartLines(deputies.plan, number, deputies.call), self._update.shares())
+        replica.state.memory.others = store.elsewhere
+        for unit in (replica.parts.model, *replica.parts.units):
+            unit.register_forward_pre_hook(lambda *_: self.gather())
+
+    def gather(self) -> None:
+        """Have all parameters here: this process alone computes with them."""
+        self.store.hold(self.store.version)
 
     # ---- lanes
 
     def begin_lanes(self, step: int) -> dict[str, Any] | None:
         """Lanes of this step come next. Returns what limbs have to take on before them; None if they have."""
         replica = self.replica
+        self.gather()
         key = step, replica.lanes.discarded
         fresh, self._told = key != self._told, key
-        self.store.memory.mend()
         if not fresh:
             return None
         replica.lanes.settle_buffers()  # another worker's lane may have been computed on trial
         self.store.give_buffers(replica.parts.model)
-        return beside_lanes(replica)
+        return beside_lanes(replica) | {"version": self.store.version}
 
     def gate(self, *, opens: bool) -> bool:
         """Come to the gate before a pass, with what other workers have sent for it; returns whether the pass is made.
@@ -118,6 +138,7 @@ class CellStage:
             for piece in reduced.pieces:
                 gradient[piece.start : piece.stop].copy_(piece.data)
         update = self._update
+        self.store.let_go()
         note = {
             "presence": reduced.presence,
             "groups": groups_of(self.replica.parts.optimizer),
@@ -135,11 +156,22 @@ class CellStage:
 
     def close(self) -> None:
         """Let go of the memory."""
+        if self._head.deputies is not None:
+            self._head.deputies.door.show(self.number, None)
         self.store.close()
 
 
-def limb_gradient(store: CellStore, step: int, presence: bytes, numel: int) -> Reduced:
-    """The gradient that the head has left for an update."""
+def limb_gradient(store: CellStore, replica: StageReplica, step: int, presence: bytes, pieces: Ranges) -> Reduced:
+    """The gradient that the head has left for an update of these pieces; of other elements it need not be here."""
+    numel = replica.layout.numel
+    if store.elsewhere is not None:
+        trained = {p for group in replica.parts.optimizer.param_groups for p in group["params"]}
+        leaves = dict(replica.parts.model.named_parameters(remove_duplicate=False))
+        for i in replica.layout.params:
+            entry = replica.layout.entries[i]
+            leaf = leaves[entry.name]
+            for first, stop in pieces.get(leaf, ()) if leaf in trained else ((0, entry.numel),):
+                store.bring_sum(0, 0, entry.offset + first, entry.offset + stop)
     return Reduced(step, (Piece(0, numel, store.slot(0)),), presence, ())
 
 

@@ -59,8 +59,10 @@ class Slots:
         return self._asked is None or worker_id in self._asked
 
     def left(self, agent_id: str | None = None) -> int:
-        """Number of slots (of this agent, if one is given) that were not given up."""
-        return sum(agent_id in (None, self._owners.get(i)) for i in self.ids() - set(self.lost))
+        """Number of slots (of this agent, if one is given) that were not given up; without one, of workers that these
+        make."""
+        there = sum(agent_id in (None, self._owners.get(i)) for i in self.ids() - set(self.lost))
+        return there if agent_id is not None else there // self._env.config.hosts.span
 
     def expected(self) -> int:
         """Number of members that there can be: the target, or fewer if slots were given up."""
