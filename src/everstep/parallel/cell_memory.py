@@ -177,10 +177,10 @@ class CellMemory(Mapping):
         if start < stop:
             self.memory.madvise(mmap.MADV_REMOVE, start, stop - start)
 
-    def guard(self, start: int, stop: int, *, on: bool) -> None:
-        """Have this process end if it touches a whole page in this range. on: or not any more."""
+    def guard(self, start: int, stop: int, access: int) -> None:
+        """Have this process end if it touches a whole page in this range in another way. access: `mmap.PROT_READ`,
+        `PROT_WRITE`, both, or 0."""
         start, stop = pages(start), stop // PAGE * PAGE
-        access = 0 if on else mmap.PROT_READ | mmap.PROT_WRITE
         if start < stop and _libc.mprotect(self.address + start, stop - start, access):
             raise OSError(ctypes.get_errno(), "mprotect")
 

@@ -95,6 +95,7 @@ class Deputy(Limb):
                 with whole[offset : offset + count] as into:
                     lines.read(0, offset, into)
                 self.row.tick()
+        lines.close()
         self._search.door.show(stage, memory)
         return {**told, "path": memory.path, "parts": [name, doors, self._plan.part]}
 

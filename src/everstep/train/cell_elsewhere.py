@@ -2,13 +2,15 @@
 
 Each host holds the ranges of parameters, and of what the optimizer keeps, that its processes update. Parameters of the
 others come before a step's lanes, once for each host, and are given back before the update. Meanwhile the memory where
-they would be is guarded: to touch it ends the process, for wrong values must not look like right ones. The head reads
-all of the state range by range, over the connections to the others, and what it loads it hands on.
+they would be is guarded: to touch it ends the process, for wrong values must not look like right ones; and those that
+are here can only be read. The head reads all of the state range by range, over the connections to the others, and what
+it loads it hands on.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,9 @@ from torch import Tensor
 
 from everstep.parallel.cell_memory import CellMemory
 from everstep.runtime.host.cell_doors import CellPlan, PartLines
+
+
+_NOTHING, _WRITTEN = 0, mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class OwnedRange(NamedTuple):
@@ -41,9 +46,9 @@ class Elsewhere:
         self._own = lines.plan.part
         self._parameters = [one for one in parameters if one.part != self._own]
         self._all = list(self._parameters)
-        self._guarded = False
         memory.tell = lines.tell
         memory.hold(self.version)
+        self._guard(self._parameters, mmap.PROT_READ)
 
     @property
     def plan(self) -> CellPlan:
@@ -54,7 +59,7 @@ class Elsewhere:
         """Of what the optimizer keeps, these ranges lie here and there. Nothing of them is here yet."""
         found = [one for one in ranges if one.part != self._own]
         for one in found:
-            self._memory.guard(one.offset, one.room, on=True)
+            self._memory.guard(one.offset, one.room, _NOTHING)
         self._all = sorted([*self._all, *found])
 
     def fetch(self, part: int, offset: int, size: int) -> None:
@@ -69,25 +74,22 @@ class Elsewhere:
         self.version = version
         with self._memory.alone():
             if self._memory.held != version:
-                self._guard(self._parameters, on=False)
+                self._guard(self._parameters, _WRITTEN)
                 for one in self._parameters:
                     self._fill(one.part, one.offset, one.stop)
                 self._memory.hold(version)
-        if self._guarded:
-            self._guard(self._parameters, on=False)
-            self._guarded = False
+        self._guard(self._parameters, mmap.PROT_READ)
 
     def let_go(self) -> None:
         """Parameters are about to change: those of the others are not here any more."""
         self.version += 1
-        self._guard(self._parameters, on=False)
+        self._guard(self._parameters, _WRITTEN)
         with self._memory.alone():
             if self._memory.held:
                 self._memory.hold(0)
                 for one in self._parameters:
                     self._memory.free(one.offset, one.room)
-        self._guard(self._parameters, on=True)
-        self._guarded = True
+        self._guard(self._parameters, _NOTHING)
 
     # ---- the whole state, at the head
 
@@ -136,7 +138,7 @@ class Elsewhere:
         if whole:
             self.version += 1
             self._memory.hold(0)
-        self._guard(found, on=False)
+        self._guard(found, _WRITTEN)
         try:
             yield
         finally:
@@ -145,8 +147,7 @@ class Elsewhere:
                     with everything[one.offset : one.stop] as written:
                         self._lines.write(one.part, one.offset, written)
                     self._memory.free(one.offset, one.room)
-            self._guard(found, on=True)
-            self._guarded |= whole
+            self._guard(found, _NOTHING)
 
     # ----
 
@@ -164,6 +165,6 @@ class Elsewhere:
         with memoryview(self._memory.memory) as everything, everything[start:stop] as into:
             self._lines.read(part, start, into)
 
-    def _guard(self, ranges: Sequence[OwnedRange], *, on: bool) -> None:
+    def _guard(self, ranges: Sequence[OwnedRange], access: int) -> None:
         for one in ranges:
-            self._memory.guard(one.offset, one.room, on=on)
+            self._memory.guard(one.offset, one.room, access)

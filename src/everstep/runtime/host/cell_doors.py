@@ -185,6 +185,11 @@ class PartLines:
                 with self._talking(part) as line:
                     line.send_json([_WRITTEN, index, value])
 
+    def close(self) -> None:
+        """End this thread's connections."""
+        for line in self._open.__dict__.pop("lines", {}).values():
+            line.close()
+
     @contextlib.contextmanager
     def _talking(self, part: int) -> Iterator[PeerConnection]:
         lines: dict[int, PeerConnection] = self._open.__dict__.setdefault("lines", {})
