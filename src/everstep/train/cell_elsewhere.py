@@ -23,7 +23,6 @@ from torch import Tensor
 from everstep.parallel.cell_memory import CellMemory
 from everstep.runtime.host.cell_doors import CellPlan, PartLines
 
-
 _NOTHING, _WRITTEN = 0, mmap.PROT_READ | mmap.PROT_WRITE
 
 

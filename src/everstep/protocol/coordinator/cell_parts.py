@@ -58,10 +58,7 @@ class CellParts:
     def over(self, key: WorkerKey) -> list[WorkerKey]:
         """This life is over. Returns those that have to end with it."""
         self._looking.pop(key, None)
-        others = [part.key for part in self._cells.pop(key, ()) if part.key != key]
-        for other in others:
-            self._cells.pop(other, None)
-        return others
+        return [part.key for part in self._cells.pop(key, ()) if part.key != key]
 
 
 def matched(hosts: Mapping[WorkerKey, str], size: int) -> list[tuple[WorkerKey, ...]]:

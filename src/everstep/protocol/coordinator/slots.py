@@ -166,7 +166,9 @@ class Slots:
                 self._owners[worker_id] = agent.agent_id
             elif worker is not None:
                 self._withheld.add(worker_id)
-        rooms = {a.agent_id: a.room or inf for a in agents if not a.draining}
+        config = self._env.config  # of a worker on several hosts none has two parts
+        most = inf if config.hosts.span == 1 else config.slots // config.hosts.span
+        rooms = {a.agent_id: min(a.room or inf, most) for a in agents if not a.draining}
         where = self._env.config.hosts.named.items()
         named = {i: [a.agent_id for a in agents if name in (a.agent_id, a.about.get("address"))] for i, name in where}
         of_host = self._agents.whereabouts.of_host

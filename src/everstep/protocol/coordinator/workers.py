@@ -459,7 +459,9 @@ def evict(
     job.speeds.forget(key.worker_id)
     fields = {**worker.named, "step": worker.step, "generation": job.agreement.plan.generation}
     if worker.member is None:
-        early = Why(why.cause, f"{describe(key)} ended before it was ready: {why.reason}")
+        head = job.cell_parts.head_of(key)
+        how = "ended before it was ready" if head == key else f"ended, a part of {describe(head)}"
+        early = Why(why.cause, f"{describe(key)} {how}: {why.reason}")
         job.env.report("warning", early, **fields)
     else:
         job.env.report("worker_evicted", why, died_unix_ns=died_unix_ns, **fields)

@@ -66,10 +66,10 @@ def coordinator_config(
         hosts=HostRules(
             grace_ns=int((beat.reconnect_s + lacks_s) * 1e9) if term else HostRules.grace_ns,
             reconnect_ns=int(beat.reconnect_s * 1e9),
-            return_ns=RETURN_NS if config.hosts.return_ == "rebalance" else None,
+            return_ns=RETURN_NS if config.hosts.return_ == "rebalance" and config.cell.hosts == 1 else None,
             device=config.device,
             devices=devices_of(parse_map(config.map, config.stages)),
-            least=config.hosts.min,
+            least=max(config.hosts.min, config.cell.hosts),
             named=_named_hosts(config),
             wait_ns=int(config.hosts.wait_s * 1e9),
             strikes=tuple(strikes),
