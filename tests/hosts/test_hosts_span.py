@@ -23,7 +23,7 @@ def workers_of(host: Host) -> list[int]:
 def test_a_limb_that_dies_on_the_other_host_ends_its_worker(on_hosts: HostJobs) -> None:
     """Alone, it begins again from the newest checkpoint."""
     again = [{"kind": "worker_joined", "worker_id": 0, "count": 2}]
-    job = on_hosts.head("--slots", "1", workers=1, settings={**SPANS, "checkpoint.every_steps": 3}, until=again)
+    job = on_hosts.head("--slots", "1", workers=1, settings={**SPANS, "checkpoint.disk.every_steps": 3}, until=again)
     on_hosts.agent(2, "--slots", "1")
     job.wait_for("step_committed", step=5)
     os.kill(workers_of(on_hosts.net.hosts[1])[-1], signal.SIGKILL)

@@ -24,8 +24,8 @@ from everstep.parallel.mapping import PAGE, Mapping, load_fence, pages
 
 _WORDS_AT = 1024
 _MOST_RANKS = 64
-_COUNTS, _INNER, _BROKEN, _GO, _HELD = 0, _MOST_RANKS, 2 * _MOST_RANKS, 3 * _MOST_RANKS, 3 * _MOST_RANKS + 1
-_WORDS = _HELD + 1
+_COUNTS, _INNER, _BROKEN, _GO = 0, _MOST_RANKS, 2 * _MOST_RANKS, 3 * _MOST_RANKS
+_WORDS = _GO + 1
 _SLEEP_S = 0.002
 _SPINS = 20
 
@@ -143,7 +143,7 @@ class CellMemory(Mapping):
 
     def receive(self, index: int, value: int) -> None:
         """A process on another host has written this word. Raises: InvariantViolation if there is none."""
-        check(0 <= index < _HELD, f"a cell has no word {index}")
+        check(0 <= index < _WORDS, f"a cell has no word {index}")
         self._words[index] = value
         self._ring()
 
@@ -161,15 +161,6 @@ class CellMemory(Mapping):
             yield
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-    @property
-    def held(self) -> int:
-        """Version of the parameters of other hosts that are here; 0: none are."""
-        return int(self._words[_HELD])
-
-    def hold(self, version: int) -> None:
-        """Parameters of this version are here from now on; 0: none."""
-        self._words[_HELD] = version
 
     def free(self, start: int, stop: int) -> None:
         """Give the whole pages in this range back; they read as zeros."""

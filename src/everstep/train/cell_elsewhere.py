@@ -1,10 +1,10 @@
 """What a process of a worker that spans hosts has of the other hosts' part of the state.
 
 Each host holds the ranges of parameters, and of what the optimizer keeps, that its processes update. Parameters of the
-others come before a step's lanes, once for each host, and are given back before the update. Meanwhile the memory where
-they would be is guarded: to touch it ends the process, for wrong values must not look like right ones; and those that
-are here can only be read. The head reads all of the state range by range, over the connections to the others, and what
-it loads it hands on.
+others come while they are computed with, once for each host, and are given back once no process of it uses them. The
+memory where they would be is guarded: to touch it ends the process, for wrong values must not look like right ones; and
+those that are here can only be read. The head reads all of the state range by range, over the connections to the
+others, and what it loads it hands on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everstep.parallel.cell_memory import CellMemory
+from everstep.parallel.cell_memory import CellMemory, SharedPlace
 from everstep.runtime.host.cell_doors import CellPlan, PartLines
 
-_NOTHING, _WRITTEN = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_NOTHING, _READ, _WRITTEN = 0, mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
+_WORD = 8
 
 
 class OwnedRange(NamedTuple):
@@ -35,19 +36,33 @@ class OwnedRange(NamedTuple):
     room: int
 
 
+def notes_bytes(parameters: int, ranks: int) -> int:
+    """Memory for what the processes of a host note about so many parameters."""
+    return _WORD * parameters * (ranks + 1)
+
+
 class Elsewhere:
     """What the other parts hold. version: of the parameters, as the head counts it."""
 
-    def __init__(self, memory: CellMemory, lines: PartLines, parameters: Sequence[OwnedRange]) -> None:
-        """parameters: all of them, by offset. They are here, in the first version."""
+    def __init__(
+        self, memory: CellMemory, lines: PartLines, parameters: Sequence[Sequence[OwnedRange]], notes: SharedPlace
+    ) -> None:
+        """parameters: ranges of each, by offset; all are here, in the first version. notes: place of `notes_bytes`."""
         self.version = 1
         self._memory, self._lines = memory, lines
         self._own = lines.plan.part
-        self._parameters = [one for one in parameters if one.part != self._own]
-        self._all = list(self._parameters)
+        self._parameters = [[one for one in ranges if one.part != self._own] for ranges in parameters]
+        self._all = [one for ranges in self._parameters for one in ranges]
+        words = memory.tensor(notes, torch.int64).view(-1, len(parameters)) if parameters else torch.empty(1, 0)
+        self._versions, self._uses = words[0], words[1:]
+        first = self._own * lines.plan.each
+        self._here, self._mine = self._uses[first : first + lines.plan.each], self._uses[memory.rank]
+        self.always: Collection[int] = range(len(parameters))
+        """Parameters, by number, that `hold` is about; the others are used for a while each."""
+        self._holds = False
         memory.tell = lines.tell
-        memory.hold(self.version)
-        self._guard(self._parameters, mmap.PROT_READ)
+        self._versions.fill_(self.version)
+        self._guard(self._all, _READ)
 
     @property
     def plan(self) -> CellPlan:
@@ -57,8 +72,7 @@ class Elsewhere:
     def add(self, ranges: Sequence[OwnedRange]) -> None:
         """Of what the optimizer keeps, these ranges lie here and there. Nothing of them is here yet."""
         found = [one for one in ranges if one.part != self._own]
-        for one in found:
-            self._memory.guard(one.offset, one.room, _NOTHING)
+        self._guard(found, _NOTHING)
         self._all = sorted([*self._all, *found])
 
     def fetch(self, part: int, offset: int, size: int) -> None:
@@ -66,29 +80,57 @@ class Elsewhere:
         if part != self._own:
             self._fill(part, offset, offset + size)
 
-    # ---- parameters, for lanes
+    # ---- parameters, to compute with
 
     def hold(self, version: int) -> None:
-        """Have all parameters here, in this version."""
-        self.version = version
+        """Have those here that are always to be, in this version, until `let_go`."""
+        if not self._holds or version != self.version:
+            self.version, self._holds = version, True
+            self.use(self.always)
+
+    def hold_all(self) -> None:
+        """Have all here, until `let_go`."""
+        self.use(range(len(self._parameters)))
+
+    def use(self, numbers: Collection[int]) -> None:
+        """Have these parameters here; a second time they are used twice."""
         with self._memory.alone():
-            if self._memory.held != version:
-                self._guard(self._parameters, _WRITTEN)
-                for one in self._parameters:
-                    self._fill(one.part, one.offset, one.stop)
-                self._memory.hold(version)
-        self._guard(self._parameters, mmap.PROT_READ)
+            for number in numbers:
+                ranges = self._parameters[number]
+                if ranges and int(self._versions[number]) != self.version:
+                    self._guard(ranges, _WRITTEN)
+                    for one in ranges:
+                        self._fill(one.part, one.offset, one.stop)
+                    self._versions[number] = self.version
+                self._mine[number] += 1
+                self._guard(ranges, _READ)
+
+    def leave(self, numbers: Collection[int]) -> None:
+        """These are used once less: who uses them no more has them no more, and the last one of a host gives them
+        back."""
+        with self._memory.alone():
+            for number in numbers:
+                self._mine[number] -= 1
+                if int(self._mine[number]) == 0:
+                    self._drop(number)
 
     def let_go(self) -> None:
         """Parameters are about to change: those of the others are not here any more."""
         self.version += 1
-        self._guard(self._parameters, _WRITTEN)
+        self._holds = False
         with self._memory.alone():
-            if self._memory.held:
-                self._memory.hold(0)
-                for one in self._parameters:
-                    self._memory.free(one.offset, one.room)
-        self._guard(self._parameters, _NOTHING)
+            for number in range(len(self._parameters)):
+                self._mine[number] = 0
+                self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        ranges = self._parameters[number]
+        if int(self._versions[number]) and not int(self._here[:, number].sum()):
+            self._guard(ranges, _WRITTEN)
+            for one in ranges:
+                self._memory.free(one.offset, one.room)
+            self._versions[number] = 0
+        self._guard(ranges, _NOTHING)
 
     # ---- the whole state, at the head
 
@@ -133,10 +175,8 @@ class Elsewhere:
         """Inside, all of this range of the memory is written here; afterwards each part has its own. What had been here
         of the others' parameters is not theirs any more."""
         found = self._overlaps(self._all, start, stop)
-        whole = len(found) == len(self._all)
-        if whole:
-            self.version += 1
-            self._memory.hold(0)
+        if len(found) == len(self._all):
+            self.let_go()
         self._guard(found, _WRITTEN)
         try:
             yield

@@ -161,6 +161,7 @@ class CellLimb:
                     lane = turn[shared.seat]
                     with shared.together():
                         self._lane(step, lane, said, is_told=lane in told, due=due)
+                    store.end_passes()
                     done.append(lane)
                 point += sums.points
         except BaseException:

@@ -45,7 +45,7 @@ class CellStage:
         refuse_in_cell(parts.optimizer, config.seed)
         _refuse_model(parts.model)
         self._head, self.replica, self.number = head, replica, replica.spec.stage
-        self._ranks = config.cell.ranks
+        self._ranks, self._reshard = config.cell.ranks, config.cell.reshard_after_forward
         places = places_of(replica, config)
         self.store = CellStore(CellMemory.create(places.size), places, tick, self._look)
         self.store.move_in(replica.everything)
@@ -70,19 +70,18 @@ class CellStage:
         deputies.door.show(number, store.memory)
         store.spread(deputies.plan, PartLines(deputies.plan, number, deputies.call), self._update.shares())
         replica.state.memory.others = store.elsewhere
-        for unit in (replica.parts.model, *replica.parts.units):
-            unit.register_forward_pre_hook(lambda *_: self.gather())
+        store.follow_units(replica.parts.model, replica.parts.units, whole=not self._reshard)
 
     def gather(self) -> None:
-        """Have all parameters here: this process alone computes with them."""
-        self.store.hold(self.store.version)
+        """Have all parameters here."""
+        self.store.hold_all()
 
     # ---- lanes
 
     def begin_lanes(self, step: int) -> dict[str, Any] | None:
         """Lanes of this step come next. Returns what limbs have to take on before them; None if they have."""
         replica = self.replica
-        self.gather()
+        self.store.hold(self.store.version)
         key = step, replica.lanes.discarded
         fresh, self._told = key != self._told, key
         if not fresh:

@@ -25,7 +25,8 @@ from everstep.parallel.frame import HEAD_LENGTHS, frame_of, head_size, parse_hea
 from everstep.parallel.mapping import PAGE, pages
 from everstep.parallel.shard_boxes import SHARD_BOX_BYTES, BoxExchange
 from everstep.runtime.host.cell_doors import CellPlan, PartLines
-from everstep.train.cell_elsewhere import Elsewhere, OwnedRange
+from everstep.train.cell_elsewhere import Elsewhere, OwnedRange, notes_bytes
+from everstep.train.cell_units import UnitsHere
 
 _NOTE_BYTES = 64 << 20
 _HOP_BYTES = 1 << 30
@@ -71,8 +72,9 @@ class CellPlaces:
         self.slots = [self._take(_FLOAT * layout.numel) for _ in range(n_slots)]
         self.hops = [[self._take(_HOP_BYTES) for _ in range(2)] for _ in range(seats * hops)]
         self.parameters = [self._take(_within(group[0])) for group in leaves_of(trained)]
+        self.uses = self._take(notes_bytes(len(self.parameters), ranks))
         first = self.parameters[0].offset if self.parameters else self.size
-        self.extent = [first, self.size - first]
+        self.extent = [first, self.uses.offset - first]
         self.forms = forms_of(model)
         self.buffers = self._take(sum(round_up(b.nbytes, ALIGN_BYTES) for b in model.buffers()))
         elements = sum(round_up(p.numel() * _FLOAT, BLOCK_ELEMENTS) for p in trained)
@@ -106,6 +108,7 @@ class CellStore:
         self._rows = [[memory.tensor(one, torch.uint8) for one in pair] for pair in places.rows]
         self._slots: dict[int, Tensor] = {}
         self.elsewhere: Elsewhere | None = None
+        self._units: UnitsHere | None = None
         self._notes = [memory.tensor(one, torch.uint8) for one in places.notes]
 
     # ---- as `exact.rank_sums.Shelves`
@@ -271,11 +274,23 @@ class CellStore:
     ) -> None:
         """From now on each part holds its ranges of the parameters, which are all here. divided: elements that each
         rank updates, by the addresses of their parameters; all others are the head's."""
-        found: list[OwnedRange] = []
+        found = []
         for place in self.places.parameters:
             runs = divided.get(self.memory.address + place.offset)
-            found += owned(plan, place, runs, pages(place.offset + place.size))
-        self.elsewhere = Elsewhere(self.memory, lines, found)
+            found.append(owned(plan, place, runs, pages(place.offset + place.size)))
+        self.elsewhere = Elsewhere(self.memory, lines, found, self.places.uses)
+
+    def follow_units(self, model: nn.Module, units: Sequence[nn.Module], *, whole: bool) -> None:
+        """Have parameters of other hosts here while units compute with them; whole: for a whole step."""
+        if self.elsewhere is None:
+            return
+        numbers = {self.memory.address + place.offset: n for n, place in enumerate(self.places.parameters)}
+        self._units = UnitsHere(model, units if not whole else (), numbers, self.elsewhere)
+
+    def end_passes(self) -> None:
+        """No pass is under way in this process."""
+        if self._units is not None:
+            self._units.end()
 
     def divide(self, place: SharedPlace, runs: Sequence[Sequence[tuple[int, int]]]) -> None:
         """What the optimizer keeps for a parameter lies in this place, each part's own with it. runs: of elements, by
@@ -289,12 +304,19 @@ class CellStore:
         return found.writing(offset, offset + size) if found is not None and whole else nullcontext()
 
     def hold(self, version: int) -> None:
-        """Have all parameters here, in this version."""
+        """A step's lanes begin, or begin again, with the parameters in this version."""
         if self.elsewhere is not None:
+            self.end_passes()
             self.elsewhere.hold(version)
+
+    def hold_all(self) -> None:
+        """Have all parameters here until they change."""
+        if self.elsewhere is not None:
+            self.elsewhere.hold_all()
 
     def let_go(self) -> None:
         """Parameters are about to change."""
+        self.end_passes()
         if self.elsewhere is not None:
             self.elsewhere.let_go()
 

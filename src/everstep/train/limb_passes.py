@@ -42,6 +42,7 @@ class StageAtLimb:
         self.update = CellUpdate(optimizer, store, config.cell.ranks, replica.spec.tied)
         if lines is not None:
             store.spread(lines.plan, lines, self.update.shares())
+            store.follow_units(replica.parts.model, replica.parts.units, whole=not config.cell.reshard_after_forward)
         self.shared = SharedLanes(replica, config, store)
 
     def begin_lanes(self, step: int, scale: float, beside: Mapping[str, Any]) -> None:
@@ -89,6 +90,7 @@ class LimbPasses:
             if seat is not None:
                 with one.shared.together():
                     self._pass(course.step, turn, seat)
+                one.store.end_passes()
             points[turn.stage] = gate + one.shared.sums.points + 1
             one.store.meet(points[turn.stage], self._ranks)
 

@@ -17,11 +17,12 @@ from everstep.parallel.cell_memory import CellMemory, SharedPlace
 from everstep.parallel.mapping import PAGE
 from everstep.runtime.host.cell_doors import CellDoor, CellPlan, PartLines
 from everstep.runtime.link.peer import PeerConnection, peer_connect
-from everstep.train.cell_elsewhere import Elsewhere
+from everstep.train.cell_elsewhere import Elsewhere, notes_bytes
 from everstep.train.cell_store import owned
 
 KEY = b"k" * 32
 PARAMETERS, STATE = SharedPlace(PAGE, 4 * PAGE), SharedPlace(5 * PAGE, 4 * PAGE)
+NOTES = SharedPlace(9 * PAGE, notes_bytes(1, 2))
 FLOATS = PAGE // 4
 RUNS = [[(0, FLOATS)], [(FLOATS, 4 * FLOATS)]]
 """Of both: the head's part has a page, the other three."""
@@ -44,7 +45,7 @@ class Part:
         doors[part].belong(plan.name)
         ranges = owned(plan, PARAMETERS, RUNS, PARAMETERS.offset + PARAMETERS.size)
         self.lines = PartLines(plan, 0, call)
-        self.elsewhere = Elsewhere(self.memory, self.lines, ranges)
+        self.elsewhere = Elsewhere(self.memory, self.lines, [ranges], NOTES)
         self.elsewhere.add(owned(plan, STATE, RUNS, STATE.offset + STATE.size))
 
 
