@@ -516,7 +516,7 @@ def cell_notes(config: Config) -> list[str]:
         "wrap": ("a worker of one process exchanges nothing", cell.ranks == 1),
         "offload": ("parameters and the optimizer's state are in the host's memory already", True),
         "prefetch": (f"nothing is gathered: {shared}", True),
-        "reshard_after_forward": (f"there are no copies to let go of: {shared}", True),
+        "reshard_after_forward": (f"there are no copies to let go of: {shared}", cell.hosts == 1),
     }
     return [
         f"cell.{name}={getattr(cell, name)} changes nothing here: {why}"

@@ -120,7 +120,7 @@ class CellLimb:
         if not parts:
             return None
         name, doors, part = parts
-        context, each = self._context, self._config.cell.here
+        context, each = self._context, self._config.cell.ranks // self._config.cell.hosts
         self._rank = part * each + context.cell_rank
         return PartLines(CellPlan(name, part, tuple(doors), each), stage, context.call_peer)
 

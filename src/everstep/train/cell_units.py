@@ -60,7 +60,7 @@ class UnitsHere:
             return
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(partial(self._back, call, mine))
+                leaf.register_hook(partial(self._back, call, mine))  # type: ignore[no-untyped-call]
         self._elsewhere.leave(mine)
 
     def _back(self, call: int, mine: Collection[int], gradient: Tensor) -> None:

@@ -23,7 +23,7 @@ class CellSearch:
     def __init__(self, context: WorkerContext, config: Config) -> None:
         self.door = CellDoor(context.address or config.network.address, context.peer_token_bytes(), context.tls_shown())
         self.over, self.dismissed = threading.Event(), threading.Event()
-        self._me, self._each = context.key, config.cell.here
+        self._me, self._each = context.key, config.cell.ranks // config.cell.hosts
         self._cell: list[CellPart] = []
         self._client = ControlClient(
             context.coordinator_file,
