@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from everstep.base.errors import ProtocolError, Uncarried
 from everstep.exact.digest import tensor_digest
-from everstep.exact.state_memory import IN_MEMORY, StateMemory
 
 _MOST_BYTES = 256 << 20
 _Looked = tuple[list[Any], list[tuple[int, int]]]
@@ -33,9 +32,8 @@ class StandingTensors:
     """Tensors of a model and its optimizer: `begin`, and, if nothing else has changed them meanwhile, `check`.
     `updated` after each update, then `moved`, for what the loop has changed since."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, memory: StateMemory = IN_MEMORY) -> None:
-        """memory: where their content lies."""
-        self._model, self._optimizer, self._memory = model, optimizer, memory
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
         self._own = [table for m in model.modules() for table in (m._parameters, m._buffers) if table]
         self._seen: _Looked | None = None
         self._updated: _Looked | None = None
@@ -47,7 +45,7 @@ class StandingTensors:
         self._updated = self._look()
         self._rounds += 1
         thorough = len(self._hidden) > 1 or not self._rounds & (self._rounds - 1)
-        self._bits = {id(p): self._digest(p) for p in self._looked_into()} if thorough else {}
+        self._bits = {id(p): tensor_digest(p.detach()) for p in self._looked_into()} if thorough else {}
 
     def moved(self) -> dict[str, torch.Tensor]:
         """Tensors that have been changed since `updated`, by name."""
@@ -60,7 +58,7 @@ class StandingTensors:
             alike = thing is was
             if isinstance(was, torch.Tensor) and not was.is_inference():
                 alike &= next(counts) == _mark(was)
-            if alike and id(thing) in self._bits and self._digest(thing) != self._bits[id(thing)]:
+            if alike and id(thing) in self._bits and tensor_digest(thing.detach()) != self._bits[id(thing)]:
                 self._hidden.add(self._rounds)
                 alike = len(self._hidden) < 2
             if not alike and isinstance(thing, torch.Tensor):
@@ -96,9 +94,6 @@ class StandingTensors:
                 f"{self._changed(self._seen)} was changed by the loop before the batches of the step; a worker that is "
                 "resumed or healed would change it twice: change it after the batches"
             )
-
-    def _digest(self, parameter: torch.Tensor) -> str:
-        return tensor_digest(self._memory.whole(parameter.detach()))
 
     def _looked_into(self) -> Iterator[torch.Tensor]:
         """Parameters, as far as it is cheap to look at their bits."""

@@ -207,7 +207,8 @@ class CellLimb:
     def passes(self, stage: int, note: int, command: int, held: Sequence[int]) -> dict[str, Any]:
         """Go through the passes that are made, and say what this rank's lanes gave. stage: whose memory has the course,
         of this size; held: the stages that the head has."""
-        self._held = {number: one for number, one in self._held.items() if number in held}
+        for number in set(self._held).difference(held):
+            self._held.pop(number).store.close()
         self._stages.keep(held)
         at = self._attached(stage)
         course = msgspec.convert(at.store.read_note(0, note), CellCourse)

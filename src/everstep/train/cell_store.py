@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from everstep.base.errors import ConfigError, check
-from everstep.exact.digest import digest_bytes
+from everstep.exact.digest import digest_bytes, digest_with
 from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, GradientLayout, memory_of, round_up
 from everstep.exact.trees import Bundle, from_wire, to_wire
 from everstep.exact.wrapping import wrapped
@@ -109,6 +109,7 @@ class CellStore:
         self._slots: dict[int, Tensor] = {}
         self.elsewhere: Elsewhere | None = None
         self._units: UnitsHere | None = None
+        self._end_digests: Callable[[], None] = lambda: None
         self._notes = [memory.tensor(one, torch.uint8) for one in places.notes]
 
     # ---- as `exact.rank_sums.Shelves`
@@ -279,6 +280,7 @@ class CellStore:
             runs = divided.get(self.memory.address + place.offset)
             found.append(owned(plan, place, runs, pages(place.offset + place.size)))
         self.elsewhere = Elsewhere(self.memory, lines, found, self.places.uses)
+        self._end_digests = digest_with(self.elsewhere.whole)
 
     def follow_units(self, model: nn.Module, units: Sequence[nn.Module], *, whole: bool) -> None:
         """Have parameters of other hosts here while units compute with them; whole: for a whole step."""
@@ -327,6 +329,8 @@ class CellStore:
 
     def close(self) -> None:
         """Let nobody else attach."""
+        self._end_digests()
+        self._end_digests = lambda: None
         self.memory.close()
 
 

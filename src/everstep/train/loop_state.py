@@ -127,7 +127,7 @@ class LoopState:
         """The loop is about to begin. prepares: its body may do something before it comes to the batches."""
         parts = self._stages.only.parts
         self._stages.only.state.settings.begin()
-        tensors = StandingTensors(parts.model, parts.optimizer, self._stages.only.state.memory)
+        tensors = StandingTensors(parts.model, parts.optimizer)
         self.moves.begin(tensors)
         self._standing = tensors if prepares else None
 
