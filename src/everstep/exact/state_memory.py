@@ -33,6 +33,10 @@ class StateMemory:
     where = "the device's memory"
     others: OtherHosts | None = None
 
+    def share(self, others: OtherHosts) -> None:
+        """From now on these hold a part of it."""
+        self.others = others
+
     def there(self, view: memoryview) -> memoryview:
         """The content of this memory, wherever it lies."""
         return view if self.others is None else self.others.there(view)

@@ -45,13 +45,12 @@ class CellMemory(Mapping):
     """One worker's shared memory, from either side. rank: of this process; its head has rank 0.
 
     A worker that spans hosts has one on each, in which everything has the same place; what is not there takes no
-    memory. tell: has the others take a word that this process has written (`receive`).
-    """
+    memory."""
 
     def __init__(self, fd: int, rank: int, size_bytes: int) -> None:
         self._fd = fd
         self.rank = rank
-        self.tell: Callable[[int, int], None] = lambda index, value: None
+        self._tell: Callable[[int, int], None] = lambda index, value: None
         super().__init__(mmap.mmap(fd, size_bytes))
         self._words = self.array(ctypes.c_int64, _WORDS, _WORDS_AT)
         self._command = 1
@@ -139,7 +138,7 @@ class CellMemory(Mapping):
         self._words[index] = value
         self._ring()
         if told:
-            self.tell(index, value)
+            self._tell(index, value)
 
     def receive(self, index: int, value: int) -> None:
         """A process on another host has written this word. Raises: InvariantViolation if there is none."""
@@ -150,6 +149,10 @@ class CellMemory(Mapping):
     def _ring(self) -> None:
         self._bell.value = (self._bell.value + 1) & 0xFFFFFFFF
         self.poke()
+
+    def tell_with(self, tell: Callable[[int, int], None]) -> None:
+        """Have other hosts' memories `receive` the words that this process writes."""
+        self._tell = tell
 
     # ---- what is here for a while, of a worker that spans hosts
 

@@ -13,18 +13,26 @@ import ctypes
 import mmap
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everstep.exact.digest import digest_with
 from everstep.parallel.cell_memory import CellMemory, SharedPlace
 from everstep.runtime.host.cell_doors import CellPlan, PartLines
 
 _NOTHING, _READ, _WRITTEN = 0, mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
-_WORD = 8
+_WORD, _FLOAT = 8, 4
+
+
+class UnitPasses(Protocol):
+    """The passes of units in this process."""
+
+    def end(self) -> None:
+        """None is under way."""
 
 
 class OwnedRange(NamedTuple):
@@ -41,8 +49,58 @@ def notes_bytes(parameters: int, ranks: int) -> int:
     return _WORD * parameters * (ranks + 1)
 
 
-class Elsewhere:
-    """What the other parts hold. version: of the parameters, as the head counts it."""
+def owned(
+    plan: CellPlan, place: SharedPlace, runs: Sequence[Sequence[tuple[int, int]]] | None, room: int
+) -> list[OwnedRange]:
+    """Who holds what of this place. runs: of elements, by rank; None: the head has all. room: where the next one
+    begins."""
+    ends = [] if runs is None else [(place.offset + run[-1][1] * _FLOAT, rank) for rank, run in enumerate(runs) if run]
+    at, found = place.offset, list[OwnedRange]()
+    for stop, rank in ends or [(place.offset + place.size, 0)]:
+        part = plan.part_of(rank)
+        if found and found[-1].part == part:
+            at = found.pop().offset
+        found.append(OwnedRange(at, stop, part, stop))
+        at = stop
+    return [*found[:-1], found[-1]._replace(room=room)]
+
+
+class NoOthers:
+    """Of a worker on one host, all is always here. version: of the parameters, as the head counts it."""
+
+    version = 0
+
+    def bring(self, rank: int, offset: int, size: int) -> None:
+        """Have here these bytes of the memory, which a rank has written."""
+
+    def hold(self, version: int) -> None:
+        """A step's lanes begin, or begin again, with parameters of this version: have those here that are always to be,
+        until `let_go`."""
+
+    def hold_all(self) -> None:
+        """Have all parameters here, until `let_go`."""
+
+    def end_passes(self) -> None:
+        """No pass of a unit is under way in this process."""
+
+    def let_go(self) -> None:
+        """Parameters are about to change: those of the others are not here any more."""
+
+    def divide(self, place: SharedPlace, runs: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """What the optimizer keeps for a parameter has this place, and nothing of it is here yet. runs: of elements, by
+        rank."""
+
+    def writing(self, start: int = 0, stop: int = 1 << 62) -> AbstractContextManager[None]:
+        """Inside, all of this range of the memory is written here; afterwards each part has its own, and what had been
+        here of the others' is not theirs any more."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """The memory is not used any more."""
+
+
+class OtherParts(NoOthers):
+    """Of a worker that spans hosts, each part holds its own."""
 
     def __init__(
         self, memory: CellMemory, lines: PartLines, parameters: Sequence[Sequence[OwnedRange]], notes: SharedPlace
@@ -57,10 +115,11 @@ class Elsewhere:
         self._versions, self._uses = words[0], words[1:]
         first = self._own * lines.plan.each
         self._here, self._mine = self._uses[first : first + lines.plan.each], self._uses[memory.rank]
-        self.always: Collection[int] = range(len(parameters))
-        """Parameters, by number, that `hold` is about; the others are used for a while each."""
+        self._always: Collection[int] = range(len(parameters))
         self._holds = False
-        memory.tell = lines.tell
+        self._passes: UnitPasses | None = None
+        self._end_digests = digest_with(self.whole)
+        memory.tell_with(lines.tell)
         self._versions.fill_(self.version)
         self._guard(self._all, _READ)
 
@@ -69,27 +128,38 @@ class Elsewhere:
         """Which part this is."""
         return self._lines.plan
 
-    def add(self, ranges: Sequence[OwnedRange]) -> None:
-        """Of what the optimizer keeps, these ranges lie here and there. Nothing of them is here yet."""
+    def divide(self, place: SharedPlace, runs: Sequence[Sequence[tuple[int, int]]]) -> None:
+        ranges = owned(self.plan, place, runs, place.offset + place.size)
         found = [one for one in ranges if one.part != self._own]
         self._guard(found, _NOTHING)
         self._all = sorted([*self._all, *found])
 
-    def fetch(self, part: int, offset: int, size: int) -> None:
-        """Read so many bytes there into the same place here."""
-        if part != self._own:
+    def bring(self, rank: int, offset: int, size: int) -> None:
+        part = self.plan.part_of(rank)
+        if part != self._own and size > 0:
             self._fill(part, offset, offset + size)
+
+    def close(self) -> None:
+        self._end_digests()
+        self._end_digests = _nothing
 
     # ---- parameters, to compute with
 
+    def follow(self, passes: UnitPasses, always: Collection[int]) -> None:
+        """Have parameters come and go with passes of units, but for these, by number, which are always here."""
+        self._passes, self._always = passes, always
+
+    def end_passes(self) -> None:
+        if self._passes is not None:
+            self._passes.end()
+
     def hold(self, version: int) -> None:
-        """Have those here that are always to be, in this version, until `let_go`."""
+        self.end_passes()
         if not self._holds or version != self.version:
             self.version, self._holds = version, True
-            self.use(self.always)
+            self.use(self._always)
 
     def hold_all(self) -> None:
-        """Have all here, until `let_go`."""
         self.use(range(len(self._parameters)))
 
     def use(self, numbers: Collection[int]) -> None:
@@ -115,7 +185,7 @@ class Elsewhere:
                     self._drop(number)
 
     def let_go(self) -> None:
-        """Parameters are about to change: those of the others are not here any more."""
+        self.end_passes()
         self.version += 1
         self._holds = False
         with self._memory.alone():
@@ -154,7 +224,7 @@ class Elsewhere:
 
     def _copy(self, start: int, stop: int) -> memoryview | None:
         """These bytes of the memory; None if all of them are this part's."""
-        found = self._overlaps(self._all, start, stop)
+        found = _overlaps(self._all, start, stop)
         if not found:
             return None
         data, at = memoryview(bytearray(stop - start)), start
@@ -172,9 +242,7 @@ class Elsewhere:
 
     @contextmanager
     def writing(self, start: int = 0, stop: int = 1 << 62) -> Iterator[None]:
-        """Inside, all of this range of the memory is written here; afterwards each part has its own. What had been here
-        of the others' parameters is not theirs any more."""
-        found = self._overlaps(self._all, start, stop)
+        found = _overlaps(self._all, start, stop)
         if len(found) == len(self._all):
             self.let_go()
         self._guard(found, _WRITTEN)
@@ -190,16 +258,6 @@ class Elsewhere:
 
     # ----
 
-    @staticmethod
-    def _overlaps(ranges: Sequence[OwnedRange], start: int, stop: int) -> list[OwnedRange]:
-        found = []
-        for one in ranges[max(bisect_right(ranges, start, key=lambda one: one.offset) - 1, 0) :]:
-            if one.offset >= stop:
-                break
-            if one.stop > start:
-                found.append(one)
-        return found
-
     def _fill(self, part: int, start: int, stop: int) -> None:
         with memoryview(self._memory.memory) as everything, everything[start:stop] as into:
             self._lines.read(part, start, into)
@@ -207,3 +265,17 @@ class Elsewhere:
     def _guard(self, ranges: Sequence[OwnedRange], access: int) -> None:
         for one in ranges:
             self._memory.guard(one.offset, one.room, access)
+
+
+def _overlaps(ranges: Sequence[OwnedRange], start: int, stop: int) -> list[OwnedRange]:
+    found = []
+    for one in ranges[max(bisect_right(ranges, start, key=lambda one: one.offset) - 1, 0) :]:
+        if one.offset >= stop:
+            break
+        if one.stop > start:
+            found.append(one)
+    return found
+
+
+def _nothing() -> None:
+    pass

@@ -65,7 +65,7 @@ class CellHead:
                 sums.round(turn, stage.point)
                 with self._shared.together():
                     yield turn[0]
-                stage.store.end_passes()
+                stage.store.others.end_passes()
                 stage.skip(sums.points)
             whole = True
         finally:

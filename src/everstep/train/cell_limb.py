@@ -161,7 +161,7 @@ class CellLimb:
                     lane = turn[shared.seat]
                     with shared.together():
                         self._lane(step, lane, said, is_told=lane in told, due=due)
-                    store.end_passes()
+                    store.others.end_passes()
                     done.append(lane)
                 point += sums.points
         except BaseException:
@@ -237,7 +237,7 @@ class CellLimb:
         """Update this rank's part with the gradient that the head has left."""
         held = self._attached(stage)
         self._row.set(phase="update")
-        held.store.let_go()
+        held.store.others.let_go()
         said = held.store.read_note(0, note)
         take_groups(held.replica.parts.optimizer, said["groups"])
         held.update.follow(said["kept"], adopts=False)

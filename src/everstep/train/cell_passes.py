@@ -196,7 +196,7 @@ class CellPasses(Passes):
                     raise
                 self._fault = fault
         self._inside = False
-        stage.store.end_passes()
+        stage.store.others.end_passes()
         stage.skip(stage.shared.sums.points)
         stage.meet()
         self._done += 1

@@ -23,8 +23,10 @@ from everstep.protocol.driver.records import LaneReport
 from everstep.runtime.host.cell import Head
 from everstep.runtime.host.cell_doors import Deputies, PartLines
 from everstep.train.cell_beside import beside_lanes, groups_of
+from everstep.train.cell_elsewhere import OtherParts
 from everstep.train.cell_lanes import SharedLanes, places_of
 from everstep.train.cell_store import CellStore
+from everstep.train.cell_units import UnitsHere
 from everstep.train.cell_update import CellUpdate
 from everstep.train.optimizer_update import refuse_in_cell
 from everstep.train.replica import StageReplica
@@ -68,27 +70,26 @@ class CellStage:
             return
         store, replica, number = self.store, self.replica, self.number
         deputies.door.show(number, store.memory)
-        store.spread(deputies.plan, PartLines(deputies.plan, number, deputies.call), self._update.shares())
-        replica.state.memory.others = store.elsewhere
-        store.follow_units(replica.parts.model, replica.parts.units, whole=not self._reshard)
+        lines = PartLines(deputies.plan, number, deputies.call)
+        replica.state.memory.share(spread(store, lines, self._update, replica, reshards=self._reshard))
 
     def gather(self) -> None:
         """Have all parameters here."""
-        self.store.hold_all()
+        self.store.others.hold_all()
 
     # ---- lanes
 
     def begin_lanes(self, step: int) -> dict[str, Any] | None:
         """Lanes of this step come next. Returns what limbs have to take on before them; None if they have."""
         replica = self.replica
-        self.store.hold(self.store.version)
+        self.store.others.hold(self.store.others.version)
         key = step, replica.lanes.discarded
         fresh, self._told = key != self._told, key
         if not fresh:
             return None
         replica.lanes.settle_buffers()  # another worker's lane may have been computed on trial
         self.store.give_buffers(replica.parts.model)
-        return beside_lanes(replica) | {"version": self.store.version}
+        return beside_lanes(replica) | {"version": self.store.others.version}
 
     def gate(self, *, opens: bool) -> bool:
         """Come to the gate before a pass, with what other workers have sent for it; returns whether the pass is made.
@@ -137,7 +138,7 @@ class CellStage:
             for piece in reduced.pieces:
                 gradient[piece.start : piece.stop].copy_(piece.data)
         update = self._update
-        self.store.let_go()
+        self.store.others.let_go()
         note = {
             "presence": reduced.presence,
             "groups": groups_of(self.replica.parts.optimizer),
@@ -163,7 +164,7 @@ class CellStage:
 def limb_gradient(store: CellStore, replica: StageReplica, step: int, presence: bytes, pieces: Ranges) -> Reduced:
     """The gradient that the head has left for an update of these pieces; of other elements it need not be here."""
     numel = replica.layout.numel
-    if store.elsewhere is not None:
+    if isinstance(store.others, OtherParts):
         trained = {p for group in replica.parts.optimizer.param_groups for p in group["params"]}
         leaves = dict(replica.parts.model.named_parameters(remove_duplicate=False))
         for i in replica.layout.params:
@@ -172,6 +173,16 @@ def limb_gradient(store: CellStore, replica: StageReplica, step: int, presence: 
             for first, stop in pieces.get(leaf, ()) if leaf in trained else ((0, entry.numel),):
                 store.bring_sum(0, 0, entry.offset + first, entry.offset + stop)
     return Reduced(step, (Piece(0, numel, store.slot(0)),), presence, ())
+
+
+def spread(
+    store: CellStore, lines: PartLines, update: CellUpdate, replica: StageReplica, *, reshards: bool
+) -> OtherParts:
+    """Have each part of a worker that spans hosts hold its own. reshards: parameters of others are here while units
+    compute with them; else for a whole step."""
+    others = store.spread(lines, update.shares())
+    UnitsHere(replica.parts.model, replica.parts.units if reshards else (), store.numbers(), others)
+    return others
 
 
 def raise_first(answers: list[Any]) -> list[Any]:

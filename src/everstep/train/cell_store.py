@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from everstep.base.errors import ConfigError, check
-from everstep.exact.digest import digest_bytes, digest_with
+from everstep.exact.digest import digest_bytes
 from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, GradientLayout, memory_of, round_up
 from everstep.exact.trees import Bundle, from_wire, to_wire
 from everstep.exact.wrapping import wrapped
@@ -24,9 +23,8 @@ from everstep.parallel.cell_memory import CellMemory, PassBroken, SharedPlace
 from everstep.parallel.frame import HEAD_LENGTHS, frame_of, head_size, parse_head
 from everstep.parallel.mapping import PAGE, pages
 from everstep.parallel.shard_boxes import SHARD_BOX_BYTES, BoxExchange
-from everstep.runtime.host.cell_doors import CellPlan, PartLines
-from everstep.train.cell_elsewhere import Elsewhere, OwnedRange, notes_bytes
-from everstep.train.cell_units import UnitsHere
+from everstep.runtime.host.cell_doors import PartLines
+from everstep.train.cell_elsewhere import NoOthers, OtherParts, notes_bytes, owned
 
 _NOTE_BYTES = 64 << 20
 _HOP_BYTES = 1 << 30
@@ -107,9 +105,7 @@ class CellStore:
         self._boxes = [[memory.tensor(one, torch.float32) for one in pair] for pair in places.boxes]
         self._rows = [[memory.tensor(one, torch.uint8) for one in pair] for pair in places.rows]
         self._slots: dict[int, Tensor] = {}
-        self.elsewhere: Elsewhere | None = None
-        self._units: UnitsHere | None = None
-        self._end_digests: Callable[[], None] = lambda: None
+        self.others = NoOthers()
         self._notes = [memory.tensor(one, torch.uint8) for one in places.notes]
 
     # ---- as `exact.rank_sums.Shelves`
@@ -134,21 +130,17 @@ class CellStore:
 
     def bring(self, turn: int, seats: Iterable[int], ranks: Sequence[int], start: int, stop: int) -> None:
         """Have here what ranks of other hosts have put into rows, and seats into these elements of their boxes."""
-        if self.elsewhere is None:
-            return
         degree = len(self.places.rows) // len(self.places.boxes)
         for rank in ranks:
-            self._bring(rank, *self.places.rows[rank][turn])
+            self.others.bring(rank, *self.places.rows[rank][turn])
         for seat in seats:
-            self._bring(seat * degree, self.places.boxes[seat][turn].offset + start * _FLOAT, (stop - start) * _FLOAT)
+            self.others.bring(
+                seat * degree, self.places.boxes[seat][turn].offset + start * _FLOAT, (stop - start) * _FLOAT
+            )
 
     def bring_sum(self, number: int, rank: int, start: int, stop: int) -> None:
         """Have here these elements of a slot, which this rank has made."""
-        self._bring(rank, self.places.slots[number].offset + start * _FLOAT, (stop - start) * _FLOAT)
-
-    def _bring(self, rank: int, offset: int, size: int) -> None:
-        if self.elsewhere is not None and size > 0:
-            self.elsewhere.fetch(self.plan.part_of(rank), offset, size)
+        self.others.bring(rank, self.places.slots[number].offset + start * _FLOAT, (stop - start) * _FLOAT)
 
     def exchange(self, shards: int, degree: int) -> BoxExchange:
         """How this rank learns of the shards of the ranks that compute its lanes with it."""
@@ -182,7 +174,7 @@ class CellStore:
     def read_note(self, rank: int, size: int) -> Any:
         """The values that a rank has left."""
         check(0 < size <= _NOTE_BYTES, f"a note has 1 to {_NOTE_BYTES} bytes, not {size}")
-        self._bring(rank, self.places.notes[rank].offset, size)
+        self.others.bring(rank, self.places.notes[rank].offset, size)
         return msgspec.msgpack.decode(ctypes.string_at(self._notes[rank].data_ptr(), size))
 
     # ---- what lanes bring from other workers, and what goes to them
@@ -204,11 +196,11 @@ class CellStore:
         place, degree = self.places.hops[seat][way], len(self.places.rows) // len(self.places.boxes)
         rank = 0 if way == CAME else seat * degree
         box = self.memory.tensor(place, torch.uint8)
-        self._bring(rank, place.offset, HEAD_LENGTHS)
+        self.others.bring(rank, place.offset, HEAD_LENGTHS)
         size = head_size(bytes(box[:HEAD_LENGTHS].tolist()))
-        self._bring(rank, place.offset, size)
+        self.others.bring(rank, place.offset, size)
         frame = parse_head(bytes(box[:size].tolist()))
-        self._bring(rank, place.offset, frame.size)
+        self.others.bring(rank, place.offset, frame.size)
         with torch.no_grad():
             tensors = [place.fresh(torch.device("cpu")).copy_(place.view(box)) for place in frame.places]
         return from_wire(tensors, frame.meta)
@@ -243,7 +235,7 @@ class CellStore:
 
     def take_buffers(self, model: nn.Module) -> None:
         """Take the buffers that the head has left."""
-        self._bring(0, *self.places.buffers)
+        self.others.bring(0, *self.places.buffers)
         self._each_buffer(model, lambda buffer, shared: buffer.copy_(shared))
 
     def _each_buffer(self, model: nn.Module, act: Callable[[Tensor, Tensor], object]) -> None:
@@ -264,73 +256,23 @@ class CellStore:
 
     # ---- of a worker that spans hosts
 
-    @property
-    def plan(self) -> CellPlan:
-        """Which part this is."""
-        check(self.elsewhere is not None, "a worker on one host has no parts")
-        return self.elsewhere.plan  # type: ignore[union-attr]
-
-    def spread(
-        self, plan: CellPlan, lines: PartLines, divided: Mapping[int, Sequence[Sequence[tuple[int, int]]]]
-    ) -> None:
+    def spread(self, lines: PartLines, divided: Mapping[int, Sequence[Sequence[tuple[int, int]]]]) -> OtherParts:
         """From now on each part holds its ranges of the parameters, which are all here. divided: elements that each
         rank updates, by the addresses of their parameters; all others are the head's."""
         found = []
         for place in self.places.parameters:
             runs = divided.get(self.memory.address + place.offset)
-            found.append(owned(plan, place, runs, pages(place.offset + place.size)))
-        self.elsewhere = Elsewhere(self.memory, lines, found, self.places.uses)
-        self._end_digests = digest_with(self.elsewhere.whole)
+            found.append(owned(lines.plan, place, runs, pages(place.offset + place.size)))
+        self.others = others = OtherParts(self.memory, lines, found, self.places.uses)
+        return others
 
-    def follow_units(self, model: nn.Module, units: Sequence[nn.Module], *, whole: bool) -> None:
-        """Have parameters of other hosts here while units compute with them; whole: for a whole step."""
-        if self.elsewhere is None:
-            return
-        numbers = {self.memory.address + place.offset: n for n, place in enumerate(self.places.parameters)}
-        self._units = UnitsHere(model, units if not whole else (), numbers, self.elsewhere)
-
-    def end_passes(self) -> None:
-        """No pass is under way in this process."""
-        if self._units is not None:
-            self._units.end()
-
-    def divide(self, place: SharedPlace, runs: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """What the optimizer keeps for a parameter lies in this place, each part's own with it. runs: of elements, by
-        rank."""
-        if self.elsewhere is not None:
-            self.elsewhere.add(owned(self.plan, place, runs, place.offset + place.size))
-
-    def writing(self, offset: int, size: int, *, whole: bool) -> AbstractContextManager[None]:
-        """Inside, this place is written. whole: also what other parts hold of it."""
-        found = self.elsewhere
-        return found.writing(offset, offset + size) if found is not None and whole else nullcontext()
-
-    def hold(self, version: int) -> None:
-        """A step's lanes begin, or begin again, with the parameters in this version."""
-        if self.elsewhere is not None:
-            self.end_passes()
-            self.elsewhere.hold(version)
-
-    def hold_all(self) -> None:
-        """Have all parameters here until they change."""
-        if self.elsewhere is not None:
-            self.elsewhere.hold_all()
-
-    def let_go(self) -> None:
-        """Parameters are about to change."""
-        self.end_passes()
-        if self.elsewhere is not None:
-            self.elsewhere.let_go()
-
-    @property
-    def version(self) -> int:
-        """The parameters' version, as the head counts it; 0: they are always here."""
-        return 0 if self.elsewhere is None else self.elsewhere.version
+    def numbers(self) -> dict[int, int]:
+        """Numbers of the parameters, by their addresses."""
+        return {self.memory.address + place.offset: n for n, place in enumerate(self.places.parameters)}
 
     def close(self) -> None:
         """Let nobody else attach."""
-        self._end_digests()
-        self._end_digests = lambda: None
+        self.others.close()
         self.memory.close()
 
 
@@ -350,22 +292,6 @@ def parameters_in(memory: CellMemory, note: int) -> Callable[[str, nn.Parameter]
         return flat.as_strided(like.shape, like.stride(), 0)
 
     return found
-
-
-def owned(
-    plan: CellPlan, place: SharedPlace, runs: Sequence[Sequence[tuple[int, int]]] | None, room: int
-) -> list[OwnedRange]:
-    """Who holds what of this place. runs: of elements, by rank; None: the head has all. room: where the next one
-    begins."""
-    ends = [] if runs is None else [(place.offset + run[-1][1] * _FLOAT, rank) for rank, run in enumerate(runs) if run]
-    at, found = place.offset, list[OwnedRange]()
-    for stop, rank in ends or [(place.offset + place.size, 0)]:
-        part = plan.part_of(rank)
-        if found and found[-1].part == part:
-            at = found.pop().offset
-        found.append(OwnedRange(at, stop, part, stop))
-        at = stop
-    return [*found[:-1], found[-1]._replace(room=room)]
 
 
 def give_back() -> None:

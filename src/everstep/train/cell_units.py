@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from everstep.train.cell_elsewhere import Elsewhere
+from everstep.train.cell_elsewhere import OtherParts
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -25,7 +25,7 @@ class UnitsHere:
     """Has parameters come and go with the passes of the units. Those outside all units are there for whole steps."""
 
     def __init__(
-        self, model: nn.Module, units: Sequence[nn.Module], numbers: Mapping[int, int], elsewhere: Elsewhere
+        self, model: nn.Module, units: Sequence[nn.Module], numbers: Mapping[int, int], elsewhere: OtherParts
     ) -> None:
         """numbers: of parameters, by their addresses."""
         self._elsewhere = elsewhere
@@ -33,7 +33,7 @@ class UnitsHere:
         self._forward: dict[int, list[int]] = {}
         self._there: dict[int, Collection[int]] = {}
         own = [sorted({numbers[p.data_ptr()] for p in unit.parameters() if p.numel()}) for unit in units]
-        elsewhere.always = sorted(set(numbers.values()).difference(*own))
+        elsewhere.follow(self, sorted(set(numbers.values()).difference(*own)))
         model.register_forward_pre_hook(lambda *_: self._always())
         for unit, mine in zip(units, own, strict=True):
             unit.register_forward_pre_hook(partial(self._enter, mine))

@@ -7,6 +7,7 @@ follows at each of them. Parameters that cannot be cut are updated by the head a
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ class CellUpdate:
                 if not self._is_shared(value):
                     offset = self._place(number, str(key), parameter)
                     shared = self._shared(parameter, offset)
-                    with self._store.writing(offset, value.nbytes, whole=runs == ((0, value.numel()),)):
+                    whole = runs == ((0, value.numel()),)
+                    with self._store.others.writing(offset, offset + value.nbytes) if whole else nullcontext():
                         _copy(value, shared, runs)
                     kept[key] = shared
                 found[str(key)] = ["shared", self._places[number, str(key)]]
@@ -114,7 +116,7 @@ class CellUpdate:
                     "cell.fsdp=1"
                 )
             self._places[number, key] = at = extent.offset + self._used
-            self._store.divide(SharedPlace(at, parameter.numel() * _FLOAT), self._runs_of(number))
+            self._store.others.divide(SharedPlace(at, parameter.numel() * _FLOAT), self._runs_of(number))
             self._used += size
         return self._places[number, key]
 

@@ -24,6 +24,7 @@ from everstep.runtime.host.cell_doors import PartLines
 from everstep.train.cell_beside import take_beside
 from everstep.train.cell_course import CellCourse, CellTurn
 from everstep.train.cell_lanes import SharedLanes
+from everstep.train.cell_stage import spread
 from everstep.train.cell_store import CAME, GOES, CellStore
 from everstep.train.cell_update import CellUpdate
 from everstep.train.elastic import AnyOrder
@@ -41,13 +42,12 @@ class StageAtLimb:
         optimizer = replica.parts.optimizer
         self.update = CellUpdate(optimizer, store, config.cell.ranks, replica.spec.tied)
         if lines is not None:
-            store.spread(lines.plan, lines, self.update.shares())
-            store.follow_units(replica.parts.model, replica.parts.units, whole=not config.cell.reshard_after_forward)
+            spread(store, lines, self.update, replica, reshards=config.cell.reshard_after_forward)
         self.shared = SharedLanes(replica, config, store)
 
     def begin_lanes(self, step: int, scale: float, beside: Mapping[str, Any]) -> None:
         """The step's lanes begin. beside: what they may read beside tensors, at the head."""
-        self.store.hold(beside["version"])
+        self.store.others.hold(beside["version"])
         self.replica.abandon()
         take_beside(self.replica, beside)
         self.store.take_buffers(self.replica.parts.model)
@@ -90,7 +90,7 @@ class LimbPasses:
             if seat is not None:
                 with one.shared.together():
                     self._pass(course.step, turn, seat)
-                one.store.end_passes()
+                one.store.others.end_passes()
             points[turn.stage] = gate + one.shared.sums.points + 1
             one.store.meet(points[turn.stage], self._ranks)
 

@@ -17,8 +17,7 @@ from everstep.parallel.cell_memory import CellMemory, SharedPlace
 from everstep.parallel.mapping import PAGE
 from everstep.runtime.host.cell_doors import CellDoor, CellPlan, PartLines
 from everstep.runtime.link.peer import PeerConnection, peer_connect
-from everstep.train.cell_elsewhere import Elsewhere, notes_bytes
-from everstep.train.cell_store import owned
+from everstep.train.cell_elsewhere import OtherParts, notes_bytes, owned
 
 KEY = b"k" * 32
 PARAMETERS, STATE = SharedPlace(PAGE, 4 * PAGE), SharedPlace(5 * PAGE, 4 * PAGE)
@@ -45,8 +44,8 @@ class Part:
         doors[part].belong(plan.name)
         ranges = owned(plan, PARAMETERS, RUNS, PARAMETERS.offset + PARAMETERS.size)
         self.lines = PartLines(plan, 0, call)
-        self.elsewhere = Elsewhere(self.memory, self.lines, [ranges], NOTES)
-        self.elsewhere.add(owned(plan, STATE, RUNS, STATE.offset + STATE.size))
+        self.elsewhere = OtherParts(self.memory, self.lines, [ranges], NOTES)
+        self.elsewhere.divide(STATE, RUNS)
 
 
 @pytest.fixture

@@ -67,17 +67,20 @@ class Comes:
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self.version = 1
-        self.always: Collection[int] = ()
+        self._always: Collection[int] = ()
         self._parameters, self._values = parameters, [p.detach().clone() for p in parameters]
         self.uses = [0] * len(parameters)
         self._holds = False
         for parameter in parameters:
             parameter.data.fill_(torch.nan)
 
+    def follow(self, passes: UnitsHere, always: Collection[int]) -> None:
+        self._always = always
+
     def hold(self, version: int) -> None:
         if not self._holds:
             self._holds = True
-            self.use(self.always)
+            self.use(self._always)
 
     def use(self, numbers: Collection[int]) -> None:
         for number in numbers:

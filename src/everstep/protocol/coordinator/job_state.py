@@ -10,7 +10,6 @@ from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.agreement import NO_PLAN, Agreement, JobProgress, Recovery
 from everstep.protocol.coordinator.arrivals import Healing, Quorum
 from everstep.protocol.coordinator.asked_checkpoints import Saving
-from everstep.protocol.coordinator.cell_parts import CellParts
 from everstep.protocol.coordinator.environment import Environment
 from everstep.protocol.coordinator.links import Links
 from everstep.protocol.coordinator.membership import Agents, Membership
@@ -41,7 +40,6 @@ class JobState:
         self.profiling = Profiling(env, membership, agreement, progress)
         self.store = RendezvousStore(env)
         self.struck = StruckBefore(env)
-        self.cell_parts = CellParts(env)
 
     @property
     def version(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from math import inf
 
 from everstep.base.cause import Cause, Why
+from everstep.protocol.coordinator.cell_parts import CellParts
 from everstep.protocol.coordinator.cells import Cells
 from everstep.protocol.coordinator.environment import Environment
 from everstep.protocol.coordinator.grants import Grants
@@ -15,12 +16,13 @@ from everstep.protocol.coordinator.sharing import share
 
 class Slots:
     """Slots that were asked for, and their fate. target: number of members wanted. lost: slots given up for good,
-    with the reason. grants: the agents that start their lives; cells: the shapes of these."""
+    with the reason. grants: the agents that start their lives; cells: the shapes of these; parts: lives that are one
+    worker."""
 
     def __init__(self, env: Environment, membership: Membership, agents: Agents) -> None:
         self.target = env.config.workers
         self.lost: dict[int, str] = {}
-        self.grants, self.cells = Grants(env), Cells(env)
+        self.grants, self.cells, self.parts = Grants(env), Cells(env), CellParts(env)
         self._env, self._membership, self._agents = env, membership, agents
         self._asked: set[int] | None = None  # None: as the agents started them
         self._retiring: set[int] = set()  # not wanted any more, but the worker has not left yet

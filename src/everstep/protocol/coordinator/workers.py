@@ -101,19 +101,19 @@ def cell_sought(job: JobState, name: str, message: CellSought) -> None:
             name, m.Dismissed(cause=Cause.REPLACED, reason="its worker was evicted or replaced", drained=False)
         )
     elif message.cell:
-        job.cell_parts.know(message.cell)
+        job.slots.parts.know(message.cell)
     else:
-        job.cell_parts.look(name, CellPart(key.worker_id, key.incarnation, message.address))
+        job.slots.parts.look(name, CellPart(key.worker_id, key.incarnation, message.address))
 
 
 def form_cells(job: JobState) -> None:
     """Lives on different hosts that look for each other are one worker."""
     found = {}
-    for worker in job.membership.living(job.cell_parts.looking):
+    for worker in job.membership.living(job.slots.parts.looking):
         agent = job.agents.of(worker)
         if agent is not None and not agent.draining and not job.agents.out_of_touch(worker):
             found[worker.key] = agent.agent_id
-    job.cell_parts.form(found, job.env.config.hosts.span)
+    job.slots.parts.form(found, job.env.config.hosts.span)
 
 
 def imported(job: JobState, worker: Worker, message: m.Imported) -> None:
@@ -459,7 +459,7 @@ def evict(
     job.speeds.forget(key.worker_id)
     fields = {**worker.named, "step": worker.step, "generation": job.agreement.plan.generation}
     if worker.member is None:
-        head = job.cell_parts.head_of(key)
+        head = job.slots.parts.head_of(key)
         how = "ended before it was ready" if head == key else f"ended, a part of {describe(head)}"
         early = Why(why.cause, f"{describe(key)} {how}: {why.reason}")
         job.env.report("warning", early, **fields)
@@ -481,7 +481,7 @@ def evict(
 
 def _end_parts(job: JobState, worker: Worker, why: Why) -> None:
     """A life is over: so are the other parts of its worker, if that spans hosts."""
-    for other in job.membership.living(job.cell_parts.over(worker.key)):
+    for other in job.membership.living(job.slots.parts.over(worker.key)):
         evict(job, other, lost_with(worker.key, why, job.agents.shown_host(worker)), kill=True)
 
 
