@@ -455,6 +455,7 @@ def _check_cell(config: Config) -> None:
     _check_shards(config)
     name, n = config.cell.key, config.cell.ranks
     if n == 1:
+        _check_hosts_of_cell(config)
         return
     for other, expected, got, why in (
         ("device", "cpu", config.device, "its processes share parameters in the memory of the host"),
@@ -467,6 +468,7 @@ def _check_cell(config: Config) -> None:
             raise ConfigError(
                 f"{name}: expected 1 with {other}={got}, got {n}: {why}; set {other}={expected}, or {name}=1"
             )
+    _check_hosts_of_cell(config)
     if config.cell.fsdp > config.lanes:
         raise ConfigError(
             f"cell.fsdp: expected at most {config.lanes} for {config.lanes} lanes, got {config.cell.fsdp}: use fewer "
@@ -476,6 +478,21 @@ def _check_cell(config: Config) -> None:
         raise ConfigError(
             f"cell.tp: expected at most {MAX_RANKS} processes in a worker, got {n} (cell.fsdp={config.cell.fsdp} "
             f"x cell.tp={config.cell.tp}): lower either"
+        )
+
+
+def _check_hosts_of_cell(config: Config) -> None:
+    """Each host has as many processes as any other, and what computes a lane together is on one."""
+    cell = config.cell
+    if cell.fsdp % cell.hosts:
+        raise ConfigError(
+            f"cell.hosts: expected a divisor of cell.fsdp={cell.fsdp}, got {cell.hosts}: each host has as many of a "
+            f"worker's processes as any other; set cell.fsdp to a multiple of {cell.hosts}"
+        )
+    if cell.hosts > 1 and config.on_failure == "shrink":
+        raise ConfigError(
+            f"cell.hosts: expected 1 with on_failure=shrink, got {cell.hosts}: a worker on several hosts is replaced "
+            "when it loses one; set on_failure=replace"
         )
 
 
@@ -499,7 +516,7 @@ def cell_notes(config: Config) -> list[str]:
         "wrap": ("a worker of one process exchanges nothing", cell.ranks == 1),
         "offload": ("parameters and the optimizer's state are in the host's memory already", True),
         "prefetch": (f"nothing is gathered: {shared}", True),
-        "reshard_after_forward": (f"there are no copies to let go of: {shared}", True),
+        "reshard_after_forward": (f"there are no copies to let go of: {shared}", cell.hosts == 1),
     }
     return [
         f"cell.{name}={getattr(cell, name)} changes nothing here: {why}"

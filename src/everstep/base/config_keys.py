@@ -250,9 +250,8 @@ class CellConfig:
         1, "no effect: nothing is gathered ahead, because all processes read the same parameters in memory", low=0
     )
     reshard_after_forward: bool = key(
-        True, "no effect: no parameter is gathered, so none is let go after a forward pass"
+        True, "with cell.hosts: other hosts' parameters are here while a unit computes; false: for a whole step"
     )
-
     tp: int = key(
         1,
         "processes that compute each lane together, each a part of cell.shards, which it must divide; changes no bit. "
@@ -260,6 +259,7 @@ class CellConfig:
         low=1,
         high=MAX_RANKS,
     )
+    hosts: int = key(1, "hosts of each worker, each with as many of its processes; divides cell.fsdp", low=1, high=64)
     shards: int = key(
         1,
         "virtual shards into which layers are cut, each computed alone; if unset: cell.tp of the job's first start",

@@ -258,9 +258,9 @@ FOREIGN_KEYS = (
         ("cell.tp", "cell.sp"),
     ),
     ForeignKey(
-        "a worker's processes (cell.fsdp x cell.tp of them) are on one host: a larger model is split by stages",
-        "cell_hosts cell_nodes fsdp_nodes tp_nodes",
-        ("cell.fsdp", "cell.tp", "stages"),
+        "here it is cell.hosts: hosts of each worker, which has cell.fsdp x cell.tp processes",
+        "cell_nodes fsdp_nodes fsdp_hosts tp_nodes",
+        ("cell.hosts", "cell.fsdp"),
     ),
     ForeignKey(
         "a model is split by stages, into a pipeline, or by cell.tp",

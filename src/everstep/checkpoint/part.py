@@ -491,7 +491,7 @@ class LiveState:
                 self._tensors[k] = tensors[k].detach().clone()
         self._at = -1
         self._bytes: Any = None
-        self._let_go = state.memory.let_go
+        self._memory, self._let_go = state.memory, state.memory.let_go
         self._cuda = next((t.device for t in self._tensors if t.is_cuda), None)
         self._stream: Any = None
         if self._cuda is not None:
@@ -535,11 +535,11 @@ class LiveState:
             self._bytes = (
                 tensor.detach().reshape(-1).view(torch.uint8)
                 if on_device
-                else np.frombuffer(bytes_of(tensor), np.uint8)
+                else bytes_of(tensor if tensor.is_contiguous() else self._memory.whole(tensor))
             )
         if isinstance(self._bytes, Tensor):
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 out.copy_(self._bytes[lo:hi], non_blocking=True)
             self._stream.synchronize()
         else:
-            np.copyto(out.numpy(), self._bytes[lo:hi])
+            np.copyto(out.numpy(), np.frombuffer(self._memory.there(self._bytes[lo:hi]), np.uint8))

@@ -14,6 +14,9 @@ from everstep.chaos.inject import Injector
 from everstep.chaos.spec import parse
 from everstep.cli.task_loading import load_task
 from everstep.observe.events import EventLog
+from everstep.runtime.host.board import Board
+from everstep.runtime.host.cell_doors import AGAIN_CODE, Deputies
+from everstep.runtime.host.cell_search import CellSearch
 from everstep.runtime.host.fork_server import DEFAULT_PRELOAD
 from everstep.runtime.link.address import EVENTS_FILE
 from everstep.runtime.link.context import WorkerContext
@@ -32,6 +35,7 @@ PRELOAD = (*DEFAULT_PRELOAD, "everstep.train.worker", "everstep.zoo.digits", "ev
 
 def main(context: WorkerContext) -> int:
     """Run one life of one worker; returns its exit code."""
+    from everstep.train.cell_deputy import run_deputy
     from everstep.train.cell_limb import run_limb
     from everstep.train.first_place import expected
     from everstep.train.worker import run_worker
@@ -44,10 +48,21 @@ def main(context: WorkerContext) -> int:
     is_script = context.task.endswith(".py")
     if context.cell_rank:
         return run_limb(context, None if is_script else lambda effective: load_task(context.task, effective))
+    deputies = None
+    if config.cell.hosts > 1:
+        search = CellSearch(context, config)
+        plan = search.find(Board.attach(context.board_fd).row(context.worker_id).tick)
+        if plan is None:
+            return 0 if search.over.is_set() else AGAIN_CODE
+        if plan.part:
+            return run_deputy(context, plan, search, None if is_script else lambda now: load_task(context.task, now))
+        search.leave()
+        deputies = Deputies(plan, search.door, context.call_peer)
     events = EventLog(context.run_path / EVENTS_FILE)
     injector = Injector(parse(config.chaos), context.run_path, context.key, events.write, config.seed)
 
     def linked(link: LaunchedLink) -> None:
+        link.cell.deputies = deputies
         injector.cut_off = link.cut_off
         injector.claim = link.claim
         link.fault_now = injector.now

@@ -31,6 +31,7 @@ from everstep.base.extents import Sizes, with_ends
 from everstep.exact.digest import bytes_of, digest_bytes
 from everstep.exact.jsonable import canonical
 from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, round_up
+from everstep.exact.state_memory import IN_MEMORY, StateMemory
 
 BLOCK_BYTES = BLOCK_ELEMENTS * 4
 _BLOCKS_AT_ONCE = 64
@@ -153,15 +154,15 @@ class Image:
         data: Sequence[memoryview],
         values: Mapping[str, Any],
         outline: Outline,
-        let_go: Callable[[], None] = lambda: None,
+        memory: StateMemory = IN_MEMORY,
     ) -> None:
-        """data: the bytes of each entry, in order. They must not change while the image is read. let_go: called while
-        all is read, after each part: that is not needed in memory any more."""
+        """data: the bytes of each entry, in order. They must not change while the image is read. memory: where they
+        lie."""
         self.entries = tuple(entries)
         self.values = values
         self.outline = outline
         self._data = list(data)
-        self._let_go = let_go
+        self._memory, self._let_go = memory, memory.let_go
         self.n_blocks = block_count(self.entries)
         self._digests: dict[int, str] = {}
 
@@ -171,10 +172,11 @@ class Image:
         tensors: Sequence[Tensor],
         values: Mapping[str, Any],
         outline: Outline,
-        let_go: Callable[[], None] = lambda: None,
+        memory: StateMemory = IN_MEMORY,
     ) -> Image:
         """Image over the tensors' own memory if they are contiguous and in host memory, else over copies made now."""
-        return Image(entries, [bytes_of(t) for t in tensors], values, outline, let_go)
+        data = [bytes_of(t if t.is_contiguous() else memory.whole(t)) for t in tensors]
+        return Image(entries, data, values, outline, memory)
 
     def read_block(self, index: int) -> memoryview:
         """The bytes of one block, `BLOCK_BYTES` long; without a copy if it lies inside one entry."""
@@ -190,7 +192,7 @@ class Image:
 
     def _bytes(self, k: int, lo: int, hi: int) -> memoryview:
         offset = self.entries[k].offset
-        return self._data[k][lo - offset : hi - offset]
+        return self._memory.there(self._data[k][lo - offset : hi - offset])
 
     def block_digest(self, index: int) -> str:
         """Digest of one block; reads only this block, and only the first time."""
@@ -236,7 +238,7 @@ class Image:
             plane = plane_at(self.outline.planes, entry.offset // BLOCK_BYTES) if planes is not None else None
             if planes is not None and plane is not None and plane.name not in planes:
                 continue
-            found.append((entry.name, entry.dtype, entry.shape, digest_bytes(data)))
+            found.append((entry.name, entry.dtype, entry.shape, digest_bytes(self._memory.there(data))))
             self._let_go()
         return sorted(found)
 

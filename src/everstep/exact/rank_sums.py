@@ -51,6 +51,12 @@ class Shelves(Protocol):
     def meet(self, point: int, ranks: Sequence[int]) -> None:
         """Wait until all these ranks have come to this point."""
 
+    def bring(self, turn: int, seats: Iterable[int], ranks: Sequence[int], start: int, stop: int) -> None:
+        """Have here what these ranks have put into their rows, and seats into these elements of their boxes."""
+
+    def bring_sum(self, number: int, rank: int, start: int, stop: int) -> None:
+        """Have here these elements of a slot, which this rank has made."""
+
 
 class RankSums:
     """One rank's part in the sums: `begin`, then `round` for each round, and for its own lane of it `enter`, `capture`
@@ -173,6 +179,10 @@ class RankSums:
     def results(self) -> list[tuple[Node, bytes, Tensor]]:
         """The sums: complete subtrees, their presence by entry, and the slots that hold them."""
         found = sorted(self._folding.slots.items())
+        for _, slot in found:
+            for unit in self._units:
+                for rank in self._ranks:
+                    self._shelves.bring_sum(slot, rank, *part_of(unit.start, unit.stop, len(self._ranks), rank))
         return [(node, bytes(self._rows[slot]), self._shelves.slot(slot)) for node, slot in found]
 
     # ---- one lane
@@ -233,6 +243,9 @@ class RankSums:
                 box[region.start - start : region.stop - start].copy_(value)
         self._point += 1
         shelves.meet(self._point, self._ranks)
+        seats = {place.number for add in self._adds for place in add[1:] if place is not None and place.kind == "box"}
+        lo, hi = part_of(self._units[unit].start, self._units[unit].stop, len(self._ranks), shelves.rank)
+        shelves.bring(turn, sorted(seats), self._ranks, lo - start, hi - start)
         self._fold(unit, turn)
         lane.at += 1
 

@@ -43,7 +43,7 @@ class Snapshot:
         size = max((e.stop for e in entries), default=0)
         fits = arena is not None and arena.numel() >= size
         self._arena: SnapshotMemory | None = arena if fits else memory.flat(size)
-        self._let_go = memory.let_go
+        self._memory, self._let_go = memory, memory.let_go
         self._entries, self._take_back = tuple(entries), take_back
         self._later = [(k, tensors[k]) for k in sorted(set(range(len(entries))) - set(now))]
         self._copied = threading.Event()
@@ -53,9 +53,7 @@ class Snapshot:
         with torch.no_grad():
             for k in now:
                 self._copy(k, tensors[k])
-        self._image = Image(
-            self._entries, [bytes_of(self._place(e)) for e in self._entries], values, outline, memory.let_go
-        )
+        self._image = Image(self._entries, [bytes_of(self._place(e)) for e in self._entries], values, outline, memory)
 
     def start(self) -> None:
         """Start copying and, after that, hashing."""
@@ -119,6 +117,7 @@ class Snapshot:
     def _copy(self, k: int, tensor: Tensor) -> None:
         entry = self._entries[k]
         target = self._place(entry).view(tensor.dtype)
+        tensor = self._memory.whole(tensor)
         if tensor.is_contiguous():
             step = max(1, _PIECE_BYTES // tensor.element_size())
             for to, source in zip(target.unsafe_split(step), tensor.reshape(-1).unsafe_split(step), strict=True):

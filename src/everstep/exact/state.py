@@ -163,7 +163,7 @@ class ModelState:
         """JSON that describes the present state, with a digest per block. `read_block` belongs to the last one."""
         entries, tensors, values, outline = self._collect()
         outline = outline._replace(settings=self._settings_now())
-        self._image = Image.of_tensors(entries, tensors, values, outline, self.memory.let_go)
+        self._image = Image.of_tensors(entries, tensors, values, outline, self.memory)
         return self._image.manifest
 
     def read_block(self, index: int) -> memoryview:
@@ -202,7 +202,7 @@ class ModelState:
     def standing(self) -> StandingState:
         """The state as it lies, where nothing changes it for now."""
         entries, tensors, values, _ = self.live_tensors()
-        return StandingState(Image.of_tensors(entries, tensors, values, self.outline, self.memory.let_go))
+        return StandingState(Image.of_tensors(entries, tensors, values, self.outline, self.memory))
 
     def live_tensors(
         self, settings: bool = True
@@ -226,7 +226,7 @@ class ModelState:
 
     def image(self) -> Image:
         """The present state as bytes; valid while it does not change."""
-        return Image.of_tensors(*self._collect(), self.memory.let_go)
+        return Image.of_tensors(*self._collect(), self.memory)
 
     def _live(self) -> Image:
         if self._image is None:
@@ -391,6 +391,10 @@ class ModelState:
 
     def load_with(self, manifest: Mapping[str, Any], fill: Callable[[Scatter], None]) -> None:
         """`load`, with a function `fill` that writes all blocks of the manifest to their places, and verifies them."""
+        with self.memory.writing():
+            self._load(manifest, fill)
+
+    def _load(self, manifest: Mapping[str, Any], fill: Callable[[Scatter], None]) -> None:
         entries = entries_of(manifest)
         values = manifest["values"]
         self._image = None

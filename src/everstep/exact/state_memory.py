@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,10 +14,40 @@ from torch import Tensor
 from everstep.exact.layout import aligned_like
 
 
+class OtherHosts(Protocol):
+    """Those that hold a part of this process's state."""
+
+    def there(self, view: memoryview) -> memoryview:
+        """The content of this memory, of which some may lie there: itself, or a copy."""
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A tensor, of which some may lie there: itself, or a copy."""
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Inside, all of the state is written here."""
+
+
 class StateMemory:
-    """Ordinary memory; subclasses have other places. where: for people."""
+    """Ordinary memory; subclasses have other places. where: for people. others: hosts that hold a part of it."""
 
     where = "the device's memory"
+    others: OtherHosts | None = None
+
+    def share(self, others: OtherHosts) -> None:
+        """From now on these hold a part of it."""
+        self.others = others
+
+    def there(self, view: memoryview) -> memoryview:
+        """The content of this memory, wherever it lies."""
+        return view if self.others is None else self.others.there(view)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The content of a tensor of the state, wherever it lies."""
+        return tensor if self.others is None else self.others.whole(tensor)
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Inside, the state is written, wherever it lies."""
+        return nullcontext() if self.others is None else self.others.writing()
 
     def make(self, like: Tensor) -> Tensor:
         """Memory for a tensor of the optimizer's state: of this shape and dtype, with these strides. Its content is
@@ -28,6 +60,10 @@ class StateMemory:
 
     def let_go(self) -> None:
         """Nothing of it is in use for now."""
+
+
+IN_MEMORY = StateMemory()
+"""Where all of it is here."""
 
 
 def own_pages(nbytes: int) -> memoryview:

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 
 from everstep.base.domains import LABEL_NAME, LABEL_VALUE, LABELS
+from everstep.base.plan import WorkerKey
 
 _Label = Annotated[str, msgspec.Meta(pattern=LABEL_NAME)]
 _Domain = Annotated[str, msgspec.Meta(max_length=63, pattern=LABEL_VALUE)]
@@ -34,6 +35,36 @@ class OfLife(AnyMessage, frozen=True, kw_only=True):
 
     worker_id: int
     incarnation: int
+
+
+# ---- the parts of a worker that spans hosts: worker -> coordinator, and its answer
+
+
+class CellPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of them, by the life of a slot. address: of its door, for the others."""
+
+    worker_id: int
+    incarnation: int
+    address: _Path
+
+    @property
+    def key(self) -> WorkerKey:
+        """The life."""
+        return WorkerKey(self.worker_id, self.incarnation)
+
+
+class CellSought(OfLife, frozen=True, kw_only=True):
+    """This life looks for others on other hosts, to be one worker; or, after a reconnect, it has found them. address:
+    of its door; cell: all parts, the head first, as it was told."""
+
+    address: _Path
+    cell: Annotated[list[CellPart], msgspec.Meta(max_length=64)] = []
+
+
+class CellFormed(AnyMessage, frozen=True, kw_only=True):
+    """These lives are one worker. cell: the head first."""
+
+    cell: list[CellPart]
 
 
 # ---- agent (one per host) -> coordinator

@@ -10,6 +10,7 @@ from __future__ import annotations
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as m
 from everstep.protocol.following import PlanShown, StatesAlike
+from everstep.protocol.messages_base import CellSought
 
 AGENT = "agent"
 WORKER = "worker"
@@ -52,7 +53,7 @@ SAYS: dict[type[m.AnyMessage], frozenset[str]] = {
         (
             *(m.WorkerHello, m.WorkerHealed, m.HealFailed, m.GenerationEntered, m.Progress, m.PeerFault),
             *(m.WorkerFailed, m.WorkerDone, m.SettleAgain, m.Saved, m.Profiled, m.StrikeDue, m.StoreSet, m.StoreGet),
-            *(m.ClaimFault, m.Imported, m.Divided, m.LoopLeft, PlanShown, StatesAlike),
+            *(m.ClaimFault, m.Imported, m.Divided, m.LoopLeft, CellSought, PlanShown, StatesAlike),
         ),
         frozenset({WORKER}),
     ),

@@ -65,6 +65,7 @@ class CellHead:
                 sums.round(turn, stage.point)
                 with self._shared.together():
                     yield turn[0]
+                stage.store.others.end_passes()
                 stage.skip(sums.points)
             whole = True
         finally:
@@ -96,6 +97,10 @@ class CellHead:
         """Reports of the lanes that limbs have computed since the last call, and what is to be compared of them."""
         finished, self._finished = self._finished, []
         return [(report, None if said is None else LaneSaid(data=said[0], gave=said[1])) for report, said in finished]
+
+    def gather(self) -> None:
+        """Have all parameters here, for this process alone."""
+        self._stage.gather()
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -34,7 +34,7 @@ class SharedLanes:
 
     def __init__(self, replica: StageReplica, config: Config, store: CellStore) -> None:
         cell, parts = config.cell, replica.parts
-        self._mesh, self._degree = parts.mesh, cell.tp
+        self._mesh, self._degree, self._memory = parts.mesh, cell.tp, store.memory
         self.seat, self.rank = divmod(store.rank, cell.tp)
         first = store.rank == 0 or cell.tp > 1  # the head's, and what is computed together with its lanes
         first = first and not replica.spec.is_split  # there a pass knows by itself
@@ -51,8 +51,10 @@ class SharedLanes:
         self._exchange: BoxExchange | None = store.exchange(cell.shards, cell.tp) if cell.tp > 1 else None
 
     def restart(self, command: int) -> None:
-        """Count the exchanges of a command from a point that no rank has come to: seats make different numbers of them,
-        and a pass that was left in its middle has left the ranks of a seat at different ones. command: its number."""
+        """A command begins. Count its exchanges from a point that no rank has come to: seats make different numbers of
+        them, and a pass that was left in its middle has left the ranks of a seat at different ones. command: its
+        number."""
+        self._memory.start(command)
         if self._exchange is not None:
             self._exchange.start(command << _EXCHANGES_BITS)
 

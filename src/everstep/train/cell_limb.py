@@ -23,6 +23,7 @@ from everstep.order.ledger import use_digest
 from everstep.parallel.cell_memory import CellMemory
 from everstep.placement.ranks import rounds
 from everstep.runtime.host.cell import Limb
+from everstep.runtime.host.cell_doors import CellPlan, PartLines
 from everstep.runtime.link.context import WorkerContext
 from everstep.train.cell_beside import take_groups
 from everstep.train.cell_course import PASSES, CellCourse
@@ -42,16 +43,20 @@ log = logging.getLogger(__name__)
 def run_limb(context: WorkerContext, load: Callable[[Config], Task] | None) -> int:
     """Be a limb until the head goes; returns the exit code. load: makes the task; None: the job runs a script, which
     its head will refuse to run in a cell."""
+    be_limb(Limb(context), context, load)
+    return 0
+
+
+def be_limb(limb: Limb, context: WorkerContext, load: Callable[[Config], Task] | None) -> None:
+    """Be this limb until its head goes. load: as of `run_limb`."""
     config = context.load_config()
     set_up_worker_log(2, context.worker_id, context.incarnation)
     keep_to(context.run_path)
-    limb = Limb(context)
     if load is None:
         limb.serve({})
-        return 0
+        return
     with closing(CellLimb(limb, load(config), config, context)) as own:
         limb.serve(own.commands())
-    return 0
 
 
 class CellLimb:
@@ -59,7 +64,7 @@ class CellLimb:
 
     def __init__(self, limb: Limb, task: Task, config: Config, context: WorkerContext) -> None:
         self._row, self._task, self._config = limb.row, task, config
-        self._rank = context.cell_rank
+        self._rank, self._context = context.cell_rank, context
         self._built = built = BuiltTask(task, config, context.worker_id, self._rank)
         self._device = built.device
         parts = built.make(() if config.meta_init else None)
@@ -79,9 +84,13 @@ class CellLimb:
         acts = {ATTACH: self.attach, LANES: self.lanes, PASSES: self.passes, UPDATE: self.update, ADOPT: self.adopt}
         return {name: _answering(act) for name, act in acts.items()}
 
-    def attach(self, stage: int, path: str, size: int, likeness: str, note: int) -> dict[str, Any]:
+    def attach(
+        self, stage: int, path: str, size: int, likeness: str, note: int, extent: Sequence[int], parts: Sequence[Any]
+    ) -> dict[str, Any]:
         """Have a stage where the head has it. note: size of the head's about parameters that are not to be made again,
-        0: none. Raises: ConfigError if that is another one."""
+        0: none. extent: where parameters lie. parts: of a worker that spans hosts, see `CellPlan`. Raises: ConfigError
+        if that is another one."""
+        lines = self._lines(stage, parts)
         memory = CellMemory.attach(path, self._rank, size)
         if note:
             self._built.take(parameters_in(memory, note))
@@ -98,13 +107,22 @@ class CellLimb:
             )
         store = CellStore(memory, places, self._row.tick)
         store.move_in(replica.everything)
-        held = self._held[stage] = StageAtLimb(replica, store, self._config)
+        held = self._held[stage] = StageAtLimb(replica, store, self._config, lines)
         if self._stages.split:
             replica.lanes.passes[stage].share(held.shared.sums)
         else:
             replica.loop.use(held.shared.sums)
             replica.state.settings.begin()
         return {}
+
+    def _lines(self, stage: int, parts: Sequence[Any]) -> PartLines | None:
+        """Connections to the other parts of this worker, if it spans hosts."""
+        if not parts:
+            return None
+        name, doors, part = parts
+        context, each = self._context, self._config.cell.ranks // self._config.cell.hosts
+        self._rank = part * each + context.cell_rank
+        return PartLines(CellPlan(name, part, tuple(doors), each), stage, context.call_peer)
 
     # ---- the lanes of a model that is not split
 
@@ -143,6 +161,7 @@ class CellLimb:
                     lane = turn[shared.seat]
                     with shared.together():
                         self._lane(step, lane, said, is_told=lane in told, due=due)
+                    store.others.end_passes()
                     done.append(lane)
                 point += sums.points
         except BaseException:
@@ -188,7 +207,8 @@ class CellLimb:
     def passes(self, stage: int, note: int, command: int, held: Sequence[int]) -> dict[str, Any]:
         """Go through the passes that are made, and say what this rank's lanes gave. stage: whose memory has the course,
         of this size; held: the stages that the head has."""
-        self._held = {number: one for number, one in self._held.items() if number in held}
+        for number in set(self._held).difference(held):
+            self._held.pop(number).store.close()
         self._stages.keep(held)
         at = self._attached(stage)
         course = msgspec.convert(at.store.read_note(0, note), CellCourse)
@@ -217,10 +237,11 @@ class CellLimb:
         """Update this rank's part with the gradient that the head has left."""
         held = self._attached(stage)
         self._row.set(phase="update")
+        held.store.others.let_go()
         said = held.store.read_note(0, note)
         take_groups(held.replica.parts.optimizer, said["groups"])
         held.update.follow(said["kept"], adopts=False)
-        gradient = limb_gradient(held.store, step, said["presence"], held.replica.layout.numel)
+        gradient = limb_gradient(held.store, held.replica, step, said["presence"], held.update.pieces)
         held.replica.update_pieces(step, factor, gradient, held.update.pieces)
         self._row.set(phase="idle")
         return {}

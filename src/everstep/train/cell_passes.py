@@ -102,6 +102,11 @@ class CellStages:
         for number in set(self._stages).difference(held):
             self._stages.pop(number).close()
 
+    def gather(self) -> None:
+        """Have all parameters here, for this process alone."""
+        for stage in self._stages.values():
+            stage.gather()
+
     def close(self) -> None:
         """Let go of the memory."""
         self._let_go(())
@@ -191,6 +196,7 @@ class CellPasses(Passes):
                     raise
                 self._fault = fault
         self._inside = False
+        stage.store.others.end_passes()
         stage.skip(stage.shared.sums.points)
         stage.meet()
         self._done += 1

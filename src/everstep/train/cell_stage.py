@@ -21,9 +21,12 @@ from everstep.exact.pieces import Ranges
 from everstep.parallel.cell_memory import CellMemory, PassBroken
 from everstep.protocol.driver.records import LaneReport
 from everstep.runtime.host.cell import Head
+from everstep.runtime.host.cell_doors import Deputies, PartLines
 from everstep.train.cell_beside import beside_lanes, groups_of
+from everstep.train.cell_elsewhere import OtherParts
 from everstep.train.cell_lanes import SharedLanes, places_of
 from everstep.train.cell_store import CellStore
+from everstep.train.cell_units import UnitsHere
 from everstep.train.cell_update import CellUpdate
 from everstep.train.optimizer_update import refuse_in_cell
 from everstep.train.replica import StageReplica
@@ -44,32 +47,49 @@ class CellStage:
         refuse_in_cell(parts.optimizer, config.seed)
         _refuse_model(parts.model)
         self._head, self.replica, self.number = head, replica, replica.spec.stage
-        self._ranks = config.cell.ranks
+        self._ranks, self._reshard = config.cell.ranks, config.cell.reshard_after_forward
         places = places_of(replica, config)
         self.store = CellStore(CellMemory.create(places.size), places, tick, self._look)
         self.store.move_in(replica.everything)
         self._update = CellUpdate(parts.optimizer, self.store, self._ranks, replica.spec.tied)
+        self._span(head.deputies)
         self.shared = SharedLanes(replica, config, self.store)
         self.point = 0
         self._told: tuple[int, int] | None = None
         note = self.store.write_places(_named(replica)) if parts.as_made else 0
         about = {"path": self.store.memory.path, "size": places.size, "likeness": places.likeness, "note": note}
+        about |= {"extent": self.store.places.extent, "parts": []}
+        if head.deputies is not None:
+            about["parts"] = [head.deputies.plan.name, list(head.deputies.plan.doors), 0]
         raise_first(head.command(ATTACH, stage=self.number, **about))
         replica.share_updates(self)
+
+    def _span(self, deputies: Deputies | None) -> None:
+        """If the worker spans hosts: have each part hold its own."""
+        if deputies is None:
+            return
+        store, replica, number = self.store, self.replica, self.number
+        deputies.door.show(number, store.memory)
+        lines = PartLines(deputies.plan, number, deputies.call)
+        replica.state.memory.share(spread(store, lines, self._update, replica, reshards=self._reshard))
+
+    def gather(self) -> None:
+        """Have all parameters here."""
+        self.store.others.hold_all()
 
     # ---- lanes
 
     def begin_lanes(self, step: int) -> dict[str, Any] | None:
         """Lanes of this step come next. Returns what limbs have to take on before them; None if they have."""
         replica = self.replica
+        self.store.others.hold(self.store.others.version)
         key = step, replica.lanes.discarded
         fresh, self._told = key != self._told, key
-        self.store.memory.mend()
         if not fresh:
             return None
         replica.lanes.settle_buffers()  # another worker's lane may have been computed on trial
         self.store.give_buffers(replica.parts.model)
-        return beside_lanes(replica)
+        return beside_lanes(replica) | {"version": self.store.others.version}
 
     def gate(self, *, opens: bool) -> bool:
         """Come to the gate before a pass, with what other workers have sent for it; returns whether the pass is made.
@@ -118,6 +138,7 @@ class CellStage:
             for piece in reduced.pieces:
                 gradient[piece.start : piece.stop].copy_(piece.data)
         update = self._update
+        self.store.others.let_go()
         note = {
             "presence": reduced.presence,
             "groups": groups_of(self.replica.parts.optimizer),
@@ -135,12 +156,33 @@ class CellStage:
 
     def close(self) -> None:
         """Let go of the memory."""
+        if self._head.deputies is not None:
+            self._head.deputies.door.show(self.number, None)
         self.store.close()
 
 
-def limb_gradient(store: CellStore, step: int, presence: bytes, numel: int) -> Reduced:
-    """The gradient that the head has left for an update."""
+def limb_gradient(store: CellStore, replica: StageReplica, step: int, presence: bytes, pieces: Ranges) -> Reduced:
+    """The gradient that the head has left for an update of these pieces; of other elements it need not be here."""
+    numel = replica.layout.numel
+    if isinstance(store.others, OtherParts):
+        trained = {p for group in replica.parts.optimizer.param_groups for p in group["params"]}
+        leaves = dict(replica.parts.model.named_parameters(remove_duplicate=False))
+        for i in replica.layout.params:
+            entry = replica.layout.entries[i]
+            leaf = leaves[entry.name]
+            for first, stop in pieces.get(leaf, ()) if leaf in trained else ((0, entry.numel),):
+                store.bring_sum(0, 0, entry.offset + first, entry.offset + stop)
     return Reduced(step, (Piece(0, numel, store.slot(0)),), presence, ())
+
+
+def spread(
+    store: CellStore, lines: PartLines, update: CellUpdate, replica: StageReplica, *, reshards: bool
+) -> OtherParts:
+    """Have each part of a worker that spans hosts hold its own. reshards: parameters of others are here while units
+    compute with them; else for a whole step."""
+    others = store.spread(lines, update.shares())
+    UnitsHere(replica.parts.model, replica.parts.units if reshards else (), store.numbers(), others)
+    return others
 
 
 def raise_first(answers: list[Any]) -> list[Any]:

@@ -7,7 +7,7 @@ Places follow from the model, the number of processes and that of the lanes, so 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,6 +23,8 @@ from everstep.parallel.cell_memory import CellMemory, PassBroken, SharedPlace
 from everstep.parallel.frame import HEAD_LENGTHS, frame_of, head_size, parse_head
 from everstep.parallel.mapping import PAGE, pages
 from everstep.parallel.shard_boxes import SHARD_BOX_BYTES, BoxExchange
+from everstep.runtime.host.cell_doors import PartLines
+from everstep.train.cell_elsewhere import NoOthers, OtherParts, notes_bytes, owned
 
 _NOTE_BYTES = 64 << 20
 _HOP_BYTES = 1 << 30
@@ -68,6 +70,9 @@ class CellPlaces:
         self.slots = [self._take(_FLOAT * layout.numel) for _ in range(n_slots)]
         self.hops = [[self._take(_HOP_BYTES) for _ in range(2)] for _ in range(seats * hops)]
         self.parameters = [self._take(_within(group[0])) for group in leaves_of(trained)]
+        self.uses = self._take(notes_bytes(len(self.parameters), ranks))
+        first = self.parameters[0].offset if self.parameters else self.size
+        self.extent = [first, self.uses.offset - first]
         self.forms = forms_of(model)
         self.buffers = self._take(sum(round_up(b.nbytes, ALIGN_BYTES) for b in model.buffers()))
         elements = sum(round_up(p.numel() * _FLOAT, BLOCK_ELEMENTS) for p in trained)
@@ -100,6 +105,7 @@ class CellStore:
         self._boxes = [[memory.tensor(one, torch.float32) for one in pair] for pair in places.boxes]
         self._rows = [[memory.tensor(one, torch.uint8) for one in pair] for pair in places.rows]
         self._slots: dict[int, Tensor] = {}
+        self.others = NoOthers()
         self._notes = [memory.tensor(one, torch.uint8) for one in places.notes]
 
     # ---- as `exact.rank_sums.Shelves`
@@ -121,6 +127,20 @@ class CellStore:
     def meet(self, point: int, ranks: Sequence[int]) -> None:
         """Wait until all these ranks have come to this point. Raises: PassBroken."""
         self._meet(point, ranks, inner=False)
+
+    def bring(self, turn: int, seats: Iterable[int], ranks: Sequence[int], start: int, stop: int) -> None:
+        """Have here what ranks of other hosts have put into rows, and seats into these elements of their boxes."""
+        degree = len(self.places.rows) // len(self.places.boxes)
+        for rank in ranks:
+            self.others.bring(rank, *self.places.rows[rank][turn])
+        for seat in seats:
+            self.others.bring(
+                seat * degree, self.places.boxes[seat][turn].offset + start * _FLOAT, (stop - start) * _FLOAT
+            )
+
+    def bring_sum(self, number: int, rank: int, start: int, stop: int) -> None:
+        """Have here these elements of a slot, which this rank has made."""
+        self.others.bring(rank, self.places.slots[number].offset + start * _FLOAT, (stop - start) * _FLOAT)
 
     def exchange(self, shards: int, degree: int) -> BoxExchange:
         """How this rank learns of the shards of the ranks that compute its lanes with it."""
@@ -154,6 +174,7 @@ class CellStore:
     def read_note(self, rank: int, size: int) -> Any:
         """The values that a rank has left."""
         check(0 < size <= _NOTE_BYTES, f"a note has 1 to {_NOTE_BYTES} bytes, not {size}")
+        self.others.bring(rank, self.places.notes[rank].offset, size)
         return msgspec.msgpack.decode(ctypes.string_at(self._notes[rank].data_ptr(), size))
 
     # ---- what lanes bring from other workers, and what goes to them
@@ -172,9 +193,14 @@ class CellStore:
 
     def take_hop(self, seat: int, way: int) -> Bundle:
         """A copy of it."""
-        box = self.memory.tensor(self.places.hops[seat][way], torch.uint8)
+        place, degree = self.places.hops[seat][way], len(self.places.rows) // len(self.places.boxes)
+        rank = 0 if way == CAME else seat * degree
+        box = self.memory.tensor(place, torch.uint8)
+        self.others.bring(rank, place.offset, HEAD_LENGTHS)
         size = head_size(bytes(box[:HEAD_LENGTHS].tolist()))
+        self.others.bring(rank, place.offset, size)
         frame = parse_head(bytes(box[:size].tolist()))
+        self.others.bring(rank, place.offset, frame.size)
         with torch.no_grad():
             tensors = [place.fresh(torch.device("cpu")).copy_(place.view(box)) for place in frame.places]
         return from_wire(tensors, frame.meta)
@@ -183,10 +209,8 @@ class CellStore:
 
     def write_places(self, named: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Leave a note of where parameters lie, for `parameters_in`; returns its size."""
-        first, last = self.places.parameters[0], self.places.parameters[-1]
-        extent = [first.offset, pages(last.offset + last.size) - first.offset]
-        at = self.memory.address + first.offset
-        return self.write_note([extent, {name: one.data_ptr() - at for name, one in named if one.numel()}])
+        at = self.memory.address + self.places.extent[0]
+        return self.write_note([self.places.extent, {name: one.data_ptr() - at for name, one in named if one.numel()}])
 
     def move_in(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put these parameters where all processes have them; the head's values are those that count."""
@@ -211,6 +235,7 @@ class CellStore:
 
     def take_buffers(self, model: nn.Module) -> None:
         """Take the buffers that the head has left."""
+        self.others.bring(0, *self.places.buffers)
         self._each_buffer(model, lambda buffer, shared: buffer.copy_(shared))
 
     def _each_buffer(self, model: nn.Module, act: Callable[[Tensor, Tensor], object]) -> None:
@@ -229,8 +254,25 @@ class CellStore:
                     act(buffer, shared.view(buffer.shape))
                 at += round_up(buffer.nbytes, ALIGN_BYTES)
 
+    # ---- of a worker that spans hosts
+
+    def spread(self, lines: PartLines, divided: Mapping[int, Sequence[Sequence[tuple[int, int]]]]) -> OtherParts:
+        """From now on each part holds its ranges of the parameters, which are all here. divided: elements that each
+        rank updates, by the addresses of their parameters; all others are the head's."""
+        found = []
+        for place in self.places.parameters:
+            runs = divided.get(self.memory.address + place.offset)
+            found.append(owned(lines.plan, place, runs, pages(place.offset + place.size)))
+        self.others = others = OtherParts(self.memory, lines, found, self.places.uses)
+        return others
+
+    def numbers(self) -> dict[int, int]:
+        """Numbers of the parameters, by their addresses."""
+        return {self.memory.address + place.offset: n for n, place in enumerate(self.places.parameters)}
+
     def close(self) -> None:
         """Let nobody else attach."""
+        self.others.close()
         self.memory.close()
 
 

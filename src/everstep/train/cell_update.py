@@ -7,6 +7,7 @@ follows at each of them. Parameters that cannot be cut are updated by the head a
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,12 +40,19 @@ class CellUpdate:
         self._divided: list[Tensor] = [p for p in everything if divisible(p) and id(p) not in undivided]
         self._places: dict[tuple[int, str], int] = {}
         self._used = 0
-        runs = update_ranges([p.numel() for p in self._divided], ranks)[store.rank]
-        self._mine = list(zip(self._divided, runs, strict=True))
+        self._shares = update_ranges([p.numel() for p in self._divided], ranks)
+        self._mine = list(zip(self._divided, self._shares[store.rank], strict=True))
         self.pieces: Ranges = dict(self._mine)
         if store.rank == 0:
             own = {id(p) for p in self._divided}
             self.pieces = {**self.pieces, **{p: [(0, p.numel())] for p in everything if id(p) not in own}}
+
+    def shares(self) -> dict[int, list[list[tuple[int, int]]]]:
+        """What each rank updates of the divided parameters, by their addresses."""
+        return {p.data_ptr(): self._runs_of(number) for number, p in self._numbered}
+
+    def _runs_of(self, number: int) -> list[list[tuple[int, int]]]:
+        return [by_parameter[number] for by_parameter in self._shares]
 
     # ---- the head
 
@@ -84,8 +92,11 @@ class CellUpdate:
         for key, value in kept.items():
             if self._is_like(value, parameter):
                 if not self._is_shared(value):
-                    shared = self._shared(parameter, self._place(number, str(key), parameter))
-                    _copy(value, shared, runs)
+                    offset = self._place(number, str(key), parameter)
+                    shared = self._shared(parameter, offset)
+                    whole = runs == ((0, value.numel()),)
+                    with self._store.others.writing(offset, offset + value.nbytes) if whole else nullcontext():
+                        _copy(value, shared, runs)
                     kept[key] = shared
                 found[str(key)] = ["shared", self._places[number, str(key)]]
             elif isinstance(value, Tensor):
@@ -104,7 +115,8 @@ class CellUpdate:
                     f"cell.fsdp: {type(self._optimizer).__name__} keeps too many tensors for each parameter: set "
                     "cell.fsdp=1"
                 )
-            self._places[number, key] = extent.offset + self._used
+            self._places[number, key] = at = extent.offset + self._used
+            self._store.others.divide(SharedPlace(at, parameter.numel() * _FLOAT), self._runs_of(number))
             self._used += size
         return self._places[number, key]
 

@@ -20,9 +20,11 @@ from everstep.exact.trees import Bundle
 from everstep.order.ledger import use_digest
 from everstep.protocol.step_types import LaneSaid
 from everstep.runtime.host.board import Row
+from everstep.runtime.host.cell_doors import PartLines
 from everstep.train.cell_beside import take_beside
 from everstep.train.cell_course import CellCourse, CellTurn
 from everstep.train.cell_lanes import SharedLanes
+from everstep.train.cell_stage import spread
 from everstep.train.cell_store import CAME, GOES, CellStore
 from everstep.train.cell_update import CellUpdate
 from everstep.train.elastic import AnyOrder
@@ -34,14 +36,18 @@ from everstep.train.stage_lanes import batch_digest
 class StageAtLimb:
     """A limb's part of one stage."""
 
-    def __init__(self, replica: StageReplica, store: CellStore, config: Config) -> None:
+    def __init__(self, replica: StageReplica, store: CellStore, config: Config, lines: PartLines | None = None) -> None:
+        """lines: to the other parts of a worker that spans hosts."""
         self.replica, self.store = replica, store
         optimizer = replica.parts.optimizer
         self.update = CellUpdate(optimizer, store, config.cell.ranks, replica.spec.tied)
+        if lines is not None:
+            spread(store, lines, self.update, replica, reshards=config.cell.reshard_after_forward)
         self.shared = SharedLanes(replica, config, store)
 
     def begin_lanes(self, step: int, scale: float, beside: Mapping[str, Any]) -> None:
         """The step's lanes begin. beside: what they may read beside tensors, at the head."""
+        self.store.others.hold(beside["version"])
         self.replica.abandon()
         take_beside(self.replica, beside)
         self.store.take_buffers(self.replica.parts.model)
@@ -84,6 +90,7 @@ class LimbPasses:
             if seat is not None:
                 with one.shared.together():
                     self._pass(course.step, turn, seat)
+                one.store.others.end_passes()
             points[turn.stage] = gate + one.shared.sums.points + 1
             one.store.meet(points[turn.stage], self._ranks)
 

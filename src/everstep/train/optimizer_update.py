@@ -90,7 +90,11 @@ class OptimizerUpdate:
             self._refuse_hooks("zero.offload_params", "gradients are put into place for one part after the other")
             if not self.proven or self._looks_now(step):  # at these parameters, below
                 give(_whole(chain.from_iterable((*sample_of(optimizer), *tried_of(optimizer)))))
-        probe = None if self.proven or isinstance(optimizer, OptimizerSet) else UpdateProbe(optimizer, seed)
+        probe = (
+            None
+            if self.proven or isinstance(optimizer, OptimizerSet)
+            else UpdateProbe(optimizer, seed, compares=pieces is None)
+        )
         if self.dealt is not None or isinstance(memory, FarMemory):
             self._find_kind(step, seed)
         ranges = pieces if self.dealt is None else self._divided(self.dealt)

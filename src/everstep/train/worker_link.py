@@ -184,7 +184,7 @@ class LaunchedLink(WorkerLink):
 
     @property
     def cell_head(self) -> Head | None:
-        return self.cell if self._context.cell_size > 1 else None
+        return self.cell if self._context.cell_size > 1 or self.cell.deputies is not None else None
 
     def limbs(self) -> tuple[Rank, ...]:
         return self.cell.meet()

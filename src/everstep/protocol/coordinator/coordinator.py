@@ -35,6 +35,7 @@ from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.coordinator.restoring import restore
 from everstep.protocol.following import PlanShown, StatesAlike
+from everstep.protocol.messages_base import CellSought
 
 LATE_NS = 500 * MILLISECOND_NS
 _MOST_ROUNDS = 20
@@ -42,6 +43,7 @@ _MOST_ROUNDS = 20
 # From any client, on a new connection or an old one: before the end of the job and after it.
 FROM_ANYBODY: dict[type, Callable[[JobState, str, Any], object]] = {
     m.WorkerHello: workers.worker_hello,
+    CellSought: workers.cell_sought,
     m.AgentHello: liveness.agent_hello,
     m.JobHello: user_commands.job_hello,
     m.Command: user_commands.command,
@@ -211,6 +213,7 @@ class Coordinator:
                 return
             self._decided = job.version
             before = job.agreement.plan
+            workers.form_cells(job)
             plans.reconcile(job)
             if job.agreement.plan is not before:  # the members have changed at once: all who heal begin again
                 job.healing.keep(())

@@ -98,6 +98,8 @@ def _fresh(job: JobState, size: int) -> list[int]:
 
 # ---- what people ask
 
+SPANNED = "with cell.hosts above 1 the number of workers is fixed, and a host is replaced only once it is lost"
+
 
 def drain(job: JobState, name: str, because: Why | None = None) -> tuple[str, dict[str, Any]]:
     """Drain a host: its workers leave at a step boundary, and others start on hosts with room. When all have left,
@@ -106,6 +108,8 @@ def drain(job: JobState, name: str, because: Why | None = None) -> tuple[str, di
     if agent is None or agent.connection is None:
         there = ", ".join(job.agents.shown_name(a) for a in _usable(job)) or "none"
         return f"no host {name!r}: the hosts are {there}", {}
+    if job.env.config.hosts.span > 1:
+        return f"cannot drain host {name}: {SPANNED}", {}
     if not slots.shared_out:
         return f"cannot drain host {name}: its agent has slots of its own", {}
     if agent.sent_slots is None:

@@ -208,7 +208,7 @@ def hang_limit_ns(job: JobState, worker: Worker) -> int:
         limit = max(HANG_FLOOR_NS, int(HANG_FACTOR * max(job.progress.step_times_ms) * MILLISECOND_NS))
     if job.profiling.records(worker.key):
         limit = max(limit, STANDSTILL_NS)
-    return limit if job.agreement.in_any_plan(worker.key) else limit * HANG_FACTOR
+    return limit if job.agreement.in_any_plan(job.slots.parts.head_of(worker.key)) else limit * HANG_FACTOR
 
 
 def _limit_of(job: JobState, worker: Worker, pulse: m.WorkerPulse) -> tuple[int, str]:

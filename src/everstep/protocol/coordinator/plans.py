@@ -288,8 +288,10 @@ def _start(job: JobState) -> None:
     if ready:
         quorum.came()
     expected = slots.expected()
-    # The slots from 0 are the job's workers, those beyond are its spares.
-    willing = [w for w in ready if not w.wants_spare and w.key.worker_id < job.env.config.workers]
+    # The slots from 0 are the job's workers, those beyond are its spares. Of several hosts' any may have a head.
+    config = job.env.config
+    first = config.slots if config.hosts.span > 1 else config.workers
+    willing = [w for w in ready if not w.wants_spare and w.key.worker_id < first]
     all_there = len(willing) >= expected or (bool(slots.lost) and len(ready) >= expected)
     if all_there and expected >= slots.least:
         some = willing if len(willing) >= expected else ready

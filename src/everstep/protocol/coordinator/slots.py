@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from math import inf
 
 from everstep.base.cause import Cause, Why
+from everstep.protocol.coordinator.cell_parts import CellParts
 from everstep.protocol.coordinator.cells import Cells
 from everstep.protocol.coordinator.environment import Environment
 from everstep.protocol.coordinator.grants import Grants
@@ -15,12 +16,13 @@ from everstep.protocol.coordinator.sharing import share
 
 class Slots:
     """Slots that were asked for, and their fate. target: number of members wanted. lost: slots given up for good,
-    with the reason. grants: the agents that start their lives; cells: the shapes of these."""
+    with the reason. grants: the agents that start their lives; cells: the shapes of these; parts: lives that are one
+    worker."""
 
     def __init__(self, env: Environment, membership: Membership, agents: Agents) -> None:
         self.target = env.config.workers
         self.lost: dict[int, str] = {}
-        self.grants, self.cells = Grants(env), Cells(env)
+        self.grants, self.cells, self.parts = Grants(env), Cells(env), CellParts(env)
         self._env, self._membership, self._agents = env, membership, agents
         self._asked: set[int] | None = None  # None: as the agents started them
         self._retiring: set[int] = set()  # not wanted any more, but the worker has not left yet
@@ -59,8 +61,10 @@ class Slots:
         return self._asked is None or worker_id in self._asked
 
     def left(self, agent_id: str | None = None) -> int:
-        """Number of slots (of this agent, if one is given) that were not given up."""
-        return sum(agent_id in (None, self._owners.get(i)) for i in self.ids() - set(self.lost))
+        """Number of slots (of this agent, if one is given) that were not given up; without one, of workers that these
+        make."""
+        there = sum(agent_id in (None, self._owners.get(i)) for i in self.ids() - set(self.lost))
+        return there if agent_id is not None else there // self._env.config.hosts.span
 
     def expected(self) -> int:
         """Number of members that there can be: the target, or fewer if slots were given up."""
@@ -164,7 +168,9 @@ class Slots:
                 self._owners[worker_id] = agent.agent_id
             elif worker is not None:
                 self._withheld.add(worker_id)
-        rooms = {a.agent_id: a.room or inf for a in agents if not a.draining}
+        config = self._env.config  # of a worker on several hosts none has two parts
+        most = inf if config.hosts.span == 1 else config.slots // config.hosts.span
+        rooms = {a.agent_id: min(a.room or inf, most) for a in agents if not a.draining}
         where = self._env.config.hosts.named.items()
         named = {i: [a.agent_id for a in agents if name in (a.agent_id, a.about.get("address"))] for i, name in where}
         of_host = self._agents.whereabouts.of_host

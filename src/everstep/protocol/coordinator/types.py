@@ -37,7 +37,8 @@ class HostRules:
     the job begins; named: hosts that the map names, by worker id; wait_ns: time to wait for all of them. strikes:
     scripted faults of hosts and links. hang_first_ns: time that workers may stand still while they may compile.
     term: of the coordinator, where several can take each other's place; 0 otherwise. alike: facts that workers must
-    share. cells: shapes that a worker's cell may have, the largest first; none: one process.
+    share. cells: shapes that a worker's cell may have, the largest first; none: one process. span: hosts that each
+    worker is on, with a slot on each.
     """
 
     grace_ns: int = 2_000_000_000
@@ -53,6 +54,7 @@ class HostRules:
     hang_first_ns: int = 600_000_000_000
     alike: Alike = field(default_factory=Alike)
     cells: tuple[CellShape, ...] = ()
+    span: int = 1
 
     def gpu(self, worker_id: int) -> str:
         """The GPU of a worker, as its host numbers it; "" if it has none."""

@@ -83,6 +83,8 @@ def _stop(job: JobState, args: _Args) -> _Reply:
 
 
 def _scale(job: JobState, args: _Args) -> _Reply:
+    if job.env.config.hosts.span > 1:
+        return f"cannot scale: {hosts.SPANNED}", {}
     wanted, slots, members = args.get("workers"), job.slots, set(job.agreement.newest.worker_ids)
     least, most = _least(job), job.env.config.room
     if not isinstance(wanted, int) or isinstance(wanted, bool) or not least <= wanted <= most:
@@ -127,6 +129,8 @@ def _drain(job: JobState, args: _Args) -> _Reply:
         return hosts.drain(job, str(args["host"])[:_MOST_HOST])
     worker_id, slots, plan = args.get("worker_id"), job.slots, job.agreement.newest
     ids = slots.ids()
+    if job.env.config.hosts.span > 1:
+        return f"cannot drain worker {worker_id!r:.20}: {hosts.SPANNED}", {}
     if not isinstance(worker_id, int) or worker_id not in ids:
         return f"no worker {worker_id!r}: the workers are {listed(ids)}", {}
     spare = plan is not NO_PLAN and worker_id not in plan.worker_ids and len(ids) > slots.target

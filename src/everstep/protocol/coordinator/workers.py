@@ -11,12 +11,14 @@ from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator import adopting
 from everstep.protocol.coordinator.agreement import NO_PLAN
+from everstep.protocol.coordinator.cell_parts import lost_with
 from everstep.protocol.coordinator.environment import SECOND_NS, Alarm, describe
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.links import WINDOW_NS
 from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.coordinator.plans import announce, order
 from everstep.protocol.following import PlanShown
+from everstep.protocol.messages_base import CellPart, CellSought
 
 KILL_AGAIN_NS = 5 * SECOND_NS
 
@@ -86,6 +88,32 @@ def _refusal(job: JobState, hello: m.WorkerHello) -> Why | None:
         text = f"slot {key.worker_id} runs on host {known.host}, as incarnation {known.key.incarnation}"
         return Why(Cause.REPLACED, text)
     return None
+
+
+def cell_sought(job: JobState, name: str, message: CellSought) -> None:
+    """A life looks for others on other hosts, to be one worker, or says which ones it has found."""
+    key, membership = WorkerKey(message.worker_id, message.incarnation), job.membership
+    if job.progress.tell_end(name):
+        return
+    over = [part.key for part in message.cell if membership.is_fenced(part.key)]
+    if over or membership.is_fenced(key) or membership.newer(key):
+        job.env.send(
+            name, m.Dismissed(cause=Cause.REPLACED, reason="its worker was evicted or replaced", drained=False)
+        )
+    elif message.cell:
+        job.slots.parts.know(message.cell)
+    else:
+        job.slots.parts.look(name, CellPart(key.worker_id, key.incarnation, message.address))
+
+
+def form_cells(job: JobState) -> None:
+    """Lives on different hosts that look for each other are one worker."""
+    found = {}
+    for worker in job.membership.living(job.slots.parts.looking):
+        agent = job.agents.of(worker)
+        if agent is not None and not agent.draining and not job.agents.out_of_touch(worker):
+            found[worker.key] = agent.agent_id
+    job.slots.parts.form(found, job.env.config.hosts.span)
 
 
 def imported(job: JobState, worker: Worker, message: m.Imported) -> None:
@@ -431,7 +459,9 @@ def evict(
     job.speeds.forget(key.worker_id)
     fields = {**worker.named, "step": worker.step, "generation": job.agreement.plan.generation}
     if worker.member is None:
-        early = Why(why.cause, f"{describe(key)} ended before it was ready: {why.reason}")
+        head = job.slots.parts.head_of(key)
+        how = "ended before it was ready" if head == key else f"ended, a part of {describe(head)}"
+        early = Why(why.cause, f"{describe(key)} {how}: {why.reason}")
         job.env.report("warning", early, **fields)
     else:
         job.env.report("worker_evicted", why, died_unix_ns=died_unix_ns, **fields)
@@ -446,6 +476,13 @@ def evict(
         job.recovery.begin(whose, key=key, notice_ns=notice_ns, died_unix_ns=died_unix_ns)
         if not again:
             _shrink(job, key, why.cause)
+    _end_parts(job, worker, why)
+
+
+def _end_parts(job: JobState, worker: Worker, why: Why) -> None:
+    """A life is over: so are the other parts of its worker, if that spans hosts."""
+    for other in job.membership.living(job.slots.parts.over(worker.key)):
+        evict(job, other, lost_with(worker.key, why, job.agents.shown_host(worker)), kill=True)
 
 
 def _shrink(job: JobState, key: WorkerKey, cause: Cause) -> None:
@@ -480,3 +517,4 @@ def dismiss(job: JobState, worker: Worker, why: Why) -> None:
     job.membership.remove(worker.key, why)
     job.healing.forget(worker.key)
     job.env.send(worker.connection, m.Dismissed(cause=why.cause, reason=why.reason, drained=True))
+    _end_parts(job, worker, why)

@@ -17,10 +17,12 @@ from typing import Any
 import msgspec
 
 from everstep.base.cause import Cause
+from everstep.base.config_keys import MAX_RANKS
 from everstep.base.errors import EverstepError, ProtocolError, check
 from everstep.base.plan import Rank, WorkerKey
 from everstep.base.readable import readable
 from everstep.runtime.host.board import Board
+from everstep.runtime.host.cell_doors import Deputies
 from everstep.runtime.link.context import WorkerContext
 
 MOST_BYTES = 1 << 16
@@ -59,6 +61,8 @@ class Head:
         self._limbs = [socket.socket(fileno=fd) for fd in context.cell_fds]
         self._ranks: tuple[Rank, ...] | None = None
         self._asked = False
+        self.deputies: Deputies | None = None
+        """Those of the other parts, of a worker that spans hosts."""
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -88,15 +92,23 @@ class Head:
                 limb.sendall(data)
             except OSError:
                 self._await_end(cell_rank)
+        if self.deputies is not None:
+            self.deputies.send(data)
         self._asked = True
 
     def answers(self) -> list[Any]:
         """The answers to the command that was begun last, by rank."""
         self._asked = False
-        return [msgspec.msgpack.decode(answer) for answer in self._hear()]
+        found = [msgspec.msgpack.decode(answer) for answer in self._hear()]
+        if self.deputies is not None:
+            for answers in self.deputies.hear(MOST_BYTES * MAX_RANKS, self._tick):
+                found += msgspec.msgpack.decode(answers)
+        return found
 
     def close(self) -> None:
         """Let go of the limbs, and wait for a while until they have left."""
+        if self.deputies is not None:
+            self.deputies.close()
         until_s = time.monotonic() + _END_S
         for limb in self._limbs:
             with contextlib.suppress(OSError):  # it has gone

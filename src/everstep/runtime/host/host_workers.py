@@ -49,7 +49,7 @@ class Workers:
         notify: Callable[..., None],
         collector: Collector,
     ) -> None:
-        ranks = max(joining.ranks, config.cell.ranks)
+        ranks = max(joining.ranks, config.cell.ranks // config.cell.hosts)
         check(1 <= ranks <= MAX_RANKS, f"a worker has 1 to {MAX_RANKS} ranks, asked for {ranks}")
         self._board = board
         self._entry = joining.entry

@@ -46,7 +46,7 @@ def coordinator_config(
 ) -> CoordinatorConfig:
     """The coordinator's view of the job's config. term: as `HostRules` has it. strikes: scripted faults of hosts and
     links. job: as job.json says it. sudden: as `Candidate` has it."""
-    beat = config.heartbeat
+    beat, shapes = config.heartbeat, shapes_of(CellShape(config.cell.fsdp, config.cell.tp), config.cell.shards)
     # A successor was not there before the old lease ended: hosts had that time, too, or get it now.
     lacks_s = config.control.lease_s * (1 - GONE_PART) if sudden else 0.0
     return CoordinatorConfig(
@@ -62,20 +62,21 @@ def coordinator_config(
         quorum_wait_ns=int(config.quorum_wait_s * 1e9),
         wish=pool_wish(config),
         save_ns=int(config.checkpoint.grace_s * 1e9) if config.checkpoint.enabled else 0,
-        slots=config.workers + config.spares,
+        slots=(config.workers + config.spares) * config.cell.hosts,
         hosts=HostRules(
             grace_ns=int((beat.reconnect_s + lacks_s) * 1e9) if term else HostRules.grace_ns,
             reconnect_ns=int(beat.reconnect_s * 1e9),
-            return_ns=RETURN_NS if config.hosts.return_ == "rebalance" else None,
+            return_ns=RETURN_NS if config.hosts.return_ == "rebalance" and config.cell.hosts == 1 else None,
             device=config.device,
             devices=devices_of(parse_map(config.map, config.stages)),
-            least=config.hosts.min,
+            least=max(config.hosts.min, config.cell.hosts),
             named=_named_hosts(config),
             wait_ns=int(config.hosts.wait_s * 1e9),
             strikes=tuple(strikes),
             term=term,
             hang_first_ns=int(config.hang_first_s * 1e9),
-            cells=shapes_of(CellShape(config.cell.fsdp, config.cell.tp), config.cell.shards),
+            cells=shapes if config.cell.hosts == 1 else shapes[:1],
+            span=config.cell.hosts,
             alike=Alike(
                 read_kernels(job.get("numerics")),
                 read_code(job.get("code")) or Code(),

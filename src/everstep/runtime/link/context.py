@@ -18,6 +18,7 @@ from everstep.base.errors import ConfigError, one_line
 from everstep.base.given import parse_json, read_given
 from everstep.base.plan import WorkerKey
 from everstep.placement.cell_shapes import CellShape, shapes_of
+from everstep.runtime.link.peer import PeerConnection, peer_connect
 from everstep.runtime.link.tls import Shown, Tls
 
 
@@ -97,11 +98,15 @@ class WorkerContext:
         """Certificate that this worker shows its peers and the coordinator."""
         return None if self.tls is None else Tls(Shown(**self.tls))
 
+    def call_peer(self, address: str, request: dict[str, Any]) -> PeerConnection:
+        """Connect to a peer. Raises: as `peer_connect`."""
+        return peer_connect(address, self.peer_token_bytes(), request, tls=self.tls_shown())
+
     def load_config(self) -> Config:
         """The effective config, with the shape that this worker's cell has. Raises: ConfigError."""
         config = load_config([("job.json", self.config)])
         cell = config.cell
-        for shape in shapes_of(CellShape(cell.fsdp, cell.tp), cell.shards):
+        for shape in () if cell.hosts > 1 else shapes_of(CellShape(cell.fsdp, cell.tp), cell.shards):
             if shape.ranks == self.cell_size < cell.ranks:
                 return replace(config, cell=replace(cell, **shape._asdict()))
         return config

@@ -1,0 +1,55 @@
+"""A worker whose processes are on two hosts, each of which holds a part of the state: the bits of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from hosts_harness import HostJobs
+from net import Host
+
+SPANS = {"cell.fsdp": 4, "cell.hosts": 2, "hosts.min": 2}
+
+
+def workers_of(host: Host) -> list[int]:
+    """Pids of the processes that a host's fork server has made, as this machine calls them."""
+    words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in map(int, host.pids())}
+    servers = {pid for pid, said in words.items() if b"everstep.runtime.host.fork_server" in said}
+    parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in servers}
+    return sorted(pid for pid in servers if parents[pid] in servers)
+
+
+def test_a_limb_that_dies_on_the_other_host_ends_its_worker(on_hosts: HostJobs) -> None:
+    """Alone, it begins again from the newest checkpoint."""
+    again = [{"kind": "worker_joined", "worker_id": 0, "count": 2}]
+    job = on_hosts.head("--slots", "1", workers=1, settings={**SPANS, "checkpoint.disk.every_steps": 3}, until=again)
+    on_hosts.agent(2, "--slots", "1")
+    job.wait_for("step_committed", step=5)
+    os.kill(workers_of(on_hosts.net.hosts[1])[-1], signal.SIGKILL)
+    lost = job.wait_for("worker_evicted", worker_id=0)
+    assert "its part on host host2 (slot 1) was lost: its rank 1 was killed by SIGKILL" in lost["reason"], job.account()
+    on_hosts.check(job)
+
+
+def test_a_host_that_is_lost_is_replaced_by_another_while_a_second_worker_goes_on(on_hosts: HostJobs) -> None:
+    healed = [{"kind": "worker_healed", "count": 1}]
+    settings = {"cell.fsdp": 2, "cell.hosts": 2, "hosts.min": 3}
+    job = on_hosts.head("--slots", "2", workers=2, settings=settings, until=healed)
+    on_hosts.agent(2, "--slots", "1")
+    on_hosts.agent(3, "--slots", "1")
+    job.wait_for("step_committed", step=5)
+    on_hosts.net.hosts[1].kill()
+    job.wait_for("worker_evicted")
+    on_hosts.agent(2, "--slots", "1")
+    on_hosts.check(job)
+    assert len(job.of_kind("worker_evicted")) == 1, job.account()
+
+
+def test_the_head_of_a_worker_with_two_stages(on_hosts: HostJobs) -> None:
+    chaos = "kill:target=worker:0,at=5,phase=backward"
+    settings = {**SPANS, "stages": 2, "workers": 2}
+    joined = [{"kind": "worker_healed", "count": 1}]
+    job = on_hosts.head("--slots", "2", "--chaos", chaos, workers=2, settings=settings, until=joined)
+    on_hosts.agent(2, "--slots", "2")
+    on_hosts.check(job)

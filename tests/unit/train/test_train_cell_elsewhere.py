@@ -1,0 +1,144 @@
+"""Two parts of a worker, as on two hosts: each holds its ranges, and has those of the other for a while."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from everstep.base.errors import CollectiveAborted
+from everstep.parallel.cell_memory import CellMemory, SharedPlace
+from everstep.parallel.mapping import PAGE
+from everstep.runtime.host.cell_doors import CellDoor, CellPlan, PartLines
+from everstep.runtime.link.peer import PeerConnection, peer_connect
+from everstep.train.cell_elsewhere import OtherParts, notes_bytes, owned
+
+KEY = b"k" * 32
+PARAMETERS, STATE = SharedPlace(PAGE, 4 * PAGE), SharedPlace(5 * PAGE, 4 * PAGE)
+NOTES = SharedPlace(9 * PAGE, notes_bytes(1, 2))
+FLOATS = PAGE // 4
+RUNS = [[(0, FLOATS)], [(FLOATS, 4 * FLOATS)]]
+"""Of both: the head's part has a page, the other three."""
+
+
+def call(address: str, request: dict[str, Any]) -> PeerConnection:
+    return peer_connect(address, KEY, request)
+
+
+class Part:
+    """One host's memory, seen by one process."""
+
+    def __init__(self, doors: list[CellDoor], part: int, values: Tensor) -> None:
+        plan = CellPlan("0.0", part, tuple(door.address for door in doors), 1)
+        self.memory = CellMemory.create(10 * PAGE, part)
+        self.parameters = self.memory.tensor(PARAMETERS, torch.float32)
+        self.parameters.copy_(values)
+        self.state = self.memory.tensor(STATE, torch.float32)
+        doors[part].show(0, self.memory)
+        doors[part].belong(plan.name)
+        ranges = owned(plan, PARAMETERS, RUNS, PARAMETERS.offset + PARAMETERS.size)
+        self.lines = PartLines(plan, 0, call)
+        self.elsewhere = OtherParts(self.memory, self.lines, [ranges], NOTES)
+        self.elsewhere.divide(STATE, RUNS)
+
+
+@pytest.fixture
+def doors() -> Iterator[list[CellDoor]]:
+    found = [CellDoor("127.0.0.1", KEY, None) for _ in range(2)]
+    yield found
+    for door in found:
+        door.close()
+
+
+@pytest.fixture
+def parts(doors: list[CellDoor]) -> Iterator[list[Part]]:
+    values = torch.arange(4 * FLOATS, dtype=torch.float32)
+    found = [Part(doors, part, values) for part in range(2)]
+    yield found
+    for part in found:
+        part.lines.close()
+        part.memory.close()
+
+
+def killed_by(act: Any) -> int:
+    """The signal that ends a process which does this; 0 if none does."""
+    pid = os.fork()
+    if pid == 0:
+        faulthandler.disable()
+        act()
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+def test_parameters_of_the_other_part_come_and_go(parts: list[Part]) -> None:
+    head, other = parts
+    assert killed_by(lambda: head.parameters[-1].item()) == 0
+    assert killed_by(lambda: head.parameters[-1].fill_(1)) == signal.SIGSEGV
+    for part in parts:
+        part.elsewhere.let_go()
+    head.parameters[:FLOATS].add_(1)
+    other.parameters[FLOATS:].add_(2)
+    assert killed_by(lambda: head.parameters[-1].item()) == signal.SIGSEGV
+    for part in parts:
+        part.elsewhere.hold(2)
+    wanted = torch.arange(4 * FLOATS, dtype=torch.float32)
+    wanted[:FLOATS] += 1
+    wanted[FLOATS:] += 2
+    assert torch.equal(head.parameters, wanted) and torch.equal(other.parameters, wanted)
+
+
+def test_what_lies_on_both_is_read_in_one(parts: list[Part]) -> None:
+    head, other = parts
+    for part in parts:
+        part.elsewhere.let_go()
+    other.parameters[FLOATS:].mul_(3)
+    whole = head.elsewhere.whole(head.parameters.view(2, -1))
+    wanted = torch.arange(4 * FLOATS, dtype=torch.float32)
+    wanted[FLOATS:] *= 3
+    assert torch.equal(whole.reshape(-1), wanted)
+    own = head.parameters[: FLOATS - 1]
+    assert head.elsewhere.whole(own) is own
+    start = PARAMETERS.offset + PAGE - 8
+    view = memoryview(head.memory.memory)[start : start + 16]
+    data = head.elsewhere.there(view)
+    assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), wanted[FLOATS - 2 : FLOATS + 2])
+    view.release()
+
+
+def test_what_the_head_loads_goes_to_who_holds_it(parts: list[Part]) -> None:
+    head, other = parts
+    with head.elsewhere.writing():
+        head.parameters.fill_(7)
+        head.state.fill_(8)
+    assert torch.equal(other.parameters[FLOATS:], torch.full((3 * FLOATS,), 7.0))
+    assert torch.equal(other.state[FLOATS:], torch.full((3 * FLOATS,), 8.0))
+    assert killed_by(lambda: head.state[-1].item()) == signal.SIGSEGV
+    other.elsewhere.hold(head.elsewhere.version)
+    assert torch.equal(other.parameters, torch.full((4 * FLOATS,), 7.0))
+
+
+def test_words_of_one_are_told_to_the_other(parts: list[Part]) -> None:
+    head, other = parts
+    head.memory.open_gate(True)
+    head.memory.break_pass()
+    with pytest.raises(Exception, match="has left the pass"):
+        other.memory.meet(1, [0, 1], lambda: None)
+    assert other.memory.go
+    for part in parts:
+        part.memory.start(2)
+    other.memory.meet(1, [1], lambda: None)
+    head.memory.meet(1, [0, 1], lambda: None)
+
+
+def test_no_process_of_another_cell_comes_in(doors: list[CellDoor], parts: list[Part]) -> None:
+    line = call(doors[1].address, {"cell": "0.1", "what": "memory", "stage": 0})
+    with pytest.raises(CollectiveAborted):
+        line.recv_json()
+    line.close()
