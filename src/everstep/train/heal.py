@@ -228,7 +228,7 @@ class Donor:
         gradients: Mapping[int, StageGradient],
         numel: Mapping[int, int],
         application: Callable[[], bytes],
-        segments: Mapping[int, Runs] = {},
+        segments: Callable[[int], Mapping[int, Runs]] = lambda step: {},
         blocks: Callable[[int, Runs, bool], Runs] = lambda stage, segments, rest: (),
     ) -> None:
         """Pass a decided step on to those who follow, before it is applied here.
@@ -251,7 +251,7 @@ class Donor:
                 header = {"kind": "step", "step": step, "nbytes": [len(p) for p in common], "stages": told}
                 return header, [*common, *(part for k in stages for part in packed[k][1])]
 
-            self._tell(giver.StepToFeed(frozenset(gradients), segments), item=item)
+            self._tell(giver.StepToFeed(frozenset(gradients), segments(step)), item=item)
 
     def cut(self) -> None:
         """The state jumps: end all feeds, so that followers start over."""

@@ -66,7 +66,7 @@ class FollowedDonor:
                 of = self._coming.pop(item.step)
                 self.steps.append(heal.joined([of[k] for k in sorted(of)]))
                 yield do.Seen(0, item.step, item.records)
-        if len(self._idle) == len(lines) and not self._coming:
+        if lines and len(self._idle) == len(lines) and not self._coming:
             self._idle.clear()
             yield do.Seen(0)
 

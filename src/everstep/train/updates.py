@@ -187,9 +187,7 @@ class Updates:
         numel = {k: replica.layout.numel for k, replica in stages.items()}
         held = {k: gradients[k] for k in stages}
         dealing = self._dealing
-        self._donor.feed(
-            number, records, held, numel, lambda: self._loop.fed(number), dealing.segments(number), dealing.fed
-        )
+        self._donor.feed(number, records, held, numel, lambda: self._loop.fed(number), dealing.segments, dealing.fed)
         self.stand_still()
 
     def stand_still(self) -> None:

@@ -43,11 +43,11 @@ def groups(ticket: Heal) -> FeedGroups:
 def segments_fed(ticket: Heal) -> dict[int, dict[int, Runs]]:
     """By stage that the joiner gets in part, the segments that each donor feeds, by worker id: of as few donors as
     have them, the one that feeds the rest first."""
-    donors = {m.worker_id for m in ticket.donors}
-    holders = dict(zip(ticket.stages, ticket.holders, strict=True))
+    donors = [m.worker_id for m in ticket.donors]
+    holders = dict(zip(ticket.stages, ticket.holders, strict=False))
     found: dict[int, dict[int, Runs]] = {}
     for shard in sorted((s for s in ticket.shards if s.segments is not None), key=lambda s: s.stage):
-        ids = [i for i in holders[shard.stage] if i in donors]
+        ids = [i for i in holders.get(shard.stage, donors) if i in donors]
         held = {i: ticket.plan.shard(i, shard.stage).segments for i in ids}
         has = {i: numbers_of_runs(((0, SEGMENTS),) if of is None else of) for i, of in held.items()}
         wanted, fed = numbers_of_runs(shard.segments or ()), dict[int, Runs]()

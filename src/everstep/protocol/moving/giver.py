@@ -190,7 +190,7 @@ class Giver:
         self._keeping: set[Any] = set()
         self._joiners: dict[Any, _Joiner] = {}
 
-    def waits(self, tickets: frozenset[int]) -> bool:
+    def waits(self, tickets: Collection[int] = ()) -> bool:
         """Whether an asker waits for a step boundary at which these tickets are offered."""
         return any(not one.offered and one.asked.ticket in {0, *tickets} for one in self._joiners.values())
 
