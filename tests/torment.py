@@ -441,7 +441,8 @@ class Torment:
             if path.is_relative_to(self._scratch) or stat.S_ISSOCK(path.lstat().st_mode):
                 found.append(str(path.relative_to(self.run_dir.parent)))
         new = {f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self._shm if not name.startswith("etcd")}
-        return found + sorted(new - in_use() if new else new)
+        left = new - in_use() if new else new  # of which others may have been using some for a moment
+        return found + sorted(path for path in left if os.path.exists(path))
 
     # ---- the end
 
