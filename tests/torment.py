@@ -3,7 +3,8 @@
 One JSON line per seed: `seed`, `ok`, `reason`, `schedule` (the job, its lives, and what was done to whom), `seconds`.
 What has passed leaves its line in build/torment, in a folder named for what src and tests hold, and is not run again;
 of what has failed the run directory and an account of it stay there. Instead of A:B a printed line, or the schedule in
-it, may be given (`-`: such lines on standard input): that is done again as it is written there.
+it, may be given (`-`: such lines on standard input): that is done again as it is written there. `--with KEY` keeps
+those alone whose settings name the key.
 """
 
 from __future__ import annotations
@@ -440,7 +441,8 @@ class Torment:
             if path.is_relative_to(self._scratch) or stat.S_ISSOCK(path.lstat().st_mode):
                 found.append(str(path.relative_to(self.run_dir.parent)))
         new = {f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self._shm if not name.startswith("etcd")}
-        return found + sorted(new - in_use() if new else new)
+        left = new - in_use() if new else new  # of which others may have been using some for a moment
+        return found + sorted(path for path in left if os.path.exists(path))
 
     # ---- the end
 
@@ -521,13 +523,15 @@ def torment(jobs: Jobs, seed: int, plan: Plan, folder: Path, find_reference: Cal
     }
 
 
-def work(argument: str) -> dict[int, Plan]:
-    """What is to be done: the seeds of A:B, or what a line says that was printed. Raises: ValueError."""
+def work(argument: str, *keys: str) -> dict[int, Plan]:
+    """What is to be done: the seeds of A:B whose settings name these keys, or what a line says that was printed.
+    Raises: ValueError."""
     if argument != "-" and not argument.startswith("{"):
         first, colon, last = argument.partition(":")
         if not colon or not 0 <= int(first) < int(last):
             raise ValueError
-        return {seed: plans.draw(seed) for seed in range(int(first), int(last))}
+        drawn = {seed: plans.draw(seed) for seed in range(int(first), int(last))}
+        return {seed: plan for seed, plan in drawn.items() if plan.settings.keys() >= {*keys}}
     lines = [json.loads(text) for text in (sys.stdin if argument == "-" else [argument])]
     return {int(line.get("seed", n)): plans.from_json(line.get("schedule", line)) for n, line in enumerate(lines)}
 
@@ -543,11 +547,14 @@ def catches(pid: int, number: signal.Signals) -> bool:
 def main(arguments: list[str]) -> int:
     """Returns the exit code."""
     try:
-        (argument,) = arguments
-        todo = work(argument)
+        argument, *rest = arguments
+        if len(rest) % 2 or any(word != "--with" for word in rest[::2]):
+            raise ValueError
+        todo = work(argument, *rest[1::2])
     except (ValueError, KeyError, TypeError, AttributeError):
         print(
-            f"expected seeds as A:B with A < B, or a line that was printed, got {' '.join(arguments)!r}",
+            f"expected seeds as A:B with A < B, perhaps --with KEY, or a line that was printed, got "
+            f"{' '.join(arguments)!r}",
             file=sys.stderr,
         )
         return 2

@@ -87,6 +87,24 @@ class Dealt:
     def takers(self, layout: GradientLayout, tied: Collection[int] = ()) -> dict[int, Runs]:
         """Blocks of a step's reduced gradient that each member takes. layout: of the gradient; tied: numbers of its
         entries that are used in other stages, too."""
+        apart, placed = self._apart(layout, tied)
+        found = {}
+        for seat in self._plan.pool(self._stage):
+            mine = _taken(placed, self._held(seat.worker_id))
+            found[seat.worker_id] = runs_of_numbers(n for n in range(layout.n_blocks) if n not in apart or n in mine)
+        return found
+
+    def fed(self, layout: GradientLayout, tied: Collection[int], segments: Runs, rest: bool) -> Runs:
+        """Blocks of a step's reduced gradient for these segments; rest: and those that all members take. layout, tied:
+        as for `takers`."""
+        apart, placed = self._apart(layout, tied)
+        numbers = [self._blocks[k] for lo, hi in self._numbers.blocks(segments) for k in range(lo, hi)]
+        mine = _taken(placed, runs_of_numbers(numbers)) & apart
+        return runs_of_numbers(n for n in range(layout.n_blocks) if n in mine or (rest and n not in apart))
+
+    def _apart(self, layout: GradientLayout, tied: Collection[int]) -> tuple[set[int], list[tuple[int, _Placed]]]:
+        """Blocks of the gradient that not all members take, and the dealt parameters in them, with their places in the
+        gradient."""
         leaves = dict(self._state.model.named_parameters(remove_duplicate=False))
         dealt, placed = {id(one.parameter): one for one in self._placed}, list[tuple[int, _Placed]]()
         apart, by_all = set[int](), set[int]()
@@ -98,15 +116,7 @@ class Dealt:
             else:
                 apart.update(blocks)
                 placed.append((entry.offset, one))
-        apart -= by_all
-        found = {}
-        for seat in self._plan.pool(self._stage):
-            held, mine = self._held(seat.worker_id), set[int]()
-            for offset, one in placed:
-                for first, stop in one.within(held):
-                    mine.update(_blocks(offset + first, offset + stop))
-            found[seat.worker_id] = runs_of_numbers(n for n in range(layout.n_blocks) if n not in apart or n in mine)
-        return found
+        return apart - by_all, placed
 
     def strange(self) -> tuple[int, ...] | None:
         """Shape of a parameter that was updated here, at least in part, and whose state is another than that of others
@@ -187,6 +197,16 @@ class Dealt:
                 return
             for first, stop in one.within(runs):
                 yield Portion(source, takers, one.parameter.detach().view(-1)[first:stop])
+
+
+def _taken(placed: Sequence[tuple[int, _Placed]], held: Runs) -> set[int]:
+    """Blocks of the gradient in which elements of these element blocks lie. placed: parameters, and where they begin in
+    the gradient."""
+    found = set[int]()
+    for offset, one in placed:
+        for first, stop in one.within(held):
+            found.update(_blocks(offset + first, offset + stop))
+    return found
 
 
 def _blocks(first: int, stop: int) -> range:

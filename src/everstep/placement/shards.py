@@ -165,6 +165,11 @@ def runs_of_numbers(numbers: Iterable[int]) -> Runs:
     return tuple(runs)
 
 
+def numbers_of_runs(runs: Runs) -> set[int]:
+    """The numbers in these runs."""
+    return {n for run in runs for n in range(*run)}
+
+
 def finishers(pool: Plan, n_blocks: int) -> dict[int, Runs]:
     """Blocks of the gradient that each member finishes where all get all of it. pool: the plan as the pool of one stage
     sees it."""

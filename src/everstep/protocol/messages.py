@@ -13,7 +13,7 @@ import msgspec
 
 from everstep.base.cause import Cause
 from everstep.base.errors import InvariantViolation, ProtocolError
-from everstep.base.plan import Divides, Member, Plan
+from everstep.base.plan import Divides, Member, Plan, Shard
 from everstep.base.strikes import Strike
 from everstep.protocol.columns import PlanTold as PlanTold
 from everstep.protocol.following import PlanName
@@ -360,13 +360,14 @@ class PlanPrepared(AnyMessage, frozen=True, kw_only=True):
 class Heal(AnyMessage, frozen=True, kw_only=True):
     """To a joiner: copy the state of `stages` (those of its future seats), then follow. donors: members that hold
     any of them, in order of preference. holders: for each of `stages`, the worker ids among the donors that hold it,
-    in order of preference."""
+    in order of preference. shards: the parts of stages that it will probably hold, where no member has to hold all."""
 
     ticket: int
     plan: Plan
     donors: list[Member]
     stages: list[int] = msgspec.field(default_factory=lambda: [0])
     holders: list[list[int]] = []
+    shards: list[Shard] = []
 
 
 class Dismissed(AnyMessage, frozen=True, kw_only=True):

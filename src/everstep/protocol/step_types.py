@@ -236,12 +236,13 @@ class StepLeft(StepEvent, frozen=True):
 class Followed(StepEvent, frozen=True):
     """To a joiner: its state is now that of `position`, copied or replayed. records: of the decision `position`;
     empty for a snapshot whose records are not known. stages: those whose state it has. generation: of the members that
-    it follows."""
+    it follows. held: its blocks of these stages, where not all."""
 
     position: Key
     records: Mapping[int, Record] = {}
     stages: tuple[int, ...] = (0,)
     generation: int = 0
+    held: Mapping[int, Extents] = {}
 
 
 class SnapshotsKept(StepEvent, frozen=True):

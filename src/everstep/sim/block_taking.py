@@ -26,7 +26,7 @@ class _Heard(NamedTuple):
     """The receiver of the result, and of each fed step."""
 
     ended: Callable[[moving.TookAll | moving.TookNothing], None]
-    fed: Callable[[tuple[Any, ...] | None], None]
+    fed: Callable[[WorkerKey, tuple[Any, ...] | None], None]
 
 
 class SimTaking:
@@ -37,15 +37,15 @@ class SimTaking:
         self,
         life: Life,
         order: moving.TakeOrder,
-        request: Callable[[bool], tuple[Any, ...]],
+        request: Callable[[WorkerKey, bool], tuple[Any, ...]],
         own: Mapping[int, Blocks],
         ended: Callable[[moving.TookAll | moving.TookNothing], None],
-        fed: Callable[[tuple[Any, ...] | None], None] = lambda message: None,
+        fed: Callable[[WorkerKey, tuple[Any, ...] | None], None] = lambda source, message: None,
         needs: Mapping[int, Extents] = {},
     ) -> None:
         """request: makes the message for a source, given whether it leads. own: blocks that are not to come, by stage.
-        fed: called with each step that is fed, and with None at the end of the feed. needs: blocks that the worker is
-        to have then, by stage, where not all."""
+        fed: called with the source and each step that it feeds, and with None at the end of its feed. needs: blocks
+        that the worker is to have then, by stage, where not all."""
         self.life, self.order = life, order
         self.states = {stage: own.get(stage, NOTHING) for stage in order.stages}
         self._wanted = {stage: needs.get(stage, WHOLE) - present(blocks) for stage, blocks in self.states.items()}
@@ -108,7 +108,7 @@ class SimTaking:
             life.later(life.world.latency_ns(), self._tell, moving.SourceLost(source, "it cannot be reached"))
             return
         self._lines[source] = connection
-        connection.send(life, self._request(leads))
+        connection.send(life, self._request(source, leads))
         self._tell(moving.SourceReached(source))
 
     def _check(self, how: moving.TookNothing) -> None:
@@ -140,7 +140,7 @@ class SimTaking:
             case ("blocks", blocks):
                 self._came(source, self._asked.pop(source), blocks)
             case _:
-                self._heard.fed(message)
+                self._heard.fed(source, message)
 
     def _came(self, source: WorkerKey, chunk: Chunk, blocks: Blocks) -> None:
         """Take blocks that a source has given. It does not have the others that were asked for."""
@@ -167,7 +167,7 @@ class SimTaking:
         if source in self._asked:
             self._owed |= self._asked.pop(source).extents
         if self._taker.over:
-            self._heard.fed(None)
+            self._heard.fed(source, None)
         self._tell(moving.SourceLost(source, "it has gone"))
 
     def _note(self, name: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.extents import NONE, WHOLE, Extents
+from everstep.base.plan import WorkerKey
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
 from everstep.protocol.moving import giver
@@ -23,7 +24,19 @@ from everstep.protocol.moving.taker import orders
 from everstep.protocol.step_types import Key, Record
 from everstep.sim.block_taking import SimTaking
 from everstep.sim.life import Life, SimCopy, nothing
-from everstep.sim.model import NOTHING, PLANES, Blocks, SimReduced, digest, merged, present, without, wrong
+from everstep.sim.model import (
+    NOTHING,
+    PLANES,
+    Blocks,
+    SimReduced,
+    digest,
+    fed,
+    merged,
+    present,
+    segments_in,
+    without,
+    wrong,
+)
 from everstep.sim.world import MS, SimConnection
 
 _MOST_BLOCKS = 6 * len(NOTHING)
@@ -122,7 +135,7 @@ def _at_once(life: Life, stages: Sequence[int], sources: int) -> int:
     return min(life.site.donors, sources)
 
 
-def _said(asks: tuple[Any, ...], leads: bool) -> tuple[Any, ...]:
+def _said(asks: tuple[Any, ...], source: WorkerKey, leads: bool) -> tuple[Any, ...]:
     return asks
 
 
@@ -230,10 +243,11 @@ class _Asker:
     given: dict[int, SimCopy] | None = None
     had: bool = False
     items: list[tuple[Any, ...]] = field(default_factory=list)
+    joint: giver.JointAsk | None = None
 
-    def asks(self, stages: tuple[int, ...], generation: int) -> None:
+    def asks(self, stages: tuple[int, ...], generation: int, joint: giver.JointAsk | None = None) -> None:
         """Note the request."""
-        self.stages, self.generation = stages, generation
+        self.stages, self.generation, self.joint = stages, generation, joint
 
     def gets(self, given: dict[int, SimCopy]) -> None:
         """Note the copies that it may have, by stage."""
@@ -272,10 +286,10 @@ class SimDonor:
 
     def _asked(self, asker: _Asker, message: tuple[Any, ...]) -> None:
         match message:
-            case ("follow", stages, leads):
-                asker.asks(stages, 0)
-                self._tell(giver.AskerCame(asker, stages, None, leads))
-                self.life.handle(do.FollowerAsked())
+            case ("follow", stages, leads, joint):
+                asker.asks(stages, 0, joint)
+                self._tell(giver.AskerCame(asker, stages, None, leads, joint))
+                self.life.handle(do.FollowerAsked(joint))
             case ("settle", generation, stages):
                 asker.asks(stages, generation)
                 self._tell(giver.AskerCame(asker, stages, ("settle", generation)))
@@ -300,7 +314,7 @@ class SimDonor:
                     self.life.soon(0, 5 * MS if shelf else 0, self._head, asker)
                 case giver.FeedStep(asker, stages):
                     step, records, gradients = item
-                    asker.items.append(("step", step, records, {k: gradients[k] for k in stages}))
+                    asker.items.append(("step", step, records, {k: fed(gradients[k], asker.joint) for k in stages}))
                     self._pass(asker)
                 case giver.EndAsker(asker):
                     asker.connection.close(self.life)
@@ -388,11 +402,19 @@ class SimDonor:
         """The state stands still: start the joiners that asked."""
         state, where = self.life.state, (effect.position, effect.records, effect.gathers)
         given = {stage: state.copy(*where, (stage,)) for stage in effect.stages}
-        self._tell(giver.StandsStill(frozenset(effect.stages)), given)
+        for stage, copy in given.items():
+            if not present(copy.states[stage]).covers(effect.held.get(stage, WHOLE)):
+                raise AssertionError(f"{self.life.me} offers {effect} and has {copy}")
+        self._tell(giver.StandsStill(frozenset(effect.stages), effect.tickets), given)
 
     def feed(self, step: int, records: Mapping[int, Record], gradients: Mapping[int, SimReduced]) -> None:
         """A step is decided: pass it on."""
-        self._tell(giver.StepToFeed(frozenset(gradients)), item=(step, records, gradients))
+        segments = {k: there for k, value in gradients.items() if (there := segments_in(value)) is not None}
+        self._tell(giver.StepToFeed(frozenset(gradients), segments), item=(step, records, gradients))
+
+    def began(self) -> None:
+        """All members have settled in a new generation."""
+        self._tell(giver.GenerationBegan())
 
     def _pass(self, asker: _Asker) -> None:
         """Send waiting steps to a joiner that has all blocks, and then tell it that it has caught up."""

@@ -8,15 +8,17 @@ from functools import partial
 from typing import Any
 
 from everstep.base.extents import NONE, Extents
+from everstep.base.plan import WorkerKey
 from everstep.placement.shards import share
 from everstep.protocol.driver import operations as do
 from everstep.protocol.moving import taker as moving
-from everstep.protocol.moving.taker import TakeOrder, orders
+from everstep.protocol.moving.giver import JointAsk
+from everstep.protocol.moving.taker import TakeOrder, following, orders
 from everstep.protocol.step_types import Record
 from everstep.sim.block_taking import SimTaking
 from everstep.sim.copying import Memory, SimSaver
 from everstep.sim.life import Life, SimCopy, updated
-from everstep.sim.model import NOTHING, PLANES, Blocks, SimReduced, merged, present, without
+from everstep.sim.model import NOTHING, PLANES, Blocks, SimReduced, joined, merged, present, taken, without
 from everstep.sim.world import MS, SimConnection
 
 _Taking = do.Fetch | do.Restore | do.Finish
@@ -146,7 +148,7 @@ class Fetcher:
         taking = self._taking = SimTaking(
             life,
             order,
-            lambda leads: ("settle", operation.generation, order.stages),
+            lambda source, leads: ("settle", operation.generation, order.stages),
             own,
             lambda how: self._taken(operation, taking, how),
             needs=needs,
@@ -163,8 +165,8 @@ class Fetcher:
             else:
                 life.abort(operation, tuple(key.worker_id for key in how.lost), f"no copy: {how.why}")
             return
-        for stage, taken in taking.taken.items():
-            if own := self._claimed(operation, stage) & taken:
+        for stage, took in taking.taken.items():
+            if own := self._claimed(operation, stage) & took:
                 raise AssertionError(f"{life.me} has copied what it had of stage {stage}: {own}")
         self._stop()
         if taking.offer is None:
@@ -203,18 +205,43 @@ class Fetcher:
         life.done(operation, do.Copied(records, gathers, first, parts))
 
 
+_Gradients = Mapping[int, SimReduced]
+
+
 @dataclass(eq=False)
 class _Feed:
-    """Some stages of a joiner: the blocks that it takes of them, and the steps that have come since."""
+    """Some stages of a joiner: the blocks that it takes of them, and the steps that have come since. sources: those
+    that feed together."""
 
     taking: SimTaking
+    sources: int = 1
     whole: bool = False
-    steps: dict[int, tuple[Mapping[int, Record], Mapping[int, SimReduced]]] = field(default_factory=dict)
+    steps: dict[int, tuple[Mapping[int, Record], _Gradients]] = field(default_factory=dict)
     seen: list[int] = field(default_factory=list)  # 0: caught up
+    _coming: dict[int, dict[WorkerKey, _Gradients]] = field(default_factory=dict)
+    _idle: set[WorkerKey] = field(default_factory=set)
 
     def complete(self) -> None:
         """Note that all offered blocks have come."""
         self.whole = True
+
+    def came(self, source: WorkerKey, step: int, records: Mapping[int, Record], gradients: _Gradients) -> None:
+        """A source has fed a step."""
+        self._idle.discard(source)
+        of = self._coming.setdefault(step, {})
+        of[source] = gradients
+        if len(of) == self.sources:
+            whole = {k: joined([one[k] for one in of.values()]) for k in gradients}
+            self.steps[step] = (records, whole)
+            self.seen.append(step)
+            del self._coming[step]
+
+    def idles(self, source: WorkerKey) -> None:
+        """A source has no more now."""
+        self._idle.add(source)
+        if len(self._idle) == self.sources and not self._coming:
+            self.seen.append(0)
+            self._idle.clear()
 
 
 class Follower:
@@ -236,15 +263,20 @@ class Follower:
         self._stop()
         for place, (donors, stages) in enumerate(operation.groups):
             keys, at_once = tuple(member.key for member in donors), min(self.life.site.donors, len(donors))
+            joint = operation.joint[place] if operation.joint else {}
+            in_parts = any(one.segments is not None for one in joint.values())
+            order = following(stages, keys, 1 if joint else at_once, in_parts=in_parts)
+            plan, me = operation.plan, self.life.me.worker_id
             taking = SimTaking(
                 self.life,
-                TakeOrder(stages, keys, at_once, follows=True),
-                partial(_joins, stages),
+                order,
+                partial(_joins, stages, joint),
                 {},
                 partial(self._ended, place),
                 partial(self._fed, place),
+                {} if plan is None else {k: share(plan.shard(me, k), PLANES) for k in stages},
             )
-            self.feeds.append(_Feed(taking))
+            self.feeds.append(_Feed(taking, len(donors) if joint else 1))
         for feed in self.feeds[:]:
             feed.taking.begin()
 
@@ -261,16 +293,15 @@ class Follower:
             self.feeds[place].complete()
         self._look()
 
-    def _fed(self, place: int, message: tuple[Any, ...] | None) -> None:
+    def _fed(self, place: int, source: WorkerKey, message: tuple[Any, ...] | None) -> None:
         feed = self.feeds[place]
         match message:
             case ("step", step, records, gradients):
-                feed.steps[step] = (records, gradients)
-                feed.seen.append(step)
+                feed.came(source, step, records, gradients)
             case None:
                 self.broken = self.broken or "the donor went away"
             case _:
-                feed.seen.append(0)
+                feed.idles(source)
         self._look()
 
     def _look(self) -> None:
@@ -323,7 +354,8 @@ class Follower:
             raise AssertionError(f"{self.life.me}: nobody has offered {operation.position}")
         copy = SimCopy(operation.position, newest.records, states, tuple(sorted(effects.items())), newest.gathers)
         self.life.state.install(copy, only=True)
-        self.life.done(operation, do.Copied(newest.records, newest.gathers))
+        sizes = {k: PLANES for k, state in states.items() if None in state}
+        self.life.done(operation, do.Copied(newest.records, newest.gathers, sizes=sizes))
 
     def _apply(self, operation: do.Replay) -> None:
         """Apply the next step of all feeds."""
@@ -332,9 +364,12 @@ class Follower:
             gradients |= feed.steps.pop(operation.step)[1]
         if self.life.state.at != operation.step - 1:
             raise AssertionError(f"{self.life.me} at {self.life.state.at} is to replay {operation.step}")
-        self.life.state.apply(operation.outcome, operation.records, gradients)
-        self.life.done(operation)
+        plan, me = operation.plan, self.life.me.worker_id
+        parts = {shard.stage for shard in plan.shards if shard.worker_id == me}
+        takes = {k: taken(plan, k, me) for k in gradients if k in parts}
+        self.life.state.apply(operation.outcome, operation.records, gradients, takes)
+        self.life.done(operation, takes)
 
 
-def _joins(stages: tuple[int, ...], leads: bool) -> tuple[Any, ...]:
-    return "follow", stages, leads
+def _joins(stages: tuple[int, ...], joint: Mapping[int, JointAsk], source: WorkerKey, leads: bool) -> tuple[Any, ...]:
+    return "follow", stages, leads, joint.get(source.worker_id)

@@ -17,15 +17,16 @@ model changes no value, and a state written in one cut can be read in another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from everstep.base.errors import InvariantViolation
-from everstep.base.extents import Extents
-from everstep.base.plan import Plan
-from everstep.placement.shards import Takers, runs_of_numbers, segment_holders
+from everstep.base.extents import Extents, Runs
+from everstep.base.plan import SEGMENTS, Plan
+from everstep.placement.shards import Takers, numbers_of_runs, runs_of_numbers, segment_holders
 from everstep.placement.tree import fold
+from everstep.protocol.moving.giver import JointAsk
 
 BLOCKS = 3
 GRADIENT = -1
@@ -265,6 +266,25 @@ def taken(plan: Plan, stage: int, worker_id: int) -> Extents:
     """Blocks that a worker's update makes."""
     mine = [block for block, who in enumerate(segments_of(plan, stage)) if worker_id in who]
     return Extents.numbered(PLANES, (at for block in mine for at in (block, _DIVIDED + block)))
+
+
+def segments_in(gradient: SimReduced) -> Runs | None:
+    """Segments whose blocks of a gradient are here, of all that a plan deals out; None: all."""
+    gone = {block for block in range(_DIVIDED) if gradient[block] is None}
+    return runs_of_numbers(n for n in range(SEGMENTS) if n not in gone) if gone else None
+
+
+def fed(gradient: SimReduced, joint: JointAsk | None) -> SimReduced:
+    """The blocks of a gradient that a donor feeds."""
+    if joint is None or joint.segments is None:
+        return gradient
+    wanted = numbers_of_runs(joint.segments)
+    return tuple(v if (n in wanted if n < _DIVIDED else joint.rest) else None for n, v in enumerate(gradient))
+
+
+def joined(gradients: Sequence[SimReduced]) -> SimReduced:
+    """The gradient that several donors have fed."""
+    return tuple(next((v for v in values if v is not None), None) for values in zip(*gradients, strict=True))
 
 
 def takers(plan: Plan, stage: int, step: int) -> Takers:

@@ -230,6 +230,7 @@ class SimWorker(Life):
 
     def _entered(self, effect: do.EnteredPlan) -> None:
         held = self.state.stages if self.state.at == effect.step else {}
+        self.donor.began()
         self.site.checks.entered(self.me, effect.plan.generation, effect.step, held)
         freed(self.me, "feeds, as a member", self.follower.feeds)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from everstep.base.extents import NONE, WHOLE, Extents
+from everstep.base.extents import NONE, WHOLE, Extents, Runs
 from everstep.base.plan import Plan
 from everstep.exact.dealt import Dealt
 from everstep.protocol.driver import operations as do
@@ -50,6 +50,10 @@ class Dealing:
             self._found[stage] = at, Dealt(replica.state, plan, stage, self._view.me)
         return self._found[stage][1]
 
+    def _tied(self, stage: int) -> set[int]:
+        """Numbers of the gradient's entries that other stages use, too."""
+        return {place.entry for tied in self._view.stages[stage].spec.ties for place in tied.own}
+
     def divide(self, plan: Plan, number: int, stage: int) -> None:
         """Say who takes which blocks of a step's gradient, as soon as the state is that of the step before. Who has the
         optimizer's state of a segment takes its blocks; while there is none yet, all take all."""
@@ -58,7 +62,7 @@ class Dealing:
         replica, takes = self._view.stages[stage], None
         dealt = self._dealt(plan, number, stage) if self._known(stage) else None
         if dealt is not None:
-            takes = dealt.takers(replica.layout, {place.entry for tied in replica.spec.ties for place in tied.own})
+            takes = dealt.takers(replica.layout, self._tied(stage))
         self._view.transport.divide(stage, number, takes, frees=self._view.config.zero.stage > 1)
 
     def reduced(self, plan: Plan, number: int) -> None:
@@ -102,3 +106,33 @@ class Dealing:
                 one.release()
         self._came()
         return held
+
+    # ---- for joiners, and as one
+
+    def segments(self, number: int) -> dict[int, Runs]:
+        """Segments of the optimizer's state whose gradients of a step are here, by stage, where not all."""
+        plan = self._plan[1] if self._plan is not None and self._plan[0] == number else None
+        mine = self._mine(plan) if plan is not None else []
+        there = (
+            {k: plan.shard(self._view.me, k).segments for k in mine if self.of(number, k)} if plan is not None else {}
+        )
+        return {k: segments for k, segments in there.items() if segments is not None}
+
+    def fed(self, stage: int, segments: Runs, rest: bool) -> Runs:
+        """Blocks of the step's gradient that a joiner is fed for these segments; rest: and for all that is not dealt
+        out, which is everything while the optimizer keeps nothing."""
+        replica = self._view.stages[stage]
+        if not self._known(stage):
+            return ((0, replica.layout.n_blocks),) if rest else ()
+        plan = Plan(0, "", (), (), 0)
+        return Dealt(replica.state, plan, stage, self._view.me).fed(replica.layout, self._tied(stage), segments, rest)
+
+    def follow(self, plan: Plan, number: int) -> None:
+        """This worker is a joiner, and is about to apply a step; plan: with its parts."""
+        self._plan = number, plan
+
+    def followed(self, plan: Plan, number: int) -> dict[int, Extents]:
+        """Blocks of the stages of which this joiner has a part, once it has applied the step: of parameters that others
+        update, it has none."""
+        dealt = {k: self._view.stages[k].update.dealt or self.of(number, k) for k in self._mine(plan)}
+        return {k: WHOLE if one is None else one.made() for k, one in dealt.items()}

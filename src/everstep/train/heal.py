@@ -15,8 +15,8 @@ import queue
 import threading
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from itertools import chain, islice
 from typing import Any
 
@@ -24,15 +24,17 @@ import msgspec
 import torch
 
 from everstep.base.errors import CheckpointCorrupt, EverstepError, InvariantViolation, ProtocolError
-from everstep.base.extents import Coded, Extents, union
+from everstep.base.extents import Coded, Extents, Runs, union
 from everstep.base.ports import Piece, Reduced
 from everstep.checkpoint.vault import Kept, StageState
 from everstep.exact.digest import bytes_of, digest_bytes
 from everstep.exact.image import Image, sealed, sizes_of
+from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.exact.reduce import TiePlace
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.moving import giver
+from everstep.protocol.moving.giver import JointAsk
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.link.peer import PeerConnection
 
@@ -143,9 +145,11 @@ class StageGradient:
 
 
 class AskerTalk:
-    """A conversation with one that wants state. items: the steps that it is to get, as (message header, parts)."""
+    """A conversation with one that wants state. items: the steps that it is to get, as (message header, parts). joint:
+    its ask, if several donors offer it a state together."""
 
-    def __init__(self) -> None:
+    def __init__(self, joint: JointAsk | None = None) -> None:
+        self.joint = joint
         self.items: queue.SimpleQueue[tuple[dict[str, Any], list[Any]]] = queue.SimpleQueue()
         self.offer: Offer | None = None
         self.over = False
@@ -179,7 +183,7 @@ class Donor:
 
     def __init__(
         self,
-        asked: Callable[[], None] = lambda: None,
+        asked: Callable[[JointAsk | None], None] = lambda joint: None,
         others: Mapping[str, Callable[[PeerConnection, dict[str, Any]], None]] | None = None,
         doubt: Callable[[int, int], None] = lambda stage, step: None,
     ) -> None:
@@ -193,7 +197,7 @@ class Donor:
         self._doubt = doubt
 
     def _tell(self, event: giver.GiverEvent, offer: Offer | None = None, item: Any = None) -> None:
-        """offer: what goes on a shelf, or of the state as it is. item: the step that is decided."""
+        """offer: what goes on a shelf, or of the state as it is. item: makes the step that is decided."""
         with self._lock:
             if isinstance(event, giver.ShelfFilled) and offer is not None:
                 self._shelves[event.shelf[0]] = offer
@@ -204,17 +208,18 @@ class Donor:
                     case giver.GiveState(asker, shelf):
                         asker.give(self._shelves.get(shelf) if shelf else offer)
                     case giver.FeedStep(asker, stages):
-                        asker.items.put(item(stages))
+                        asker.items.put(item(stages, asker.joint))
                     case giver.EndAsker(asker):
                         asker.end()
 
     # ---- training thread
 
-    def offer(self, make: Callable[[], Offer]) -> None:
-        """At a step boundary: give everyone who asked a snapshot of now; they are fed from the next step on."""
-        if self._giver.asked:
+    def offer(self, make: Callable[[], Offer], tickets: frozenset[int] = frozenset()) -> None:
+        """At a step boundary: give everyone who asked a snapshot of now; they are fed from the next step on. tickets:
+        of joiners that get it from several donors, and may have it now."""
+        if self._giver.waits(tickets):
             offer = make()
-            self._tell(giver.StandsStill(frozenset(offer.held)), offer)
+            self._tell(giver.StandsStill(frozenset(offer.held), tickets), offer)
 
     def feed(
         self,
@@ -223,26 +228,38 @@ class Donor:
         gradients: Mapping[int, StageGradient],
         numel: Mapping[int, int],
         application: Callable[[], bytes],
+        segments: Callable[[int], Mapping[int, Runs]] = lambda step: {},
+        blocks: Callable[[int, Runs, bool], Runs] = lambda stage, segments, rest: (),
     ) -> None:
         """Pass a decided step on to those who follow, before it is applied here.
 
         gradients, numel (of the flat vector): by stage. application: the packed state of the user's loop as it is now;
-        who follows does not run that loop.
+        who follows does not run that loop. segments: of the optimizer's state, whose gradients are here, by stage, if
+        not all. blocks: of the gradient of a stage, of these segments, and of the rest.
         """
         if self._giver.feeds:
             common = [encode(records), application()]
-            packed = {k: _pack_gradient(gradients[k], numel[k]) for k in gradients}
+            whole = cache(lambda stage: _pack_gradient(gradients[stage], numel[stage]))
 
-            def item(stages: Sequence[int]) -> tuple[dict[str, Any], list[Any]]:
+            def item(stages: Sequence[int], joint: JointAsk | None) -> tuple[dict[str, Any], list[Any]]:
+                if joint is None or joint.segments is None:
+                    packed = {k: whole(k) for k in stages}
+                else:
+                    some = {k: _some(gradients[k], blocks(k, joint.segments, joint.rest), joint.rest) for k in stages}
+                    packed = {k: _pack_gradient(some[k], numel[k]) for k in stages}
                 told = {str(k): packed[k][0] for k in stages}
                 header = {"kind": "step", "step": step, "nbytes": [len(p) for p in common], "stages": told}
                 return header, [*common, *(part for k in stages for part in packed[k][1])]
 
-            self._tell(giver.StepToFeed(frozenset(packed)), item=item)
+            self._tell(giver.StepToFeed(frozenset(gradients), segments(step)), item=item)
 
     def cut(self) -> None:
         """The state jumps: end all feeds, so that followers start over."""
         self._tell(giver.WentElsewhere())
+
+    def began(self) -> None:
+        """All members have settled in a new generation: who waits for several donors starts over."""
+        self._tell(giver.GenerationBegan())
 
     def shelve(self, shelf: giver.ShelfName, offer: Offer) -> None:
         """Members may fetch this."""
@@ -283,10 +300,11 @@ class Donor:
         self, connection: PeerConnection, request: dict[str, Any], shelf: giver.ShelfName | None, *, follows: bool
     ) -> None:
         """Manifests and records first, then the blocks that are asked for, then steps."""
-        asker, stages = AskerTalk(), tuple(request["stages"])
-        self._tell(giver.AskerCame(asker, stages, shelf, follows))
+        joint = msgspec.convert(request["joint"], JointAsk) if request.get("joint") else None
+        asker, stages = AskerTalk(joint), tuple(request["stages"])
+        self._tell(giver.AskerCame(asker, stages, shelf, follows, joint))
         if shelf is None:
-            self._told_asked()
+            self._told_asked(joint)
         try:
             offer = asker.given(_SERVE_TIMEOUT_S)
             if offer is None:
@@ -401,6 +419,32 @@ def next_item(connection: PeerConnection, numel: Mapping[int, int]) -> FollowedS
             int(k): _receive_gradient(connection, step, facts, numel[int(k)]) for k, facts in header["stages"].items()
         }
         return FollowedStep(step, decode_records(bytes(records)), gradients, bytes(application))
+
+
+def _some(gradient: StageGradient, blocks: Runs, rest: bool) -> StageGradient:
+    """These blocks of a gradient, and with the rest what other stages have given."""
+    pieces = []
+    for piece in gradient.reduced.pieces:
+        for lo, hi in blocks:
+            start, stop = max(piece.start, lo * BLOCK_ELEMENTS), min(piece.stop, hi * BLOCK_ELEMENTS)
+            if start < stop:
+                pieces.append(Piece(start, stop, piece.data[start - piece.start : stop - piece.start]))
+    reduced = replace(gradient.reduced, pieces=tuple(pieces))
+    return StageGradient(reduced, gradient.received if rest else {})
+
+
+def joined(steps: Sequence[FollowedStep]) -> FollowedStep:
+    """One step, as several donors have fed it: blocks may have come twice. The first one fed what is not dealt out."""
+    first, gradients = steps[0], dict[int, StageGradient]()
+    for stage, gradient in first.gradients.items() if len(steps) > 1 else ():
+        pieces: list[Piece] = []
+        every = (piece for one in steps for piece in one.gradients[stage].reduced.pieces)
+        for piece in sorted(every, key=lambda one: (one.start, -one.stop)):
+            start = max(piece.start, pieces[-1].stop if pieces else 0)
+            if start < piece.stop:
+                pieces.append(Piece(start, piece.stop, piece.data[start - piece.start :]))
+        gradients[stage] = StageGradient(replace(gradient.reduced, pieces=tuple(pieces)), gradient.received)
+    return replace(first, gradients=gradients) if gradients else first
 
 
 def _pack_gradient(gradient: StageGradient, numel: int) -> tuple[dict[str, Any], list[Any]]:

@@ -77,7 +77,7 @@ class Session:
         restorer = Restorer(view, saver.checkpointer)
         last = LastCheckpoint(view, saver)
         others = {"part": saver.take_report}
-        donor = Donor(lambda: executor.note(do.FollowerAsked()), others, lambda *at: keeper.check(*at))
+        donor = Donor(lambda joint: executor.note(do.FollowerAsked(joint)), others, lambda *at: keeper.check(*at))
         keeper = SnapshotKeeper(view, donor, executor.note)
         dealing = Dealing(view, executor.said, loop.moves.updated)
         updates = Updates(view, donor, keeper, saver, loop, dealing)

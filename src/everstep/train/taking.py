@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,8 @@ from everstep.protocol.driver.hearing import FOREVER
 from everstep.protocol.driver.operations import Keep
 from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.chunks import Chunk, share
-from everstep.protocol.moving.taker import TakeOrder, orders
+from everstep.protocol.moving.giver import JointAsk
+from everstep.protocol.moving.taker import TakeOrder, following, orders
 from everstep.protocol.step_types import Key, Piecewise
 from everstep.runtime.link.peer import PeerConnection
 from everstep.train import heal
@@ -135,14 +136,16 @@ class Taking:
         own: Callable[[int], Sequence[Held]] = lambda stage: (),
         tick: Callable[[], None] | None = None,
         wanted: Callable[[int, Sizes], Extents] = lambda stage, of: WHOLE,
+        joint: Mapping[int, JointAsk] = {},
     ) -> None:
         """own: this worker's blocks of a stage. tick: called while `offer` waits; None: the training thread waits.
-        wanted: the part of a stage of these sizes to get."""
+        wanted: the part of a stage of these sizes to get. joint: what to ask of donors that offer a state together, by
+        worker id."""
         self._tick = tick or view.tick
         self.view, self.generation, self.order = view, generation, order
         self._members = {member.key: member for member in members}
         self._request = {**request, "stages": list(order.stages)}
-        self._own, self._wanted = own, wanted
+        self._own, self._wanted, self._joint = own, wanted, joint
         self._manifests: dict[int, dict[str, Any]] = {}
         self._blocks: dict[int, list[memoryview | None]] = {}
         self._lines: dict[WorkerKey, SourceTalk] = {}
@@ -164,6 +167,8 @@ class Taking:
             match effect:
                 case moving.ReachSource(source, leads):
                     request = {**self._request, "ranges": "first" if leads else "more"}
+                    if source.worker_id in self._joint:
+                        request["joint"] = asdict(self._joint[source.worker_id])
                     self._lines[source] = SourceTalk(self, self._members[source], request)
                 case moving.LeaveSource(source, False):
                     self._lines[source].close()
@@ -247,9 +252,10 @@ class Taking:
         return (n for lo, hi in self._wanted(stage, of).spans(of) for n in range(lo, hi))
 
     @property
-    def fed(self) -> PeerConnection:
-        """On which steps come from the one that is followed, once all of its offer is here."""
-        return next(line.connection for line in self._lines.values() if line.feeds and line.connection is not None)
+    def fed(self) -> list[PeerConnection]:
+        """On which steps come from those that are followed, in order, once all of their offers are here."""
+        lines = [self._lines[source] for source in self.order.sources if source in self._lines]
+        return [line.connection for line in lines if line.feeds and line.connection is not None]
 
     def close(self) -> None:
         """Leave all conversations, be they finished or not."""
@@ -347,11 +353,25 @@ class Copier:
     def _here(self, step: int, stage: int) -> Sequence[Held]:
         return self._own(stage, step)
 
-    def follow(self, generation: int, donors: Sequence[Member], stages: Sequence[int]) -> Taking:
-        """Be fed by the first one that can be reached, once all that it offers is here."""
-        at_once = self._several(stages, len(donors), MOST_FOLLOWED)
-        order = TakeOrder(tuple(stages), tuple(member.key for member in donors), at_once, follows=True)
-        return Taking(self._view, generation, order, donors, {"kind": "heal", "worker": str(self._view.link.me)})
+    def follow(
+        self,
+        generation: int,
+        donors: Sequence[Member],
+        stages: Sequence[int],
+        plan: Plan | None = None,
+        joint: Mapping[int, JointAsk] = {},
+    ) -> Taking:
+        """Be fed by the first one that can be reached, once all that it offers is here. plan: in which this worker has
+        its part; joint: what is asked of each donor then, all of which feed."""
+        me, parts = self._view.me, any(one.segments is not None for one in joint.values())
+        at_once = 1 if joint else self._several(stages, len(donors), MOST_FOLLOWED)
+        order = following(stages, [member.key for member in donors], at_once, in_parts=parts)
+        request = {"kind": "heal", "worker": str(self._view.link.me)}
+
+        def wanted(stage: int, of: Sizes) -> Extents:
+            return WHOLE if plan is None else share_of(plan.shard(me, stage), of)
+
+        return Taking(self._view, generation, order, donors, request, wanted=wanted, joint=joint)
 
     def kept(self, effect: Keep) -> Iterator[ReceivedOffer]:
         """The snapshots of a step that others keep. In any thread, for as long as the job goes on.

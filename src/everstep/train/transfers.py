@@ -41,10 +41,34 @@ _SLICE_S = 0.005
 
 @dataclass(frozen=True)
 class FollowedDonor:
-    """A donor that is followed in some stages. steps: those that have come and are not applied yet."""
+    """A donor that is followed in some stages, or several together. steps: those that have come and are not applied
+    yet."""
 
     taking: Taking
     steps: list[heal.FollowedStep] = field(default_factory=list)
+    _coming: dict[int, dict[int, heal.FollowedStep]] = field(default_factory=dict)  # by step and donor
+    _idle: set[int] = field(default_factory=set)
+
+    def look(self, numel: Mapping[int, int], patience_s: float) -> Iterator[do.Seen]:
+        """What has come, after a moment: steps that all have fed, and whether none of them has more. Raises:
+        CollectiveAborted, ProtocolError."""
+        lines = self.taking.fed
+        for place, line in enumerate(lines):
+            if not line.readable(patience_s / len(lines)):
+                continue
+            item = heal.next_item(line, numel)
+            if not isinstance(item, heal.FollowedStep):
+                self._idle.add(place)
+                continue
+            self._idle.discard(place)
+            self._coming.setdefault(item.step, {})[place] = item
+            if len(self._coming[item.step]) == len(lines):
+                of = self._coming.pop(item.step)
+                self.steps.append(heal.joined([of[k] for k in sorted(of)]))
+                yield do.Seen(0, item.step, item.records)
+        if lines and len(self._idle) == len(lines) and not self._coming:
+            self._idle.clear()
+            yield do.Seen(0)
 
 
 @dataclass
@@ -90,7 +114,7 @@ class Transfers:
         offer = Offer(position=position, records=effect.records, held={})
         if effect.live:
             offer = self._live(effect, effect.live, self._standing if effect.ends else self._snapshot)
-        held: dict[int, list[Held]] = {k: [(snapshot, effect.live[k])] for k, [(snapshot, _)] in offer.held.items()}
+        held: dict[int, list[Held]] = {k: list(of) for k, of in offer.held.items()}
         for stage, kept in self._keeper.held(position.step).items():
             held.setdefault(stage, []).append(kept)
         whole = {k: [one for one in of if one[1].whole][:1] for k, of in held.items()}
@@ -99,27 +123,29 @@ class Transfers:
 
     def offer_feeds(self, effect: do.OfferFeeds) -> None:
         """Give a snapshot of now to workers that have asked to follow."""
-        self._donor.offer(lambda: self._live(effect, effect.stages, self._snapshot))
+        held = {stage: effect.held.get(stage, WHOLE) for stage in effect.stages}
+        self._donor.offer(lambda: self._live(effect, held, self._snapshot), effect.tickets)
 
     def _live(
         self,
         effect: do.Shelve | do.OfferFeeds,
-        stages: Iterable[int],
+        there: Mapping[int, Extents],
         readable: Callable[[int], Snapshot | StandingState],
     ) -> Offer:
-        """Offer of the state as it is, but for the loop's: its taker enters the loop's body right after the update."""
+        """Offer of the state as it is, but for the loop's: its taker enters the loop's body right after the update.
+        there: blocks that are here, by stage."""
         position, view, loop = effect.position, self._view, self._loop
         past = loop.moves.past(position.step)
         return Offer(
             position=position,
             records=effect.records,
             gathers=dict(effect.gathers),
-            held={stage: [(readable(stage), WHOLE)] for stage in stages},
+            held={stage: [(readable(stage), blocks)] for stage, blocks in there.items()},
             application=loop.going_on(position.step + 1) if past else loop.told(position.step),
             past=past,
             untold=view.publisher.untold.packed(),
             changed=loop.changed(),
-            names={k: names_of(view.stages[k].parts.model, view.stages[k].state) for k in stages if view.stages.split},
+            names={k: names_of(view.stages[k].parts.model, view.stages[k].state) for k in there if view.stages.split},
         )
 
     def _snapshot(self, stage: int) -> Snapshot:
@@ -276,8 +302,10 @@ class Transfers:
         view.stages.want(stages)
         view.stages.keep(stages)
         self.copier.knock(donor for donors, _ in operation.groups for donor in donors)
-        for donors, wanted in operation.groups:
-            self._feeds.append(FollowedDonor(self.copier.follow(operation.generation, donors, wanted)))
+        joint = operation.joint or ({},) * len(operation.groups)
+        for (donors, wanted), asks in zip(operation.groups, joint, strict=True):
+            taking = self.copier.follow(operation.generation, donors, wanted, operation.plan, asks)
+            self._feeds.append(FollowedDonor(taking))
         try:
             self._offers = [feed.taking.offer() for feed in self._feeds]
         except (EverstepError, OSError) as error:
@@ -291,24 +319,19 @@ class Transfers:
         view, seen = self._view, []
         view.tick()
         for index, feed in enumerate(self._feeds):
-            if not feed.taking.fed.readable(_SLICE_S / len(self._feeds)):
-                continue
             numel = {k: view.stages[k].layout.numel for k in feed.taking.order.stages}
             try:
-                item = heal.next_item(feed.taking.fed, numel)
+                came = list(feed.look(numel, _SLICE_S / len(self._feeds)))
             except (EverstepError, OSError) as error:
                 raise CollectiveAborted(str(error)) from error
-            if isinstance(item, heal.FollowedStep):
-                feed.steps.append(item)
-                seen.append(do.Seen(index, item.step, item.records))
-            else:
-                seen.append(do.Seen(index))
+            seen += [msgspec.structs.replace(one, feed=index) for one in came]
         return seen
 
     def adopt(self, operation: do.Adopt) -> do.Copied:
         """Load the offered state; a donor that offered an older state than the others feeds the steps up to theirs."""
         newest = next(offer for offer in self._offers if offer.position == operation.position)
         self._offers.sort(key=lambda offer: offer.position)
+        sizes = _sizes(self._offers)
         while self._offers:
             self._load(self._offers.pop(0))
         self._arrive(newest)
@@ -318,15 +341,15 @@ class Transfers:
                 for stage in feed.taking.order.stages:
                     found = item.gradients[stage]
                     self._view.stages[stage].apply(outcome, found.reduced, 0, found.received)
-        return do.Copied(newest.records, newest.gathers)
+        return do.Copied(newest.records, newest.gathers, sizes=sizes)
 
-    def replay(self, operation: do.Replay) -> None:
-        """Apply the step that all feeds have."""
+    def replay(self, operation: do.Replay) -> dict[int, Extents]:
+        """Apply the step that all feeds have. Returns the blocks of stages of which this worker has a part."""
         items = [feed.steps.pop(0) for feed in self._feeds]
         self._view.phase("heal", operation.step, operation.plan)
         self._loop.take(items[0].application, operation.step)
         gradients = {k: g for item in items for k, g in item.gradients.items()}
-        self._updates.apply(operation.outcome, operation.records, gradients, operation.plan.generation)
+        return self._updates.replay(operation, gradients)
 
     def close_feeds(self, effect: do.CloseFeeds | None = None) -> None:
         """Stop following."""

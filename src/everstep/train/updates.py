@@ -15,6 +15,7 @@ from torch import Tensor
 from everstep.base.cause import Cause
 from everstep.base.config import inexact
 from everstep.base.errors import RepeatedOtherwise
+from everstep.base.extents import Extents
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop, Reduced
 from everstep.exact.reduce import TiePlace, tied_out
@@ -120,6 +121,13 @@ class Updates:
         self._view.publisher.committed(number, began)  # until the records of a later decision say who was first
         return began
 
+    def replay(self, operation: do.Replay, gradients: Mapping[int, StageGradient]) -> dict[int, Extents]:
+        """A joiner: apply a step that it was fed. Returns its blocks of stages of which it has a part."""
+        plan, number = operation.plan, operation.step
+        self._dealing.follow(plan, number)
+        self.apply(operation.outcome, operation.records, gradients, plan.generation)
+        return self._dealing.followed(plan, number)
+
     def apply(
         self,
         outcome: StepOutcome,
@@ -178,7 +186,8 @@ class Updates:
         stages = self._view.stages
         numel = {k: replica.layout.numel for k, replica in stages.items()}
         held = {k: gradients[k] for k in stages}
-        self._donor.feed(number, records, held, numel, lambda: self._loop.fed(number))
+        dealing = self._dealing
+        self._donor.feed(number, records, held, numel, lambda: self._loop.fed(number), dealing.segments, dealing.fed)
         self.stand_still()
 
     def stand_still(self) -> None:
@@ -250,6 +259,7 @@ class Updates:
     def entered(self, effect: do.EnteredPlan) -> None:
         """A generation goes on: later reports belong to it."""
         self._entered = effect.plan.generation
+        self._donor.began()
 
     def drop_lanes(self, effect: do.DropLanes) -> None:
         """The loop has raised: the state stands as after the last update."""

@@ -109,14 +109,14 @@ def test_steps_that_wait_are_bounded():
 
 def test_what_may_still_be_read_is_known():
     giver = Giver()
-    assert not giver.asked and not giver.feeds
+    assert not giver.waits() and not giver.feeds
     giver.handle(JOINER)
-    assert giver.asked and not giver.giving and not giver.feeds
+    assert giver.waits() and not giver.giving and not giver.feeds
     giver.handle(StandsStill(BOTH))
     giver.handle(HELPED)
-    assert giver.asked and giver.feeds, "one of them"
+    assert giver.waits() and giver.feeds, "one of them"
     giver.handle(AskerGone("h"))
-    assert giver.giving == ("j",) and giver.feeds and not giver.asked
+    assert giver.giving == ("j",) and giver.feeds and not giver.waits()
     giver.handle(WentElsewhere())
     assert giver.giving == ("j",) and not giver.feeds
     giver.handle(AskerHasAll("j"))

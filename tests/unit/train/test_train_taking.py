@@ -12,18 +12,20 @@ import torch
 
 from checkpoint_saving import make_state
 from everstep.base.errors import CollectiveAborted, EverstepError
-from everstep.base.extents import NONE, WHOLE, Extents
+from everstep.base.extents import NONE, WHOLE, Extents, Runs
 from everstep.base.plan import Member, Plan, Seat
 from everstep.base.ports import Piece, Reduced
 from everstep.exact.image import BLOCK_BYTES, sizes_of
+from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.exact.state import ModelState
 from everstep.protocol.driver import operations as do
 from everstep.protocol.messages import MAX_FRAME_BYTES
+from everstep.protocol.moving.giver import JointAsk
 from everstep.protocol.step_types import Key, Pieces, Record
 from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
 from everstep.train import taking
 from everstep.train.executor import Cutter, Unusable
-from everstep.train.heal import Donor, FollowedStep, Held, Offer, ReceivedOffer, StageGradient, next_item
+from everstep.train.heal import Donor, FollowedStep, Held, Offer, ReceivedOffer, StageGradient, joined, next_item
 from everstep.train.taking import Copier
 from everstep.train.transfers import Transfers
 
@@ -62,7 +64,7 @@ class Peer:
     def __init__(self, worker_id: int) -> None:
         self.asked = threading.Event()
         self.doubted: list[tuple[int, int]] = []
-        self.donor = Donor(self.asked.set, doubt=lambda stage, step: self.doubted.append((stage, step)))
+        self.donor = Donor(lambda joint: self.asked.set(), doubt=lambda stage, step: self.doubted.append((stage, step)))
         self.conversations: list[tuple[PeerConnection, threading.Event]] = []
         self.server = PeerServer("127.0.0.1", TOKEN, self._handle)
         self.member = Member(worker_id, 0, "host", address=self.server.address)
@@ -86,12 +88,18 @@ class Peer:
         self.donor.shelve(("settle", 3), Offer(position=AT, records=RECORDS, gathers={AT: RECORDS}, held=held))
 
     def offer(
-        self, shown: Shown, position: Key = AT, records: Mapping[int, Record] = RECORDS, loop: bytes = b""
+        self,
+        shown: Shown,
+        position: Key = AT,
+        records: Mapping[int, Record] = RECORDS,
+        loop: bytes = b"",
+        there: Extents = WHOLE,
+        *tickets: int,
     ) -> None:
         """To who has asked by now."""
         assert self.asked.wait(GENEROUS_S)
-        held = {0: [(shown, WHOLE)]}
-        self.donor.offer(lambda: Offer(position=position, records=records, held=held, application=loop))
+        offer = Offer(position=position, records=records, held={0: [(shown, there)]}, application=loop)
+        self.donor.offer(lambda: offer, frozenset(tickets))
 
     def die(self) -> None:
         self.server.abort_all()
@@ -343,15 +351,72 @@ def test_a_joiner_heals_from_three_donors_of_which_one_dies_in_the_middle(peers,
     gradient = StageGradient(Reduced(5, (Piece(0, 3, flat),), b"\x01", ()))
     for peer in (peers[0], peers[2]):
         peer.donor.feed(5, RECORDS, {0: gradient}, {0: 3}, lambda: b"loop")
-    item = _step(asked.fed)
+    item = _step(asked.fed[0])
     assert item.step == 5 and torch.equal(item.gradients[0].reduced.pieces[0].data, flat)
-    asked.fed.close()
+    asked.fed[0].close()
     peers[0].donor.cut()
     assert peers[1].given < state.n_blocks // 2
 
 
-def _step(connection: PeerConnection) -> FollowedStep:
-    while not isinstance(item := next_item(connection, {0: 3}), FollowedStep):
+def joint(*segments: tuple[int, int]) -> dict[int, JointAsk]:
+    """Each donor feeds one run of segments, the first one the rest as well."""
+    ids = tuple(range(len(segments)))
+    return {i: JointAsk(9, 7, ids, 1, (segments[i],), rest=not i) for i in ids}
+
+
+def test_who_gets_its_part_follows_several_that_feed_a_part_each(peers):
+    """Blocks that lie in two parts come twice, and count once; what nobody asked for does not come."""
+    state, some = make_state(), [part(make_state(), *range(k, make_state().n_blocks, 2)) for k in range(2)]
+    asked = copier().follow(1, [peer.member for peer in peers[:2]], [0], None, joint((0, 2), (2, 4)))
+    peers[1].offer(Shown(state), there=some[1])
+    assert peers[1].donor._giver.waits({7}), "it waits until the other offers the same step"
+    for peer, there in zip(peers, some, strict=False):
+        peer.offer(Shown(state), AT, RECORDS, b"", there, 7)
+    assert same(asked.offer(), state)
+    flat = torch.arange(4.0 * BLOCK_ELEMENTS)
+    gradient = StageGradient(Reduced(5, (Piece(0, flat.numel(), flat),), b"\x01", ()))
+    told: list[Any] = []
+
+    def blocks(stage: int, segments: Runs, rest: bool) -> Runs:
+        told.append((stage, segments, rest))
+        return ((0, 2),) if rest else ((1, 3),)
+
+    for peer in peers[:2]:
+        peer.donor.feed(5, RECORDS, {0: gradient}, {0: flat.numel()}, lambda: b"loop", lambda n: {}, blocks)
+    step = joined([_step(connection, flat.numel()) for connection in asked.fed])
+    assert told == [(0, ((0, 2),), True), (0, ((2, 4),), False)] and step.step == 5
+    pieces = step.gradients[0].reduced.pieces
+    assert [(piece.start, piece.stop) for piece in pieces] == [
+        (0, 2 * BLOCK_ELEMENTS),
+        (2 * BLOCK_ELEMENTS, 3 * BLOCK_ELEMENTS),
+    ]
+    assert torch.equal(torch.cat([piece.data for piece in pieces]), flat[: 3 * BLOCK_ELEMENTS])
+    for peer in peers[:2]:
+        peer.donor.feed(6, RECORDS, {0: gradient}, {0: flat.numel()}, lambda: b"", lambda n: {0: ((0, 3),)}, blocks)
+    with pytest.raises((EverstepError, OSError)):  # who has lost a segment cannot feed it
+        _step(asked.fed[1], flat.numel())
+    for connection in asked.fed:
+        connection.close()
+
+
+@pytest.mark.parametrize("how", ["dies", "began", "elsewhere"])
+def test_nobody_is_followed_unless_all_offer_the_same(peers, how: str):
+    asked = copier().follow(1, [peer.member for peer in peers[:2]], [0], None, joint((0, 2), (2, 4)))
+    state = make_state()
+    peers[0].offer(Shown(state), AT, RECORDS, b"", part(state, 0), 7)
+    assert peers[1].asked.wait(GENEROUS_S)
+    if how == "dies":
+        peers[1].die()
+    elif how == "began":
+        peers[1].donor.began()
+    else:
+        peers[1].offer(Shown(state), Key(5, 0), RECORDS, b"", WHOLE, 7)
+    with pytest.raises(CollectiveAborted):
+        asked.offer()
+
+
+def _step(connection: PeerConnection, numel: int = 3) -> FollowedStep:
+    while not isinstance(item := next_item(connection, {0: numel}), FollowedStep):
         pass
     return item
 
@@ -363,7 +428,7 @@ def test_neither_the_state_of_the_loop_nor_the_records_of_a_step_have_a_limit(pe
     peers[0].offer(Shown(state), records={0: Record(0, large)}, loop=large)
     received = asked.offer()
     assert received.application == large and received.records[0].payload == large
-    asked.fed.close()
+    asked.fed[0].close()
 
 
 def test_one_that_is_elsewhere_is_let_go(peers, several):
@@ -373,7 +438,7 @@ def test_one_that_is_elsewhere_is_let_go(peers, several):
     peers[1].offer(Shown(later), Key(5, 0))
     peers[0].offer(Shown(state))
     assert same(asked.offer(), state)
-    asked.fed.close()
+    asked.fed[0].close()
     assert [peer.given for peer in peers] == [state.n_blocks, 0, 0]
 
 
@@ -393,7 +458,7 @@ def test_healing_begins_anew_if_who_is_followed_dies(peers, several):
     peers[1].offer(Shown(state, outlive))
     with pytest.raises((EverstepError, OSError)):
         asked.offer()  # the others give the rest, but there is no feed
-        next_item(asked.fed, {0: 3})
+        next_item(asked.fed[0], {0: 3})
 
 
 def test_nothing_is_left_open_if_who_is_followed_dies_before_it_has_answered(peers, several):
@@ -427,7 +492,7 @@ def test_a_small_state_is_followed_as_it_comes(peers):
     peers[0].offer(Shown(state))
     assert same(asked.offer(), state) and not any(peer.asked.is_set() for peer in peers[1:])
     assert not asked._blocks, "no copy of the state stays for as long as somebody is followed"
-    asked.fed.close()
+    asked.fed[0].close()
 
 
 @pytest.mark.parametrize("scattered", [False, True])

@@ -108,9 +108,9 @@ def test_of_a_model_that_is_not_split_names_say_nothing() -> None:
 def test_who_follows_gets_all_of_the_stages_as_they_are() -> None:
     mover = Mover()
     mover.transfers.handlers()[do.OfferFeeds](do.OfferFeeds(HERE, RECORDS, {HERE: OTHERS}, (1,)))
-    ((make,),) = mover.said("donor.offer")
+    ((make, tickets),) = mover.said("donor.offer")
     offer = make()
-    assert [(k, there) for k, [(_, there)] in offer.held.items()] == [(1, WHOLE)]
+    assert [(k, there) for k, [(_, there)] in offer.held.items()] == [(1, WHOLE)] and not tickets
     assert same(offer.held[1][0][0], mover.stages[1]) and list(offer.names) == [1]
     assert (offer.position, offer.records, offer.gathers) == (HERE, RECORDS, {HERE: OTHERS})
 
@@ -147,7 +147,7 @@ class Followed:
         self.offered = ReceivedOffer(position=position, states=states, **told)
         self.order = SimpleNamespace(stages=stages)
         self.items, self.closed = list(items), False
-        self.fed = SimpleNamespace(readable=lambda limit: bool(self.items), source=self)
+        self.fed = [SimpleNamespace(readable=lambda limit: bool(self.items), source=self)]
 
     def offer(self) -> ReceivedOffer:
         return self.offered
@@ -169,8 +169,9 @@ class Joining(Mover):
         self.feeds, self.numels, asked = feeds, [], iter(feeds)
         self.phases: list[Any] = []
 
-        def follow(copier: Any, generation: int, donors: Any, stages: Any) -> Followed:
+        def follow(copier: Any, generation: int, donors: Any, stages: Any, *parts: Any) -> Followed:
             self.calls.append(("follow", generation, donors, stages))
+            assert parts == (None, {})
             return next(asked)
 
         def next_item(fed: Any, numel: dict[int, int]) -> Any:
@@ -253,10 +254,10 @@ def test_an_older_state_is_brought_to_the_newest_and_nothing_is_loaded_twice(mon
     joining.calls.clear()
     replay = do.Replay(1, 6, 6, OTHERS, "outcome of 6", PLAN)  # type: ignore[arg-type]
     joining.transfers.replay(replay)
-    assert joining.names() == ["loop.take", "updates.apply"]
+    assert joining.names() == ["loop.take", "updates.replay"]
     assert joining.said("loop.take") == [(b"loop before 6", 6)] and joining.said("phase") == [("heal", 6, PLAN)]
-    ((outcome, records, gradients, generation),) = joining.said("updates.apply")
-    assert (outcome, records, generation) == ("outcome of 6", OTHERS, PLAN.generation)
+    ((operation, gradients),) = joining.said("updates.replay")
+    assert operation is replay
     assert {k: one.reduced for k, one in gradients.items()} == {1: "reduced 6 1", 2: "reduced 6 2"}
 
 
@@ -266,7 +267,7 @@ def test_one_donor_of_all_stages_feeds_steps_one_after_another(monkeypatch) -> N
     for number in (5, 6):
         joining.watch()
         joining.transfers.replay(do.Replay(1, 6, number, OTHERS, "outcome", PLAN))  # type: ignore[arg-type]
-    assert [sorted(call[2]) for call in joining.said("updates.apply")] == [[1, 2], [1, 2]]
+    assert [sorted(call[1]) for call in joining.said("updates.replay")] == [[1, 2], [1, 2]]
     assert joining.said("loop.take") == [(b"loop before 5", 5), (b"loop before 6", 6)]
 
 

@@ -191,7 +191,7 @@ def test_an_update_is_passed_on_first_and_told_last(monkeypatch) -> None:
     ]
     assert at.said("phase") == [("update", 4, PLAN)] and at.said("keep") == [((0, 1),)]
     assert at.said("row") == [("stall",), ("update",)]
-    ((number, records, held, numel, application),) = at.said("donor.feed")
+    ((number, records, held, numel, application, *_),) = at.said("donor.feed")
     assert (number, records, held, numel) == (4, RECORDS, gradients(0, 1), {0: 100, 1: 200})
     assert application() == b"fed 4"
     assert at.said("apply 1") == [(OUTCOME, "reduced 1", 0, {"place 1": None}, ("dealt", 4, 1))]

@@ -114,14 +114,16 @@ class Quorum:
 
 @dataclass(frozen=True)
 class Join:
-    """A worker on its way in, by its newest ticket. stages: those whose state it copies for its future seats.
-    healed_ns: when it began to follow closely enough; retry_ns: time of the next attempt, if one has failed."""
+    """A worker on its way in, by its newest ticket. stages: those whose state it copies for its future seats, in_parts:
+    its parts of them. healed_ns: when it began to follow closely enough; retry_ns: time of the next attempt, if one has
+    failed."""
 
     key: WorkerKey
     ticket: int
     stages: tuple[int, ...]
     healed_ns: int | None = None
     retry_ns: int | None = None
+    in_parts: bool = False
 
     @property
     def copying(self) -> bool:
@@ -164,12 +166,12 @@ class Healing:
         """A plan comes without these lives, which follow these stages. Earlier entries are out of date."""
         self._left_behind = stages
 
-    def attempt(self, key: WorkerKey, stages: tuple[int, ...]) -> Join:
+    def attempt(self, key: WorkerKey, stages: tuple[int, ...], *, in_parts: bool = False) -> Join:
         """Give out a ticket, the first or a further one."""
         self._ticket += 1
         self._left_behind.pop(key, None)
         self._env.persist("ticket", ticket=self._ticket, **asdict(key))
-        join = self.joins[key.worker_id] = Join(key, self._ticket, stages)
+        join = self.joins[key.worker_id] = Join(key, self._ticket, stages, in_parts=in_parts)
         return join
 
     def succeed(self, join: Join) -> None:

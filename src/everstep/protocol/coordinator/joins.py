@@ -12,17 +12,17 @@ shorter than lanes by speed would. The member copies the stage at the switch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause, Why
-from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.base.plan import SEGMENTS, Member, Plan, Seat, Shard, WorkerKey
 from everstep.cost.advice import step_ms
 from everstep.protocol.coordinator.environment import MILLISECOND_NS, Alarm, describe, listed
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Worker
-from everstep.protocol.coordinator.plans import Move, candidates, make_now, moved, prepare
+from everstep.protocol.coordinator.plans import Move, candidates, moved, prepare, shards_of
 from everstep.protocol.coordinator.speeds import by_speed, reason
 from everstep.protocol.coordinator.workers import dismiss, evict
 from everstep.protocol.messages import Heal, HealFailed, WorkerHealed
@@ -40,10 +40,7 @@ def reconcile(job: JobState) -> None:
     if not job.agreement.running:
         return
     leaving = leavers(job)
-    if job.env.config.wish.copies and _take_in(job, leaving):
-        return
-    if not job.env.config.wish.copies:
-        _choose_joiners(job, leaving)
+    _choose_joiners(job, leaving)
     for _, join in sorted(job.healing.joins.items()):
         if join.retry_ns is not None and job.env.now >= join.retry_ns:
             _send_heal(job, join.key)
@@ -74,19 +71,6 @@ def _vacancies(job: JobState, leaving: list[Worker], coming: Collection[int]) ->
     return max(0, job.slots.target - (len(job.agreement.survivors()) - len(leaving)) - len(coming))
 
 
-def _take_in(job: JobState, leaving: list[Worker]) -> bool:
-    """If no member has all of the state, none can feed a joiner: the joiner becomes a member, and copies its share
-    from several while the others wait. Returns whether one does."""
-    agreement = job.agreement
-    survivors, chosen = agreement.survivors(), candidates(job)[: _vacancies(job, leaving, ())]
-    settled = len(agreement.entered) == len(agreement.plan.members) and agreement.prepared is None
-    if not chosen or not settled or any(job.agents.out_of_touch(worker) for worker in survivors):
-        return False
-    text = f"worker {listed(w.key.worker_id for w in chosen)} joins, and copies its share of the state"
-    make_now(job, [*survivors, *chosen], Why(Cause.JOINED, text), fresh=False)
-    return True
-
-
 def _choose_joiners(job: JobState, leaving: list[Worker]) -> None:
     """Give tickets to as many ready workers as there are vacancies; withdraw other tickets."""
     agreement, healing = job.agreement, job.healing
@@ -112,30 +96,41 @@ def donors(job: JobState, attempt: int, stage: int = 0) -> list[Member]:
     return backups[turn:] + backups[:turn] + [m for m in alive if m.worker_id == leader]
 
 
-def _stages_for(job: JobState, key: WorkerKey) -> tuple[int, ...]:
-    """Stages of the seats that a joiner will probably get: those that it has to copy."""
+def _seats_with(job: JobState, key: WorkerKey) -> tuple[Seat, ...]:
+    """The seats that there will probably be with a joiner: those that it gets are those whose stages it copies."""
     plan = job.agreement.plan
-    if plan.stages == 1:
-        return (0,)
     on_the_way = [j for j in job.healing.joins.values() if j.key != key]
     seats = [*plan.seats, *(Seat(j.key.worker_id, k, "standby", ()) for j in on_the_way for k in j.stages)]
     staying = {w.key.worker_id for w in job.agreement.survivors()} - {w.key.worker_id for w in leavers(job)}
     ids = sorted(staying | {j.key.worker_id for j in on_the_way} | {key.worker_id})
-    found = job.speeds.seats(ids, seats, anew=True)
-    return tuple(s.stage for s in found if s.worker_id == key.worker_id)
+    if plan.stages == 1:
+        return tuple(Seat(i, 0, "standby", ()) for i in ids)
+    return job.speeds.seats(ids, seats, anew=True)
+
+
+def _parts_of(job: JobState, worker_id: int, stages: Collection[int], seats: Sequence[Seat]) -> list[Shard]:
+    """The parts of stages that a joiner probably gets; all segments of one that nobody has completely now. None where
+    everybody has all."""
+    found = {s.stage: s for s in shards_of(job, seats) if s.worker_id == worker_id}
+    now = {s.stage for s in job.agreement.plan.shards}
+    every = ((0, SEGMENTS),)
+    return [found.get(k) or Shard(worker_id, k, segments=every) for k in stages if k in found or k in now]
 
 
 def _send_heal(job: JobState, key: WorkerKey) -> None:
     worker, plan = job.membership.alive(key), job.agreement.plan
     if worker is None:
         return
-    join = job.healing.attempt(key, _stages_for(job, key))
+    seats = _seats_with(job, key)
+    stages = tuple(sorted(seat.stage for seat in seats if seat.worker_id == key.worker_id))
+    parts = _parts_of(job, key.worker_id, stages, seats)
+    join = job.healing.attempt(key, stages, in_parts=bool(parts))
     worker.ordered(job.env.now)
     by_stage = [donors(job, join.ticket, stage) for stage in join.stages]
     everybody = list({m.worker_id: m for found in by_stage for m in found}.values())
     holders = [[m.worker_id for m in found] for found in by_stage]
-    heal = Heal(ticket=join.ticket, plan=plan, donors=everybody, stages=list(join.stages), holders=holders)
-    job.env.send(worker.connection, heal)
+    stages_told: dict[str, Any] = {"stages": list(join.stages), "holders": holders, "shards": parts}
+    job.env.send(worker.connection, Heal(ticket=join.ticket, plan=plan, donors=everybody, **stages_told))
 
 
 def worker_healed(job: JobState, worker: Worker, message: WorkerHealed) -> None:

@@ -128,13 +128,13 @@ def _plan(job: JobState, members: Iterable[Worker], seats: tuple[Seat, ...], why
         cause=why.cause,
         term=config.hosts.term,
         alike=job.progress.known_alike,
-        shards=_shards(job, seats),
+        shards=shards_of(job, seats),
         voided=job.progress.voided,
         **rest,
     )
 
 
-def _shards(job: JobState, seats: Sequence[Seat]) -> tuple[Shard, ...]:
+def shards_of(job: JobState, seats: Sequence[Seat]) -> tuple[Shard, ...]:
     """The holders of the segments of the optimizer's state: the present holders, as far as the shares are even."""
     config, old = job.env.config, job.agreement.plan
     found: list[Shard] = []
@@ -353,8 +353,7 @@ def _newcomers(job: JobState, survivors: int, needed: int, lost: Sequence[int]) 
     room = max(0, job.slots.target - survivors)
     ready = candidates(job)
     saving = [w for w in ready if followed(job, w) & set(lost)]
-    copies = bool(job.env.config.wish.copies)  # then no joiner heals beside the members
-    small = [w for w in ready if (copies or 0 <= w.state_bytes <= SMALL_STATE_BYTES) and w not in saving]
+    small = [w for w in ready if 0 <= w.state_bytes <= SMALL_STATE_BYTES and w not in saving]
     large = [w for w in ready if w not in small and w not in saving]
     chosen = (saving + small)[:room]
     if survivors + len(chosen) < needed:
@@ -398,8 +397,11 @@ def _fall_back(job: JobState, why: Why) -> None:
 
 
 def _held_step(job: JobState, worker: Worker) -> int:
-    """The step that a worker outside the plan is known to hold; 0 unless it has said that it has healed."""
-    return worker.step if followed(job, worker) else 0
+    """The step that a worker outside the plan is known to hold; 0 unless it has said that it has healed, and of whole
+    stages."""
+    join = job.healing.healed(worker.key)
+    parts = bool(job.env.config.wish.copies) and (join is None or join.in_parts)
+    return worker.step if followed(job, worker) and not parts else 0
 
 
 def quorum_due(job: JobState, about: Any) -> None:

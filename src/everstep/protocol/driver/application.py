@@ -11,6 +11,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.joint_feeds import Followers
 from everstep.protocol.driver.last_step import LastStep
 from everstep.protocol.driver.operations import SaveAsked
 from everstep.protocol.driver.outbox import Outbox
@@ -39,6 +40,7 @@ class Application:
         last: LastStep,
         rewindable: bool,
         bring_together: Callable[[], tuple[Sources, Piecewise]],
+        followers: Followers,
     ) -> None:
         """bring_together: as `Settler` does."""
         self.ask: do.Ask | None = None
@@ -53,7 +55,7 @@ class Application:
         self._gather = Key(0, 0)
         self._finished = 0
         self._jumped = False
-        self._followers = False
+        self._followers = followers
         self._told_left = Key(-1, 0)
         self._data = b""
 
@@ -101,10 +103,6 @@ class Application:
         self.ended = message
         if message.state != "completed":
             self.answer(do.Exit(message.reason, failed=True))
-
-    def follower_asked(self) -> None:
-        """A joiner wants to follow this worker."""
-        self._followers = True
 
     def went_back(self) -> None:
         """The state is that of another step: the application goes on from there and counts its gathers from 0."""
@@ -171,11 +169,13 @@ class Application:
 
     def _offer_feeds(self) -> None:
         """Feed joiners that asked: the state does not change now, between two steps."""
-        machine = self._machine
-        if self._followers and machine.phase is Phase.IDLE:
-            self._followers = False
-            known = dict(self._last.gathers.known)
-            self._out.put(do.OfferFeeds(machine.position, machine.records, known, machine.stages))
+        machine, followers = self._machine, self._followers
+        tickets = followers.ready(self._last.asked) if machine.phase is Phase.IDLE else frozenset()
+        if machine.phase is Phase.IDLE and (followers.asked or tickets):
+            followers.served()
+            known, stages = dict(self._last.gathers.known), machine.stages
+            held = {k: machine.held[k] for k in stages if not machine.held[k].whole}
+            self._out.put(do.OfferFeeds(machine.position, machine.records, known, stages, held, tickets))
 
     # ---- answers
 

@@ -117,7 +117,7 @@ class Driver:
             do.NotKept: keeper.refused,
             do.PartsThere: saver.parts_there,
             do.SaveEnded: saver.ended,
-            do.FollowerAsked: lambda e: parts.application.follower_asked(),
+            do.FollowerAsked: lambda e: parts.followers.come(e.joint),
             do.EndOrdered: lambda e: saver.ending.ask(e.why),
             do.TimePassed: lambda e: None,
         }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from everstep.placement.probes import ProbeRule
 from everstep.protocol.driver.application import Application
 from everstep.protocol.driver.comparing import Comparing, Names
+from everstep.protocol.driver.joint_feeds import Followers
 from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.driver.operations import Records
 from everstep.protocol.driver.outbox import Gathers, Outbox
@@ -60,7 +61,8 @@ class DriverParts:
         self.settler = settler = Settler(machine, out, gathers, keeper, config.rewindable, comparing, probing)
         self.saver = saver = Saver(machine, out, gathers, config.saving)
         ends = saver, stepper.last, config.rewindable, settler.bring_together
-        self.application = Application(machine, out, *ends)
+        self.followers = followers = Followers()
+        self.application = Application(machine, out, *ends, followers)
         self.joiner = Joiner(out, stepper, gathers)
 
     def proven(self, number: int) -> int:

@@ -1,12 +1,12 @@
-"""The step whose state a worker has: whether its loss and gradient were finite, and what follows from that. Pure.
+"""The step whose state a worker has: whether its loss and gradient were finite, and what else its records say. Pure.
 
 Apart because two parts need it: the next record counts non-finite steps in a row, and the application may have to
-stop.
+stop, or to give its state to joiners.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.nonfinite import FINITE, Nonfinite
@@ -25,21 +25,31 @@ class LastStep:
         self._machine = machine
         self.gathers = gathers
         self._conclude = conclude
-        self._judged: tuple[do.Records, Nonfinite] = {}, FINITE
+        self._judged: tuple[do.Records, StepOutcome | None] = {}, None
         self._done = 0
 
     def did(self, outcome: StepOutcome, records: do.Records) -> None:
         """This worker has applied a step."""
-        self._done, self._judged = outcome.step, (records, outcome.nonfinite)
+        self._done, self._judged = outcome.step, (records, outcome)
+
+    def _outcome(self) -> StepOutcome | None:
+        number = self._machine.step
+        records = self.gathers.of_update(number)
+        if records is not self._judged[0]:
+            self._judged = records, self._conclude(number, records) if records else None
+        return self._judged[1]
 
     @property
     def nonfinite(self) -> Nonfinite:
         """Verdict on the step's loss and gradient, if its records are known."""
-        number = self._machine.step
-        records = self.gathers.of_update(number)
-        if records is not self._judged[0]:
-            self._judged = records, self._conclude(number, records).nonfinite if records else FINITE
-        return self._judged[1]
+        outcome = self._outcome()
+        return FINITE if outcome is None else outcome.nonfinite
+
+    @property
+    def asked(self) -> Mapping[int, frozenset[int]]:
+        """By ticket of a joiner, the members that it had asked before the step, if its records are known."""
+        outcome = self._outcome()
+        return {} if outcome is None else outcome.asked
 
     @property
     def ends_job(self) -> str:

@@ -67,6 +67,7 @@ class MachineEffects:
     def _entered(self, effect: step.Entered) -> None:
         parts, application, saver = self._parts, self._parts.application, self._parts.saver
         parts.stepper.entered(effect.generation)
+        parts.followers.regroup()
         parts.settler.entered(effect, application.loop)
         again = application.again()
         if again is not None:

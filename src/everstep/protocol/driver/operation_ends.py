@@ -91,7 +91,7 @@ class OperationEnds:
     def _reduced(self, operation: do.Reduce, payload: AgreePayload) -> _Events:
         parts = self._parts
         kept, due, saved = parts.keeper.complete, parts.saver.due(operation.step), parts.saver.newest
-        return parts.stepper.reduced(operation, payload, kept, due, saved)
+        return parts.stepper.reduced(operation, payload, kept, due, saved, parts.followers.tickets)
 
     def _updated(self, operation: do.Update, began_unix_ns: int) -> _Events:
         self._made = operation, began_unix_ns
@@ -123,11 +123,11 @@ class OperationEnds:
         self._parts.comparing.copied()
         return self._parts.joiner.adopted(operation, result)
 
-    def _replayed(self, operation: do.Replay, result: None) -> _Events:
+    def _replayed(self, operation: do.Replay, held: Mapping[int, Extents] | None) -> _Events:
         self._parts.saver.ending.decided(operation.outcome)
         self._parts.keeper.updated(operation.outcome, operation.records)
         self._parts.stepper.concluded(operation.outcome)
-        return self._parts.joiner.replayed(operation)
+        return self._parts.joiner.replayed(operation, held)
 
     def _finished(self, operation: do.Finish, written: bool) -> None:
         at = operation.step

@@ -19,6 +19,7 @@ from everstep.placement.probes import Trial
 from everstep.protocol import messages as wire
 from everstep.protocol.driver.policy import Due
 from everstep.protocol.driver.records import StageSection, StepOutcome
+from everstep.protocol.moving.giver import JointAsk
 from everstep.protocol.step_types import Discard, Key, Piecewise, Record, Release, Snapshots
 
 LEFT = Why(Cause.LINK, "")
@@ -132,10 +133,15 @@ class Restore(Operation, frozen=True):
 
 class OpenFeeds(Operation, frozen=True):
     """A joiner: connect to the first donor of each group that can be reached, and copy its offer into memory;
-    answered with the position of each offer. groups: (donors in order of preference, stages to ask for)."""
+    answered with the position of each offer. groups: (donors in order of preference, stages to ask for).
+
+    plan: in which this worker has its parts, if it gets parts; then all donors of all groups offer and feed together.
+    joint: what to ask of each, by group and worker id."""
 
     ticket: int
     groups: tuple[tuple[tuple[Member, ...], tuple[int, ...]], ...]
+    plan: Plan | None = None
+    joint: tuple[Mapping[int, JointAsk], ...] = ()
 
 
 class Watch(Operation, frozen=True):
@@ -145,7 +151,8 @@ class Watch(Operation, frozen=True):
 
 class Adopt(Operation, frozen=True):
     """A joiner: load the offered state, and bring every stage to the newest position with the steps that have come.
-    Nothing interrupts it. Answered with `Copied`. passed: by feed, the outcomes of the steps to apply."""
+    Nothing interrupts it. Answered with `Copied`. passed: by feed, the outcomes of the steps to apply; none of stages
+    that come in parts."""
 
     position: Key
     stages: tuple[int, ...]
@@ -153,8 +160,9 @@ class Adopt(Operation, frozen=True):
 
 
 class Replay(Operation, frozen=True):
-    """A joiner: apply the step that is next in all feeds. Nothing interrupts it. Answered. plan: of the ticket, with
-    the generation in which the step counts as made."""
+    """A joiner: apply the step that is next in all feeds. Nothing interrupts it. Answered with its blocks of stages of
+    which it has a part, by stage. plan: of the ticket (with its parts), with the generation in which the step counts as
+    made."""
 
     step: int
     records: Mapping[int, Record]
@@ -284,12 +292,15 @@ class Unshelve(AtOnce, frozen=True):
 
 
 class OfferFeeds(AtOnce, frozen=True):
-    """Give every joiner that asked the state as it is now, and feed it the steps that follow."""
+    """Give every joiner that asked the state as it is now, and feed it the steps that follow. held: blocks of these
+    stages that are here, where not all. tickets: of joiners that get it from several donors, and may have it now."""
 
     position: Key
     records: Mapping[int, Record]
     gathers: GatheredRecords
     stages: tuple[int, ...]
+    held: Mapping[int, Extents] = {}
+    tickets: frozenset[int] = frozenset()
 
 
 class CutFeeds(AtOnce, frozen=True):
@@ -496,7 +507,10 @@ class TimePassed(DriverEvent, frozen=True):
 
 
 class FollowerAsked(DriverEvent, frozen=True):
-    """A joiner wants to follow this worker from the start of its next step."""
+    """A joiner wants to follow this worker from the start of its next step. joint: from one that others
+    offer it, too."""
+
+    joint: JointAsk | None = None
 
 
 class InMemory(DriverEvent, frozen=True):

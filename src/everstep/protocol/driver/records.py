@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -87,7 +87,7 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
     handed on, all snapshots in memory that it is to; 0 if none. save, save_cause: from the job's leader, the tiers that
     take a checkpoint after this step, and why; and, from a member that knows that the job ends, that (`END`). saved:
     from the job's leader, the newest step whose checkpoint counts. nonfinite: how many steps in a row before this one
-    were not finite, as far as this worker knows.
+    were not finite, as far as this worker knows. asked: tickets of joiners that wait for this worker and others.
     """
 
     sections: list[StageSection]
@@ -97,11 +97,21 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
     save_cause: Cause = Cause.UNKNOWN
     saved: int = 0
     nonfinite: int = 0
+    asked: tuple[int, ...] = ()
 
-    def stamped(self, committed_unix_ns: int, kept: int, due: Due, saved: int = 0, nonfinite: int = 0) -> AgreePayload:
+    def stamped(
+        self,
+        committed_unix_ns: int,
+        kept: int,
+        due: Due,
+        saved: int = 0,
+        nonfinite: int = 0,
+        asked: tuple[int, ...] = (),
+    ) -> AgreePayload:
         """The same payload with: time of the step before's commit, newest kept step, due tiers, newest saved step,
-        and non-finite steps."""
-        said = {"save": (tuple(due.tiers), due.reason), "save_cause": due.cause, "saved": saved, "nonfinite": nonfinite}
+        non-finite steps, and tickets."""
+        said: dict[str, Any] = {"save": (tuple(due.tiers), due.reason), "save_cause": due.cause, "saved": saved}
+        said |= {"nonfinite": nonfinite, "asked": asked}
         return msgspec.structs.replace(self, committed_unix_ns=committed_unix_ns, kept=kept, **said)
 
 
@@ -125,7 +135,8 @@ class StepOutcome:
     stage and worker, if they were due; ties: digests of the copies of each parameter that several stages hold, and
     of model settings that differ, by name and (stage, worker). kept: the newest step whose snapshots are in memory
     in all stages. save, save_cause, saved: as in `AgreePayload`. probes: by lane and part of the model, the results
-    of the members that computed it, by worker. nonfinite: the verdict on values that are not finite.
+    of the members that computed it, by worker. nonfinite: the verdict on values that are not finite. asked: by ticket
+    of a joiner, the workers that it has asked.
     """
 
     step: int
@@ -143,6 +154,7 @@ class StepOutcome:
     nonfinite: Nonfinite = FINITE
     saved: int = 0
     probes: Mapping[tuple[int, int], Mapping[int, LaneSaid]] = field(default_factory=dict)
+    asked: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -230,6 +242,9 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record], rule: Nonfi
         ),
         saved=max(p.saved for p in payloads.values()),
         probes=_probes(sections),
+        asked={
+            t: frozenset(w for w, p in payloads.items() if t in p.asked) for p in payloads.values() for t in p.asked
+        },
     )
 
 

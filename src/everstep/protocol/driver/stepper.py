@@ -3,7 +3,7 @@ Pure.
 
 A joiner copies the state that donors offer, and follows their steps until a plan includes it. Each group of stages
 has a donor. The donors may offer different steps; the steps that they feed bring the older offers to the newest,
-before anything is loaded. Then all stages go on together.
+before anything is loaded. Then all stages go on together. Where no member has all of a stage, see `joint_feeds`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
+from everstep.base.extents import Extents
+from everstep.base.plan import Plan
 from everstep.base.ports import Tag
 from everstep.placement.probes import owed
+from everstep.placement.shards import share
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.comparing import Comparing, Statements
+from everstep.protocol.driver.joint_feeds import coming, groups, joint_asks
 from everstep.protocol.driver.last_step import LastStep
 from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.policy import Due
@@ -125,11 +128,18 @@ class Stepper:
         self._out.start(do.Reduce, effect.generation, machine.plan, effect.step, compare)
 
     def reduced(
-        self, operation: do.Reduce, payload: AgreePayload, kept: int, due: Due, saved: int
+        self,
+        operation: do.Reduce,
+        payload: AgreePayload,
+        kept: int,
+        due: Due,
+        saved: int,
+        asked: tuple[int, ...] = (),
     ) -> Iterable[step.StepEvent]:
         """This worker has its part of the reduced gradient. kept: the newest step whose snapshots are in place.
-        due: the tiers that save this step. saved: the newest step whose checkpoint counts."""
-        data = encode(payload.stamped(self._committed_ns, kept, due, saved, self.last.nonfinite.in_a_row))
+        due: the tiers that save this step. saved: the newest step whose checkpoint counts. asked: tickets of joiners
+        that wait for this worker and others."""
+        data = encode(payload.stamped(self._committed_ns, kept, due, saved, self.last.nonfinite.in_a_row, asked))
         return [step.GradientReduced(operation.generation, operation.step, data)]
 
     def gather(self, data: bytes, ends: bool, states: Sequence[StageSection] = ()) -> step.GatherWanted:
@@ -299,10 +309,12 @@ class Joiner:
         self._feeds: list[_Feed] = []
         self._at = 0
         self._adopted = self._said = False
+        self._coming: Plan | None = None  # in which it has its parts, if it gets parts
 
     def begin(self, ticket: wire.Heal) -> None:
         """The coordinator names the donors."""
         self._ticket, self._feeds, self._at, self._adopted, self._said = ticket, [], 0, False, False
+        self._coming = coming(ticket, self._out.me.worker_id)
 
     def stop(self) -> wire.Heal | None:
         """Stop following. Returns the ticket."""
@@ -318,7 +330,8 @@ class Joiner:
             return None
         generation = ticket.plan.generation
         if not self._feeds:
-            self._out.start(do.OpenFeeds, generation, ticket.ticket, groups(ticket))
+            joint = joint_asks(ticket, self._out.me.worker_id)
+            self._out.start(do.OpenFeeds, generation, ticket.ticket, groups(ticket), self._coming, joint)
         elif not self._adopted:
             self._level(generation)
         elif all(feed.steps for feed in self._feeds):
@@ -346,7 +359,7 @@ class Joiner:
         outcome = self._stepper.outcome(first.step, first.records)
         differs = self._stepper.compare(outcome)
         if differs is None:
-            plan = ticket.plan
+            plan = self._coming or ticket.plan
             self._out.start(do.Replay, plan.generation, first.step, first.records, outcome, plan)
         return differs
 
@@ -374,28 +387,20 @@ class Joiner:
             for _ in passed:
                 feed.steps.popleft()
         self._gathers.copied(result.gathers)
-        return [step.Followed(operation.position, result.records, operation.stages, operation.generation)]
+        mine, plan = self._out.me.worker_id, self._coming
+        held = {} if plan is None else {k: share(plan.shard(mine, k), of) for k, of in result.sizes.items()}
+        return [step.Followed(operation.position, result.records, operation.stages, operation.generation, held)]
 
-    def replayed(self, operation: do.Replay) -> Iterable[StepEvent]:
-        """The next step is replayed."""
+    def replayed(self, operation: do.Replay, held: Mapping[int, Extents] | None) -> Iterable[StepEvent]:
+        """The next step is replayed. held: blocks of stages of which this worker has a part."""
         self._at = operation.step
         self._stepper.last.did(operation.outcome, operation.records)
         for feed in self._feeds:
             feed.steps.popleft()
         self._gathers.applied(operation.step, operation.records)
-        return [step.Followed(Key(operation.step, 0), operation.records, self._stages, operation.generation)]
+        at = Key(operation.step, 0)
+        return [step.Followed(at, operation.records, self._stages, operation.generation, held or {})]
 
     @property
     def _stages(self) -> tuple[int, ...]:
         return tuple(sorted(stage for feed in self._feeds for stage in feed.stages))
-
-
-def groups(ticket: wire.Heal) -> tuple[tuple[tuple[Any, ...], tuple[int, ...]], ...]:
-    """Groups of stages with their donors, in order of preference: one feed for each group."""
-    donors = {m.worker_id: m for m in ticket.donors}
-    holders = ticket.holders or [list(donors)] * len(ticket.stages)
-    found: dict[tuple[int, ...], list[int]] = {}
-    by_stage: Mapping[int, Sequence[int]] = dict(zip(ticket.stages, holders, strict=True))
-    for stage in sorted(by_stage):
-        found.setdefault(tuple(i for i in by_stage[stage] if i in donors), []).append(stage)
-    return tuple((tuple(donors[i] for i in ids), tuple(stages)) for ids, stages in found.items())

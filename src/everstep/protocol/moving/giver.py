@@ -3,14 +3,18 @@
 An *asker* is one conversation. Members that settle, and those that keep snapshots for other pools, get the state on
 a shelf as soon as it is there: of their generation, or of the step. Joiners get an offer at the next step boundary.
 Those that follow are then fed every step, in order and without a gap, until the state jumps, a stage of theirs is no
-longer held, or they take too long.
+longer held, or they take too long. One that gets its part of the stages from several donors waits for the boundary at
+which all of them offer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from everstep.base.extents import Runs
+from everstep.placement.shards import numbers_of_runs
 
 MAX_BACKLOG = 16
 """Most steps that wait for one follower; they occupy memory."""
@@ -23,18 +27,39 @@ keep them too.
 ShelfName = tuple[ShelfKind, int]
 """The kind, and its generation or step. A shelf of a higher number replaces the one before."""
 
+
+@dataclass(frozen=True)
+class JointAsk:
+    """What a joiner asks of one of several donors that offer it a state together. worker: the joiner's id; ticket: its
+    ticket; donors: ids of all of them; times: conversations of this ticket with this donor. segments: those of the
+    optimizer's state whose gradients this one feeds, None: all; rest: also what is not dealt out."""
+
+    worker: int
+    ticket: int
+    donors: tuple[int, ...]
+    times: int
+    segments: Runs | None
+    rest: bool
+
+
 # ---- events
 
 
 @dataclass(frozen=True)
 class AskerCame:
     """A conversation begins: the asker wants state of these stages. shelf: where it lies; None: the asker is a
-    joiner. follows: a joiner that is fed afterwards."""
+    joiner. follows: a joiner that is fed afterwards. joint: if others offer it, too."""
 
     asker: Any
     stages: tuple[int, ...]
     shelf: ShelfName | None = None
     follows: bool = False
+    joint: JointAsk | None = None
+
+    @property
+    def ticket(self) -> int:
+        """Ticket of a joiner that others offer it, too; 0 of any other."""
+        return 0 if self.joint is None else self.joint.ticket
 
 
 @dataclass(frozen=True)
@@ -54,21 +79,29 @@ class ShelfEmptied:
 
 @dataclass(frozen=True)
 class StandsStill:
-    """The state of these stages does not change for now."""
+    """The state of these stages does not change for now. tickets: those that all of their donors offer it now."""
 
     stages: frozenset[int]
+    tickets: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class StepToFeed:
-    """A step of these stages is decided, and is about to be applied."""
+    """A step of these stages is decided, and is about to be applied. segments: by stage, those whose gradients this
+    worker has, where not all."""
 
     stages: frozenset[int]
+    segments: Mapping[int, Runs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class WentElsewhere:
     """The state jumps to another step."""
+
+
+@dataclass(frozen=True)
+class GenerationBegan:
+    """All members have settled in a new generation."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +132,7 @@ GiverEvent = (
     | StandsStill
     | StepToFeed
     | WentElsewhere
+    | GenerationBegan
     | AskerHasAll
     | StepSent
     | AskerGone
@@ -156,10 +190,9 @@ class Giver:
         self._keeping: set[Any] = set()
         self._joiners: dict[Any, _Joiner] = {}
 
-    @property
-    def asked(self) -> bool:
-        """Whether an asker waits for a step boundary."""
-        return any(not joiner.offered for joiner in self._joiners.values())
+    def waits(self, tickets: Collection[int] = ()) -> bool:
+        """Whether an asker waits for a step boundary at which these tickets are offered."""
+        return any(not one.offered and one.asked.ticket in {0, *tickets} for one in self._joiners.values())
 
     @property
     def feeds(self) -> bool:
@@ -189,12 +222,14 @@ class Giver:
                 return self._serve()
             case ShelfEmptied(kind):
                 self._shelves.pop(kind, None)
-            case StandsStill(stages):
-                return self._offer(stages)
-            case StepToFeed(stages):
-                return self._feed(stages)
+            case StandsStill(stages, tickets):
+                return self._offer(stages, {0, *tickets})
+            case StepToFeed():
+                return self._feed(event)
             case WentElsewhere():
                 return self._let_go(asker for asker, joiner in self._joiners.items() if joiner.offered)
+            case GenerationBegan():
+                return self._end_joint()
             case AskerHasAll(asker):
                 return self._had(asker)
             case StepSent(asker) if asker in self._joiners:  # else it has gone while the step was sent
@@ -225,10 +260,17 @@ class Giver:
 
     # ---- joiners
 
-    def _offer(self, stages: frozenset[int]) -> list[GiverEffect]:
+    def _end_joint(self) -> list[GiverEffect]:
+        """End joiners that were not offered anything: some of their donors may have been about to offer."""
+        over = [asker for asker, joiner in self._joiners.items() if joiner.asked.ticket and not joiner.offered]
+        for asker in over:
+            del self._joiners[asker]
+        return [EndAsker(asker) for asker in over]
+
+    def _offer(self, stages: frozenset[int], tickets: Collection[int]) -> list[GiverEffect]:
         effects: list[GiverEffect] = []
         for asker, joiner in list(self._joiners.items()):
-            if joiner.offered:
+            if joiner.offered or joiner.asked.ticket not in tickets:
                 continue
             if stages >= set(joiner.asked.stages):
                 joiner.offered = True
@@ -242,9 +284,9 @@ class Giver:
     def _fed(joiner: _Joiner) -> bool:
         return joiner.asked.follows and joiner.offered and not joiner.closing
 
-    def _feed(self, stages: frozenset[int]) -> list[GiverEffect]:
+    def _feed(self, step: StepToFeed) -> list[GiverEffect]:
         fed = {asker: joiner for asker, joiner in self._joiners.items() if self._fed(joiner)}
-        late = [a for a, j in fed.items() if j.backlog >= MAX_BACKLOG or not stages >= set(j.asked.stages)]
+        late = [a for a, j in fed.items() if j.backlog >= MAX_BACKLOG or not _can_feed(step, j.asked)]
         effects = self._let_go(late)
         for asker, joiner in fed.items():
             if asker not in late:
@@ -270,3 +312,12 @@ class Giver:
             return []
         joiner.had = True
         return [EndAsker(asker)] if joiner.closing or not joiner.asked.follows else []
+
+
+def _can_feed(step: StepToFeed, asked: AskerCame) -> bool:
+    """Whether this worker has all gradients of the step that a follower gets from it."""
+    wanted = None if asked.joint is None else asked.joint.segments
+    parts = [numbers_of_runs(step.segments[k]) for k in asked.stages if k in step.segments]
+    return step.stages >= {*asked.stages} and all(
+        wanted is not None and numbers_of_runs(wanted) <= one for one in parts
+    )

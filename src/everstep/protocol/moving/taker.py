@@ -11,7 +11,8 @@ Three ways differ in little:
 - *To settle*, one source leads; more are asked while that is worthwhile, or once no other source has the rest.
 - *No source has all*: every source leads, since each knows only the digests of its own part.
 - *To follow*, the first source that can be reached leads, and then feeds its steps; a few others are asked at the
-  same moment, before they take another step. A leader that is lost then is not replaced.
+  same moment, before they take another step. A leader that is lost then is not replaced. If no source has all, all
+  of them lead and feed, and none is done without.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from everstep.base.extents import NONE, Extents, Sizes
+from everstep.base.extents import NONE, WHOLE, Extents, Sizes
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol.moving.chunks import Chunk, Chunks
 from everstep.protocol.step_types import Key, Pieces, Piecewise
@@ -47,6 +48,13 @@ class TakeOrder:
     def scattered(self) -> bool:
         """Whether no source has all, so that all are asked."""
         return self.pieces is not None and bool(self.pieces.given)
+
+
+def following(stages: Sequence[int], sources: Sequence[WorkerKey], at_once: int, *, in_parts: bool) -> TakeOrder:
+    """The order to follow. in_parts: all of the sources, which have parts of the stages; else the first one that can be
+    reached, and at_once sources are asked for blocks."""
+    pieces = Pieces(WHOLE, {key.worker_id: WHOLE for key in sources}) if in_parts else None
+    return TakeOrder(tuple(stages), tuple(sources), len(sources) if in_parts else at_once, None, pieces, follows=True)
 
 
 def orders(
@@ -268,7 +276,7 @@ class Taker:
         asked = self._asked.pop(source)
         self._lost[source] = why
         self._chunks.lost(source)
-        if self.order.follows and asked.leads and asked.reached:
+        if self.order.follows and asked.leads and (asked.reached or self.order.scattered):
             self._fail()
         elif not self._describing and self._waiting:
             self._reach(leads=True)

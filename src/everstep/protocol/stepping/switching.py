@@ -47,7 +47,7 @@ class Switching:
         """A joiner has replayed a step; perhaps the members have switched after it to a plan that includes the
         joiner."""
         effects = self._known.move(event.position, event.records)
-        self._known.held.becomes(dict.fromkeys(event.stages, WHOLE))
+        self._known.held.becomes({k: event.held.get(k, WHOLE) for k in event.stages})
         self._known.held.counts_in(event.generation)
         self._contributing.answered()
         self._untouched = False
