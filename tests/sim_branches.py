@@ -30,7 +30,7 @@ PROTOCOL = ROOT / "src" / "everstep" / "protocol"
 UNMET = Path(__file__).with_name("sim-branches-unmet.json")
 GUARDS = ("raise InvariantViolation(", "raise ProtocolError(", "check(job.version == ")
 """Where these would follow, no right program goes: such branches do not count."""
-KINDS, FIRST, CHUNK = ("", "split", "leased", "operated"), 1000, 100
+KINDS, FIRST, CHUNK = ("", "split", "leased", "operated", "sharded"), 1000, 100
 
 
 @dataclass(frozen=True, order=True)
@@ -64,14 +64,14 @@ def _run(part: tuple[str, str, int]) -> None:
         record.save()
 
 
-def measure(seeds: int, folder: Path) -> dict[str, Any]:
+def measure(seeds: int, folder: Path, processes: int) -> dict[str, Any]:
     """What coverage tells of each file: coverage.py's JSON report."""
     parts = [
         (str(folder / f"{kind or 'plain'}-{first}"), kind, first)
         for first in range(FIRST, FIRST + seeds, CHUNK)
         for kind in KINDS
     ]
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1, maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
         pool.map(_run, parts, chunksize=1)
     whole = coverage.Coverage(data_file=str(folder / "all"), branch=True, include=[f"{PROTOCOL}/*"])
     whole.combine([path for path, _, _ in parts])
@@ -120,13 +120,14 @@ def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000, help="Number of seeds of each kind.")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="How many run seeds at once.")
     parser.add_argument("--report", type=Path, help="A report of coverage.py that there is already.")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="everstep-branches-") as folder:
         if options.report:
             report = json.loads(options.report.read_text())["files"]
         else:
-            report = measure(options.seeds, Path(folder))
+            report = measure(options.seeds, Path(folder), options.processes)
     branches, count = unmet(report)
     reasons = {Branch(*one["branch"]): one["why"] for one in json.loads(UNMET.read_text())}
     met = count - len(branches)

@@ -29,18 +29,21 @@ from everstep.protocol.coordinator.types import (
     Tick,
 )
 from everstep.protocol.driver.driver import Driver
-from everstep.protocol.roles import COMMANDS
+from everstep.protocol.roles import COMMANDS, JOB
 from everstep.protocol.telling import parts_of
 from everstep.sim.checks import Checks, require
+from everstep.sim.fate import Fate
 from everstep.sim.life import Life, SimSite
 from everstep.sim.mesh import SimControlClient
-from everstep.sim.orders import Orders
+from everstep.sim.orders import Orders, ScriptedStrikes
 from everstep.sim.rules import USUAL, Rules
 from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS, Process, SimConnection, World, connect
 
 CONTROL_HOST = "control"
 HEARTBEAT_NS = 200 * MS
+FOUL = "what its sender may not say"
+"""Reason in messages that the coordinator has to refuse."""
 _MOST_IDLE_TICKS = 5
 
 
@@ -155,12 +158,17 @@ class SimCoordinator(Process):
                 connection = self.peers.pop(name, None)
                 if connection is not None:
                     connection.close(self)
+                if effect.foul:  # else the coordinator has forgotten it already
+                    self.world.seen["connections", "foul"] += 1
+                    self.later(0, self.feed, Disconnected(name))
             case Knock(key=key):
                 self.soon(MS, 5 * MS, self._knocked, key)
             case Remember(facts=facts):
                 self.control.site.facts.update(facts)
             case Report(kind=kind, fields=fields):
                 self.world.log(self.name, "reports", kind, fields)
+                require(FOUL not in str(fields.get("reason")), "P7", f"{kind} because of {FOUL}")
+                self.control.strikes.reported(kind, fields)
                 self.control.fate.report(kind, fields)
                 self.control.site.tell(kind, **fields)
 
@@ -206,6 +214,7 @@ class AgentProcess(Process):
         self.control = control
         self.process = process
         self.dismissed = self.leaving = self.drained = False
+        self.failed: wire.HostFailed | None = None  # why it can do nothing more
         self.slots = sorted(worker_ids)
         self.lost: dict[int, wire.SlotLost] = {}  # slots that the agent has given up
         self.ranks: dict[int, int] = {}  # of a slot's next life, if the coordinator has said it
@@ -233,6 +242,7 @@ class AgentProcess(Process):
                 slots=0 if self.control.rules.shared else len(self.slots),
                 lost=lost,
                 leaving=self.leaving,
+                failed=self.failed,
                 room=self.control.rules.room,
                 process=self.process,
                 domains={"rack": rack},
@@ -269,6 +279,12 @@ class AgentProcess(Process):
         if self.alive and not self.ended:
             self.leaving = True
             self.client.send(wire.HostLeaving(agent_id=self.name))
+
+    def fail(self, reason: str) -> None:
+        """Its host can do nothing more for the job."""
+        if self.alive and not self.ended:
+            self.failed = wire.HostFailed(agent_id=self.name, reason=reason, cause=Cause.DISK)
+            self.client.send(self.failed)
 
     def lose_fork_server(self) -> None:
         """The fork server dies. Its workers outlive it, except those that have not begun. No others start until it is
@@ -338,6 +354,10 @@ class AgentProcess(Process):
                 worker = self.workers.get(worker_id)
                 if worker is not None and worker.me.incarnation == incarnation:
                     worker.die(f"killed by its agent: {reason}")
+            case wire.ShowStacks(worker_id=worker_id):
+                if worker_id in self.workers:
+                    self.world.seen["hosts", "stacks"] += 1
+                    self.workers[worker_id].ties.show_stacks()
             case wire.ProbeHosts(number=number, addresses=addresses):
                 silent = [host for host in sorted(addresses) if not self.world.reachable(self.host, host)]
                 self.world.seen["hosts", "silent" if silent else "answer"] += 1
@@ -366,46 +386,20 @@ class Client(Process):
 
     def __init__(self, world: World, control: Control, name: str, args: dict[str, Any], role: str) -> None:
         super().__init__(world, f"client-{name}-{control.connections}", CONTROL_HOST)
+        self.control = control
         self.command = wire.Command(request=1, name=name, args=args)
-        self.link = SimControlClient(self, control.dial, role, lambda: [self.command], self._deliver)
+        hello = wire.JobHello(asked=[self.command]) if role == JOB else self.command
+        self.link = SimControlClient(self, control.dial, role, lambda: [hello], self._deliver)
         self.link.begin()
 
     def _deliver(self, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.CommandReply):
             self.world.log(self.name, "reply", message)
             self.link.close()
-
-
-class Fate:
-    """The end of the job, as the coordinator reports it."""
-
-    def __init__(self) -> None:
-        self.completed = False
-        self.failed = ""
-        self.stopped = False  # at the user's request
-        self.why = ""  # reason of the stop
-        self.reports: dict[str, int] = {}
-
-    def began(self, state: str, reason: str) -> None:
-        """A coordinator has begun: the one before may have crashed between journaling the end and reporting it."""
-        self.stopped = self.stopped or state == "interrupted"
-        self.completed = self.completed or state == "completed"
-        self.failed = reason if state == "failed" else self.failed
-
-    def report(self, kind: str, fields: dict[str, Any]) -> None:
-        """Take one of the coordinator's reports."""
-        self.reports[kind] = self.reports.get(kind, 0) + 1
-        if kind == "job_completed":
-            self.completed = True
-        elif kind == "job_failed" and fields.get("state") == "interrupted":
-            self.stopped, self.why = True, str(fields.get("reason"))
-        elif kind == "job_failed":
-            self.failed = str(fields.get("reason"))
-
-    @property
-    def ended(self) -> bool:
-        """Whether the job is over."""
-        return self.completed or self.stopped or bool(self.failed)
+        elif isinstance(message, wire.StrikeNow) and self.control.coordinator.alive:
+            self.world.seen["strikes", "coordinator"] += 1
+            self.control.coordinator.die("struck as it was scripted")
+            self.world.later(100 * MS, self.control.start_coordinator)
 
 
 def _evicted_key(fields: Mapping[str, Any]) -> WorkerKey:
@@ -438,6 +432,7 @@ class Control:
         self.agents: dict[str, AgentProcess] = {}
         self.workers: dict[WorkerKey, SimWorker] = {}
         self.fate = Fate()
+        self.strikes = ScriptedStrikes(self.checks.records)
         self.coordinator = self.first_coordinator()
 
     def first_coordinator(self) -> SimCoordinator:
@@ -522,6 +517,7 @@ class Control:
             self.journal.clear()
             self.agents.clear()
             self.checks.resumed(stages)
+            self.strikes = ScriptedStrikes(self.checks.records)
             self.site.disk.cut_anew(self.checks.job)
             self.start_coordinator()
             for host in self.hosts:

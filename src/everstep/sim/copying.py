@@ -16,12 +16,14 @@ from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
+from everstep.protocol.driver.records import encode
 from everstep.protocol.moving import giver
 from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.memory_retention import Retention, SnapshotKey
 from everstep.protocol.moving.taker import orders
 from everstep.protocol.step_types import Key, Record
 from everstep.sim.block_taking import SimTaking
+from everstep.sim.checks import freed
 from everstep.sim.life import Life, SimCopy, nothing
 from everstep.sim.model import NOTHING, PLANES, Blocks, SimReduced, digest, merged, present, without, wrong
 from everstep.sim.world import MS, SimConnection
@@ -386,13 +388,19 @@ class SimDonor:
 
     def _offer(self, effect: do.OfferFeeds) -> None:
         """The state stands still: start the joiners that asked."""
+        if not self._giver.asked:
+            return
         state, where = self.life.state, (effect.position, effect.records, effect.gathers)
         given = {stage: state.copy(*where, (stage,)) for stage in effect.stages}
         self._tell(giver.StandsStill(frozenset(effect.stages)), given)
 
     def feed(self, step: int, records: Mapping[int, Record], gradients: Mapping[int, SimReduced]) -> None:
-        """A step is decided: pass it on."""
-        self._tell(giver.StepToFeed(frozenset(gradients)), item=(step, records, gradients))
+        """A step is decided: pass it on, with its records as they go over the wire. Who still reads its offer reads
+        what will not change."""
+        lost = [asker for asker in self._giver.giving if asker.given is None or asker not in self.askers]
+        freed(self.life.me, "offers that nobody can have", lost)
+        if self._giver.feeds:
+            self._tell(giver.StepToFeed(frozenset(gradients)), item=(step, encode(records), gradients))
 
     def _pass(self, asker: _Asker) -> None:
         """Send waiting steps to a joiner that has all blocks, and then tell it that it has caught up."""

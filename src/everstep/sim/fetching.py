@@ -10,6 +10,7 @@ from typing import Any
 from everstep.base.extents import NONE, Extents
 from everstep.placement.shards import share
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.records import decode_records
 from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.taker import TakeOrder, orders
 from everstep.protocol.step_types import Record
@@ -265,7 +266,7 @@ class Follower:
         feed = self.feeds[place]
         match message:
             case ("step", step, records, gradients):
-                feed.steps[step] = (records, gradients)
+                feed.steps[step] = (decode_records(records), gradients)
                 feed.seen.append(step)
             case None:
                 self.broken = self.broken or "the donor went away"

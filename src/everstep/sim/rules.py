@@ -19,7 +19,8 @@ class Rules:
     start, `room` of them to a host at most (0: any number). least: hosts that have to be there before the job begins.
     by_steps: the limit for hangs follows from the steps' times. lasting_ms: how long slow workers and weak pools are
     tolerated. reboots: an agent that comes again says that it is another process. degree: processes of each worker,
-    which goes on with fewer of them where its slot is given up.
+    which goes on with fewer of them where its slot is given up. told_lanes: the coordinator hears the number of lanes
+    from workers.
     """
 
     saves: str = ""
@@ -30,13 +31,15 @@ class Rules:
     lasting_ms: int = 30_000
     reboots: bool = False
     degree: int = 1
+    told_lanes: bool = False
 
     def of_coordinator(self, config: CoordinatorConfig) -> CoordinatorConfig:
         """The config of a job with these rules."""
         limit = None if self.by_steps else config.hang_limit_ns
         cells = shapes_of(CellShape(1, self.degree), self.degree)
         hosts = replace(config.hosts, least=self.least, wait_ns=3600 * SECOND, cells=cells)
-        config = replace(config, lasting_ns=self.lasting_ms * MS)
+        lanes = config.lanes + 1 if self.told_lanes else config.lanes
+        config = replace(config, lasting_ns=self.lasting_ms * MS, lanes=lanes)
         return replace(config, hosts=hosts, hang_limit_ns=limit, slots=config.workers if self.shared else 0)
 
     def of_saving(self, config: SavingRules) -> SavingRules:

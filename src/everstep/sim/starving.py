@@ -38,7 +38,9 @@ class SimLauncher:
         if coordinator.alive:
             if coordinator.frozen_ns is None:
                 self._patience.answered()
-            self._patience.ask(now_s, Figures(coordinator.letter))
+            due_s = self._patience.due_in(now_s)
+            asked = self._patience.ask(now_s, Figures(coordinator.letter))
+            require(asked == (due_s == 0.0), "P8", f"the coordinator was asked {due_s:.2f} s too early")
             silent = self._patience.too_long()
             if silent:
                 require(not coordinator.starved, "P8", f"the coordinator {silent}, but it waits for a processor")
@@ -46,7 +48,7 @@ class SimLauncher:
                 self._patience.killed(now_s)
                 coordinator.die(f"it {silent}")
                 world.later(_RESTART_NS, control.start_coordinator)
-        world.later(round(PING_S * SECOND), self._look)
+        world.later(round(PING_S * SECOND) // 2, self._look)
 
 
 def draw_starved(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
