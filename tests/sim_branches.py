@@ -4,6 +4,8 @@ So many seeds of each kind are run, with every branch recorded. One that is neve
 drawn otherwise, or listed in sim-branches-unmet.json with the reason why the simulator cannot or need not take it. The
 command fails if one is not listed, and if a listed one is taken after all, or is no more.
 
+What lies behind a branch that is never taken is not listed, but does not count as taken either.
+
 A branch is named by its file, its function, its line and the line that would follow; a function that is never entered
 counts as one.
 """
@@ -81,9 +83,10 @@ def measure(seeds: int, folder: Path, processes: int) -> dict[str, Any]:
     return found
 
 
-def unmet(report: dict[str, Any]) -> tuple[list[Branch], int]:
-    """The branches that were never taken, and how many there are of all."""
-    found, count = [], 0
+def unmet(report: dict[str, Any]) -> tuple[list[Branch], int, int]:
+    """The branches that were never taken, as far as one comes to them; how many were never taken in all, and how many
+    there are."""
+    found, never_taken, count = [], 0, 0
     for name, told in sorted(report.items()):
         path = ROOT / name
         lines, file = [line.strip() for line in path.read_text().splitlines()], str(path.relative_to(PROTOCOL))
@@ -91,15 +94,18 @@ def unmet(report: dict[str, Any]) -> tuple[list[Branch], int]:
         missing = set(told["missing_lines"])
         never = {name for name, first, last in functions if first in missing}
         found += [Branch(file, name, "", "") for name in never]
+        never_taken += len(never)
         count += told["summary"]["num_branches"] + sum(1 for _ in functions)
         for source, to in told["missing_branches"]:
             inside = [name for name, first, last in functions if first <= source <= last]
             target = "return" if to < 0 else lines[to - 1]
             if target.startswith(GUARDS):
                 count -= 1
-            elif source not in missing and not never & set(inside):
+                continue
+            never_taken += 1
+            if source not in missing and not never & set(inside):
                 found.append(Branch(file, inside[-1] if inside else "", lines[source - 1], target))
-    return sorted(found), count
+    return sorted(found), never_taken, count
 
 
 def _functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, int, int]]:
@@ -128,9 +134,9 @@ def main() -> int:
             report = json.loads(options.report.read_text())["files"]
         else:
             report = measure(options.seeds, Path(folder), options.processes)
-    branches, count = unmet(report)
+    branches, never_taken, count = unmet(report)
     reasons = {Branch(*one["branch"]): one["why"] for one in json.loads(UNMET.read_text())}
-    met = count - len(branches)
+    met = count - never_taken
     print(f"{met} of {count} branches are taken ({met / count:.1%}); {len(reasons)} are listed as never taken")
     print(", ".join(f"{file}: {n}" for file, n in Counter(b.file for b in branches).most_common()))
     unlisted = [branch for branch in branches if branch not in reasons]

@@ -11,7 +11,9 @@ from typing import Any
 from everstep.base.cause import Cause
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as wire
+from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.coordinator import Coordinator
+from everstep.protocol.coordinator.restoring import end_in
 from everstep.protocol.coordinator.types import (
     Close,
     Connected,
@@ -109,6 +111,9 @@ class SimCoordinator(Process):
         if self.world.tracing and not _is_routine(event):
             self.world.log(self.name, "<-", event)
         self._orders.heard(event)
+        if isinstance(event, Received) and not isinstance(event.message, wire.Heartbeat):
+            refused = self.machine.refusal(event.connection, event.message)
+            self._orders.refuses(event.connection if refused else "")
         said = self.machine.handle(self.world.now_ns, event)
         self._orders.said(said)
         self.control.said(self.term, said, self.machine)
@@ -170,7 +175,8 @@ class SimCoordinator(Process):
                 require(FOUL not in str(fields.get("reason")), "P7", f"{kind} because of {FOUL}")
                 self.control.strikes.reported(kind, fields)
                 self.control.fate.report(kind, fields)
-                self.control.site.tell(kind, **fields)
+                told = timed(fields, self.world.now_ns) if kind == "recovery_completed" else fields
+                self.control.site.tell(kind, **{"time_unix_ns": self.world.now_ns, **told})
 
     def _knocked(self, key: WorkerKey) -> None:
         """Report the answer of this worker's host, if it can be heard."""
@@ -337,7 +343,9 @@ class AgentProcess(Process):
         pulses = [w.ties.pulse() for _, w in sorted(self.workers.items()) if w.alive]
         waited_ms, self._told_ns = (self.waited_ns - self._told_ns) // MS, self.waited_ns
         self.client.send(
-            wire.Heartbeat(agent_id=self.name, seq=self.seq, rtt_ms=1.0, workers=pulses, waited_ms=waited_ms)
+            wire.Heartbeat(
+                agent_id=self.name, seq=self.seq, rtt_ms=float(self.seq > 1), workers=pulses, waited_ms=waited_ms
+            )
         )
 
     def _deliver(self, message: wire.AnyMessage) -> None:
@@ -477,7 +485,9 @@ class Control:
 
     def began(self, coordinator: SimCoordinator) -> None:
         """A coordinator goes on with the content of the journal."""
-        status = coordinator.machine.status()
+        status, said = coordinator.machine.status(), end_in(self.journal)
+        ended = ("", "") if said is None else (said.state, said.reason)
+        require(said is None or ended == (status["state"], status["reason"]), "P6", f"{ended} in the journal: {status}")
         self.fate.began(status["state"], status["reason"])
 
     def mend(self) -> None:
@@ -540,8 +550,8 @@ class Control:
                 believed = [w for w in machine.status()["workers"] if w["role"] in ("leader", "active", "standby")]
                 who = _evicted_key(effect.fields)
                 worker, cause = self.workers.get(who), effect.fields["cause"]
-                starved = worker is not None and worker.starved and cause is Cause.HUNG
-                require(not starved, "P8", f"{who} is taken for hung, but it waits for a processor")
+                busy = worker is not None and (worker.starved or worker.ties.compiles) and cause is Cause.HUNG
+                require(not busy, "P8", f"{who} is taken for hung, but it waits for a processor, or compiles")
                 excused = bool(believed) or self._cut_off(who, effect.fields["cause"])
                 self.checks.given_up_by(term, who, excused=excused)
 

@@ -19,6 +19,7 @@ from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
 from everstep.protocol.driver.records import encode
 from everstep.protocol.moving import giver
 from everstep.protocol.moving import taker as moving
+from everstep.protocol.moving.chunks import share
 from everstep.protocol.moving.memory_retention import Retention, SnapshotKey
 from everstep.protocol.moving.taker import orders
 from everstep.protocol.step_types import Key, Record
@@ -65,7 +66,7 @@ class Memory:
         self.donor.keeps(number, kept)
         self.say()
         self._failed = self._full = False
-        several = partial(_at_once, life)
+        several = partial(at_once, life)
         at, me = Key(number, 0), life.me.worker_id
         for order in orders(effect.plan, at, effect.sources, effect.pieces, several, me):
             asks, ended = ("kept", number, order.stages), partial(self._copied, number, order.stages)
@@ -120,8 +121,8 @@ class Memory:
         self.life.handle(do.InMemory(self._retention.there, self.donor.busy))
 
 
-def _at_once(life: Life, stages: Sequence[int], sources: int) -> int:
-    return min(life.site.donors, sources)
+def at_once(life: Life, stages: Sequence[int], sources: int) -> int:
+    return share(len(NOTHING), sources, most=life.site.donors, least_bytes=1)
 
 
 def _said(asks: tuple[Any, ...], leads: bool) -> tuple[Any, ...]:
@@ -132,7 +133,8 @@ _GRACE_NS = 500 * MS
 
 
 def _ended(number: int, wrong: str) -> SaveEnded:
-    return SaveEnded(number, not wrong, wrong, "" if wrong else "disk", differs=wrong == "parts differ")
+    cost_s = None if wrong else 0.0001
+    return SaveEnded(number, not wrong, wrong, "" if wrong else "disk", cost_s, differs=wrong == "parts differ")
 
 
 class SimSaver:

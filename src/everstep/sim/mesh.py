@@ -276,6 +276,7 @@ class Ties:
         self.life = life
         self.mesh = mesh
         self.at = ""  # where it stands still, once it has been asked
+        self.compiles = False
         self.client = SimControlClient(life, dial, f"worker {life.me}", self._hello, self.deliver, self._plan)
         life.install({do.Tell: self._tell, do.Outvoted: self._outvoted})
         life.install({do.Refused: lambda effect: self.fail(effect.reason)})
@@ -292,15 +293,17 @@ class Ties:
             prepared=standing.prepared,
             stages=standing.stages,
             state_bytes=size,
-            lanes=life.job.lanes,
+            lanes=life.job.lanes + (life.me.worker_id in life.site.strays),
             kernels=Kernels(("f" if life.host == life.site.foreign else "0") * 32, life.host, 1),
             code=Code({"task.py": "0" * 16, f"stage{life.me.worker_id % 3}.py": "1" * 16}, {"numpy": "2"}),
         )
         return [hello, *standing.messages]
 
     def meet(self) -> None:
-        """Set a key of the generation's store, and ask for those of all members."""
+        """Set a key of the generation's store, and ask for those of all members. For that it imports more."""
         life, plan = self.life, self._plan()
+        about = {"worker_id": life.me.worker_id, "incarnation": life.me.incarnation}
+        self.client.send(wire.Imported(**about, code=Code({"meeting.py": "2" * 16})))
         if plan is not None and plan.has(life.me):
             me, generation = life.me, plan.generation
             self.client.send(wire.StoreSet(generation=generation, key=str(me), value=str(me).encode()))
@@ -342,7 +345,17 @@ class Ties:
             waited_ms=still if life.starved else 0,
             stopped=life.letter == "T",
             at=self.at if still else "",
+            cold=self.compiles,
+            lifeless_ms=50 if self.compiles else -1,
         )
+
+    def compile(self, compiles: bool) -> None:
+        """It begins to compile, and stands still meanwhile; or has done so."""
+        self.compiles = compiles
+        if compiles:
+            self.life.freeze(stuck=True)
+        else:
+            self.life.thaw()
 
     def deliver(self, message: wire.AnyMessage) -> None:
         """Take a message of the coordinator."""

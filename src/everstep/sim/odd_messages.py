@@ -15,11 +15,30 @@ from everstep.protocol import messages as wire
 from everstep.protocol.roles import JOB, OPERATE
 from everstep.sim.control import FOUL
 from everstep.sim.faults import SimFault, SimInjector, draw_one
+from everstep.sim.life import nothing
+from everstep.sim.mesh import SimControlClient
 from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS
 
 HOST_FAILED = "its host has no room for logs"
-_WEIGHTS = {"foul": 4, "again": 4, "keys": 4, "profiles": 2, "scripted": 3, "by_job": 2, "stuck": 2, "fails": 0.3}
+_WEIGHTS = {
+    "foul": 4,
+    "again": 4,
+    "keys": 4,
+    "profiles": 2,
+    "scripted": 3,
+    "by_job": 2,
+    "stuck": 2,
+    "fails": 0.6,
+    "first_words": 3,
+    "compiles": 2,
+    "stray": 1,
+    "looked_at": 3,
+    "other_entries": 2,
+    "end_alone": 1.5,
+}
+WITHOUT_LEASE = frozenset({"other_entries", "end_alone"})
+"""Acts on a journal on one host's disk, or by a job's only process."""
 
 
 def draw_odd(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
@@ -117,8 +136,66 @@ def _stuck(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> 
 
 
 def _fails(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """An agent can do nothing more for the job."""
+    """An agent can do nothing more for the job; perhaps the coordinator is dead at that time."""
+    if fault.pick % 2:
+        injector.control.coordinator.die("SIGKILL")
+        injector.for_a_while(fault, injector.control.start_coordinator)
     injector.control.agents[injector.host(fault, worker)].fail(HOST_FAILED)
+
+
+def _first_words(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """A process says something before it has said who it is: a worker its last words, an agent that its host leaves."""
+    control, live = injector.control, injector.control.live_workers()
+    agent = control.agents[injector.host(fault, worker)]
+    if fault.pick % 2 and live:
+        one, words = live[fault.pick % len(live)], "it cannot even be built"
+        said = [one.last_words(Cause.EXCEPTION, words)]
+        SimControlClient(one, control.dial, f"worker {one.me}", lambda: said, nothing).begin()
+        one.later(fault.for_ms * MS // 20, one.end, Cause.EXCEPTION, words)
+    elif agent.alive:
+        leaves = wire.HostLeaving(agent_id=agent.name)
+        link = SimControlClient(agent, control.dial, f"agent {agent.name}", lambda: [leaves], nothing)
+        link.begin()
+        agent.later(400 * MS, link.close)
+
+
+def _compiles(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """A worker compiles: it stands still for longer than others may."""
+    for one in injector.control.live_workers()[:1]:
+        if one.frozen_ns is None:
+            one.ties.compile(True)
+            injector.world.later((600 + fault.for_ms) * MS, one.ties.compile, False)
+
+
+def _stray(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """The next life of a slot runs another script."""
+    live = injector.control.live_workers()
+    if len(live) > 1:
+        target = live[fault.pick % len(live)]
+        injector.control.site.another_script(target.me.worker_id)
+        target.die("SIGKILL")
+
+
+def _looked_at(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """People look again and again how hosts are, one of which goes."""
+    agent, ask = injector.control.agents[injector.host(fault, worker)], injector.control.command
+    agent.leave() if fault.pick % 2 else agent.freeze()
+    injector.for_a_while(fault, agent.thaw)
+    for n in range(1, 8):
+        injector.world.later(n * 150 * MS, ask, "hosts", {})
+    strike = {"text": "cut:target=host0,for_s=1", "kind": "cut", "target": "host0", "for_s": 1.0}
+    ask("chaos", {"strike": strike})
+
+
+def _other_entries(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """A coordinator begins with a journal that has an entry of another version, and a plan of another job."""
+    control = injector.control
+    control.coordinator.die("SIGKILL")
+    control.journal.append({"kind": "of another version"})
+    plans = [entry["plan"] for entry in control.journal if entry["kind"] == "plan"]
+    if plans and fault.pick % 2:
+        control.journal.append({"kind": "plan", "plan": {**plans[-1], "lanes": 1 + control.checks.job.lanes}})
+    injector.for_a_while(fault, control.start_coordinator)
 
 
 ODD_FAULTS: dict[str, Callable[[SimInjector, SimFault, SimWorker | None], None]] = {
@@ -130,4 +207,9 @@ ODD_FAULTS: dict[str, Callable[[SimInjector, SimFault, SimWorker | None], None]]
     "by_job": _by_job,
     "stuck": _stuck,
     "fails": _fails,
+    "first_words": _first_words,
+    "compiles": _compiles,
+    "stray": _stray,
+    "looked_at": _looked_at,
+    "other_entries": _other_entries,
 }

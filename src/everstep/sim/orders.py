@@ -3,7 +3,7 @@ faults of the script, which strike once in a job."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from everstep.base.plan import WorkerKey
@@ -24,6 +24,11 @@ class Orders:
         self._drained: dict[str, set[int]] = {}  # slots that may still be wanted of a drained agent, by its name
         self._asked: dict[str, wire.Command] = {}  # command, by connection
         self._members = 0  # of the plan in force
+        self._refused = ""  # connection over which something came that may not
+
+    def refuses(self, connection: str) -> None:
+        """What comes next over this connection must not; "": it may."""
+        self._refused = connection
 
     def heard(self, event: CoordinatorEvent) -> None:
         """The coordinator is about to hear this."""
@@ -42,8 +47,11 @@ class Orders:
             case Received(connection=name, message=wire.Command() as command):
                 self._asked[name] = command
 
-    def said(self, effects: Iterable[CoordinatorEffect]) -> None:
+    def said(self, effects: Collection[CoordinatorEffect]) -> None:
         """The coordinator answers with this."""
+        refused, self._refused = self._refused, ""
+        closed = not refused or any(isinstance(one, Close) and one.connection == refused for one in effects)
+        require(closed, "P7", f"what may not come over {refused} came, and did not end it: {effects}")
         for effect in effects:
             match effect:
                 case Close(connection=name):

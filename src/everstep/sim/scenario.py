@@ -82,6 +82,8 @@ UNLIKE = ("ends", "members that compute otherwise")
 TOLD_TWICE = ("ends", "a number told twice")
 TOO_FEW = ("ends", "slots given up")
 HUNG_TWICE = ("ends", "a second hang")
+STRAY = ("ends", "another script")
+WAITED = ("ends", "nobody came in time")
 FAILED_HOST = ("ends", "a host that fails")
 MOST_LOOKS = 5
 _NEVER_S = 1e9
@@ -271,19 +273,28 @@ class Simulation:
         if gives_up and "was given up (it died again and again)" in self.control.fate.failed:
             self.world.seen[TOO_FEW] += 1
             return ""
-        for kind, said, seen in (
-            ("stuck", "it is the second hang there", HUNG_TWICE),
-            ("fails", HOST_FAILED, FAILED_HOST),
-        ):
-            if said in self.control.fate.failed and any(fault.kind == kind for fault in self.setup.faults):
-                self.world.seen[seen] += 1
-                return ""
+        if self._ended_by_an_act():
+            return ""
         if self.control.fate.failed:
             return f"P4: the job failed: {self.control.fate.failed}"
         if not self.control.fate.stopped:
             self.checks.finish()
         self._sweep()
         return ""
+
+    def _ended_by_an_act(self) -> bool:
+        """Whether the job failed as one of the acts, or its rules, have it fail."""
+        kinds, failed = {fault.kind for fault in self.setup.faults}, self.control.fate.failed
+        for may, said, seen in (
+            ("stuck" in kinds, "it is the second hang there", HUNG_TWICE),
+            ("fails" in kinds, HOST_FAILED, FAILED_HOST),
+            ("stray" in kinds, "it joins with lanes=", STRAY),
+            (self.setup.rules.patience_ms > 0, "gave up after waiting", WAITED),
+        ):
+            if may and said in failed:
+                self.world.seen[seen] += 1
+                return True
+        return False
 
     def _loops_disagreed(self) -> bool:
         """Whether the job ended because one loop was left, and says by which worker and after which step."""

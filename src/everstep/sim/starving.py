@@ -42,6 +42,9 @@ class SimLauncher:
             asked = self._patience.ask(now_s, Figures(coordinator.letter))
             require(asked == (due_s == 0.0), "P8", f"the coordinator was asked {due_s:.2f} s too early")
             silent = self._patience.too_long()
+            patience = self._patience
+            waits = bool(silent) or patience.silence_s < patience.limit_s
+            require(waits, "P8", f"the coordinator has been silent for {patience.silence_s:.1f} s, and nobody minds")
             if silent:
                 require(not coordinator.starved, "P8", f"the coordinator {silent}, but it waits for a processor")
                 world.seen["hosts", "silenced"] += 1
