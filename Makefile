@@ -173,7 +173,7 @@ mutants: $(STAMP)
 # Bugs that nobody wrote, COUNT of them drawn from SEED, in PATHS below src/everstep: which test or seed notices each?
 mutants-new: SEED = 1
 mutants-new: $(STAMP)
-	$(BIN)/python tests/new_mutants.py --seed $(SEED) --count $(or $(COUNT),200) --paths "$(PATHS)"
+	$(BIN)/python tests/new_mutants.py --seed $(SEED) --count $(or $(COUNT),200) --paths "$(PATHS)" --tests "$(TESTS)"
 
 # Branches of protocol/ that no seed of the simulator takes: those that are not listed with a reason.
 SEEDS_OF_EACH ?= 1000

@@ -7,6 +7,9 @@ What is known of a bug is kept in build/mutants-new until src or tests change, s
 Results are in build/mutants-new/SEED.json. Bugs that change nothing are listed in equivalent-mutants.json, each with
 its reason; they are counted apart.
 
+TESTS=tests/unit/runtime,tests/property runs these alone, which is much faster for one room: a survivor of few tests may
+yet be noticed by others.
+
 mutmut and cosmic-ray do one half of this well: neither draws bugs from a seed, or judges them by a simulator.
 """
 
@@ -58,11 +61,11 @@ class Judged:
 class Executed:
     """Which tests, and which seeds, execute each line of src/everstep."""
 
-    def __init__(self, folder: Path) -> None:
-        self._tests, self._seeds = folder / "tests.coverage", folder / "seeds.coverage"
+    def __init__(self, folder: Path, among: Sequence[str] = FAST) -> None:
+        self._tests, self._seeds, self._among = folder / "tests.coverage", folder / "seeds.coverage", among
 
     def record(self, simulated: bool) -> None:
-        """Run all fast tests once, and seeds if simulated code is meant, unless that was done for this tree."""
+        """Run the tests once, and seeds if simulated code is meant, unless that was done for this tree."""
         if not self._tests.exists():
             print("recording which tests execute which lines", flush=True)
             data = {"COVERAGE_FILE": f"{self._tests}.part", "COVERAGE_CORE": "ctrace"}
@@ -75,8 +78,10 @@ class Executed:
                 "--dist",
                 "loadfile",
             ]
-            command = [sys.executable, "-m", "pytest", "-q", *options, *FAST]
-            subprocess.run(command, cwd=ROOT, env={**os.environ, **data}, check=True, stdout=subprocess.DEVNULL)
+            command = [sys.executable, "-m", "pytest", "-q", *options, *self._among]
+            ended = subprocess.run(command, cwd=ROOT, env={**os.environ, **data}, stdout=subprocess.DEVNULL)
+            if ended.returncode not in (0, 1):  # one that fails here counts for no bug
+                raise RuntimeError(f"pytest ended with {ended.returncode}: {' '.join(command)}")
             os.replace(f"{self._tests}.part", self._tests)
         if simulated and not self._seeds.exists():
             print("recording which seeds execute which lines", flush=True)
@@ -241,6 +246,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--paths", default="", help="files and folders below src/everstep, separated by commas")
+    text = "test folders and files that are to notice them, separated by commas; all fast ones if left out"
+    parser.add_argument("--tests", default="", help=text)
     chosen = parser.parse_args(arguments)
     source = ROOT / "src" / "everstep"
     rooms = sorted(p.name for p in source.iterdir() if p.is_dir() and p.name not in ("__pycache__", "sim"))
@@ -249,9 +256,10 @@ def main(arguments: Sequence[str]) -> int:
         print(f"expected files or folders below src/everstep, got {', '.join(missing)}", file=sys.stderr)
         return 2
     WARM.set_forkserver_preload(["torch", "pytest", "hypothesis", "msgspec", "click", "rich"])
-    known = FOLDER / key()
+    among = [path for path in chosen.tests.split(",") if path] or list(FAST)
+    known = FOLDER / key(besides="" if among == list(FAST) else " ".join(among))
     known.mkdir(parents=True, exist_ok=True)
-    executed = Executed(known)
+    executed = Executed(known, among)
     executed.record(any(path.split("/")[0] in SIMULATED for path in paths))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         judge = Judge(Trees(Path(folder), AT_ONCE), executed, known)

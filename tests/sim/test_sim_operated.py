@@ -10,6 +10,7 @@ from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.coordinator.environment import Environment
 from everstep.protocol.coordinator.types import CoordinatorEffect, CoordinatorEvent, Received
 from everstep.protocol.messages import Command, Heartbeat
+from everstep.sim.odd_messages import ODD_FAULTS
 from everstep.sim.operating import OPERATING_FAULTS
 from everstep.sim.scenario import simulate
 from everstep.sim.setups import LeasedSetup, set_up_operated
@@ -30,9 +31,13 @@ def test_the_promises_hold_and_each_act_is_met() -> None:
 def test_the_setups_have_rules_of_their_own() -> None:
     setups = [set_up_operated(seed) for seed in range(300)]
     rules = [setup.rules for setup in setups]
-    assert {one.saves for one in rules} == {"", "interval", "auto", "minutes", "epochs", "evaluated", "memory", "none"}
+    saves = {"", "interval", "auto", "minutes", "epochs", "evaluated", "memory", "none", "object", "objects"}
+    assert {one.saves for one in rules} == saves
     assert any(one.shared and one.room for one in rules) and any(one.least > 1 for one in rules)
     assert any(one.by_steps for one in rules) and any(one.reboots for one in rules)
+    assert any(one.patience_ms for one in rules) and any(one.first for one in rules)
+    assert {one.told_lanes for one in rules} == {one.returns for one in rules} == {False, True}
+    assert {fault.kind for setup in setups for fault in setup.faults} > ODD_FAULTS.keys() | {"end_alone"}
     assert any(isinstance(setup, LeasedSetup) for setup in setups)
     assert any(setup.job.stages > 1 for setup in setups)
 

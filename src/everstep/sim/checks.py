@@ -92,6 +92,11 @@ class SimRecords:
         self._forgotten = min(self._forgotten, 1 + max(known, default=0))
         self._unknown |= self.plans.keys() - set(known)
 
+    @property
+    def forgetful(self) -> bool:
+        """Whether the journal has lost entries."""
+        return self._forgotten < inf
+
     def journaled(self, generation: int) -> None:
         """The journal has the plan of this generation."""
         self._unknown.discard(generation)
@@ -470,6 +475,19 @@ class Checks:
             f"{who} enters {generation} at step {step}, {floor} was released and {kept} are held: {holders}",
         )
         self.lost_everything += 1
+
+    def remembered(self, who: WorkerKey, generation: int, step: int, said: bool) -> None:
+        """A worker says whether members have stated that they have the state of a step in memory."""
+        stated = self.records.holdings.get(generation, {}).values()
+        there = any(step in (h.position.step, *(at for _, at in h.snapshots)) for h in stated)
+        require(said == there, "P2", f"{who} says that step {step} is in memory: {said}, and it is: {there}")
+
+    def proven(self, who: WorkerKey, step: int, at: int, disk: Mapping[int, Mapping[int, Blocks]]) -> None:
+        """A worker says that states up to a step are proven, and enters a generation at another one."""
+        require(step <= at, "P1", f"{who} at step {at} says that step {step} is proven")
+        spoilt = [n for n, parts in disk.items() if n <= step and any(map(wrong, parts.values()))]
+        right = not spoilt or self.taint.unnoticed
+        require(right, "P1", f"{who} says that step {step} is proven, checkpoints {spoilt} are wrong")
 
     def _counted_on(self, generation: int) -> set[WorkerKey]:
         """Members of this plan and of those before it that were in force, down to one by which workers left as asked.

@@ -11,7 +11,9 @@ from typing import Any
 from everstep.base.cause import Cause
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as wire
+from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.coordinator import Coordinator
+from everstep.protocol.coordinator.restoring import end_in
 from everstep.protocol.coordinator.types import (
     Close,
     Connected,
@@ -29,18 +31,21 @@ from everstep.protocol.coordinator.types import (
     Tick,
 )
 from everstep.protocol.driver.driver import Driver
-from everstep.protocol.roles import COMMANDS
+from everstep.protocol.roles import COMMANDS, JOB
 from everstep.protocol.telling import parts_of
 from everstep.sim.checks import Checks, require
+from everstep.sim.fate import Fate
 from everstep.sim.life import Life, SimSite
 from everstep.sim.mesh import SimControlClient
-from everstep.sim.orders import Orders
+from everstep.sim.orders import Orders, ScriptedStrikes
 from everstep.sim.rules import USUAL, Rules
 from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS, Process, SimConnection, World, connect
 
 CONTROL_HOST = "control"
 HEARTBEAT_NS = 200 * MS
+FOUL = "what its sender may not say"
+"""Reason in messages that the coordinator has to refuse."""
 _MOST_IDLE_TICKS = 5
 
 
@@ -106,6 +111,9 @@ class SimCoordinator(Process):
         if self.world.tracing and not _is_routine(event):
             self.world.log(self.name, "<-", event)
         self._orders.heard(event)
+        if isinstance(event, Received) and not isinstance(event.message, wire.Heartbeat):
+            refused = self.machine.refusal(event.connection, event.message)
+            self._orders.refuses(event.connection if refused else "")
         said = self.machine.handle(self.world.now_ns, event)
         self._orders.said(said)
         self.control.said(self.term, said, self.machine)
@@ -155,14 +163,20 @@ class SimCoordinator(Process):
                 connection = self.peers.pop(name, None)
                 if connection is not None:
                     connection.close(self)
+                if effect.foul:  # else the coordinator has forgotten it already
+                    self.world.seen["connections", "foul"] += 1
+                    self.later(0, self.feed, Disconnected(name))
             case Knock(key=key):
                 self.soon(MS, 5 * MS, self._knocked, key)
             case Remember(facts=facts):
                 self.control.site.facts.update(facts)
             case Report(kind=kind, fields=fields):
                 self.world.log(self.name, "reports", kind, fields)
+                require(FOUL not in str(fields.get("reason")), "P7", f"{kind} because of {FOUL}")
+                self.control.strikes.reported(kind, fields)
                 self.control.fate.report(kind, fields)
-                self.control.site.tell(kind, **fields)
+                told = timed(fields, self.world.now_ns) if kind == "recovery_completed" else fields
+                self.control.site.tell(kind, **{"time_unix_ns": self.world.now_ns, **told})
 
     def _knocked(self, key: WorkerKey) -> None:
         """Report the answer of this worker's host, if it can be heard."""
@@ -206,6 +220,7 @@ class AgentProcess(Process):
         self.control = control
         self.process = process
         self.dismissed = self.leaving = self.drained = False
+        self.failed: wire.HostFailed | None = None  # why it can do nothing more
         self.slots = sorted(worker_ids)
         self.lost: dict[int, wire.SlotLost] = {}  # slots that the agent has given up
         self.ranks: dict[int, int] = {}  # of a slot's next life, if the coordinator has said it
@@ -233,6 +248,7 @@ class AgentProcess(Process):
                 slots=0 if self.control.rules.shared else len(self.slots),
                 lost=lost,
                 leaving=self.leaving,
+                failed=self.failed,
                 room=self.control.rules.room,
                 process=self.process,
                 domains={"rack": rack},
@@ -269,6 +285,12 @@ class AgentProcess(Process):
         if self.alive and not self.ended:
             self.leaving = True
             self.client.send(wire.HostLeaving(agent_id=self.name))
+
+    def fail(self, reason: str) -> None:
+        """Its host can do nothing more for the job."""
+        if self.alive and not self.ended:
+            self.failed = wire.HostFailed(agent_id=self.name, reason=reason, cause=Cause.DISK)
+            self.client.send(self.failed)
 
     def lose_fork_server(self) -> None:
         """The fork server dies. Its workers outlive it, except those that have not begun. No others start until it is
@@ -321,7 +343,9 @@ class AgentProcess(Process):
         pulses = [w.ties.pulse() for _, w in sorted(self.workers.items()) if w.alive]
         waited_ms, self._told_ns = (self.waited_ns - self._told_ns) // MS, self.waited_ns
         self.client.send(
-            wire.Heartbeat(agent_id=self.name, seq=self.seq, rtt_ms=1.0, workers=pulses, waited_ms=waited_ms)
+            wire.Heartbeat(
+                agent_id=self.name, seq=self.seq, rtt_ms=float(self.seq > 1), workers=pulses, waited_ms=waited_ms
+            )
         )
 
     def _deliver(self, message: wire.AnyMessage) -> None:
@@ -338,6 +362,10 @@ class AgentProcess(Process):
                 worker = self.workers.get(worker_id)
                 if worker is not None and worker.me.incarnation == incarnation:
                     worker.die(f"killed by its agent: {reason}")
+            case wire.ShowStacks(worker_id=worker_id):
+                if worker_id in self.workers:
+                    self.world.seen["hosts", "stacks"] += 1
+                    self.workers[worker_id].ties.show_stacks()
             case wire.ProbeHosts(number=number, addresses=addresses):
                 silent = [host for host in sorted(addresses) if not self.world.reachable(self.host, host)]
                 self.world.seen["hosts", "silent" if silent else "answer"] += 1
@@ -366,46 +394,20 @@ class Client(Process):
 
     def __init__(self, world: World, control: Control, name: str, args: dict[str, Any], role: str) -> None:
         super().__init__(world, f"client-{name}-{control.connections}", CONTROL_HOST)
+        self.control = control
         self.command = wire.Command(request=1, name=name, args=args)
-        self.link = SimControlClient(self, control.dial, role, lambda: [self.command], self._deliver)
+        hello = wire.JobHello(asked=[self.command]) if role == JOB else self.command
+        self.link = SimControlClient(self, control.dial, role, lambda: [hello], self._deliver)
         self.link.begin()
 
     def _deliver(self, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.CommandReply):
             self.world.log(self.name, "reply", message)
             self.link.close()
-
-
-class Fate:
-    """The end of the job, as the coordinator reports it."""
-
-    def __init__(self) -> None:
-        self.completed = False
-        self.failed = ""
-        self.stopped = False  # at the user's request
-        self.why = ""  # reason of the stop
-        self.reports: dict[str, int] = {}
-
-    def began(self, state: str, reason: str) -> None:
-        """A coordinator has begun: the one before may have crashed between journaling the end and reporting it."""
-        self.stopped = self.stopped or state == "interrupted"
-        self.completed = self.completed or state == "completed"
-        self.failed = reason if state == "failed" else self.failed
-
-    def report(self, kind: str, fields: dict[str, Any]) -> None:
-        """Take one of the coordinator's reports."""
-        self.reports[kind] = self.reports.get(kind, 0) + 1
-        if kind == "job_completed":
-            self.completed = True
-        elif kind == "job_failed" and fields.get("state") == "interrupted":
-            self.stopped, self.why = True, str(fields.get("reason"))
-        elif kind == "job_failed":
-            self.failed = str(fields.get("reason"))
-
-    @property
-    def ended(self) -> bool:
-        """Whether the job is over."""
-        return self.completed or self.stopped or bool(self.failed)
+        elif isinstance(message, wire.StrikeNow) and self.control.coordinator.alive:
+            self.world.seen["strikes", "coordinator"] += 1
+            self.control.coordinator.die("struck as it was scripted")
+            self.world.later(100 * MS, self.control.start_coordinator)
 
 
 def _evicted_key(fields: Mapping[str, Any]) -> WorkerKey:
@@ -438,6 +440,7 @@ class Control:
         self.agents: dict[str, AgentProcess] = {}
         self.workers: dict[WorkerKey, SimWorker] = {}
         self.fate = Fate()
+        self.strikes = ScriptedStrikes(self.checks.records)
         self.coordinator = self.first_coordinator()
 
     def first_coordinator(self) -> SimCoordinator:
@@ -482,7 +485,9 @@ class Control:
 
     def began(self, coordinator: SimCoordinator) -> None:
         """A coordinator goes on with the content of the journal."""
-        status = coordinator.machine.status()
+        status, said = coordinator.machine.status(), end_in(self.journal)
+        ended = ("", "") if said is None else (said.state, said.reason)
+        require(said is None or ended == (status["state"], status["reason"]), "P6", f"{ended} in the journal: {status}")
         self.fate.began(status["state"], status["reason"])
 
     def mend(self) -> None:
@@ -522,6 +527,7 @@ class Control:
             self.journal.clear()
             self.agents.clear()
             self.checks.resumed(stages)
+            self.strikes = ScriptedStrikes(self.checks.records)
             self.site.disk.cut_anew(self.checks.job)
             self.start_coordinator()
             for host in self.hosts:
@@ -544,8 +550,8 @@ class Control:
                 believed = [w for w in machine.status()["workers"] if w["role"] in ("leader", "active", "standby")]
                 who = _evicted_key(effect.fields)
                 worker, cause = self.workers.get(who), effect.fields["cause"]
-                starved = worker is not None and worker.starved and cause is Cause.HUNG
-                require(not starved, "P8", f"{who} is taken for hung, but it waits for a processor")
+                busy = worker is not None and (worker.starved or worker.ties.compiles) and cause is Cause.HUNG
+                require(not busy, "P8", f"{who} is taken for hung, but it waits for a processor, or compiles")
                 excused = bool(believed) or self._cut_off(who, effect.fields["cause"])
                 self.checks.given_up_by(term, who, excused=excused)
 

@@ -17,12 +17,15 @@ from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import WorkerKey
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
+from everstep.protocol.driver.records import encode
 from everstep.protocol.moving import giver
 from everstep.protocol.moving import taker as moving
+from everstep.protocol.moving.chunks import share
 from everstep.protocol.moving.memory_retention import Retention, SnapshotKey
 from everstep.protocol.moving.taker import orders
 from everstep.protocol.step_types import Key, Record
 from everstep.sim.block_taking import SimTaking
+from everstep.sim.checks import freed
 from everstep.sim.life import Life, SimCopy, nothing
 from everstep.sim.model import (
     NOTHING,
@@ -76,7 +79,7 @@ class Memory:
         self.donor.keeps(number, kept)
         self.say()
         self._failed = self._full = False
-        several = partial(_at_once, life)
+        several = partial(at_once, life)
         at, me = Key(number, 0), life.me.worker_id
         for order in orders(effect.plan, at, effect.sources, effect.pieces, several, me):
             asks, ended = ("kept", number, order.stages), partial(self._copied, number, order.stages)
@@ -131,8 +134,8 @@ class Memory:
         self.life.handle(do.InMemory(self._retention.there, self.donor.busy))
 
 
-def _at_once(life: Life, stages: Sequence[int], sources: int) -> int:
-    return min(life.site.donors, sources)
+def at_once(life: Life, stages: Sequence[int], sources: int) -> int:
+    return share(len(NOTHING), sources, most=life.site.donors, least_bytes=1)
 
 
 def _said(asks: tuple[Any, ...], source: WorkerKey, leads: bool) -> tuple[Any, ...]:
@@ -143,7 +146,8 @@ _GRACE_NS = 500 * MS
 
 
 def _ended(number: int, wrong: str) -> SaveEnded:
-    return SaveEnded(number, not wrong, wrong, "" if wrong else "disk", differs=wrong == "parts differ")
+    cost_s = None if wrong else 0.0001
+    return SaveEnded(number, not wrong, wrong, "" if wrong else "disk", cost_s, differs=wrong == "parts differ")
 
 
 class SimSaver:
@@ -400,6 +404,8 @@ class SimDonor:
 
     def _offer(self, effect: do.OfferFeeds) -> None:
         """The state stands still: start the joiners that asked."""
+        if not self._giver.asked:
+            return
         state, where = self.life.state, (effect.position, effect.records, effect.gathers)
         given = {stage: state.copy(*where, (stage,)) for stage in effect.stages}
         for stage, copy in given.items():
@@ -408,9 +414,13 @@ class SimDonor:
         self._tell(giver.StandsStill(frozenset(effect.stages), effect.tickets), given)
 
     def feed(self, step: int, records: Mapping[int, Record], gradients: Mapping[int, SimReduced]) -> None:
-        """A step is decided: pass it on."""
-        segments = {k: there for k, value in gradients.items() if (there := segments_in(value)) is not None}
-        self._tell(giver.StepToFeed(frozenset(gradients), segments), item=(step, records, gradients))
+        """A step is decided: pass it on, with its records as they go over the wire. Who still reads its offer reads
+        what will not change."""
+        lost = [asker for asker in self._giver.giving if asker.given is None or asker not in self.askers]
+        freed(self.life.me, "offers that nobody can have", lost)
+        if self._giver.feeds:
+            segments = {k: there for k, value in gradients.items() if (there := segments_in(value)) is not None}
+            self._tell(giver.StepToFeed(frozenset(gradients), segments), item=(step, encode(records), gradients))
 
     def began(self) -> None:
         """All members have settled in a new generation."""

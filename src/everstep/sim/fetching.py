@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,12 +11,13 @@ from everstep.base.extents import NONE, Extents
 from everstep.base.plan import WorkerKey
 from everstep.placement.shards import share
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.records import decode_records
 from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.giver import JointAsk
 from everstep.protocol.moving.taker import TakeOrder, following, orders
 from everstep.protocol.step_types import Record
 from everstep.sim.block_taking import SimTaking
-from everstep.sim.copying import Memory, SimSaver
+from everstep.sim.copying import Memory, SimSaver, at_once
 from everstep.sim.life import Life, SimCopy, updated
 from everstep.sim.model import NOTHING, PLANES, Blocks, SimReduced, joined, merged, present, taken, without
 from everstep.sim.world import MS, SimConnection
@@ -63,13 +64,10 @@ class Fetcher:
         """Get these stages, then take them on, all or nothing."""
         me, sources, at = self.life.me.worker_id, operation.sources, operation.position
         self._got = []
-        self._orders = orders(operation.plan, at, sources, operation.pieces, self._several, me)
+        self._orders = orders(operation.plan, at, sources, operation.pieces, partial(at_once, self.life), me)
         theirs = {stage for order in self._orders for stage in order.stages}
         self._own = [stage for stage in sorted(sources) if stage not in theirs]
         self._next(operation)
-
-    def _several(self, stages: Sequence[int], sources: int) -> int:
-        return min(self.life.site.donors, sources)
 
     def _stop(self) -> None:
         """Stop all transfers; they are not wanted any more."""
@@ -297,7 +295,7 @@ class Follower:
         feed = self.feeds[place]
         match message:
             case ("step", step, records, gradients):
-                feed.came(source, step, records, gradients)
+                feed.came(source, step, decode_records(records), gradients)
             case None:
                 self.broken = self.broken or "the donor went away"
             case _:

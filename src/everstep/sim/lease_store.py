@@ -6,6 +6,7 @@ given up may take effect later.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -30,16 +31,19 @@ from everstep.protocol.lease.requests import (
     StoreAnswer,
     StoreRequest,
     Taken,
+    TooMuch,
     Unanswered,
 )
 from everstep.sim.world import MS, SECOND, Process, World
 
 STORE_HOST = "store"
 TIMEOUT_NS = 250 * MS
+_SMALL_BYTES = 300
 
 
 class SimStore:
-    """troubles: "down", "mute", "slow" and "late", by how often each has begun and not ended. wrote: called with the
+    """troubles: "down", "mute", "slow", "late" and "small" (it takes no request of several entries and many bytes), by
+    how often each has begun and not ended. wrote: called with the
     term and the entries that come into the journal."""
 
     def __init__(self, world: World, wrote: Callable[[int, list[dict[str, Any]]], None]) -> None:
@@ -107,6 +111,11 @@ class SimStore:
     def do(self, request: StoreRequest) -> StoreAnswer:
         """Carry out a request."""
         self._expire()
+        if isinstance(request, Append | Compact | CompactPart) and len(request.entries) > 1:
+            size = len(json.dumps(request.entries))
+            if size > _SMALL_BYTES and self.troubles.get("small"):
+                self.world.seen["store", "too much"] += 1
+                return TooMuch(f"{size} bytes")
         return _MEANS[type(request)](self, request)
 
     @property

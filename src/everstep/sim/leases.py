@@ -15,6 +15,7 @@ from everstep.protocol.lease.candidate import Candidate
 from everstep.protocol.lease.held import HeldEffects
 from everstep.protocol.lease.requests import Depose, Load, Loaded, StoreAnswer
 from everstep.protocol.lease.writer import Writer
+from everstep.sim.checks import freed, require
 from everstep.sim.control import CONTROL_HOST, Control, SimCoordinator
 from everstep.sim.faults import SimFault, SimInjector, draw_one
 from everstep.sim.lease_store import STORE_HOST, SimStore
@@ -120,7 +121,9 @@ class SimCandidate(SimCoordinator):
         """Give the machine one event, if it may still decide."""
         if not self.serves or not self.alive:
             return
-        if not self._candidate.holds(self.world.now_ns) and not self.unaware:
+        candidate, now = self._candidate, self.world.now_ns
+        require(candidate.holds(now) == (now < candidate.until_ns), "P3", f"{self.name} relies on what is over")
+        if not candidate.holds(now) and not self.unaware:
             self._stand_down("its lease is over")
             return
         if isinstance(event, Connected) and event.connection in self.peers:
@@ -164,6 +167,8 @@ class SimCandidate(SimCoordinator):
         self._queue = self._order.written(count)
         self._act_all()
         self._write()
+        if self._writer is not None and not self._writer.waiting:
+            freed(self.name, f"effects, though all before number {self._writer.number} is written", len(self._order))
 
 
 class LeasedControl(Control):
@@ -245,11 +250,17 @@ def draw_leases(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
     faults: list[SimFault] = []
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3))):
         one = draw_one(rng, rng.randint(5, 3 * horizon_ms))
-        kinds = (*LEASE_FAULTS, "coordinator", "coordinator_freeze", "coordinator_mid_effects")
+        kinds = (*_NAMES, "coordinator", "coordinator_freeze", "coordinator_mid_effects")
         faults.append(replace(one, kind=rng.choice(kinds)))
         if rng.random() < 0.5:  # and then something must be decided
             faults.append(replace(draw_one(rng, one.at_ms + rng.randint(0, 1500)), phase=""))
     return tuple(faults)
+
+
+def draw_small(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
+    """Now and then the store takes only small requests for a while."""
+    small = replace(draw_one(rng, rng.randint(0, horizon_ms)), kind="store_small")
+    return (small,) if rng.random() < 0.2 else ()
 
 
 def strike(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
@@ -273,5 +284,5 @@ def strike(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> 
 
 
 _NAMES = ("store_down", "store_mute", "store_slow", "store_late", "lease_cut", "lease_unaware", "lease_refused")
-LEASE_FAULTS = dict.fromkeys(_NAMES, strike)
+LEASE_FAULTS = dict.fromkeys((*_NAMES, "store_small"), strike)
 """Strikes by kind."""

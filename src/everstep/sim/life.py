@@ -305,12 +305,17 @@ class SimSite:
         self.disk = disk
         self.lives: dict[WorkerKey, Life] = {}
         self.phases = Phases()
+        self.strays: set[int] = set()  # slots whose lives run another script
         self.went_back: list[int] = []  # steps that workers went back to
         self.told: list[dict[str, Any]] = []  # events of the job, as its log would have them
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Write an event of the job."""
         self.told.append({"kind": kind, "time_unix_ns": self.world.now_ns, **fields})
+
+    def another_script(self, worker_id: int) -> None:
+        """The later lives of this slot run a script that says another number of lanes."""
+        self.strays.add(worker_id)
 
     def damages(self, share: float) -> None:
         """Damage a block in this share of answers from now on."""

@@ -19,9 +19,10 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.hearing import interrupts
 from everstep.protocol.following import PlanAsked, PlanShown, name_of
-from everstep.protocol.identity import Kernels
+from everstep.protocol.identity import Code, Kernels
 from everstep.protocol.lease.terms import Terms
 from everstep.protocol.telling import Listener
+from everstep.sim.checks import require
 from everstep.sim.life import Life, nothing
 from everstep.sim.world import MS, SECOND, Process, SimConnection
 
@@ -205,6 +206,7 @@ class SimControlClient:
         self._terms = Terms()
         self.connection: SimConnection | None = None
         self.queue: list[wire.AnyMessage] = []
+        self.newest: wire.AnyMessage | None = None  # that was sent over this connection
         self.closed = True
 
     def begin(self) -> None:
@@ -223,7 +225,16 @@ class SimControlClient:
         connection.send(self.owner, b"")
         waiting, self.queue = self.queue, []
         for message in [*self.hello(), *waiting]:
-            connection.send(self.owner, wire.encode(message))
+            self._say(connection, message)
+
+    def _say(self, connection: SimConnection, message: wire.AnyMessage) -> None:
+        self.newest = message
+        connection.send(self.owner, wire.encode(message))
+
+    def again(self) -> None:
+        """Send the newest message a second time."""
+        if self.newest is not None:
+            self.send(self.newest)
 
     def _heard(self, listener: Listener, bodies: Sequence[bytes]) -> None:
         for body in bodies:
@@ -242,13 +253,13 @@ class SimControlClient:
             self._lost()
 
     def _lost(self) -> None:
-        self.connection = None
+        self.connection = self.newest = None
         self.owner.soon(20 * MS, 100 * MS, self._try)
 
     def send(self, message: wire.AnyMessage) -> None:
         """Send now, or once connected again; heartbeats and progress only now."""
         if self.connection is not None and self.connection.open:
-            self.connection.send(self.owner, wire.encode(message))
+            self._say(self.connection, message)
         elif not self.closed and not isinstance(message, wire.Heartbeat | wire.Progress):
             self.queue.append(message)
 
@@ -264,6 +275,8 @@ class Ties:
     def __init__(self, life: Life, dial: Dial, mesh: Mesh) -> None:
         self.life = life
         self.mesh = mesh
+        self.at = ""  # where it stands still, once it has been asked
+        self.compiles = False
         self.client = SimControlClient(life, dial, f"worker {life.me}", self._hello, self.deliver, self._plan)
         life.install({do.Tell: self._tell, do.Outvoted: self._outvoted})
         life.install({do.Refused: lambda effect: self.fail(effect.reason)})
@@ -280,9 +293,35 @@ class Ties:
             prepared=standing.prepared,
             stages=standing.stages,
             state_bytes=size,
+            lanes=life.job.lanes + (life.me.worker_id in life.site.strays),
             kernels=Kernels(("f" if life.host == life.site.foreign else "0") * 32, life.host, 1),
+            code=Code({"task.py": "0" * 16, f"stage{life.me.worker_id % 3}.py": "1" * 16}, {"numpy": "2"}),
         )
         return [hello, *standing.messages]
+
+    def meet(self) -> None:
+        """Set a key of the generation's store, and ask for those of all members. For that it imports more."""
+        life, plan = self.life, self._plan()
+        about = {"worker_id": life.me.worker_id, "incarnation": life.me.incarnation}
+        self.client.send(wire.Imported(**about, code=Code({"meeting.py": "2" * 16})))
+        if plan is not None and plan.has(life.me):
+            me, generation = life.me, plan.generation
+            self.client.send(wire.StoreSet(generation=generation, key=str(me), value=str(me).encode()))
+            keys = [str(member.key) for member in plan.members]
+            self.client.send(wire.StoreGet(request=generation, generation=generation, keys=keys))
+
+    def _met(self, answer: wire.StoreValues) -> None:
+        plans, generation = self.life.site.checks.records.plans, answer.request
+        self.life.world.seen["keys", "met" if answer.values is not None else "superseded"] += 1
+        if answer.values is None:
+            require(max(plans) > generation, "P4", f"{self.life.me} meets nobody in {generation}, the newest plan")
+        elif generation in plans:
+            known = [str(member.key).encode() for member in plans[generation].members]
+            require(answer.values == known, "P3", f"{self.life.me} meets {answer.values} in {generation}, not {known}")
+
+    def show_stacks(self) -> None:
+        """From now on its pulses say where it stands still."""
+        self.at = "task.py:7"
 
     def _plan(self) -> Plan | None:
         return self.life.driver.standing.plan
@@ -305,7 +344,18 @@ class Ties:
             compute_ms_per_lane=2.0 * life.slowness,
             waited_ms=still if life.starved else 0,
             stopped=life.letter == "T",
+            at=self.at if still else "",
+            cold=self.compiles,
+            lifeless_ms=50 if self.compiles else -1,
         )
+
+    def compile(self, compiles: bool) -> None:
+        """It begins to compile, and stands still meanwhile; or has done so."""
+        self.compiles = compiles
+        if compiles:
+            self.life.freeze(stuck=True)
+        else:
+            self.life.thaw()
 
     def deliver(self, message: wire.AnyMessage) -> None:
         """Take a message of the coordinator."""
@@ -315,6 +365,11 @@ class Ties:
             who = {"worker_id": life.me.worker_id, "incarnation": life.me.incarnation}
             self.client.send(PlanShown(**who, plan=self._plan()))
             return
+        if isinstance(message, wire.StoreValues):
+            self._met(message)
+            return
+        if isinstance(message, wire.InjectFault) and "coordinator" in message.fault:
+            self.strikes(message.number)
         if isinstance(message, wire.ProfileNow):
             worker_id, incarnation = life.me.worker_id, life.me.incarnation
             done = wire.Profiled(worker_id=worker_id, incarnation=incarnation, name=message.name, ok=True)
@@ -328,6 +383,14 @@ class Ties:
         life.handle(do.Heard(message, life.world.now_ns))
         if isinstance(life.operation, do.Watch):
             life.soon(0, MS, life.done, life.operation, ())
+
+    def strikes(self, index: int) -> None:
+        """The job's leader reports that a scripted fault is due, and others have to inject it."""
+        life, plan, machine = self.life, self._plan(), self.life.driver.machine
+        if plan is not None and plan.leader(0) == life.me.worker_id:
+            at = {"generation": machine.generation, "step": machine.step + 1, "phase": "compute"}
+            who = {"worker_id": life.me.worker_id, "incarnation": life.me.incarnation}
+            self.client.send(wire.StrikeDue(**who, index=index, **at))
 
     def _interrupt(self, generation: int) -> None:
         """End the transfers of this generation and older ones."""

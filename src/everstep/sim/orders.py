@@ -1,13 +1,16 @@
-"""P3 and P6 for hosts: what one life of a coordinator orders of agents, and grants to people, seen from outside."""
+"""P3 and P6 for hosts: what one life of a coordinator orders of agents, and grants to people, seen from outside; and
+faults of the script, which strike once in a job."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from everstep.base.plan import WorkerKey
+from everstep.base.strikes import Strike
 from everstep.protocol import messages as wire
 from everstep.protocol.coordinator.types import Close, CoordinatorEffect, CoordinatorEvent, Disconnected, Received, Send
-from everstep.sim.checks import require
+from everstep.sim.checks import SimRecords, require
 
 
 class Orders:
@@ -21,6 +24,11 @@ class Orders:
         self._drained: dict[str, set[int]] = {}  # slots that may still be wanted of a drained agent, by its name
         self._asked: dict[str, wire.Command] = {}  # command, by connection
         self._members = 0  # of the plan in force
+        self._refused = ""  # connection over which something came that may not
+
+    def refuses(self, connection: str) -> None:
+        """What comes next over this connection must not; "": it may."""
+        self._refused = connection
 
     def heard(self, event: CoordinatorEvent) -> None:
         """The coordinator is about to hear this."""
@@ -39,8 +47,11 @@ class Orders:
             case Received(connection=name, message=wire.Command() as command):
                 self._asked[name] = command
 
-    def said(self, effects: Iterable[CoordinatorEffect]) -> None:
+    def said(self, effects: Collection[CoordinatorEffect]) -> None:
         """The coordinator answers with this."""
+        refused, self._refused = self._refused, ""
+        closed = not refused or any(isinstance(one, Close) and one.connection == refused for one in effects)
+        require(closed, "P7", f"what may not come over {refused} came, and did not end it: {effects}")
         for effect in effects:
             match effect:
                 case Close(connection=name):
@@ -75,3 +86,27 @@ class Orders:
         if command.name == "drain" and "host" in command.args:
             host = str(command.args["host"])
             self._drained[host] = set(self._told.get(host, ()))
+
+
+STRIKES = (
+    Strike("the first host is cut off", "cut", "host0", for_s=0.1, index=0),
+    Strike("the first two hosts are cut off from each other", "cut", "host0-host1", link=True, for_s=0.1, index=1),
+)
+"""Faults of the script, which workers report when they are due."""
+
+
+class ScriptedStrikes:
+    """Each fault of the script strikes once, whoever reports it, in whichever life of the coordinator; unless the
+    journal has lost that."""
+
+    def __init__(self, records: SimRecords) -> None:
+        self._records = records
+        self._struck: set[str] = set()
+
+    def reported(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """The coordinator reports an event."""
+        text = next((one.text for one in STRIKES if one.text in str(fields.get("reason"))), "")
+        if kind == "fault_injected" and text:
+            twice = text in self._struck and not self._records.forgetful
+            require(not twice, "P2", f"{text}, a second time")
+            self._struck.add(text)

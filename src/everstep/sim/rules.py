@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
+from everstep.base.config_keys import ObjectTierConfig
 from everstep.placement.cell_shapes import CellShape, shapes_of
 from everstep.protocol.coordinator.types import CoordinatorConfig
 from everstep.protocol.driver.saver import SavingRules
@@ -19,7 +20,9 @@ class Rules:
     start, `room` of them to a host at most (0: any number). least: hosts that have to be there before the job begins.
     by_steps: the limit for hangs follows from the steps' times. lasting_ms: how long slow workers and weak pools are
     tolerated. reboots: an agent that comes again says that it is another process. degree: processes of each worker,
-    which goes on with fewer of them where its slot is given up.
+    which goes on with fewer of them where its slot is given up. told_lanes: the coordinator hears the number of lanes
+    from workers. patience_ms: how long the job waits for workers and hosts; 0: for an hour. returns: slots move to
+    hosts that come back. first: the host of worker 0; "": any.
     """
 
     saves: str = ""
@@ -30,13 +33,21 @@ class Rules:
     lasting_ms: int = 30_000
     reboots: bool = False
     degree: int = 1
+    told_lanes: bool = False
+    patience_ms: int = 0
+    returns: bool = True
+    first: str = ""
 
     def of_coordinator(self, config: CoordinatorConfig) -> CoordinatorConfig:
         """The config of a job with these rules."""
         limit = None if self.by_steps else config.hang_limit_ns
         cells = shapes_of(CellShape(1, self.degree), self.degree)
-        hosts = replace(config.hosts, least=self.least, wait_ns=3600 * SECOND, cells=cells)
-        config = replace(config, lasting_ns=self.lasting_ms * MS)
+        wait_ns = self.patience_ms * MS or 3600 * SECOND
+        hosts = replace(config.hosts, least=self.least, wait_ns=wait_ns, cells=cells)
+        hosts = replace(hosts, return_ns=hosts.return_ns if self.returns else None)
+        hosts = replace(hosts, named={0: self.first} if self.first else {})
+        lanes = config.lanes + 1 if self.told_lanes else config.lanes
+        config = replace(config, lasting_ns=self.lasting_ms * MS, lanes=lanes, quorum_wait_ns=wait_ns)
         return replace(config, hosts=hosts, hang_limit_ns=limit, slots=config.workers if self.shared else 0)
 
     def of_saving(self, config: SavingRules) -> SavingRules:
@@ -45,6 +56,10 @@ class Rules:
         match self.saves:
             case "interval":
                 rule = replace(rule, interval=0.05, disk=replace(rule.disk, every_steps=None))
+            case "object":
+                rule = replace(rule, object=ObjectTierConfig(url="s3://bucket"))
+            case "objects":
+                rule = replace(rule, object=ObjectTierConfig(url="s3://bucket", every_steps=2))
             case "auto":
                 rule = replace(rule, interval="auto", disk=replace(rule.disk, every_steps=None))
             case "minutes":
@@ -78,3 +93,15 @@ def draw_rules(rng: Random, hosts: int, wanted: int, lasting_ms: int) -> Rules:
         reboots=rng.random() < 0.7,
         degree=rng.choice((1, 2, 4)) if shared else 1,
     )
+
+
+def more_rules(rules: Rules, rng: Random, hosts: int) -> Rules:
+    """The same, now and then with others about patience, hosts and object stores."""
+    rules = replace(rules, told_lanes=rng.random() < 0.2, returns=rng.random() < 0.85)
+    if rng.random() < 0.08:
+        rules = replace(rules, saves=rng.choice(("object", "objects")))
+    if rng.random() < 0.08:
+        rules = replace(rules, patience_ms=rng.choice((300, 1500, 4000)))
+    if rng.random() < 0.08 and not rules.shared:
+        rules = replace(rules, first=f"host{0 if rng.random() < 0.7 else hosts - 1}")
+    return rules

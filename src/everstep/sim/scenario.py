@@ -29,7 +29,7 @@ from everstep.protocol.driver.driver import Driver
 from everstep.protocol.driver.driver_parts import DriverConfig
 from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.driver.saver import SavingRules
-from everstep.protocol.identity import read_kernels
+from everstep.protocol.identity import Code, read_code, read_kernels
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key
 from everstep.sim.checks import Checks, ToldTwice, Views, freed
@@ -47,7 +47,9 @@ from everstep.sim.holders import HOLDER_FAULTS
 from everstep.sim.leases import LEASE_FAULTS, LeasedControl
 from everstep.sim.life import Disk, Life, SimSite
 from everstep.sim.model import PLANES, present, wrong
+from everstep.sim.odd_messages import HOST_FAILED, ODD_FAULTS
 from everstep.sim.operating import OPERATING_FAULTS
+from everstep.sim.orders import STRIKES
 from everstep.sim.setups import (
     LeasedSetup,
     Setup,
@@ -79,10 +81,14 @@ NONFINITE = ("ends", "not finite")
 UNLIKE = ("ends", "members that compute otherwise")
 TOLD_TWICE = ("ends", "a number told twice")
 TOO_FEW = ("ends", "slots given up")
+HUNG_TWICE = ("ends", "a second hang")
+STRAY = ("ends", "another script")
+WAITED = ("ends", "nobody came in time")
+FAILED_HOST = ("ends", "a host that fails")
 MOST_LOOKS = 5
 _NEVER_S = 1e9
 _FAILURE_CHARS = 60
-_MORE_FAULTS = {**LEASE_FAULTS, **STARVING_FAULTS, **DAMAGE_FAULTS, **OPERATING_FAULTS, **HOLDER_FAULTS}
+_MORE_FAULTS = {**LEASE_FAULTS, **STARVING_FAULTS, **DAMAGE_FAULTS, **OPERATING_FAULTS, **HOLDER_FAULTS, **ODD_FAULTS}
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,8 @@ class Simulation:
                 grace_ns=1 * SECOND,
                 return_ns=2 * SECOND,
                 term=term,
-                alike=Alike(read_kernels(self.facts.get("numerics"))),
+                strikes=STRIKES,
+                alike=Alike(read_kernels(self.facts.get("numerics")), read_code(self.facts.get("code")) or Code()),
             ),
             save_ns=setup.save_ms * MS,
             wish=PoolWish(
@@ -266,12 +273,28 @@ class Simulation:
         if gives_up and "was given up (it died again and again)" in self.control.fate.failed:
             self.world.seen[TOO_FEW] += 1
             return ""
+        if self._ended_by_an_act():
+            return ""
         if self.control.fate.failed:
             return f"P4: the job failed: {self.control.fate.failed}"
         if not self.control.fate.stopped:
             self.checks.finish()
         self._sweep()
         return ""
+
+    def _ended_by_an_act(self) -> bool:
+        """Whether the job failed as one of the acts, or its rules, have it fail."""
+        kinds, failed = {fault.kind for fault in self.setup.faults}, self.control.fate.failed
+        for may, said, seen in (
+            ("stuck" in kinds, "it is the second hang there", HUNG_TWICE),
+            ("fails" in kinds, HOST_FAILED, FAILED_HOST),
+            ("stray" in kinds, "it joins with lanes=", STRAY),
+            (self.setup.rules.patience_ms > 0, "gave up after waiting", WAITED),
+        ):
+            if may and said in failed:
+                self.world.seen[seen] += 1
+                return True
+        return False
 
     def _loops_disagreed(self) -> bool:
         """Whether the job ended because one loop was left, and says by which worker and after which step."""

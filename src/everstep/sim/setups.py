@@ -11,13 +11,14 @@ from random import Random
 from typing import Literal
 
 from everstep.base.plan import WorkerKey
+from everstep.sim import odd_messages
 from everstep.sim.damaging import draw_damage
 from everstep.sim.faults import SimFault, draw, draw_losses, draw_more, draw_one, draw_split
 from everstep.sim.holders import draw_holders
-from everstep.sim.leases import draw_leases
+from everstep.sim.leases import draw_leases, draw_small
 from everstep.sim.model import GRADIENT, SimJob
 from everstep.sim.operating import WITHOUT_LEASE, draw_operated
-from everstep.sim.rules import USUAL, Rules, draw_rules
+from everstep.sim.rules import USUAL, Rules, draw_rules, more_rules
 from everstep.sim.starving import draw_starved
 from everstep.sim.world import World
 
@@ -105,6 +106,8 @@ class Setup:
         rng = Random(f"operated {seed}")
         faults = (*self.faults, *draw_operated(rng, horizon_ms))
         rules = draw_rules(rng, self.hosts, self.workers + self.spares, self.rules.lasting_ms)
+        rules = more_rules(rules, Random(f"more rules {seed}"), self.hosts)
+        faults = (*faults, *odd_messages.draw_odd(Random(f"odd acts {seed}"), horizon_ms))
         return replace(self, rules=rules, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
 
     def with_starved(self, seed: int, horizon_ms: int) -> Setup:
@@ -229,7 +232,9 @@ def set_up_sharded(seed: int) -> Setup:
 def set_up_leased(seed: int) -> Setup:
     """The setup of a seed, with two coordinators; every third is of a model in several stages."""
     chosen = set_up(seed) if seed % 3 else set_up_split(seed)
-    faults = (*chosen.faults, *draw_leases(Random(f"leases {seed}"), 60 + chosen.job.steps * 60))
+    horizon_ms = 60 + chosen.job.steps * 60
+    faults = (*chosen.faults, *draw_leases(Random(f"leases {seed}"), horizon_ms))
+    faults += draw_small(Random(f"small {seed}"), horizon_ms)
     return LeasedSetup(**{**vars(chosen), "faults": tuple(sorted(faults, key=lambda f: f.at_ms))})
 
 
@@ -239,4 +244,5 @@ def set_up_operated(seed: int) -> Setup:
     chosen = chosen.with_operated(seed, 60 + chosen.job.steps * 50)
     if not isinstance(chosen, LeasedSetup):
         return chosen
-    return replace(chosen, faults=tuple(fault for fault in chosen.faults if fault.kind not in WITHOUT_LEASE))
+    without = WITHOUT_LEASE | odd_messages.WITHOUT_LEASE
+    return replace(chosen, faults=tuple(fault for fault in chosen.faults if fault.kind not in without))

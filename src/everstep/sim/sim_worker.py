@@ -10,11 +10,11 @@ from everstep.base.cause import Cause
 from everstep.base.extents import Extents
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
-from everstep.protocol.driver.records import StageSection
+from everstep.protocol.driver.records import StageSection, committed_unix_ns
 from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import BlocksLost, Discard, Holds, Key, Release
 from everstep.sim.block_taking import KNOWN as COPIES
-from everstep.sim.checks import freed
+from everstep.sim.checks import freed, require
 from everstep.sim.computing import Reduction, SimLanes, Spreading
 from everstep.sim.copying import SimDonor, SimSaver
 from everstep.sim.fetching import Fetcher, Follower
@@ -229,9 +229,12 @@ class SimWorker(Life):
         self.mesh.leave(effect.generation)
 
     def _entered(self, effect: do.EnteredPlan) -> None:
-        held = self.state.stages if self.state.at == effect.step else {}
+        held, generation = self.state.stages if self.state.at == effect.step else {}, effect.plan.generation
         self.donor.began()
-        self.site.checks.entered(self.me, effect.plan.generation, effect.step, held)
+        self.site.checks.entered(self.me, generation, effect.step, held)
+        for number in (effect.step - 1, effect.step):
+            self.site.checks.remembered(self.me, generation, number, self.driver.in_memory(number))
+        self.site.checks.proven(self.me, self.driver.proven(effect.step), effect.step, self.site.disk.parts)
         freed(self.me, "feeds, as a member", self.follower.feeds)
 
     # ---- decisions
@@ -246,9 +249,13 @@ class SimWorker(Life):
             freed(self.me, "its shelf, beyond a decision", self.donor.shelf)
         generation = made.generation if own and made is not None else effect.generation
         self.site.checks.decision(generation, effect.key, machine.records, not own)
+        committed_ns = committed_unix_ns(machine.records, effect.key.seq == 0)
+        require(committed_ns <= self.world.now_ns, "P6", f"{self.me}: {effect.key} follows a commit at {committed_ns}")
 
     def _update(self, operation: do.Update) -> None:
         self.site.checks.taint.applies(self.me, operation.step, operation.records)
+        samples, lanes = operation.outcome.samples, self.job.lanes
+        require(samples == lanes, "P2", f"step {operation.step} counts {samples} samples of {lanes} lanes")
         gradients = self.state.gradient(operation.step)
         gradients = {k: gradients[k] for k in operation.stages}
         self.donor.feed(operation.step, operation.records, gradients)
@@ -281,5 +288,6 @@ class SimWorker(Life):
             position = max(position, Key(effect.step, 1))
         self.state.release(effect.step, position)
         if driver.machine.plan is not None and driver.machine.plan.leader(0) == self.me.worker_id:
-            self.site.tell("step_committed", step=effect.step, generation=driver.machine.generation)
+            generation, lanes = driver.machine.generation, self.job.lanes
+            self.site.tell("step_committed", step=effect.step, generation=generation, samples=lanes)
             self.ties.client.send(driver.progress(effect.step, 10.0))

@@ -38,15 +38,20 @@ class SimLauncher:
         if coordinator.alive:
             if coordinator.frozen_ns is None:
                 self._patience.answered()
-            self._patience.ask(now_s, Figures(coordinator.letter))
+            due_s = self._patience.due_in(now_s)
+            asked = self._patience.ask(now_s, Figures(coordinator.letter))
+            require(asked == (due_s == 0.0), "P8", f"the coordinator was asked {due_s:.2f} s too early")
             silent = self._patience.too_long()
+            patience = self._patience
+            waits = bool(silent) or patience.silence_s < patience.limit_s
+            require(waits, "P8", f"the coordinator has been silent for {patience.silence_s:.1f} s, and nobody minds")
             if silent:
                 require(not coordinator.starved, "P8", f"the coordinator {silent}, but it waits for a processor")
                 world.seen["hosts", "silenced"] += 1
                 self._patience.killed(now_s)
                 coordinator.die(f"it {silent}")
                 world.later(_RESTART_NS, control.start_coordinator)
-        world.later(round(PING_S * SECOND), self._look)
+        world.later(round(PING_S * SECOND) // 2, self._look)
 
 
 def draw_starved(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:

@@ -157,7 +157,8 @@ def _pair(a: str, b: str) -> tuple[str, str]:
 
 class Process:
     """A program that runs on a host, until it dies. While frozen it does nothing, and does all of it afterwards: a
-    signal has stopped it, or (`starved`) it waits for a processor. waited_ns: how long it has waited."""
+    signal has stopped it, or (`starved`) it waits for a processor, or (`stuck`) for a lock. waited_ns: how long it has
+    waited for a processor."""
 
     def __init__(self, world: World, name: str, host: str) -> None:
         self.world = world
@@ -166,7 +167,7 @@ class Process:
         self.alive = True
         self.died_ns = 0
         self.frozen_ns: int | None = None
-        self.starved = False
+        self.starved = self.stuck = False
         self.waited_ns = 0
         self._backlog: list[tuple[Act, tuple[Any, ...]]] = []
 
@@ -189,19 +190,19 @@ class Process:
     @property
     def letter(self) -> str:
         """Its state letter, as in the kernel."""
-        return "S" if self.frozen_ns is None else "R" if self.starved else "T"
+        return "S" if self.frozen_ns is None or self.stuck else "R" if self.starved else "T"
 
-    def freeze(self, *, starved: bool = False) -> None:
+    def freeze(self, *, starved: bool = False, stuck: bool = False) -> None:
         if self.alive and self.frozen_ns is None:
-            self.world.log(self.name, "STARVED" if starved else "FROZEN")
-            self.frozen_ns, self.starved = self.world.now_ns, starved
+            self.world.log(self.name, "STARVED" if starved else "STUCK" if stuck else "FROZEN")
+            self.frozen_ns, self.starved, self.stuck = self.world.now_ns, starved, stuck
 
     def thaw(self) -> None:
         if not self.alive or self.frozen_ns is None:
             return
         self.world.log(self.name, "THAWED")
         self.waited_ns += self.world.now_ns - self.frozen_ns if self.starved else 0
-        self.frozen_ns, self.starved = None, False
+        self.frozen_ns, self.starved, self.stuck = None, False, False
         backlog, self._backlog = self._backlog, []
         for act, args in backlog:
             self.wake(act, args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from everstep.base.errors import ConfigError
 from everstep.script.restarts import read_in_code
 from everstep.train import rehearsal
 from everstep.train.join import rehearsed_with
-from everstep.train.rehearsal import Rehearsal, Rehearsed, run_script
+from everstep.train.rehearsal import Rehearsal, Rehearsed, Sighting, run_script
 from sampling import mostly_longer
 
 
@@ -52,6 +53,23 @@ def in_a_fork(act: Callable[[], None]) -> None:
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
+
+
+def test_lives_that_die_are_told_whether_their_results_are_asked_for_or_not(tmp_path: Path) -> None:
+    def dead(piece: Rehearsed, life: str) -> int:
+        pid = os.fork()
+        if pid == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return pid
+
+    told: list[Sighting] = []
+    lives = Rehearsal(Rehearsed("script.py", (), str(tmp_path)), lambda link: None, fork=dead, deaths=told)
+    lives.begin("b")
+    assert lives.result("a").died
+    assert len(told) == 1
+    lives.close()
+    assert [one.error for one in told] == ["its process ended (killed by SIGTERM)"] * 2
 
 
 IN_EVERY_RUN = {"plain", "plateau", "averaged", "ema_object", "scheduler_own", "scheduler_given", "second_optimizer"}
