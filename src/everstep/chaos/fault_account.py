@@ -83,6 +83,8 @@ def account(events: Iterable[JobEvent]) -> FaultAccount:
             found.steps_redone += int(event.get("steps_redone") or 0)
         elif kind == "step_committed":
             found.steps = max(found.steps, int(event.get("step") or 0))
+        elif kind == "job_started":  # it goes on
+            found.state, found.cause, found.reason = "not over", None, ""
         elif kind in ("job_completed", "job_failed"):
             found.state = str(event.get("state") or kind.removeprefix("job_"))
             if found.state != "completed":

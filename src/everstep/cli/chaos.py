@@ -34,6 +34,7 @@ from everstep.cli.running import ask_running
 from everstep.cli.seconds import Seconds
 from everstep.cli.verify import compare
 from everstep.observe.events import read_events
+from everstep.runtime import commands
 from everstep.runtime.files.run_lock import is_locked
 from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE
 from everstep.runtime.process import last_line, own_command
@@ -167,9 +168,20 @@ def run(task: str, options: tuple[str, ...], chaos: str, run_dir: Path | None, a
 @click.argument("fault")
 def inject(run_dir: Path, fault: str) -> int:
     """Inject FAULT into the running job in DIR now. Examples: kill:target=worker:2, stop:target=leader:1,for=5."""
-    result = ask_running(run_dir, "chaos", parse_now(fault).request())
-    print(f"{run_dir}: {result.get('fault')} is sent; events.jsonl says which processes it hits")
+    request, begin_ns = parse_now(fault).request(), time.time_ns()
+    try:
+        ask_running(run_dir, "chaos", request, once=True)
+    except commands.Unanswered:
+        if not _has_struck(run_dir, begin_ns):
+            raise
+    print(f"{run_dir}: {request['fault']} is sent; events.jsonl says which processes it hits")
     return 0
+
+
+def _has_struck(run_dir: Path, begin_ns: int) -> bool:
+    """Whether a fault was told of since: a coordinator that is struck may die before it answers."""
+    events = read_events(run_dir / EVENTS_FILE)
+    return any(e["kind"] == "fault_injected" and int(e["time_unix_ns"]) >= begin_ns for e in events)
 
 
 @command.command()
@@ -196,11 +208,20 @@ def report(directory: Path, as_json: bool) -> int:
     return 0 if all(result.passed for result in results) else 1
 
 
+def account_of(run_dir: Path) -> FaultAccount:
+    """Account of a run's faults; without a word of its end it is running, or nobody holds its directory."""
+    held = is_locked(run_dir)  # looked at before its events are: they tell how it ended
+    found = account(read_events(run_dir / EVENTS_FILE))
+    if found.state == "not over":
+        found.state = "running" if held else "interrupted"
+        found.reason = "" if held else "the process of the job died without a word"
+    return found
+
+
 def print_faults(folder: Path) -> None:
     """One line per strike: kind, target, time, and the job's reaction."""
-    found = account(read_events(folder / EVENTS_FILE))
-    state = "running" if found.state == "not over" and is_locked(folder) else found.state
-    print(f"{folder.name}: {state} at step {found.steps}{', ' + found.reason if found.reason else ''}")
+    found = account_of(folder)
+    print(f"{folder.name}: {found.state} at step {found.steps}{', ' + found.reason if found.reason else ''}")
     for one in found.struck:
         place = one.target.startswith(("host:", "link:"))
         who = one.target if place else "coordinator" if one.worker_id is None else f"worker {one.worker_id}"
@@ -347,7 +368,7 @@ def judge(run_dir: Path, undisturbed: Path | None, scenario: Scenario | None) ->
 
     undisturbed: the run that it must equal; None: nothing is compared. scenario: the events that must have happened.
     """
-    found = account(read_events(run_dir / EVENTS_FILE))
+    found = account_of(run_dir)
     result = Result(run_dir.name, found)
     result.seed, result.chaos = _job_facts(run_dir)
     if scenario is not None and scenario.fails is not None:
@@ -356,7 +377,7 @@ def judge(run_dir: Path, undisturbed: Path | None, scenario: Scenario | None) ->
             got = f"{found.state}, {found.cause}: {found.reason or 'no reason was reported'}"
             result.wrong.append(f"expected it to fail for the cause {scenario.fails}, got {got}")
         return result
-    if found.state == "not over" and is_locked(run_dir):
+    if found.state == "running":
         result.running = True
         return result
     if found.state != "completed":

@@ -120,12 +120,15 @@ def checkpoint(run_dir: Path, timeout_s: float, as_json: bool) -> int:
     return 0
 
 
-def ask_running(run_dir: Path, name: str, args: dict[str, Any], timeout_s: float = _PATIENCE_S) -> dict[str, Any]:
+def ask_running(
+    run_dir: Path, name: str, args: dict[str, Any], timeout_s: float = _PATIENCE_S, *, once: bool = False
+) -> dict[str, Any]:
     """Ask the job that runs in this directory; a coordinator that is being restarted gets some time.
 
-    timeout_s: for the reply.
+    timeout_s: for the reply. once: do not ask again if the coordinator ends before it answers.
 
-    Raises: ConfigError if no job runs there, or it refuses; NoAnswer if its coordinator is silent.
+    Raises: ConfigError if no job runs there, or it refuses; NoAnswer if its coordinator is silent; with `once`
+    Unanswered.
     """
     read_job(run_dir)
     end = time.monotonic() + _PATIENCE_S
@@ -133,6 +136,8 @@ def ask_running(run_dir: Path, name: str, args: dict[str, Any], timeout_s: float
         try:
             return commands.ask(run_dir, name, dict(args), timeout_s)
         except commands.NoJobRunning as error:
+            if once and isinstance(error, commands.Unanswered):
+                raise
             if not is_locked(run_dir):
                 ended = "; it has finished" if read_digest(run_dir) is not None else ""
                 raise ConfigError(f"{error}{ended}") from None

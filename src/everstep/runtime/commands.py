@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from ssl import SSLError
 from typing import Any
 
 from everstep.base.doors import at_port
@@ -31,6 +32,14 @@ class NoJobRunning(EverstepError):
         self.where = where
 
 
+class Unanswered(NoJobRunning):
+    """The coordinator's connection ended after the command was sent: it may have carried it out."""
+
+
+class _Ended(ProtocolError):
+    """A connection ended after a command was sent over it."""
+
+
 class NoAnswer(EverstepError):
     """A job runs there, but its coordinator is silent: stopped, starved, or being restarted."""
 
@@ -40,8 +49,8 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
 
     The directory has to provide only the address, and the token of the command's role.
 
-    Raises: NoJobRunning if none runs there; NoAnswer if its coordinator is silent; ConfigError with the coordinator's
-    one line if it refuses, or if there is no token for this.
+    Raises: NoJobRunning if none runs there, Unanswered if it ends before it answers; NoAnswer if its coordinator is
+    silent; ConfigError with the coordinator's one line if it refuses, or if there is no token for this.
     """
     role = COMMANDS.get(name, OPERATE)
     try:
@@ -56,6 +65,9 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
     try:
         tls = None if address.tls == "off" else Tls(Shown("", "", address.ca, address.tls == "on"))
         reply = ask_at((address.host, address.port), role, key, tls, name, args or {}, timeout_s)
+    except _Ended:
+        told = f"everstep logs {run_dir} says what it has done"
+        raise Unanswered(f"the coordinator at {at} ended before it answered: {told}") from None
     except ProtocolError as error:
         where = f"at {at} is not to be talked to ({error})"
         raise NoJobRunning(f"no job is running in {run_dir}: its coordinator {where}", where) from None
@@ -77,8 +89,8 @@ def ask_at(
 ) -> CommandReply:
     """Ask the coordinator that listens at `where`; returns its reply. key: the role's token.
 
-    Raises: ProtocolError if it is not this job's; OSError (TimeoutError if no reply comes within `timeout_s`, even if
-    other messages do).
+    Raises: ProtocolError if it is not this job's, or the connection ends before the reply; OSError (TimeoutError if no
+    reply comes within `timeout_s`, even if other messages do).
     """
     with secured(socket.create_connection(where, timeout=timeout_s), tls) as sock:
         sock.settimeout(timeout_s)
@@ -87,9 +99,12 @@ def ask_at(
         reader, end_s = wire.FrameReader(seals), time.monotonic() + timeout_s
         while (left_s := end_s - time.monotonic()) > 0:
             sock.settimeout(left_s)
-            data = sock.recv(_PORTION_BYTES)
+            try:
+                data = sock.recv(_PORTION_BYTES)
+            except (ConnectionError, SSLError):
+                data = b""
             if not data:
-                raise ProtocolError("the connection ended before an answer")
+                raise _Ended("the connection ended before an answer")
             for reply in map(decode, reader.feed(data)):
                 if isinstance(reply, CommandReply):
                     return reply

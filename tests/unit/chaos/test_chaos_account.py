@@ -54,6 +54,8 @@ def test_a_failed_job_says_why() -> None:
     found = account([event(1, "job_failed", cause="quorum", reason="too few workers")])
     assert (found.state, found.cause, found.reason) == ("failed", Cause.QUORUM, "too few workers")
     assert account([]).state == "not over"
+    again = account([event(1, "job_failed", cause="quorum", reason="too few workers"), event(2, "job_started")])
+    assert (again.state, again.cause, again.reason) == ("not over", None, ""), "it goes on"
 
 
 def test_what_a_scenario_lacks_is_named() -> None:

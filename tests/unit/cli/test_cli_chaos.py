@@ -74,7 +74,11 @@ def test_a_job_that_still_runs_has_not_failed(tmp_path: Path, capsys: pytest.Cap
         print_faults(tmp_path)
     said = capsys.readouterr().out
     assert result.passed and result.running and "FAILED" not in said and f"{tmp_path.name}: running at step 3" in said
-    assert not judge(tmp_path, None, None).passed  # nobody runs it any more
+    dead = judge(tmp_path, None, None)  # nobody runs it any more
+    print_faults(tmp_path)
+    said = capsys.readouterr().out
+    assert dead.wrong == ["the job is interrupted: the process of the job died without a word"]
+    assert "interrupted at step 3, the process of the job died without a word" in said and "not over" not in said
 
 
 def test_a_job_that_cannot_go_on_as_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

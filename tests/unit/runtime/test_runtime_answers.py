@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,22 @@ def test_an_answer_that_no_coordinator_gives_is_refused(name: str, answer: dict[
 def test_what_a_coordinator_answers_passes() -> None:
     for name, answer in (("status", STATUS), ("status", {**STATUS, "more": 1}), ("scale", {"workers": 3})):
         check_answer(name, answer)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_coordinator_that_is_struck_before_it_answers_is_not_asked_again(
+    prepared: Callable[[Says], Path], capsys: pytest.CaptureFixture[str], told: bool
+) -> None:
+    def dies(sock: socket.socket, seals: Seals) -> None:
+        struck = {"time_unix_ns": time.time_ns(), "kind": "fault_injected", "worker_id": None}
+        (run_dir / "events.jsonl").write_text((json.dumps(struck) + "\n") * told)
+        sock.close()
+
+    run_dir = prepared(dies)
+    code = run_command(["chaos", "inject", str(run_dir), "kill:target=coordinator"])
+    out, err = capsys.readouterr()
+    assert (code == 0, "is sent" in out) == (told, told)
+    assert told or ("ended before it answered" in err and "try again" not in err)
 
 
 def test_status_of_a_strange_answer_is_one_line(
