@@ -266,6 +266,12 @@ optimizer.param_groups[0]['lr'] = 0.1 * scale
         after="with torch.no_grad():\n    model[0].weight.add_(1e-3 * (time.monotonic() % 1))  # here",
     ),
     Planted(
+        "time budget",
+        "time",
+        setup="began = time.monotonic()  # here",
+        after="if time.monotonic() - began > 600:  # here\n    break",
+    ),
+    Planted(
         "buffers changed by a count",
         "n",
         model=_net("return self.b(torch.tanh(self.a(x)) * self.s)", "self.register_buffer('s', torch.ones(1))"),

@@ -59,12 +59,13 @@ def parts_of(name: str) -> tuple[str, str, int]:
 
 @dataclass
 class Ambient:
-    """What one process reads of its surroundings. sites: all readings by the user's code so far, in order."""
+    """What one process reads of its surroundings. sites: all readings by the user's code so far, in order. steps: that
+    are done: clocks that are moved jump with each, so that spans of time are others, too."""
 
     setting: Setting
     sites: dict[str, None] = field(default_factory=dict)
+    steps: int = 0
     _ids: dict[int, int] = field(default_factory=dict)
-    _kept: list[Any] = field(default_factory=list)
     _ticks: Iterator[int] = field(default_factory=itertools.count)
 
     def install(self) -> None:
@@ -139,10 +140,10 @@ class Ambient:
     # ---- values
 
     def _seconds(self, value: float) -> float:
-        return value + _LATER_S
+        return value + _LATER_S * (1 + self.steps)
 
     def _later_ns(self, value: int) -> int:
-        return value + int(_LATER_S * 1e9) + 12_345
+        return value + int(_LATER_S * 1e9) * (1 + self.steps) + 12_345
 
     def _pinned_seconds(self, _: float) -> float:
         return _PINNED_S + (0.0 if self.setting.still else _TICK_S * next(self._ticks))
@@ -159,9 +160,9 @@ class Ambient:
     def _time_words(self, name: str) -> Callable[[Any], Any]:
         real, plain = getattr(time, name), time.time
         later: dict[str, Callable[[], Any]] = {
-            "localtime": lambda: real(plain() + _LATER_S),
-            "gmtime": lambda: real(plain() + _LATER_S),
-            "ctime": lambda: real(plain() + _LATER_S),
+            "localtime": lambda: real(self._seconds(plain())),
+            "gmtime": lambda: real(self._seconds(plain())),
+            "ctime": lambda: real(self._seconds(plain())),
         }
         return lambda value: later[name]() if name in later else f"{value}1"
 
@@ -184,7 +185,7 @@ class Ambient:
         pinned = real(2024, 1, 2, 3, 4, 5)
 
         def told(name: str, value: Any, fixed: Any) -> Any:
-            return ambient._told(name, value, lambda v: v + later, lambda _: fixed, _caller(2))
+            return ambient._told(name, value, lambda v: v + later * (1 + ambient.steps), lambda _: fixed, _caller(2))
 
         def now(_: Any, tz: Any = None) -> Any:
             return told("datetime.now", real.now(tz), pinned if tz is None else pinned.replace(tzinfo=tz))

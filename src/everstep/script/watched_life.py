@@ -82,6 +82,7 @@ class LifeNotes:
 
     def turn(self, step: int) -> None:
         """The step after this one is about to begin."""
+        self._ambient.steps = step
         if self._trace is not None and self._watch.trace == RUN:
             self._trace.mark(str(step))
 

@@ -18,7 +18,7 @@ from everstep.script.line_trace import Divergence, first_divergence, where_writt
 from everstep.script.restarts import TRAINING, Finding, differing
 from everstep.script.stretches import set_cursor, unrun
 from everstep.script.watched_life import BEFORE, RUN, LifeWatch, read_rows
-from everstep.train.rehearsal import Fork, Judgement, LifeLink, Rehearsal, Rehearsed, Sighting, fork_life
+from everstep.train.rehearsal import LEFT, Fork, Judgement, LifeLink, Rehearsal, Rehearsed, Sighting, fork_life
 
 _MOST_SITES, _MOST_STRETCHES = 24, 5
 _PINNED, _STILL = Setting(pinned=True), Setting(pinned=True, still=True)
@@ -157,8 +157,6 @@ class Trials:
     def _surroundings(self, first: Sighting, control: Sighting, resumed: str) -> list[Finding]:
         """resumed: how a resumed life differs, "" if it does not."""
         strange = self._stranger.result("s")
-        if strange.error:
-            self.notes.append(f"other surroundings, all at once: {strange.error}")
         natural = unlike(first, control)
         how = natural or ("" if strange.error else unlike(first, strange))
         self.covered.append(f"{len(strange.noted.sites)} readings of clocks, ids, variables and folders in the code")
@@ -166,6 +164,8 @@ class Trials:
             return []
         sites = strange.noted.sites or self._life("n", Setting()).noted.sites
         found = self._by_site(sites)
+        if strange.error and not (found and strange.kind == LEFT):
+            self.notes.append(f"other surroundings, all at once: {strange.error}")
         if not found and how and not strange.error and not natural:
             found = self._followed(how, "it depends on the order or the hash of texts", self._hashed_lives())
         return found or (self._unsteady(natural, first) if natural else [])
@@ -188,7 +188,7 @@ class Trials:
         for k, name in enumerate(sites[:_MOST_SITES]):
             source, file, line = parts_of(name)
             other = self._life(f"q{k}", replace(pinned, moved=(name,)))
-            if other.error:
+            if other.error and other.kind != LEFT:
                 where = f"{os.path.basename(file)}:{line}"
                 self.notes.append(f"{source} ({where}): with another value the script ends early ({other.error})")
             elif how := unlike(plain, other):
