@@ -6,9 +6,13 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from hosts_harness import HostJobs
 from net import Host
 
+from job_harness import Event
+
+STEPS = 12
 SPANS = {"cell.fsdp": 4, "cell.hosts": 2, "hosts.min": 2}
 
 
@@ -20,25 +24,31 @@ def workers_of(host: Host) -> list[int]:
     return sorted(pid for pid in servers if parents[pid] in servers)
 
 
+def joined(count: int) -> list[Event]:
+    """A pace: take time until worker 0 has joined so often."""
+    return [{"kind": "worker_joined", "worker_id": 0, "count": count}]
+
+
 def test_a_limb_that_dies_on_the_other_host_ends_its_worker(on_hosts: HostJobs) -> None:
     """Alone, it begins again from the newest checkpoint."""
-    again = [{"kind": "worker_joined", "worker_id": 0, "count": 2}]
-    job = on_hosts.head("--slots", "1", workers=1, settings={**SPANS, "checkpoint.disk.every_steps": 3}, until=again)
+    settings = {**SPANS, "checkpoint.disk.every_steps": 3}
+    job = on_hosts.head("--slots", "1", workers=1, steps=STEPS, settings=settings, until=joined(2))
     on_hosts.agent(2, "--slots", "1")
-    job.wait_for("step_committed", step=5)
+    job.wait_for("step_committed", step=4)
     os.kill(workers_of(on_hosts.net.hosts[1])[-1], signal.SIGKILL)
     lost = job.wait_for("worker_evicted", worker_id=0)
     assert "its part on host host2 (slot 1) was lost: its rank 1 was killed by SIGKILL" in lost["reason"], job.account()
     on_hosts.check(job)
 
 
+@pytest.mark.longer
 def test_a_host_that_is_lost_is_replaced_by_another_while_a_second_worker_goes_on(on_hosts: HostJobs) -> None:
     healed = [{"kind": "worker_healed", "count": 1}]
     settings = {"cell.fsdp": 2, "cell.hosts": 2, "hosts.min": 3}
-    job = on_hosts.head("--slots", "2", workers=2, settings=settings, until=healed)
+    job = on_hosts.head("--slots", "2", workers=2, steps=STEPS, settings=settings, until=healed)
     on_hosts.agent(2, "--slots", "1")
     on_hosts.agent(3, "--slots", "1")
-    job.wait_for("step_committed", step=5)
+    job.wait_for("step_committed", step=4)
     on_hosts.net.hosts[1].kill()
     job.wait_for("worker_evicted")
     on_hosts.agent(2, "--slots", "1")
@@ -46,10 +56,43 @@ def test_a_host_that_is_lost_is_replaced_by_another_while_a_second_worker_goes_o
     assert len(job.of_kind("worker_evicted")) == 1, job.account()
 
 
+@pytest.mark.longer
 def test_the_head_of_a_worker_with_two_stages(on_hosts: HostJobs) -> None:
     chaos = "kill:target=worker:0,at=5,phase=backward"
     settings = {**SPANS, "stages": 2, "workers": 2}
-    joined = [{"kind": "worker_healed", "count": 1}]
-    job = on_hosts.head("--slots", "2", "--chaos", chaos, workers=2, settings=settings, until=joined)
+    healed = [{"kind": "worker_healed", "count": 1}]
+    job = on_hosts.head("--slots", "2", "--chaos", chaos, workers=2, steps=STEPS, settings=settings, until=healed)
     on_hosts.agent(2, "--slots", "2")
+    on_hosts.check(job)
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("reshard", [True, False])
+def test_batch_norm_and_evaluation(on_hosts: HostJobs, *, reshard: bool) -> None:
+    settings = {**SPANS, "cell.reshard_after_forward": reshard, "verify_every": 3, "eval_every": 4}
+    job = on_hosts.head("--slots", "1", workers=1, steps=STEPS, settings=settings, task="Pictures")
+    on_hosts.agent(2, "--slots", "1")
+    on_hosts.check(job)
+
+
+@pytest.mark.longer
+def test_shards_are_computed_within_each_host(on_hosts: HostJobs) -> None:
+    settings = {"cell.fsdp": 2, "cell.tp": 2, "cell.hosts": 2, "hosts.min": 2}
+    job = on_hosts.head("--slots", "1", workers=1, steps=STEPS, settings=settings, task="Sharded")
+    on_hosts.agent(2, "--slots", "1")
+    on_hosts.jobs.check(job, "Sharded", {"steps": STEPS, "cell.shards": 2})
+
+
+@pytest.mark.longer
+def test_a_coordinator_that_dies_knows_the_parts_again(on_hosts: HostJobs) -> None:
+    """And a limb that stands still on the other host is noticed."""
+    chaos = "kill:target=coordinator,at=3"
+    settings = {**SPANS, "hang_limit_s": 3, "checkpoint.disk.every_steps": 3}
+    job = on_hosts.head("--slots", "1", "--chaos", chaos, workers=1, steps=STEPS, settings=settings, until=joined(2))
+    on_hosts.agent(2, "--slots", "1")
+    job.wait_for("coordinator_restarted")
+    job.wait_for("step_committed", step=6)
+    os.kill(workers_of(on_hosts.net.hosts[1])[-1], signal.SIGSTOP)
+    lost = job.wait_for("worker_evicted", worker_id=0)
+    assert lost["cause"] == "hung" and "its part on host host2" in lost["reason"], job.account()
     on_hosts.check(job)

@@ -260,7 +260,7 @@ FOREIGN_KEYS = (
     ForeignKey(
         "here it is cell.hosts: hosts of each worker, which has cell.fsdp x cell.tp processes",
         "cell_nodes fsdp_nodes fsdp_hosts tp_nodes",
-        ("cell.hosts", "cell.fsdp"),
+        ("cell.hosts", "cell.fsdp", "cell.tp"),
     ),
     ForeignKey(
         "a model is split by stages, into a pipeline, or by cell.tp",
