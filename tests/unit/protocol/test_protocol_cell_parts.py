@@ -121,3 +121,20 @@ def test_the_number_of_workers_is_fixed() -> None:
     parts.world.connect("cli", "operate")
     parts.world.say("cli", m.Command(request=1, name="scale", args={"workers": 2}))
     assert "cell.hosts" in parts.world.last(m.CommandReply, "cli").error
+
+
+def test_a_part_whose_head_died_while_there_was_no_coordinator_ends() -> None:
+    parts = Parts(2)
+    parts.looks(1, 1, cell=(CellPart(0, 0, "h0:1"), CellPart(1, 0, "h1:1")))
+    parts.world.clear()
+    parts.looks(0, 0, 1)
+    assert parts.world.last(m.KillWorker, "a1").worker_id == 1
+    parts.world.exited(1, agent="a1")
+    assert parts.cell(parts.looks(1, 1, 1)) == [WorkerKey(0, 1), WorkerKey(1, 1)]
+
+
+def test_a_part_of_a_head_that_has_a_newer_life_is_sent_away() -> None:
+    parts = Parts(2)
+    parts.looks(0, 0, 1)
+    name = parts.looks(1, 1, cell=(CellPart(0, 0, "h0:1"), CellPart(1, 0, "h1:1")))
+    assert parts.world.last(m.Dismissed, name).drained is False

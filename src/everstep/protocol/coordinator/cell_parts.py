@@ -60,6 +60,11 @@ class CellParts:
         self._looking.pop(key, None)
         return [part.key for part in self._cells.pop(key, ()) if part.key != key]
 
+    def before(self, key: WorkerKey) -> list[WorkerKey]:
+        """A new life of a slot is here. Returns those that have to end because an earlier one was a part of theirs."""
+        earlier = [k for k in self._cells if k.worker_id == key.worker_id and k.incarnation < key.incarnation]
+        return [other for one in earlier for other in self.over(one)]
+
 
 def matched(hosts: Mapping[WorkerKey, str], size: int) -> list[tuple[WorkerKey, ...]]:
     """Cells of so many lives, each on a host of its own, of those with most lives; in the order of their keys, so the

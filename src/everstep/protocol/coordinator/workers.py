@@ -95,7 +95,9 @@ def cell_sought(job: JobState, name: str, message: CellSought) -> None:
     key, membership = WorkerKey(message.worker_id, message.incarnation), job.membership
     if job.progress.tell_end(name):
         return
-    over = [part.key for part in message.cell if membership.is_fenced(part.key)]
+    over = [part.key for part in message.cell if membership.is_fenced(part.key) or membership.newer(part.key)]
+    for other in membership.living(job.slots.parts.before(key)):
+        evict(job, other, Why(Cause.REPLACED, f"slot {key.worker_id}, a part of it, has another life"), kill=True)
     if over or membership.is_fenced(key) or membership.newer(key):
         job.env.send(
             name, m.Dismissed(cause=Cause.REPLACED, reason="its worker was evicted or replaced", drained=False)
