@@ -63,7 +63,10 @@ class Deputy(Limb):
             if command.name == ATTACH:
                 arguments = self._attached(**arguments)
             self._limbs.begin(command.name, **arguments)
-            said = [act[command.name](**arguments), *self._limbs.answers()]
+            said = [act[command.name](**arguments)]
+            self.row.set(phase="reduce")  # a limb may stand still, which an idle worker may
+            said += self._limbs.answers()
+            self.row.set(phase="idle")
             head.send_bytes([msgspec.msgpack.encode(said)])
 
     def _commander(self) -> PeerConnection | None:

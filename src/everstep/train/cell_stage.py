@@ -47,7 +47,7 @@ class CellStage:
         refuse_in_cell(parts.optimizer, config.seed)
         _refuse_model(parts.model)
         self._head, self.replica, self.number = head, replica, replica.spec.stage
-        self._ranks, self._reshard = config.cell.ranks, config.cell.reshard_after_forward
+        self._ranks, self._config = config.cell.ranks, config
         places = places_of(replica, config)
         self.store = CellStore(CellMemory.create(places.size), places, tick, self._look)
         self.store.move_in(replica.everything)
@@ -71,7 +71,7 @@ class CellStage:
         store, replica, number = self.store, self.replica, self.number
         deputies.door.show(number, store.memory)
         lines = PartLines(deputies.plan, number, deputies.call)
-        replica.state.memory.share(spread(store, lines, self._update, replica, reshards=self._reshard))
+        replica.state.memory.share(spread(store, lines, self._update, replica, self._config))
 
     def gather(self) -> None:
         """Have all parameters here."""
@@ -175,13 +175,12 @@ def limb_gradient(store: CellStore, replica: StageReplica, step: int, presence: 
     return Reduced(step, (Piece(0, numel, store.slot(0)),), presence, ())
 
 
-def spread(
-    store: CellStore, lines: PartLines, update: CellUpdate, replica: StageReplica, *, reshards: bool
-) -> OtherParts:
-    """Have each part of a worker that spans hosts hold its own. reshards: parameters of others are here while units
-    compute with them; else for a whole step."""
-    others = store.spread(lines, update.shares())
-    UnitsHere(replica.parts.model, replica.parts.units if reshards else (), store.numbers(), others)
+def spread(store: CellStore, lines: PartLines, update: CellUpdate, replica: StageReplica, config: Config) -> OtherParts:
+    """Have each part of a worker that spans hosts hold its own. Parameters of others are here while units compute with
+    them, or for a whole step: shards of a module are computed without a call of it."""
+    others, units = store.spread(lines, update.shares()), replica.parts.units
+    by_unit = config.cell.reshard_after_forward and config.cell.shards == 1
+    UnitsHere(replica.parts.model, units if by_unit else (), store.numbers(), others)
     return others
 
 

@@ -42,7 +42,7 @@ class StageAtLimb:
         optimizer = replica.parts.optimizer
         self.update = CellUpdate(optimizer, store, config.cell.ranks, replica.spec.tied)
         if lines is not None:
-            spread(store, lines, self.update, replica, reshards=config.cell.reshard_after_forward)
+            spread(store, lines, self.update, replica, config)
         self.shared = SharedLanes(replica, config, store)
 
     def begin_lanes(self, step: int, scale: float, beside: Mapping[str, Any]) -> None:
