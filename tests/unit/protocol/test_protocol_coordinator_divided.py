@@ -11,7 +11,7 @@ from coordinator_harness import World, drop, running
 from everstep.base.cause import Cause
 from everstep.base.plan import SEGMENTS, Plan
 from everstep.base.pool_wish import PoolWish, even_homes
-from everstep.placement.shards import lost_stages, segment_holders
+from everstep.placement.shards import lost_stages, numbers_of_runs, segment_holders
 from everstep.protocol import messages as m
 
 
@@ -68,32 +68,44 @@ def test_who_stays_keeps_what_it_has(workers: int, copies: int) -> None:
     assert 1 not in after and all(before[i] <= after[i] for i in after)
 
 
-def test_a_joiner_takes_its_part_at_once_and_copies_while_the_others_wait() -> None:
-    """Nobody has all that it would have to be fed."""
+def test_a_joiner_gets_the_part_that_it_will_have_while_the_others_go_on() -> None:
     world = divided(3, 2)
     world.exited(2)
+    all_enter(world)
     between = held(world.plan)
     world.hello(2, 1)
-    assert world.plan is not None and world.plan.generation == 2
-    world.entered(0, 2, 2)
-    assert world.plan.generation == 2, "a member that has yet to settle may hold the only copy"
-    world.entered(1, 2, 2)
-    plan = world.plan
-    assert (plan.generation, plan.worker_ids, plan.joining) == (3, (0, 1, 2), (2,)) and plan.cause is Cause.JOINED
-    assert "worker 2 joins" in plan.reason and not world.messages(m.Heal) and world.prepared is None
-    after = held(plan)
-    assert all(after[i] <= between[i] for i in (0, 1)) and after[2]
-    assert world.last(m.PlanNow, "w2.1").plan == plan
+    heal = world.last(m.Heal, "w2.1")
+    assert world.plan is not None and world.plan.generation == 2 and heal.plan == world.plan
+    assert heal.holders == [[1, 0]] and [(s.worker_id, s.stage) for s in heal.shards] == [(2, 0)]
+    world.healed(2, 1)
+    world.wait(300_000_000)
+    assert world.prepared is not None and world.prepared.joining == (2,) and world.prepared.cause is Cause.JOINED
+    after = held(world.prepared)
+    assert after[2] == numbers_of_runs(heal.shards[0].segments) and all(after[i] <= between[i] for i in (0, 1))
 
 
-def test_spares_stay_out_while_nobody_is_missing() -> None:
+@pytest.mark.parametrize(("workers", "copies", "parts"), [(1, 2, []), (2, 2, [170]), (3, 1, [64])])
+def test_of_so_many_segments_of_a_ticket_where_few_have_all(workers: int, copies: int, parts: list[int]) -> None:
+    """Where everybody has all, one donor feeds all."""
+    wish = PoolWish(homes=even_homes(workers + 1, 1), copies=copies)
+    world = running(workers + 1, wish=wish)
+    world.exited(workers)
+    all_enter(world)
+    world.hello(workers, 1)
+    told = world.last(m.Heal, f"w{workers}.1").shards
+    assert [sum(hi - lo for lo, hi in shard.segments) for shard in told] == parts
+
+
+def test_spares_stay_out_while_nobody_is_missing_and_then_get_their_part() -> None:
     world = divided(3, 2)
     world.agent(3, name="a2", host="h2")
     world.hello(3, host="h2")
     world.wait(5_000_000_000)
     assert world.plan is not None and world.plan.generation == 1
     world.exited(1)
-    assert world.plan.worker_ids == (0, 2, 3), "what is lost is copied at once, by who comes in its place"
+    assert world.plan.worker_ids == (0, 2)
+    all_enter(world)
+    assert world.last(m.Heal, "w3.0").shards
 
 
 def test_nobody_is_taken_in_while_a_host_may_be_lost() -> None:

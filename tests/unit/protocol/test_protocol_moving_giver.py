@@ -9,10 +9,12 @@ from everstep.protocol.moving.giver import (
     AskerHasAll,
     EndAsker,
     FeedStep,
+    GenerationBegan,
     Giver,
     GiverEffect,
     GiverEvent,
     GiveState,
+    JointAsk,
     ShelfEmptied,
     ShelfFilled,
     StandsStill,
@@ -105,6 +107,26 @@ def test_steps_that_wait_are_bounded():
     assert give(*waiting, StepSent("j"), StepToFeed(BOTH)) == [FeedStep("j", (0,))]
     for sent in ((), (StepSent("j"), StepToFeed(BOTH))):
         assert give(*waiting, *sent, StepToFeed(BOTH)) == [EndAsker("j")]
+
+
+JOINT = AskerCame("j", (0,), None, True, JointAsk(5, 7, (0, 1), 1, ((4, 9),), rest=True))
+
+
+OFFERED = (JOINT, StandsStill(BOTH, frozenset({7})), AskerHasAll("j"))
+
+
+def test_who_waits_for_several_donors_is_offered_what_all_of_them_offer():
+    assert give(JOINT, StandsStill(BOTH)) == [] and give(JOINT, StandsStill(BOTH, frozenset({6}))) == []
+    assert give(JOINT, StandsStill(BOTH, frozenset({7}))) == [GiveState("j", None)]
+    assert give(JOINT, GenerationBegan()) == [EndAsker("j")], "some may have offered, and others not"
+    assert give(JOINER, GenerationBegan()) == [] and give(*OFFERED, GenerationBegan()) == []
+
+
+def test_it_is_fed_for_as_long_as_the_gradients_of_its_segments_are_here():
+    fed = FeedStep("j", (0,))
+    assert give(*OFFERED, StepToFeed(BOTH)) == give(*OFFERED, StepToFeed(BOTH, {0: ((2, 9),), 1: ()})) == [fed]
+    assert give(*OFFERED, StepToFeed(BOTH, {0: ((5, 200),)})) == [EndAsker("j")]
+    assert give(*FED, StepToFeed(BOTH, {0: ((5, 200),)})) == [EndAsker("j")], "who is to get all of them"
 
 
 def test_what_may_still_be_read_is_known():
