@@ -117,7 +117,7 @@ def _from_files(run_dir: Path, history: History, running: bool) -> dict[str, Any
         "state": state,
         "generation": facts.crew.generation,
         "step": int(digest["step"]) if digest is not None and not running else facts.course.step,
-        "workers": workers_of(facts) if history.lost_launcher(running) is None else [],
+        "workers": workers_of(facts) if not begins and history.lost_launcher(running) is None else [],
         "coordinator": {"pid": None},
         "cause": facts.condition.cause,
         "reason": facts.condition.reason,

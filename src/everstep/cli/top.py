@@ -97,7 +97,7 @@ def _numbers(facts: dict[str, Any]) -> str:
     found = [
         f"step {facts['step']}{total}",
         f"generation {facts['generation']}",
-        *([f"workers {facts['members']}/{facts['wanted']}"] if facts["running"] else []),
+        *([f"workers {facts['members']}/{facts['wanted']}"] if facts["running"] and facts["wanted"] else []),
     ]
     if facts["loss_text"]:
         found.append(f"loss {facts['loss_text']}" + (f" (of step {facts['loss_step']})" if facts["loss_step"] else ""))

@@ -168,7 +168,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "mean_rate": facts.course.mean_samples_per_s(),
         "eta_s": facts.course.eta_s(total) if rate and not late else None,
         "generation": facts.crew.generation,
-        "wanted": int(number((live or {}).get("target"))) or facts.crew.wanted,
+        "wanted": int(number((live or {}).get("target"))) or (0 if now.taken_ns else facts.crew.wanted),
         "members": sum(s in MEMBERS for s in states),
         "states": {s: states.count(s) for s in sorted(set(states))},
         "goodput": goodput(history.seconds(feed.running, untold)),

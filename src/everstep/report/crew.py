@@ -46,6 +46,7 @@ class Crew:
         """The job has begun, or goes on."""
         self.wanted = whole_number(event.get("workers"))
         self.suspected = False
+        self.generation = 0  # each start counts from 1
 
     def alive(self, time_ns: int) -> None:
         """A step was committed, so every member lives."""

@@ -197,6 +197,12 @@ def test_a_worker_that_comes_back_as_a_spare_is_not_dead_any_more() -> None:
     assert told == [("dead", 0, T0 + 7 * S), ("spare", 1, None)]
 
 
+def test_each_start_counts_its_generations_from_the_first() -> None:
+    again = [event("job_started", 20, step=10, workers=2), plan(21, 1, [[0, 1]])]
+    before = [*trained(), {**plan(7, 3, [[0, 1, 2, 3]]), "generation": 3}]
+    assert [facts_of(events).crew.generation for events in (before, [*before, *again])] == [3, 1]
+
+
 def test_going_back_is_part_of_the_incident() -> None:
     back = event("fallback", 6.0, step=7, steps_redone=3, source="copy", **FLIP)
     evicted = event("worker_evicted", 5.8, worker_id=1, incarnation=0, **FLIP)
