@@ -116,9 +116,11 @@ def deaths_are_those_that_were(one: Simulation, events: list[Event], facts: Fact
     struck = {who for incident in facts.incidents.all for who in incident.struck}
     evicted = [event for event in events if event["kind"] == "worker_evicted"]
     faults = [event for event in evicted if by_a_fault(event)]
-    assert facts.faults - facts.launchers_lost == len(faults) - facts.raised_again, [
-        (e["cause"], e["reason"]) for e in evicted
-    ]
+    launchers, raised_again, replayed = sum("launcher" in one.struck for one in facts.incidents.all), 0, Facts()
+    for event in events:
+        raised_again += event["kind"] == "worker_evicted" and replayed.incidents.has_raised(event)
+        replayed.take(event)
+    assert facts.faults == launchers + len(faults) - raised_again, [(e["cause"], e["reason"]) for e in evicted]
     for event in faults:
         who, life = f"worker {event['worker_id']}", one.control.workers[key_of(event)]
         assert who in struck, event

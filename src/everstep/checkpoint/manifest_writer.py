@@ -163,7 +163,7 @@ class ManifestWriter:
 
     def close(self) -> None:
         """End the thread after its queued work."""
-        self.abandon(Why(Cause.INTERRUPTED, "the job ends"))
+        self.abandon(Why(Cause.REGROUPED, "the worker that writes its manifest ends"))
         self._work.put(None)
         self._thread.join(timeout=10.0)
 

@@ -171,7 +171,7 @@ def inject(run_dir: Path, fault: str) -> int:
     request, begin_ns = parse_now(fault).request(), time.time_ns()
     try:
         ask_running(run_dir, "chaos", request, once=True)
-    except commands.Unanswered:
+    except commands.GoneUnanswered:
         if not _has_struck(run_dir, begin_ns):
             raise
     print(f"{run_dir}: {request['fault']} is sent; events.jsonl says which processes it hits")
@@ -227,7 +227,11 @@ def print_faults(folder: Path) -> None:
         who = one.target if place else "coordinator" if one.worker_id is None else f"worker {one.worker_id}"
         took = "" if one.recovery_s is None else f", next step committed after {one.recovery_s:.2f} s"
         meant = (
-            "" if place or (one.target.endswith(f":{one.worker_id}") and "+" not in one.target) else f" ({one.target})"
+            ""
+            if place
+            or one.target == "coordinator"
+            or (one.target.endswith(f":{one.worker_id}") and "+" not in one.target)
+            else f" ({one.target})"
         )
         print(f"  step {one.step:4} {one.phase:9} {one.fault:10} {who}{meant}: {one.outcome}{took}")
     print(flush=True)
@@ -438,4 +442,6 @@ def print_result(result: Result, as_json: bool = False) -> None:
     for line in [found.reason] if stated else result.wrong:
         print(f"    {line}")
     if result.wrong:
-        print(f"    seed {result.seed}, faults: {result.chaos}\n    again: {result.again}", flush=True)
+        told = [f"seed {result.seed}, faults: {result.chaos}"] if result.chaos else []
+        told += [f"again: {result.again}"] if result.again else []
+        print(*(f"    {line}" for line in told), sep="\n", end="\n" * bool(told), flush=True)

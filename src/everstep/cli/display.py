@@ -27,7 +27,7 @@ from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts, present_speed
 from everstep.report.headline import Now, headline
 from everstep.report.history import History
-from everstep.report.tail import Folder, object_of
+from everstep.report.tail import Folder, free_bytes, object_of
 from everstep.report.usage import Usage
 from everstep.report.words import Event, cause, reason_text, shortened, time_text, whole_number
 from everstep.report.words import sentence as words_of
@@ -41,7 +41,10 @@ _UNTOLD = ("job_started", "step_committed", "logged")
 _LAST_EVENTS = 6
 _STYLES = {"leader": "bold green", "active": "", "healing": "yellow", "suspect": "yellow", "dead": "bold red"}
 _TROUBLED = ("dead", "suspect", "healing")
+_NARROW = 72
+_LEFT_OUT = ("stage", "lanes", "samples")
 _POLL_S = 0.2
+_LATE_NS = 10_000_000_000
 _LAST_SAMPLES_BYTES = 1 << 16
 _LAST_TOLD = 64
 _WHOLE = 1 << 14
@@ -140,11 +143,20 @@ class FinalStep:
 class PlainDisplay(Display):
     """One line per `log_every` steps, and one per event worth telling; no escape codes."""
 
-    def __init__(self, log_every: int, last: FinalStep | None = None, out: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        log_every: int,
+        last: FinalStep | None = None,
+        out: TextIO | None = None,
+        free_bytes: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """free_bytes: room on the disk of the events, None if unknown."""
         self._log_every = max(1, log_every)
         self._last = last or FinalStep(None)
         self._sentences = Sentences()
         self._out = out
+        self._free_bytes = free_bytes
+        self._said_full = False
 
     def event(self, event: Event, facts: Facts) -> None:
         if event["kind"] == "step_committed":
@@ -154,7 +166,19 @@ class PlainDisplay(Display):
             return
         text = self._sentences.of(event)
         if text and not told_at_the_end(event):
-            self.note(text)
+            time_ns = whole_number(event.get("time_unix_ns"))
+            late = facts.told_ns - time_ns > _LATE_NS  # a full disk has held it up
+            self.note(f"at {_clock(time_ns)}: {text}" if late else text)
+
+    def refresh(self, facts: Facts) -> None:
+        stands = facts.stands_still(time.time_ns())
+        if stands and not self._said_full:
+            said = headline(facts, Now(time.time_ns(), total=self._last(), free_bytes=self._free_bytes()))
+            if "disk is full" in said.text:
+                self.note(said.whole())
+                self._said_full = True
+        elif not stands:
+            self._said_full = False
 
     def note(self, text: str) -> None:
         tell(text, self._out or sys.stdout)
@@ -215,10 +239,12 @@ class LiveDisplay(Display):
         self._kept = incidents.count
 
     def _keep(self, time_ns: int, text: str) -> None:
-        clock = time.strftime("%H:%M:%S", time.localtime(time_ns / 1e9))
         print_to = self._live.console
         print_to.print(
-            folded(f"{clock}  {text}", print_to.width, " " * 10), markup=False, highlight=False, soft_wrap=True
+            folded(f"{_clock(time_ns)}  {text}", print_to.width, " " * 10),
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
 
     def _render(self, facts: Facts) -> RenderableType:
@@ -245,8 +271,12 @@ class LiveDisplay(Display):
         from rich.table import Table
 
         table = Table(box=None, padding=(0, 1), header_style="bold", caption_justify="left")
-        for name in ("worker", "state", "stage", "lanes", "step", "phase", "samples"):
-            table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=24)
+        names = ("worker", "state", "stage", "lanes", "step", "phase", "samples")
+        narrow = self._live.console.width < _NARROW
+        for name in (name for name in names if not narrow or name not in _LEFT_OUT):
+            whole = 8 if name in ("state", "step", "phase") else len(name)  # half a number is another number
+            least = None if name in _LEFT_OUT else whole
+            table.add_column(name, no_wrap=True, overflow="ellipsis", min_width=least, max_width=24)
         there = [i for i, worker in facts.crew.workers.items() if worker.state != "left"]
         shown = sorted(sorted(there, key=lambda i: (facts.crew.workers[i].state not in _TROUBLED, i))[:most])
         for i in shown:
@@ -259,10 +289,16 @@ class LiveDisplay(Display):
             if row and worker.role in MEMBERS:  # samples of usage come once a second, and steps at once
                 step = str(max(whole_number(row.get("step")), facts.course.step))
             style = _STYLES.get(worker.state, "dim")
-            table.add_row(f"{i}.{worker.incarnation}", worker.state, stages, lanes, step, phase, samples, style=style)
+            cells = (f"{i}.{worker.incarnation}", worker.state, stages, lanes, step, phase, samples)
+            kept = (cell for name, cell in zip(names, cells, strict=True) if not narrow or name not in _LEFT_OUT)
+            table.add_row(*kept, style=style)
         if len(there) > len(shown):
             table.caption = f"and {len(there) - len(shown)} more"
         return table
+
+
+def _clock(time_ns: int) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(time_ns / 1e9))
 
 
 class Note(NamedTuple):
@@ -394,7 +430,7 @@ def choose_display(run_dir: Path, *, as_json: bool, log_every: int, total_steps:
     last = FinalStep(total_steps, lambda: history.total_steps)
     if sys.stdout.isatty() and not passed_on(os.environ):
         return LiveDisplay(console(), Folder(run_dir / METRICS_FOLDER, "*.jsonl", _LAST_SAMPLES_BYTES), last)
-    return PlainDisplay(log_every, last)
+    return PlainDisplay(log_every, last, free_bytes=lambda: free_bytes(run_dir))
 
 
 def step_line(facts: Facts, number: int, total_steps: int | None) -> str:

@@ -128,7 +128,7 @@ def ask_running(
     timeout_s: for the reply. once: do not ask again if the coordinator ends before it answers.
 
     Raises: ConfigError if no job runs there, or it refuses; NoAnswer if its coordinator is silent; with `once`
-    Unanswered.
+    GoneUnanswered.
     """
     read_job(run_dir)
     end = time.monotonic() + _PATIENCE_S
@@ -136,7 +136,7 @@ def ask_running(
         try:
             return commands.ask(run_dir, name, dict(args), timeout_s)
         except commands.NoJobRunning as error:
-            if once and isinstance(error, commands.Unanswered):
+            if once and isinstance(error, commands.GoneUnanswered):
                 raise
             if not is_locked(run_dir):
                 ended = "; it has finished" if read_digest(run_dir) is not None else ""

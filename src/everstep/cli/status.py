@@ -18,7 +18,8 @@ from everstep.cli.run_dir import checkpoint_dir, read_digest
 from everstep.cli.terminal import paragraph
 from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts
-from everstep.report.history import History, newest_step
+from everstep.report.headline import step_of
+from everstep.report.history import History, step_seen
 from everstep.report.raised import raised_lines
 from everstep.report.words import aligned
 from everstep.runtime import commands
@@ -52,23 +53,24 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"there is no run directory {run_dir}")
     job = read_job(run_dir)
     running = is_locked(run_dir)
+    asked = True
     try:
         live = commands.ask(run_dir, "status", timeout_s=_PATIENCE_S)
         answer: dict[str, Any] | None = {**live}
         live["coordinator"] = {"pid": read_address(run_dir / COORDINATOR_FILE).pid}
-    except (commands.NoJobRunning, commands.NoAnswer, FileNotFoundError):
-        live, answer = {}, None
+    except (commands.NoJobRunning, commands.NoAnswer, commands.NotAllowed, FileNotFoundError) as error:
+        live, answer, asked = {}, None, not isinstance(error, commands.NotAllowed)
     history = History(run_dir).load()  # after the answer, so that the sentence is not older than the numbers
     if answer is not None:  # the coordinator hears of steps only a few times a second
         live["state"] = history.told_state(running, live)
-        live["step"] = max(live["step"], history.facts.course.step)
+        live["step"] = step_of(history.facts, history.now(running, answer))
         for worker in live["workers"]:
             worker["step"] = max(worker["step"], live["step"] if worker["lanes"] else 0)
     live = live or _from_files(run_dir, history, running)
     folder = checkpoint_dir(run_dir, job)
-    step = newest_step(folder)
+    step = step_seen(folder)
     newest = {"step": step, "path": f"{folder}/step-{step:010d}"} if step else None
-    said = history.headline(running, answer, asked=True)
+    said = history.headline(running, answer, asked=asked)
     incidents = [
         {
             "time_unix_ns": one.begin_ns,
@@ -104,7 +106,7 @@ def _from_files(run_dir: Path, history: History, running: bool) -> dict[str, Any
     workers of a job that is over are listed as they were at its end; without a word of that end nobody knows them."""
     facts, digest, begins = history.facts, read_digest(run_dir), history.begins(running)
     if running:
-        state = "starting" if begins or not facts.course.step else "recovering"
+        state = "starting" if begins or not facts.course.step else history.state(running)
     elif digest is not None:
         state = "completed"
     elif facts.condition.state in ("failed", "interrupted"):
@@ -115,7 +117,7 @@ def _from_files(run_dir: Path, history: History, running: bool) -> dict[str, Any
         "state": state,
         "generation": facts.crew.generation,
         "step": int(digest["step"]) if digest is not None and not running else facts.course.step,
-        "workers": workers_of(facts) if history.lost_launcher(running) is None else [],
+        "workers": workers_of(facts) if not begins and history.lost_launcher(running) is None else [],
         "coordinator": {"pid": None},
         "cause": facts.condition.cause,
         "reason": facts.condition.reason,

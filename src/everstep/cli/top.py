@@ -26,6 +26,9 @@ _STYLES = {"leader": "bold blue", "standby": "cyan", "healing": "yellow", "suspe
 _STYLES |= {"ended": "dim", "left": "dim"}
 _ORDER = ("dead", "suspect", "healing", "leader", "active", "standby", "spare", "ended", "left")
 _WIDE = 100
+_COLUMNS = ("worker", "state", "phase", "stage", "step", "lanes", "samples/s", "memory", "cpu", "pid", "host")
+_NARROW = ((70, ("pid", "host")), (45, ("phase", "stage", "memory", "cpu")), (0, ("lanes",)))
+"""Columns that are left out below _WIDE: (from this width on, names); narrower ones lack those before, too."""
 _TROUBLED = ("dead", "suspect", "healing")
 _SORTS: dict[str, Callable[[tuple[int, WorkerRow]], Any]] = {
     "worker": lambda item: item[0],
@@ -82,7 +85,7 @@ def picture(feed: RunFeed, sort: str, most: int, width: int) -> RenderableType:
     parts.append(Text(_numbers(facts)))
     for one in feed.history.incidents(feed.running)[-1:]:
         parts.append(Text(shortened(f"last fault: {one.line()}", width), style="yellow", no_wrap=True))
-    parts.append(_table(rows, sort, most, width >= _WIDE))
+    parts.append(_table(rows, sort, most, width))
     for line in list(feed.history.facts.log)[-5:]:
         clock = time.strftime("%H:%M:%S", time.localtime(line.time_ns / 1e9))
         parts.append(Text(shortened(f"{clock} {line.text}", width), style="dim", no_wrap=True))
@@ -94,7 +97,7 @@ def _numbers(facts: dict[str, Any]) -> str:
     found = [
         f"step {facts['step']}{total}",
         f"generation {facts['generation']}",
-        *([f"workers {facts['members']}/{facts['wanted']}"] if facts["running"] else []),
+        *([f"workers {facts['members']}/{facts['wanted']}"] if facts["running"] and facts["wanted"] else []),
     ]
     if facts["loss_text"]:
         found.append(f"loss {facts['loss_text']}" + (f" (of step {facts['loss_step']})" if facts["loss_step"] else ""))
@@ -111,17 +114,27 @@ def _numbers(facts: dict[str, Any]) -> str:
     return "  ".join(found)
 
 
-def _table(rows: dict[int, WorkerRow], sort: str, most: int, wide: bool) -> RenderableType:
+def _shown_columns(width: int) -> list[str]:
+    """Columns that so many characters hold without cutting any."""
+    left_out: set[str] = set()
+    for from_width, names in _NARROW if width < _WIDE else ():
+        left_out |= set(names)
+        if width >= from_width:
+            break
+    return [name for name in _COLUMNS if name not in left_out]
+
+
+def _table(rows: dict[int, WorkerRow], sort: str, most: int, width: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 1), header_style="bold")
-    names = ("worker", "state", "phase", "stage", "step", "lanes", "samples/s", "memory", "cpu", "pid", "host")
-    for name in names if wide else names[:-2]:
+    names = _shown_columns(width)
+    for name in names:
         table.add_column(name, justify="left" if name in ("state", "phase", "host") else "right", no_wrap=True)
     kept = sorted(rows.items(), key=lambda item: (item[1].state not in _TROUBLED, _SORTS[sort](item)))[:most]
     for i, row in sorted(kept, key=_SORTS[sort]):
-        cells: list[RenderableType] = [
+        cells: tuple[RenderableType, ...] = (
             f"{i}.{row.life}",
             row.state,
             row.phase or "-",
@@ -133,8 +146,9 @@ def _table(rows: dict[int, WorkerRow], sort: str, most: int, wide: bool) -> Rend
             f"{100 * row.cpu:.0f} %" if row.cpu is not None else "-",
             str(row.pid or "-"),
             Text(row.host or "-"),
-        ]
-        table.add_row(*cells[: len(table.columns)], style=_STYLES.get(row.state, ""))
+        )
+        shown = [cell for name, cell in zip(_COLUMNS, cells, strict=True) if name in names]
+        table.add_row(*shown, style=_STYLES.get(row.state, ""))
     if len(rows) > most:
         table.caption = f"and {len(rows) - most} more; workers in trouble are listed first"
     return table

@@ -5,7 +5,6 @@ Apart from the web server, so that a slow disk or a silent coordinator never hol
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import Counter, deque
@@ -109,15 +108,17 @@ class RunFeed:
 
     def ask(self) -> None:
         """Ask the coordinator, if the job is running."""
-        running = self.history.running()
+        running, allowed = self.history.running(), True
         status: dict[str, Any] | None = None
         may = [role for role in (OPERATE, INJECT) if commands.has_token(self.run_dir, role)] if running else []
         if running:
-            with contextlib.suppress(EverstepError):
+            try:
                 status = commands.ask(self.run_dir, "status", timeout_s=_PATIENCE_S)
+            except EverstepError as error:
+                allowed = not isinstance(error, commands.NotAllowed)
         with self.lock:
             self.may = may
-            self.silent = running and status is None
+            self.silent = running and status is None and allowed
             if status is not None:
                 self.status, self._status_at = status, time.monotonic()
             elif not running or time.monotonic() - self._status_at > _STALE_S:

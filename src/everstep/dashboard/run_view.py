@@ -18,7 +18,7 @@ from everstep.dashboard.details import row
 from everstep.dashboard.feed import RunFeed
 from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts, present_speed
-from everstep.report.headline import headline, step_of
+from everstep.report.headline import Now, goes_on_untold, headline, step_of
 from everstep.report.history import History
 from everstep.report.incidents import Incident
 from everstep.report.pace import RECENT_STEPS
@@ -80,20 +80,21 @@ def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
         cursor.__dict__.update(fresh.__dict__)
         found["reset"] = True
     rows = worker_rows(feed)
+    shown = head(feed, rows)
     changed = {str(i): row for i, row in rows.items() if cursor.rows.get(i) != row}
     gone = [i for i in cursor.rows if i not in rows]
     if changed or gone:
         found["workers"] = {"fields": WorkerRow._fields, "rows": changed, "gone": gone}
     cursor.rows = rows
     parts: dict[str, Any] = {
-        "head": head(feed, rows),
+        "head": shown,
         "generations": _generations(facts),
         "recoveries": _recoveries(facts),
         "incidents": _incidents(history.incidents(feed.running)),
         "checkpoints": _checkpoints(facts),
         "marks": _marks(history.marks(feed.running)),
         "lives": lives(facts),
-        "account": {k: round(v, 2) for k, v in history.seconds(feed.running).items() if v >= 0.005},
+        "account": {k: round(v, 2) for k, v in history.seconds(feed.running, shown["untold"]).items() if v >= 0.005},
         "efficiency": {"measured": facts.course.efficiency()[:64], "left_out": facts.course.left_out()},
         "metrics": {"step": facts.course.metrics_step, "values": facts.course.metrics},
         "ledger": feed.ledger,
@@ -133,10 +134,8 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
     now = history.now(feed.running, live, asked=feed.silent)
     said = headline(facts, now)
     training = feed.running and state in ("running", "recovering")
-    total, step, known = history.total_steps, facts.course.step, step_of(facts, now)
-    untold = known > step + 1 and facts.stands_still(now.time_ns) and not facts.course.redo_to
-    if untold:  # the disk refuses events, and the coordinator knows better
-        step = known
+    total, step, late = history.total_steps, step_of(facts, now), facts.stands_still(now.time_ns)
+    untold = goes_on_untold(facts, now)  # the disk refuses events, and the coordinator knows better
     rate = present_speed(facts, now.time_ns) if training and not untold else None
     return {
         "name": history.name,
@@ -149,15 +148,16 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         or (facts.condition.reason if feed.running or facts.condition.ended_ns else ""),
         "headline": {"level": said.level, "text": said.text, "more": said.more},
         "raised": feed.raised,
-        "stands_still": feed.running and facts.stands_still(now.time_ns),
+        "stands_still": feed.running and late,
         "usual_s": facts.course.pace.usual_s,
         "last_step_ns": facts.course.last_step_ns or None,
         "running": feed.running,
-        "answers": live is not None,
+        "answers": live is not None or not feed.silent,
         "may": feed.may,
         "loaded": history.loaded,
         "step": step,
-        "loss_step": facts.course.step if untold else None,
+        "untold": untold,
+        "loss_step": facts.course.step if late and step > facts.course.step else None,
         "total": total,
         "loss": facts.course.loss,
         "loss_text": facts.course.loss_text,
@@ -166,13 +166,13 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "rate_steps": facts.course.pace.steps,
         "scaling": facts.course.efficiency_text(facts.crew.members),
         "mean_rate": facts.course.mean_samples_per_s(),
-        "eta_s": facts.course.eta_s(total) if rate and not facts.stands_still(now.time_ns) else None,
+        "eta_s": facts.course.eta_s(total) if rate and not late else None,
         "generation": facts.crew.generation,
-        "wanted": int(number((live or {}).get("target"))) or facts.crew.wanted,
+        "wanted": int(number((live or {}).get("target"))) or (0 if now.taken_ns else facts.crew.wanted),
         "members": sum(s in MEMBERS for s in states),
         "states": {s: states.count(s) for s in sorted(set(states))},
-        "goodput": goodput(history.seconds(feed.running)),
-        "goodput_by_capacity": history.goodput_by_capacity(feed.running),
+        "goodput": goodput(history.seconds(feed.running, untold)),
+        "goodput_by_capacity": history.goodput_by_capacity(feed.running, untold),
         "began_ns": facts.account.begin_ns,
         "ended_ns": facts.condition.ended_ns,
         "last_ns": facts.account.end_ns if not feed.running else None,
@@ -191,6 +191,7 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
     going = feed.running and not feed.history.begins(feed.running)
     if feed.running and feed.status is not None:
         live = {w["worker_id"]: w for w in feed.status.get("workers", ()) if isinstance(w, dict)}
+    done = step_of(facts, Now(0, feed.running, feed.status))
     rows: dict[int, WorkerRow] = {}
     for worker_id in sorted(facts.crew.workers.keys() | live.keys()):
         worker = facts.crew.workers.get(worker_id) or WorkerFact(worker_id)
@@ -199,10 +200,10 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
         if state == "dead":
             now = None  # it is said of another life
         measured = usage.get(worker_id)
-        if measured is not None and (state in ("dead", "left") or measured.row.get("incarnation") != life):
+        if measured is not None and (state in ("dead", "left", "ended") or measured.row.get("incarnation") != life):
             measured = None  # of an ended life
         member = bool(now["lanes"]) if now else worker.role in MEMBERS and state != "dead"
-        step = max(now["step"] if now else 0, facts.course.step if member else 0)  # pulses are older than events
+        step = max(now["step"] if now else 0, done if member else 0)  # pulses are older than events
         rate = now.get("samples_per_s") if now and state not in _STILL else None
         if not rate and measured is not None and feed.running and state not in _STILL:
             rate = measured.samples_per_s

@@ -46,6 +46,7 @@ class Crew:
         """The job has begun, or goes on."""
         self.wanted = whole_number(event.get("workers"))
         self.suspected = False
+        self.generation = 0  # each start counts from 1
 
     def alive(self, time_ns: int) -> None:
         """A step was committed, so every member lives."""
@@ -122,15 +123,17 @@ class Crew:
     def _be(self, worker: WorkerFact, state: str, time_ns: int, why: Event | None = None) -> None:
         """Set the worker's state; why: the event with the reason, if it has one."""
         worker.cause, worker.reason = (None, "") if why is None else why_of(why)
-        if worker.state == state and worker.worker_id in self._open:
+        last = self._open.get(worker.worker_id)
+        worker.state = state
+        if last is not None and (last.state, last.incarnation) == (state, worker.incarnation):
             return
-        worker.state, worker.since_ns = state, time_ns
-        last = self._open.pop(worker.worker_id, None)
+        worker.since_ns = time_ns
         if last is not None:
             last.end_ns = max(last.begin_ns, time_ns)
         span = Span(worker.worker_id, worker.incarnation, state, time_ns)
         self.spans.append(span)
         if state == "left":
+            self._open.pop(worker.worker_id, None)
             span.end_ns = time_ns
         else:
             self._open[worker.worker_id] = span

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from everstep.base.cause import Cause
 from everstep.report.course import Course
 from everstep.report.crew import Crew
+from everstep.report.fault_count import FaultCount
 from everstep.report.incidents import LAUNCHER, Incident, Incidents
 from everstep.report.job_condition import JobCondition
 from everstep.report.logged import Logged
@@ -42,8 +43,7 @@ _MARKED |= {"coordinator_restarted": "coordinator", "fallback": "fallback", "wor
 class Facts:
     """Takes in events in file order. `condition`: how the job is; `course`: its steps; `crew`: its workers. `counts`:
     events by kind; `told_ns`: when the newest was told. `full`: newest trouble with the disk, None if a checkpoint was
-    written since. `launchers_lost`: of earlier starts, which told no end. `raised_again`: workers that raised after
-    another one, before training went on."""
+    written since."""
 
     condition: JobCondition = field(default_factory=JobCondition)
     course: Course = field(default_factory=Course)
@@ -56,8 +56,7 @@ class Facts:
     log: deque[Line] = field(default_factory=lambda: deque(maxlen=_MOST_LOG))
     told_ns: int = 0
     full: Trouble | None = None
-    launchers_lost: int = 0
-    raised_again: int = 0
+    fault_count: FaultCount = field(default_factory=FaultCount)
     logged: Logged = field(default_factory=Logged)
     _lines: int = 0
 
@@ -83,6 +82,7 @@ class Facts:
             self.counts["not understood"] = self.counts.get("not understood", 0) + 1
         if kind == "step_committed":
             return
+        self.fault_count.take(event, time_ns, self.incidents.has_raised(event))
         self.incidents.take(event, time_ns, self.course.step)
         if kind in _MARKED or (kind == "checkpoint_completed" and event.get("tier") != "memory"):
             mark, step = _MARKED.get(kind, "checkpoint"), whole_number(event.get("step")) or self.course.step
@@ -105,11 +105,12 @@ class Facts:
         """Account of the wall time."""
         return self.condition.account
 
-    def under_way(self, now_ns: int) -> list[Stretch]:
-        """Stretches of time that last now, without an event that ends them yet: for the account."""
+    def under_way(self, now_ns: int, goes_on: bool = False) -> list[Stretch]:
+        """Stretches of time that last now, without an event that ends them yet: for the account. goes_on: steps are
+        known to be done that no event has told."""
         found, condition = self.condition.under_way(now_ns), self.condition
         recovers = condition.fault_ns is not None and condition.state == "recovering"
-        if condition.waiting_ns is None and not recovers and self.stands_still(now_ns):
+        if not goes_on and condition.waiting_ns is None and not recovers and self.stands_still(now_ns):
             found.append(self.course.standstill(now_ns))
         return found
 
@@ -133,10 +134,7 @@ class Facts:
     @property
     def faults(self) -> int:
         """Number of faults that were injected, or noticed without having been injected."""
-        count = self.counts.get
-        coordinators = max(count("coordinator_restarted", 0), count("coordinator_killed", 0))
-        noticed = count("worker_evicted", 0) - self.raised_again + coordinators
-        return max(count("fault_injected", 0), noticed) + self.launchers_lost
+        return self.fault_count.number
 
     @property
     def checkpoint_step(self) -> int:
@@ -193,7 +191,6 @@ class Facts:
 
     def _worker_evicted(self, event: Event, time_ns: int) -> None:
         died_ns, condition = whole_number(event.get("died_unix_ns")) or time_ns, self.condition
-        self.raised_again += self.incidents.has_raised(event)
         worker_id = self.crew.evicted(event, died_ns)
         condition.be("recovering", event)
         condition.reason = f"worker {worker_id}: {condition.reason}"
@@ -226,7 +223,8 @@ class Facts:
             self.account.paint(time_ns - round(stall_s * 1e9), time_ns, "checkpoints")
 
     def _warning(self, event: Event, time_ns: int) -> None:
-        if cause(event) is Cause.DISK:
+        saved_ns = max((c.time_ns for c in self.checkpoints if c.ok and c.tier == "disk"), default=0)
+        if cause(event) is Cause.DISK and time_ns > saved_ns:  # it may be told after the disk has taken more
             self.full = Trouble(time_ns, reason_text(event.get("reason")))
         step, strange = whole_number(event.get("step")), self.course.strange
         if cause(event) is Cause.NONFINITE and (strange is None or strange.last < step):
@@ -253,7 +251,7 @@ def _not_running(facts: Facts, time_ns: int) -> None:
     """From the end of the start before until now nothing ran; without a word of that end, its launcher was lost."""
     ended_ns = facts.condition.ended_ns or facts.told_ns
     if facts.condition.ended_ns is None:
-        facts.launchers_lost += 1
+        facts.fault_count.launcher_lost()
         facts.incidents.launcher_lost(ended_ns, facts.course.step)
         facts.marks.append(lost_mark(facts.incidents.all[-1]))
     facts.account.paint(ended_ns, time_ns, "not running")

@@ -75,6 +75,12 @@ def headline(facts: Facts, now: Now) -> Headline:
     return _with_full(_with_kills(next(said, None) or _well(facts, now), facts, now), facts, now)
 
 
+def goes_on_untold(facts: Facts, now: Now) -> bool:
+    """Whether training goes on although no event tells so: the coordinator knows of more steps."""
+    beyond = now.live is not None and told_step(facts, now) > facts.course.step + 1
+    return beyond and not facts.course.redo_to and facts.stands_still(now.time_ns)
+
+
 def disk_trouble(facts: Facts, now: Now) -> bool:
     """Whether the disk of a running job is full, or refused a write and has not taken one since: a checkpoint, or the
     events of steps for a minute."""
@@ -103,9 +109,18 @@ def _with_kills(found: Headline, facts: Facts, now: Now) -> Headline:
     return Headline(level, text, "Is the machine too busy? coordinator.silent_s is how long it may take.")
 
 
-def step_of(facts: Facts, now: Now) -> int:
-    """The newest step: the coordinator hears of one before it is told as an event."""
+def told_step(facts: Facts, now: Now) -> int:
+    """The newest step that the leader has told: the coordinator hears of one before it is told as an event."""
     return max(facts.course.step, whole_number((now.live or {}).get("step"))) if now.running else facts.course.step
+
+
+def step_of(facts: Facts, now: Now) -> int:
+    """The newest step that any member has done: a leader that hangs tells of none."""
+    told, workers = told_step(facts, now), (now.live or {}).get("workers")
+    if not now.running or facts.course.redo_to or not isinstance(workers, list | tuple):
+        return told
+    members = (worker for worker in map(as_dict, workers) if worker.get("role") in MEMBERS)
+    return max([told, *(whole_number(worker.get("step")) for worker in members)])
 
 
 def span(seconds: float) -> str:
@@ -176,6 +191,8 @@ def _behind(facts: Facts, now: Now) -> str:
     strange = facts.course.strange
     if saved and strange is not None and strange.in_a_row and saved >= strange.since:
         advice = "" if facts.condition.cause is Cause.NONFINITE else ": go on from one of before that (--resume-from)"
+        if not any(one.ok and one.step < strange.since for one in facts.checkpoints):
+            advice = ", and no older one is known: start again (--fresh), or from another job's (--resume-from)"
         return f"The newest checkpoint is of step {saved}, but nothing is finite since step {strange.since}{advice}."
     if not saved:
         text = "There is no checkpoint: it would start again from step 0."
@@ -241,8 +258,9 @@ def _silent(facts: Facts, now: Now) -> Headline | None:
     """No events come although the job's processes live: the disk, or the coordinator, is the reason."""
     if not facts.course.last_step_ns:
         return None
-    told = now.live is not None and step_of(facts, now) > facts.course.step + 1 and not facts.course.redo_to
-    if (told or (_is_full(now) and facts.incidents.open is None)) and facts.stands_still(now.time_ns):
+    if (goes_on_untold(facts, now) or (_is_full(now) and facts.incidents.open is None)) and facts.stands_still(
+        now.time_ns
+    ):
         since = span(_s(facts.course.last_step_ns, now))
         text = f"Training is at step {step_of(facts, now)}, but nothing has been written for {since}"
         if now.live is None:  # nobody has said how far it is by now
@@ -365,18 +383,17 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
             f"The disk is full ({_free(now)} left): training goes on, and what it tells waits in memory.",
             "Free some space.",
         )
+    newest = next((c for c in reversed(facts.checkpoints) if not c.skipped), None)
+    if newest is not None and not newest.ok:
+        saved, ago = facts.checkpoint_step, span(_s(newest.time_ns, now))
+        whole = f"The newest whole one is of step {saved}." if saved else "There is no other."
+        text = f"Training goes on, but the checkpoint of step {newest.step} failed {ago} ago: {newest.reason}."
+        return Headline("warning", text, whole)
     if facts.full is not None and disk_trouble(facts, now):
         return Headline(
             "warning",
             f"Trouble with the disk {span(_s(facts.full.time_ns, now))} ago: {facts.full.reason}.",
             "Training goes on.",
-        )
-    newest = next((c for c in reversed(facts.checkpoints) if not c.skipped), None)
-    if newest is not None and not newest.ok:
-        saved = facts.checkpoint_step
-        whole = f"The newest whole one is of step {saved}." if saved else "There is no other."
-        return Headline(
-            "warning", f"Training goes on, but the checkpoint of step {newest.step} failed: {newest.reason}.", whole
         )
     return None
 

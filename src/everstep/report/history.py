@@ -165,23 +165,24 @@ class History:
         """Number of faults, the loss of the launcher among them."""
         return self.facts.faults + (self.lost_launcher(running) is not None)
 
-    def seconds(self, running: bool) -> dict[str, float]:
-        """The account of the wall time, by cause; it includes a running job's time up to now."""
+    def seconds(self, running: bool, goes_on: bool = False) -> dict[str, float]:
+        """The account of the wall time, by cause; it includes a running job's time up to now. goes_on: as of
+        `under_way`."""
         facts, account = self.facts, self.facts.account
         if running and facts.condition.ended_ns is None and account.begin_ns is not None and not self.begins(running):
             account.reach(time.time_ns())
-        return account.seconds(facts.under_way(account.end_ns))
+        return account.seconds(facts.under_way(account.end_ns, goes_on))
 
     def goodput(self, running: bool) -> float | None:
         """Share of the running time that was training."""
         return goodput(self.seconds(running))
 
-    def goodput_by_capacity(self, running: bool) -> float | None:
+    def goodput_by_capacity(self, running: bool, goes_on: bool = False) -> float | None:
         """Training's share of the running time, each moment weighted by the share of the wanted workers in it."""
         facts = self.facts
-        seconds = self.seconds(running)
+        seconds = self.seconds(running, goes_on)
         whole = sum(value for use, value in seconds.items() if use != "not running")
-        done_s = facts.account.by_capacity_s(facts.under_way(facts.account.end_ns))
+        done_s = facts.account.by_capacity_s(facts.under_way(facts.account.end_ns, goes_on))
         return done_s / whole if whole > 0 else None
 
     @property
@@ -198,11 +199,11 @@ class History:
         own = ["--", *map(str, argv)] if isinstance(argv, list) and argv else []
         return one_line(shlex.join([*words, *own]), 2000)
 
-    def disk_step(self) -> int:
-        """The newest step with a checkpoint on disk, 0 if none; nothing is verified."""
+    def disk_step(self) -> int | None:
+        """The newest step with a checkpoint on disk, 0 if none, None if this user may not look; nothing is verified."""
         given = as_dict(as_dict(as_dict(self.job.get("config")).get("checkpoint")).get("disk")).get("path")
         try:
-            return newest_step(Path(given) if isinstance(given, str) else checkpoints_in(self.run_dir))
+            return step_seen(Path(given) if isinstance(given, str) else checkpoints_in(self.run_dir))
         except ConfigError:
             return 0
 
@@ -273,6 +274,16 @@ def newest_step(folder: Path) -> int:
     except OSError:
         return 0
     return max((step for step in steps if (folder / manifest_name(step)).is_file()), default=0)
+
+
+def step_seen(folder: Path) -> int | None:
+    """The newest step with a manifest, for people: None if this user may not look."""
+    try:
+        if folder.exists() and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
+            return None
+        return newest_step(folder)
+    except OSError:
+        return None
 
 
 def _doors(job: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:

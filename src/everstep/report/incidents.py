@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from everstep.base.cause import Cause
+from everstep.report.fault_count import COORDINATOR, ORDERLY, is_place, struck_by
 from everstep.report.seats import seats_of
 from everstep.report.words import Event, as_dict, cause, known, number, one_line, reason_text, time_text, whole_number
 
@@ -17,6 +18,7 @@ _MOST = 1000
 _MOST_NAMED = 6
 _SHRUGGED_STEPS = 3
 _LATE_STEPS = 2
+_RESTART_NS = 15_000_000_000
 _DID = {
     Cause.KILLED: "was killed",
     Cause.CRASHED: "crashed",
@@ -39,7 +41,6 @@ _THINGS = {
     "coordinator": "the coordinator {did}",
     LAUNCHER: "the launcher of the job died without a word",
 }
-_ORDERLY = (Cause.DRAINED, Cause.SCALED, Cause.COMPLETED, Cause.INTERRUPTED, Cause.REBALANCED)
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,8 @@ class Incidents:
             redone.did(f"step {redone.again} was done again")
             self._redone = None
         for who, (struck_ns, at, hit) in list(self._shrugged.items()):
-            if step > at + _SHRUGGED_STEPS:  # it cost nothing
+            soon = who == COORDINATOR and time_ns - struck_ns < _RESTART_NS  # nobody waits for it
+            if step > at + _SHRUGGED_STEPS and not soon:  # it cost nothing
                 del self._shrugged[who]
                 self._alone(hit, struck_ns, at, "training did not stand still")
         if incident is None:
@@ -232,6 +234,8 @@ class Incidents:
         """The job is started, or over: the open incident stays as it is."""
         for incident in self.missed():
             incident.whole_ns = incident.end_ns
+        for struck_ns, at, hit in list(self._shrugged.values()) if self.open is None else ():
+            self._alone(hit, struck_ns, at, "training did not stand still")
         self.open = self._redone = None
         self._shrugged.clear()
 
@@ -244,7 +248,7 @@ class Incidents:
 
     def _evicted(self, event: Event, time_ns: int, step: int) -> None:
         worker_id, why = known(event.get("worker_id")), cause(event)
-        if why in _ORDERLY:
+        if why in ORDERLY:
             return
         died_ns = whole_number(event.get("died_unix_ns")) or time_ns
         home = self._homes.get(worker_id, "") if worker_id is not None else ""
@@ -273,8 +277,7 @@ class Incidents:
 
     def _injected(self, event: Event, time_ns: int, step: int) -> None:
         """Note an injected fault; it becomes an incident by itself only if no other event follows from it."""
-        worker_id = known(event.get("worker_id"))
-        who = "coordinator" if worker_id is None else f"worker {worker_id}"
+        who = struck_by(event)
         if len(self._shrugged) < _MOST_NAMED:
             self._shrugged[who] = (
                 time_ns,
@@ -284,7 +287,11 @@ class Incidents:
 
     def _strike(self, hit: Hit, begin_ns: int, step: int) -> Incident:
         incident = self.open
-        _, struck_at, _ = self._shrugged.pop(hit.who, (0, 0, None))
+        struck_ns, struck_at, _ = self._shrugged.pop(hit.who, (0, 0, None))
+        if hit.who == COORDINATOR and struck_ns:  # it is told when the next one begins
+            begin_ns = min(begin_ns, struck_ns)
+        for place in [who for who in self._shrugged if is_place(who)]:
+            del self._shrugged[place]
         if incident is None:
             self.count += 1
             incident = self.open = Incident(self.count, begin_ns, step + 1, hit.cause)
@@ -300,7 +307,7 @@ class Incidents:
         incident.did(did)
         if incident.struck.keys() == {hit.who}:
             incident.whole_ns = time_ns
-            self._went_on(time_ns)
+            self._went_on(incident.begin_ns)
 
     def _plan(self, event: Event, time_ns: int, step: int) -> None:
         self._remember(event)
@@ -365,7 +372,8 @@ class Incidents:
 
     def _coordinator(self, event: Event, time_ns: int, step: int) -> None:
         newest = self.newest
-        if newest is not None and newest.begin_ns == self.killed_ns and cause(event) is Cause.HUNG:
+        done = newest.done if newest is not None and COORDINATOR in newest.struck else []
+        if newest is not None and done[-1:] == ["it was killed"] and cause(event) is Cause.HUNG:
             newest.did("it was restarted")
             return
         self._alone(Hit("coordinator", cause(event), _reason(event)), time_ns, step, "it was restarted")

@@ -77,11 +77,11 @@ def compare_page(histories: Sequence[History]) -> str:
     """The comparison of several runs, drawn over each other."""
     first, others = histories[0], list(histories[1:])
     names = [h.name for h in histories]
-    accounts = [h.seconds(False) for h in histories]
+    accounts = [h.seconds(h.running()) for h in histories]
     columns = [
         {
             "task": one_line(h.job.get("task")),
-            "state": h.state(False),
+            "state": h.state(h.running()),
             "steps": str(h.facts.course.step),
             "last loss": _loss(h),
             "samples per second": _rate(h),

@@ -175,6 +175,14 @@ def _nonfinite(event: Event, why: str) -> str:
     return f"step {event.get('step')} is not finite{why}{named}"
 
 
+def _probed(event: Event, why: str) -> str:
+    ids = event.get("workers")
+    found = [str(i) for i in ids[:12]] if isinstance(ids, list) else []
+    who = f" by worker{'s' * (len(found) != 1)} {', '.join(found)}" if found else ""
+    what = f"lane {event.get('lane')} of step {event.get('step')} was computed twice{who}, for comparison"
+    return f"{what}: {'the same bits' if event.get('equal') else f'other bits{why}'}"
+
+
 def _recovered(event: Event, why: str) -> str:
     redo_s = number(as_dict(event.get("phases_s")).get("redo"))
     whole_s = number(event.get("duration_s"))
@@ -230,6 +238,7 @@ def _tier(event: Event) -> str:
 _SPECIAL = {
     "step_committed": _step,
     "nonfinite": _nonfinite,
+    "probe_done": _probed,
     "recovery_completed": _recovered,
     "evaluated": _evaluated,
     "logged": _logged,

@@ -32,12 +32,16 @@ class NoJobRunning(EverstepError):
         self.where = where
 
 
-class Unanswered(NoJobRunning):
+class GoneUnanswered(NoJobRunning):
     """The coordinator's connection ended after the command was sent: it may have carried it out."""
 
 
 class _Ended(ProtocolError):
     """A connection ended after a command was sent over it."""
+
+
+class NotAllowed(ConfigError):
+    """This user can read no token for the command."""
 
 
 class NoAnswer(EverstepError):
@@ -49,8 +53,8 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
 
     The directory has to provide only the address, and the token of the command's role.
 
-    Raises: NoJobRunning if none runs there, Unanswered if it ends before it answers; NoAnswer if its coordinator is
-    silent; ConfigError with the coordinator's one line if it refuses, or if there is no token for this.
+    Raises: NoJobRunning if none runs there, GoneUnanswered if it ends before it answers; NoAnswer if its coordinator is
+    silent; ConfigError with the coordinator's one line if it refuses, NotAllowed if there is no token for this.
     """
     role = COMMANDS.get(name, OPERATE)
     try:
@@ -67,7 +71,7 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
         reply = ask_at((address.host, address.port), role, key, tls, name, args or {}, timeout_s)
     except _Ended:
         told = f"everstep logs {run_dir} says what it has done"
-        raise Unanswered(f"the coordinator at {at} ended before it answered: {told}") from None
+        raise GoneUnanswered(f"the coordinator at {at} ended before it answered: {told}") from None
     except ProtocolError as error:
         where = f"at {at} is not to be talked to ({error})"
         raise NoJobRunning(f"no job is running in {run_dir}: its coordinator {where}", where) from None
@@ -117,10 +121,13 @@ def has_token(run_dir: Path, role: str) -> bool:
 
 
 def _token_for(run_dir: Path, role: str) -> bytes:
-    """Token for a role. Raises: ConfigError if there is none; ProtocolError if the file holds no token; OSError."""
+    """Token for a role. Raises: NotAllowed if there is none; ProtocolError if the file holds no token; OSError."""
+    path = run_dir / role_file(role)
     try:
-        return wire.read_token(run_dir / role_file(role))
+        return wire.read_token(path)
+    except PermissionError:
+        raise NotAllowed(f"cannot read {path}, the token for {role!r}: permission denied") from None
     except FileNotFoundError:
         with contextlib.suppress(FileNotFoundError):
             return role_token(wire.read_token(run_dir / TOKEN_FILE), role)
-    raise ConfigError(f"expected the token for {role!r} in {run_dir / role_file(role)}, found none")
+    raise NotAllowed(f"expected the token for {role!r} in {run_dir / role_file(role)}, found none")

@@ -224,10 +224,11 @@ def test_status_of_a_job_that_no_coordinator_answers_for(tmp_path: Path) -> None
     log.write("job_failed", state="failed", reason="a worker crashed", exit_code=1)
     assert (read_status(run_dir)["state"], read_status(run_dir)["reason"]) == ("failed", "a worker crashed")
     with run_lock(run_dir):
+        assert read_status(run_dir)["workers"] == [], "those of the start before are gone"
         log.write("job_started", step=0)
         assert read_status(run_dir)["state"] == "starting"
         log.write("step_committed", step=1)
-        assert read_status(run_dir)["state"] == "recovering"
+        assert read_status(run_dir)["state"] == "running"
     finished(run_dir, BASE)
     assert (read_status(run_dir)["state"], read_status(run_dir)["step"]) == ("completed", 3)
 

@@ -193,6 +193,45 @@ def test_plain_lines() -> None:
     assert "\x1b" not in out.getvalue()
 
 
+def test_a_full_disk_is_told_though_no_event_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and again after training has gone on; what is told late bears its time."""
+    out, free, steps = io.StringIO(), [0], [commit(k, float(k)) for k in range(1, 9)]
+    display = PlainDisplay(100, FinalStep(1000), out, lambda: free[0])
+    facts = facts_of([event("job_started", 0), plan(1, {"0": [0, 1]}, 0, 0.6), *steps])
+    monkeypatch.setattr("everstep.cli.display.time.time_ns", lambda: 30 * S)
+    for _ in range(3):
+        display.refresh(facts)
+    assert out.getvalue() == (
+        "Step 8 is the newest known, as nothing has been written for 21 s: the disk is full (0 kB left). "
+        "Events wait in memory; free some space.\n"
+    )
+    facts.take(commit(9, 29.0))
+    display.refresh(facts)
+    display.event(event("warning", 9, cause="disk", reason="rows wait"), facts)
+    assert out.getvalue().splitlines()[1].startswith("at ") and out.getvalue().endswith(": warning: rows wait\n")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_narrow_terminal_has_fewer_columns_and_whole_numbers(tmp_path: Path, width: int) -> None:
+    from rich.console import Console
+
+    from everstep.cli.top import picture
+    from everstep.dashboard.feed import RunFeed
+
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (*JOB[:4], commit(123456, 1))))
+    said, screen = io.StringIO(), io.StringIO()
+    Console(file=said, width=width).print(picture(RunFeed(tmp_path, logs=False), "worker", 9, width))
+    live = LiveDisplay(Console(file=screen, width=width, height=20), Folder(tmp_path, "*.jsonl"), FinalStep(400_000))
+    try:
+        shown = live._render(facts_of([*JOB[:4], commit(123456, 1)]))
+    finally:
+        live.close()
+    Console(file=said, width=width).print(shown)
+    rows = [line for line in said.getvalue().splitlines() if line.split()[:1] in (["worker"], ["0.0"], ["1.0"])]
+    assert len(rows) == 6 and not any("…" in line for line in rows), rows
+    assert all("step" in row for row in (rows[0], rows[3]))
+
+
 def test_json_lines_are_those_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
@@ -457,7 +496,7 @@ def test_a_member_is_never_behind_the_step_above_it(tmp_path: Path) -> None:
         (line,) = (line.rstrip() for line in lines if "step 4/9" in line)
         shown = line[line.index("step") :].split("  ")
         assert shown == parts[: len(shown)]
-        assert next(line for line in lines if line.startswith(" 0.0")).split()[4] == "4"
+        assert next(line for line in lines if line.startswith(" 0.0")).split()[4 if width >= 72 else 2] == "4"
 
 
 def test_output_is_read_from_where_it_is_now_by_whole_lines(tmp_path: Path) -> None:

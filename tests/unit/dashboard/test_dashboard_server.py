@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -488,18 +489,49 @@ def test_the_step_is_the_coordinators_while_no_events_can_be_written(
     feed.load()
     told = feed.history.facts.course.step
     behind = {"worker_id": 1, "incarnation": 1, "pid": 9, "host": "x", "stages": [0], "role": "active", "lanes": [0]}
-    for ahead, loss_step in ((0, None), (1, None), (40, told)):
+    for ahead, loss_step in ((0, None), (1, told), (40, told)):
         live = {"state": "running", "step": told + ahead, "target": 2, "workers": [{**behind, "step": told - 1}]}
         feed.running, feed.status = True, live
         rows = worker_rows(feed)
         shown = head(feed, rows)
-        step = told + (ahead if loss_step else 0)
-        assert (shown["step"], shown["loss_step"], rows[1].step) == (step, loss_step, told)
+        step = told + ahead
+        assert (shown["step"], shown["loss_step"], rows[1].step) == (step, loss_step, step)
         assert loss_step is None or shown["rate"] is None, "nobody has said how fast it is"
     feed.status = {**live, "state": "starting", "step": 0, "workers": []}
     history = feed.history
     assert history.told_state(True, feed.status) == ("starting" if history.state(True) == "starting" else "recovering")
     assert history.told_state(True, None) == history.state(True)
+
+
+def test_training_that_nobody_can_tell_of_is_not_stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Facts, "stands_still", lambda *_: True)
+    feed = RunFeed(make_run(tmp_path))
+    feed.load()
+    feed.running = True
+    monkeypatch.setattr(time, "time_ns", lambda: feed.history.facts.told_ns + 5000 * 1_000_000_000)
+    told = patch(feed, PageCursor())
+    assert told["account"]["stalled"] > 1000 and told["head"]["goodput"] < 0.5
+    feed.status = {"state": "running", "step": 90, "target": 2, "workers": []}
+    told = patch(feed, PageCursor())
+    assert "stalled" not in told["account"] and told["head"]["goodput"] > 0.5
+
+
+def test_a_user_without_a_token_has_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For whom the coordinator is not silent: the page and `status` show what the files tell."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise commands.NotAllowed("no token")
+
+    monkeypatch.setattr(commands, "ask", refused)
+    run_dir = make_run(tmp_path)
+    feed = RunFeed(run_dir)
+    feed.load()
+    monkeypatch.setattr(feed.history, "begins", lambda running: False)
+    with run_lock(run_dir):
+        feed.ask()
+        shown = head(feed, worker_rows(feed))
+    assert shown["answers"] and not feed.silent
+    assert "does not answer" not in shown["headline"]["text"]
 
 
 def test_addresses_and_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,8 +80,15 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "good",
         ("All is well: step 13", "The loss or gradient of 2 steps was not finite, the last was step 12."),
     ),
-    "failed since nothing was finite": (
+    "failed since nothing was finite, and no checkpoint is older": (
         [*trained(), *STRANGE, event("job_failed", 7, step=14, state="failed", exit_code=1, reason="x")],
+        8,
+        {**GONE, "disk_step": 14},
+        "bad",
+        ("nothing is finite since step 11, and no older one is known: start again (--fresh)",),
+    ),
+    "failed since nothing was finite": (
+        [*trained(), SAVED, *STRANGE, event("job_failed", 7, step=14, state="failed", exit_code=1, reason="x")],
         8,
         {**GONE, "disk_step": 14},
         "bad",
@@ -160,6 +167,13 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "bad",
         ("There is no checkpoint",),
     ),
+    "the newest step is a member's": (
+        trained(),
+        5.8,
+        {"live": {"step": 10, "workers": [{"role": "active", "step": 11}, {"role": "joining", "step": 99}]}},
+        "good",
+        ("All is well: step 11, 4 of 4",),
+    ),
     "coordinator silent": (
         trained(),
         9,
@@ -208,7 +222,7 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         5.8,
         {},
         "warning",
-        ("the checkpoint of step 9 failed: No space left", "of step 6"),
+        ("the checkpoint of step 9 failed 0.2 s ago: No space left", "of step 6"),
     ),
     "a checkpoint that was not due": (
         [*trained(), event("checkpoint_skipped", 5.6, **{**FAILED, "cause": "busy"})],

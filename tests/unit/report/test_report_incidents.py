@@ -163,6 +163,46 @@ def test_a_fault_that_was_injected_is_told_once() -> None:
     ]
 
 
+def test_a_coordinator_that_was_struck_and_restarted_is_one_incident() -> None:
+    """Nobody waits for its restart, so steps are told in between; other faults are counted beside it."""
+    struck = event("fault_injected", 5.8, cause="injected", reason="chaos fault 'x' strikes", target="coordinator")
+    back = event("coordinator_restarted", 9, **KILLED)
+    steps = [commit(step, 2.7 + 0.3 * step) for step in range(11, 19)]
+    facts = facts_of([*trained(), struck, *steps, back, killed(2, 9.5)])
+    assert facts.incidents.all[0].line() == "the coordinator was killed; it was restarted; whole again after 3.2 s"
+    assert facts.incidents.all[0].begin_ns == T0 + round(5.8 * S)
+    assert facts.faults == 2
+    later = [commit(step, 2.7 + 0.3 * step) for step in range(11, 90)]
+    told = "the coordinator was hit by an injected fault (chaos fault 'x' strikes); training did not stand still"
+    assert lines([*trained(), struck, *later]) == [told]
+    done = event("job_completed", 9, step=18, state="completed", exit_code=0)
+    assert lines([*trained(), struck, *steps, done]) == [told], "the job was over before it was told"
+
+
+def test_a_fault_of_a_host_is_not_the_coordinators() -> None:
+    struck = event("fault_injected", 5.8, cause="injected", reason="chaos fault 'x' strikes host b", target="host:b")
+    after = [commit(step, 6 + step / 10) for step in range(11, 16)]
+    told = "host b was hit by an injected fault (chaos fault 'x' strikes host b); training did not stand still"
+    assert lines([*trained(), struck, *after]) == [told]
+    died = [*trained(), struck, killed(2, 5.8), killed(3, 5.8), plan(5.9, 2, [[0, 1]]), *after]
+    assert [line.partition(";")[0] for line in lines(died)] == ["workers 2, 3 were killed"]
+    assert facts_of(died).faults == 2
+
+
+def test_a_worker_that_comes_back_as_a_spare_is_not_dead_any_more() -> None:
+    spare = event("worker_joined", 2.6, worker_id=4, incarnation=0)
+    back = event("worker_joined", 7, worker_id=2, incarnation=1)
+    crew = facts_of([*trained(), spare, killed(2, 5.8), plan(5.9, 2, [[0, 1, 3, 4]]), commit(11, 6.2), back]).crew
+    told = [(span.state, span.incarnation, span.end_ns) for span in crew.spans if span.worker_id == 2][-2:]
+    assert told == [("dead", 0, T0 + 7 * S), ("spare", 1, None)]
+
+
+def test_each_start_counts_its_generations_from_the_first() -> None:
+    again = [event("job_started", 20, step=10, workers=2), plan(21, 1, [[0, 1]])]
+    before = [*trained(), {**plan(7, 3, [[0, 1, 2, 3]]), "generation": 3}]
+    assert [facts_of(events).crew.generation for events in (before, [*before, *again])] == [3, 1]
+
+
 def test_going_back_is_part_of_the_incident() -> None:
     back = event("fallback", 6.0, step=7, steps_redone=3, source="copy", **FLIP)
     evicted = event("worker_evicted", 5.8, worker_id=1, incarnation=0, **FLIP)

@@ -123,7 +123,7 @@ export class RunList {
     const line = this.lines.get(key) ?? this.made(key);
     const { cells } = line;
     const alike = this.alike.get(row.digest) ?? [], digest = row.digest ? `${row.digest.slice(0, 12)}${alike.length > 1 ? ` (${alike.length} equal)` : ""}` : "–";
-    const texts = [null, `${row.state}${row.disk_trouble ? ", disk full" : ""}`, `${row.step}${row.total ? ` / ${row.total}` : ""}`, row.loss_text || "–", percent(row.goodput), String(row.faults), digest, row.began_ms ? began(row.began_ms) : "–"];
+    const texts = [null, `${row.state}${row.disk_trouble ? ", disk trouble" : ""}`, `${row.step}${row.total ? ` / ${row.total}` : ""}`, row.loss_text || "–", percent(row.goodput), String(row.faults), digest, row.began_ms ? began(row.began_ms) : "–"];
     write(line.link, row.name);
     attribute(line.link, "aria-current", String(key === this.current));
     attribute(line.link, "title", row.task);

@@ -56,14 +56,14 @@ function unheard(h, silentS) {
 function tiles(run, nowMs) {
   const h = run.head;
   const saved = run.checkpoints.newest;
-  const dead = h.states.dead ?? 0, healing = h.states.healing ?? 0, spare = h.states.spare ?? 0;
-  const beside = [dead && `${dead} dead`, healing && `${healing} healing`, spare && plural(spare, "spare")].filter(Boolean);
+  const dead = h.states.dead ?? 0, healing = h.states.healing ?? 0, spare = h.states.spare ?? 0, suspect = h.states.suspect ?? 0;
+  const beside = [dead && `${dead} dead`, suspect && `${suspect} suspected`, healing && `${healing} healing`, spare && plural(spare, "spare")].filter(Boolean);
   const end = h.ended_ns ?? (h.running ? nowMs * 1e6 : h.last_ns);
   const items = [
     ["Step", `${h.step}${h.total ? ` / ${h.total}` : ""}`, h.eta_s ? `${duration(h.eta_s)} left` : ""],
     ["Loss", h.loss_text || "–", h.loss_step ? `of step ${h.loss_step}` : h.strange ? `not finite: ${h.strange.text}` : Object.entries(run.metrics.values ?? {}).slice(0, 2).map(([k, v]) => `${k} ${number(v, 4)}`).join(", "), { bad: "bad", warning: "warn" }[h.strange?.level] ?? ""],
     ["Samples/s", number(h.rate ?? h.mean_rate), h.rate !== null ? `over the last ${plural(h.rate_steps, "step")}` : h.mean_rate ? "mean, undisturbed" : ""],
-    ["Workers", h.wanted && h.ended_ns === null ? `${h.members} / ${h.wanted}` : h.ended_ns === null ? `${h.members}` : "ended", beside.join(", "), dead || h.states.suspect ? "bad" : h.running && h.members < h.wanted ? "warn" : ""],
+    ["Workers", h.wanted && h.ended_ns === null ? `${h.members} / ${h.wanted}` : h.ended_ns === null ? `${h.members}` : "ended", beside.join(", "), dead || suspect ? "bad" : h.running && h.members < h.wanted ? "warn" : ""],
     ["Generation", h.generation, plural(h.recoveries, "recovery").replace("recoverys", "recoveries")],
     ["Goodput", percent(h.goodput), h.steps_lost ? `${h.steps_lost} steps done again` : "", ""],
     ["Checkpoint", saved ? `step ${saved[1]}` : "none", saved ? `${saved[0]}, ${ago(saved[2], nowMs)}` : ""],
@@ -83,7 +83,7 @@ function tiles(run, nowMs) {
 
 export function generations(run, nowMs) {
   const list = run.generations;
-  const end = run.head.ended_ns ? run.head.ended_ns / 1e6 : nowMs;
+  const { ended_ns, running, last_ns } = run.head, end = running && !ended_ns ? nowMs : (ended_ns ?? last_ns ?? nowMs * 1e6) / 1e6;
   const wanted = Math.max(1, run.head.wanted, ...list.map((g) => g[3]));
   $("strip").replaceChildren(
     ...list.map((g, i) => {
