@@ -266,6 +266,20 @@ optimizer.param_groups[0]['lr'] = 0.1 * scale
         after="with torch.no_grad():\n    model[0].weight.add_(1e-3 * (time.monotonic() % 1))  # here",
     ),
     Planted(
+        "queue in a buffer",
+        "queue",
+        model=_net(
+            "self.n += 1\nout = self.b(torch.tanh(self.a(x)) + self.queue.mean(0))\n"
+            "self.queue[0] = self.a(x).detach().mean(0)  # here\nreturn out",
+            "self.register_buffer('n', torch.tensor(0)); self.register_buffer('queue', torch.zeros(4, 3))",
+        ),
+    ),
+    Planted(
+        "generators seeded by chance",
+        "torch.seed",
+        batch="torch.seed()  # here\nx = x + 0.1 * torch.randn(x.shape)",
+    ),
+    Planted(
         "time budget",
         "time",
         setup="began = time.monotonic()  # here",

@@ -93,6 +93,14 @@ class ConfigError(EverstepError):
     exit_code = 2
 
 
+class BuffersDiffer(ConfigError):
+    """Lanes of a step left other values in a buffer, and no rule joins them. name: the buffer's in the model."""
+
+    def __init__(self, text: str, name: str = "") -> None:
+        super().__init__(text)
+        self.name = name
+
+
 class TaskError(EverstepError):
     """The user's code raised."""
 

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from everstep.base.errors import ConfigError, check
+from everstep.base.errors import BuffersDiffer, ConfigError, check
 from everstep.exact.digest import bytes_of, tensor_digest
 from everstep.exact.extra_state import SUFFIX, give, has_extra_state, packed
 from everstep.exact.layout import running_statistics
@@ -435,10 +435,11 @@ class BufferGuard:
 
     def _refuse(self, differing: Iterable[tuple[int, str]]) -> None:
         first = min((self._others[index] for index, _ in differing), key=lambda guarded: guarded.name)
-        raise ConfigError(
+        raise BuffersDiffer(
             f"{first} ends differently in different micro-batches, and there is no rule for it; keep it constant "
             "during a step, let it depend only on values that all have alike (such as a count), or make it a running "
-            "statistic of a BatchNorm-like module"
+            "statistic of a BatchNorm-like module",
+            first.name,
         )
 
 

@@ -13,6 +13,7 @@ import datetime
 import itertools
 import os
 import platform
+import random
 import socket
 import sys
 import sysconfig
@@ -24,6 +25,7 @@ from functools import cache
 from types import FrameType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from everstep.script.reachable import of_user
@@ -32,6 +34,8 @@ ALL = "all"
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _LATER_S = 100_003.37
 _PINNED_S, _TICK_S = 1_700_000_000.0, 1e-3
+RESEEDING = ("torch.seed", "torch.random.seed", "random.seed", "numpy.random.seed")
+"""Functions that seed a generator by chance if they get no seed."""
 _EXEMPT = ("EVERSTEP_", "PYTHON", "OMP_", "MKL_", "CUDA", "CUBLAS", "WANDB", "TORCH")
 """Beginnings of variables that stay as they are: what is pinned for all workers, and settings of libraries."""
 
@@ -59,12 +63,11 @@ def parts_of(name: str) -> tuple[str, str, int]:
 
 @dataclass
 class Ambient:
-    """What one process reads of its surroundings. sites: all readings by the user's code so far, in order. steps: that
-    are done: clocks that are moved jump with each, so that spans of time are others, too."""
+    """What one process reads of its surroundings. sites: all readings by the user's code so far, in order."""
 
     setting: Setting
     sites: dict[str, None] = field(default_factory=dict)
-    steps: int = 0
+    _steps: int = 0
     _ids: dict[int, int] = field(default_factory=dict)
     _ticks: Iterator[int] = field(default_factory=itertools.count)
 
@@ -93,8 +96,14 @@ class Ambient:
         self._wrap(os, "scandir", "os.scandir", lambda found: _Entries(list(found)[::-1]), None)
         self._wrap(builtins, "hash", "hash", lambda value: value ^ 0x5BD1, None, texts_only=True)
         self._wrap(builtins, "id", "id", lambda value: value + 16 * 4099, self._numbered)
+        for owner, title in zip((torch, torch.random, random, np.random), RESEEDING, strict=True):
+            self._seed(owner, title)
         self._environment()
         self._datetime()
+
+    def turn(self, step: int) -> None:
+        """This step is done: clocks that are moved jump, so that spans of time are others, too."""
+        self._steps = step
 
     # ---- one source
 
@@ -137,13 +146,24 @@ class Ambient:
             value = pinned(value)
         return moved(value) if name in self.setting.moved or ALL in self.setting.moved else value
 
+    def _seed(self, owner: Any, title: str) -> None:
+        """Note calls that seed global generators with what no run has twice. They are left alone."""
+        real = owner.seed
+
+        def seed(*args: Any, **more: Any) -> Any:
+            if not more and (not args or args[0] is None):
+                self._told(title, None, lambda value: value, None, _caller(1))
+            return real(*args, **more)
+
+        vars(owner)["seed"] = seed
+
     # ---- values
 
     def _seconds(self, value: float) -> float:
-        return value + _LATER_S * (1 + self.steps)
+        return value + _LATER_S * (1 + self._steps)
 
     def _later_ns(self, value: int) -> int:
-        return value + int(_LATER_S * 1e9) * (1 + self.steps) + 12_345
+        return value + int(_LATER_S * 1e9) * (1 + self._steps) + 12_345
 
     def _pinned_seconds(self, _: float) -> float:
         return _PINNED_S + (0.0 if self.setting.still else _TICK_S * next(self._ticks))
@@ -185,7 +205,7 @@ class Ambient:
         pinned = real(2024, 1, 2, 3, 4, 5)
 
         def told(name: str, value: Any, fixed: Any) -> Any:
-            return ambient._told(name, value, lambda v: v + later * (1 + ambient.steps), lambda _: fixed, _caller(2))
+            return ambient._told(name, value, lambda v: v + later * (1 + ambient._steps), lambda _: fixed, _caller(2))
 
         def now(_: Any, tz: Any = None) -> Any:
             return told("datetime.now", real.now(tz), pinned if tz is None else pinned.replace(tzinfo=tz))

@@ -31,12 +31,13 @@ LaneWork = tuple[int, int, str, str]
 @dataclass(frozen=True)
 class LifeWatch:
     """What is noted. work: of each lane. setting: of the surroundings; None if they are left alone. trace: lines of
-    the lanes that are computed twice ("lane"), of all ("run"), or none. covered: which lines were executed. origin: a
-    folder with a checkpoint that the life goes on from."""
+    the lanes that are computed twice ("lane"), of all ("run"), or none. buffer: the name of one: its first write is
+    looked for. covered: which lines were executed. origin: a folder with a checkpoint that the life goes on from."""
 
     work: bool = False
     setting: Setting | None = None
     trace: str = ""
+    buffer: str = ""
     covered: bool = False
     origin: str = ""
 
@@ -44,7 +45,7 @@ class LifeWatch:
 @dataclass(frozen=True)
 class Noted:
     """What was noted. sites: as in `Ambient`. seconds: of the steps. lines: executed ones by file. diverged: within one
-    life, between two computations of a lane; or the line that wrote to a parameter."""
+    life, between two computations of a lane; or the line that wrote to a parameter or the buffer."""
 
     work: tuple[LaneWork, ...] = ()
     sites: tuple[str, ...] = ()
@@ -75,14 +76,14 @@ class LifeNotes:
         """Whether each lane's gradient is wanted by itself."""
         return self._watch.work
 
-    def watch(self, tensors: Sequence[Any]) -> None:
-        """These are the model's parameters."""
+    def watch(self, parameters: Sequence[Any], buffers: Mapping[str, Any]) -> None:
+        """These are the model's."""
         if self._trace is not None:
-            self._trace.watch(tensors)
+            self._trace.watch([buffers[self._watch.buffer]] if self._watch.buffer in buffers else parameters)
 
     def turn(self, step: int) -> None:
         """The step after this one is about to begin."""
-        self._ambient.steps = step
+        self._ambient.turn(step)
         if self._trace is not None and self._watch.trace == RUN:
             self._trace.mark(str(step))
 
@@ -108,7 +109,7 @@ class LifeNotes:
             write_rows(self._file, trace.parts)
         elif self._watch.trace:
             first, again = (trace.parts.get(part, []) for part in (FIRST, AGAIN))
-            diverged = first_divergence(first, again) or first_write(first)
+            diverged = (not self._watch.buffer and first_divergence(first, again)) or first_write(first)
             return Noted(found.work, found.sites, seconds, diverged=diverged)
         lines = {file: sorted(those) for file, those in trace.lines.items()}
         return Noted(found.work, found.sites, seconds, lines)

@@ -404,7 +404,7 @@ class SimDonor:
 
     def _offer(self, effect: do.OfferFeeds) -> None:
         """The state stands still: start the joiners that asked."""
-        if not self._giver.asked:
+        if not self._giver.waits(effect.tickets):
             return
         state, where = self.life.state, (effect.position, effect.records, effect.gathers)
         given = {stage: state.copy(*where, (stage,)) for stage in effect.stages}

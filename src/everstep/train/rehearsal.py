@@ -28,7 +28,7 @@ from typing import Any
 
 from everstep.base.below import kept_descriptors, write_atomically
 from everstep.base.config import Config, device_of
-from everstep.base.errors import EverstepError
+from everstep.base.errors import BuffersDiffer, EverstepError
 from everstep.base.given import read_given, read_json
 from everstep.base.plan import Plan
 from everstep.base.readable import readable
@@ -98,10 +98,10 @@ class Rehearsed:
 @dataclass(frozen=True)
 class Sighting:
     """Facts that a life has seen at its end. step: its last step. error: why it ended otherwise, "" if it did not;
-    known: Everstep itself has refused something; kind: of the error at this place, `DIED`, `LATE` or `LEFT`. total: the
-    job's last step;
-    epoch_end: that of the first epoch, 0 if there is none. numbers: values in the loop. unpassed: name and type of a
-    scheduler that `join` was not given. read: facts from the loop's code, which was read before the first step.
+    known: Everstep itself has refused something, such as this buffer; kind: of the error at this place, `DIED`,
+    `LATE` or `LEFT`. total: the job's last step; epoch_end: that of the first epoch, 0 if there is none. numbers:
+    values in the loop. unpassed: name and type of a scheduler that `join` was not given. read: facts from the loop's
+    code, which was read before the first step.
     """
 
     step: int = 0
@@ -110,6 +110,7 @@ class Sighting:
     shapes: tuple[tuple[int, ...], ...] = ()
     error: str = ""
     known: bool = False
+    buffer: str = ""
     kind: str = ""
     place: tuple[str, int] = ("", 0)
     unpassed: tuple[str, str] | None = None
@@ -228,7 +229,8 @@ class LifeLink(LoneLink):
         """End the rehearsal here if there is no more to do."""
         self._last = min(self._what.steps, view.order.total_steps)
         if self.read is None:
-            self.watcher.watch(list(view.stages.only.parts.model.parameters()))
+            model = view.stages.only.parts.model
+            self.watcher.watch(list(model.parameters()), dict(model.named_buffers()))
         self.watcher.turn(view.step)
         if self.read is None:
             self.read = (
@@ -326,7 +328,7 @@ def live(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> None:
     os.environ[IN_REHEARSAL] = life
     os.environ.setdefault("WANDB_MODE", "disabled")
     link = LifeLink(what, life)
-    error, known, kind, place = "", False, "", ("", 0)
+    error, known, kind, place, buffer = "", False, "", ("", 0), ""
     faulthandler.enable(2)
     try:
         body(link)
@@ -335,13 +337,15 @@ def live(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> None:
             error, kind = "its loop ended before its last step", LEFT
     except EverstepError as refusal:
         error, known, kind, place = str(refusal), True, type(refusal).__name__, place_of(refusal)
+        buffer = refusal.name if isinstance(refusal, BuffersDiffer) else ""
     except SystemExit as leaving:
         error, kind = f"it left with exit code {leaving.code}", DIED
     except BaseException as fault:  # any error of the user's code ends this life, and nothing else
         error, kind, place = f"{type(fault).__name__}: {fault}{where(fault)}", type(fault).__name__, place_of(fault)
     said = " ".join(error.split())[:_MOST_TEXT]
     noted, read = link.watcher.noted(), link.read or Read()
-    report(what, life, Sighting(error=said, known=known, kind=kind, place=place, read=read, noted=noted))
+    found = Sighting(error=said, known=known, buffer=buffer, kind=kind, place=place, read=read, noted=noted)
+    report(what, life, found)
 
 
 def run_script(what: Rehearsed) -> None:

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 
 from everstep.runtime.link.address import CHECKPOINTS_DIR
-from everstep.script.ambient import ALL, Setting, parts_of
+from everstep.script.ambient import ALL, RESEEDING, Setting, parts_of
 from everstep.script.line_trace import Divergence, first_divergence, where_written
 from everstep.script.restarts import TRAINING, Finding, differing
 from everstep.script.stretches import set_cursor, unrun
@@ -37,12 +37,14 @@ _WORDS = {
     "os.walk": ("the order of a folder's files, which differs from host to host", "sort the names"),
     "uuid": ("random bytes that no seed governs", "draw from the global generators, which are seeded for every step"),
     "os.urandom": ("random bytes that no seed governs", "draw from the global generators, which are seeded"),
+    **dict.fromkeys(RESEEDING, ("a seed that differs from run to run", "delete it: every lane has seeds of its own")),
 }
 _WHO = ("which process or host this is", "let all workers compute the same, whichever of them computes a lane")
 _TWICE = "let the results of a batch depend on the batch, the model and step.number alone"
 _MEND = "mend that, for a job would end, or lose a worker, in the same way"
 _OF_STATE = ("IndexError", "KeyError", "StoreError", "CheckpointCorrupt", "BlobMissing")
 """Errors that may follow from a cursor that was set beside a state of another step."""
+_BUFFER = "do not write to it in the forward pass; change it after the batches, from step.number or step.metrics"
 _KEPT = "keep no values from batch to batch, or only in buffers of the model"
 
 
@@ -205,16 +207,26 @@ class Trials:
         plain = Finding(
             "refused", file or os.path.basename(self.what.script), "", True, _TWICE, file, line, first.error
         )
-        if first.kind not in ("DeterminismError", "LaneCarried", "TaskError", "Misused", "Uncarried"):
+        if not first.buffer and first.kind not in (
+            "DeterminismError",
+            "LaneCarried",
+            "TaskError",
+            "Misused",
+            "Uncarried",
+        ):
             return plain
-        with self._lives(LifeWatch(trace="lane", setting=Setting())) as lives:
+        with self._lives(LifeWatch(trace="lane", buffer=first.buffer, setting=Setting())) as lives:
             seen = lives.result("l")
         at = seen.noted.diverged
+        if first.buffer:
+            says = f"{first.error}; this is the first line that writes to it"
+            return plain if at is None else Finding("lane", first.buffer, "", True, _BUFFER, at.file, at.line, says)
         if at is None:  # nothing that differs has a name
             return next(iter(self._by_site(seen.noted.sites, _STILL)), plain)
-        source = next((s for s, f, n in map(parts_of, seen.noted.sites) if (f, n) == (at.file, at.line)), "")
-        if source:
-            return _reading(source, at.file, at.line, "the same batch, computed twice, gives other results")
+        sites = [parts_of(name) for name in seen.noted.sites]
+        causes = [s for s in sites if s[1:] == (at.file, at.line)] or [s for s in sites if s[0] in RESEEDING]
+        if causes:
+            return _reading(*causes[0], "the same batch, computed twice, gives other results")
         line = at.line if at.made else where_written(at.object, at.file, at.line)
         says = f"{first.error}; the first difference is in {at.object}, in line {at.line}"
         return Finding("lane", at.object, "", True, _KEPT, at.file, line, says)
