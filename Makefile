@@ -11,7 +11,7 @@ EVERSTEP := $(BIN)/python -P -m everstep
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo check lint types test fast split sim processes integration chaos e2e hosts engines extended late torment fuzz mutants mutants-new branches bench recovery-times plan-tables docs dist matrix clean
+.PHONY: help setup demo check lint types test fast split sim seeds computed processes integration chaos e2e hosts engines extended late torment fuzz mutants mutants-new branches bench recovery-times plan-tables docs dist matrix clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
@@ -69,6 +69,10 @@ split: $(STAMP)
 # The tiers that compute beside `processes`; what has passed on the same tree is not run again, unless CI=true.
 test: $(STAMP)
 	$(BIN)/python tests/all_tiers.py
+
+# fast, split and sim in one: what they import is imported once.
+computed: $(STAMP)
+	$(PYTEST) -n $(JOBS) --dist loadfile tests/unit tests/property tests/traces tests/tidy tests/split tests/sim
 
 # How often savers and uploaders are killed; the test of the latter belongs to integration, too.
 KILLS = 200
@@ -137,6 +141,9 @@ chaos: $(STAMP)
 SEED ?= $(shell date +%s)
 sim: $(STAMP)
 	$(PYTEST) -n $(JOBS) tests/$@
+	@$(MAKE) --no-print-directory seeds
+
+seeds: $(STAMP)
 	@echo "fresh seeds from $(SEED); the same again: make sim SEED=$(SEED)"
 	$(EVERSTEP) sim --seeds 60 --start $(SEED)
 	$(EVERSTEP) sim --seeds 30 --start $(SEED) --split

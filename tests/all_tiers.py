@@ -25,7 +25,7 @@ STAMPS = ROOT / "build" / "test"
 MADE = {"build", "dist", "runs"}
 TIERS = {
     # They leave the processors to what waits: a process that is woken late looks like one that hangs.
-    "computing": (("lint",), ("types",), ("fast",), ("split",), ("sim",)),
+    "computing": (("lint",), ("types",), ("computed",), ("seeds",)),
     "waiting": (("processes", "KILLS=20"),),
     # Afterwards: its tests say how soon the loss of a host is noticed.
     "alone": (("hosts",),),

@@ -9,7 +9,6 @@ import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -20,8 +19,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # likewise, of nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-hypothesis.settings.register_profile("everstep", deadline=None)  # a slow machine is no failure
-hypothesis.settings.load_profile("everstep")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
@@ -46,7 +43,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     found.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
     """An S3 server, started when the first test asks for it (Ceph RGW takes 15 s, moto one)."""
     from object_server import running_object_server

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 _SIZES = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
 _ROTARY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -40,6 +39,8 @@ WHOLE = {"gpt_neox": ("GPTNeoX", {k: v for k, v in _ROTARY.items() if k != "num_
 
 def made(folder: Path, name: str) -> Path:
     """The directory of a model with weights of its own."""
+    import transformers
+
     kind, sizes = {**CONFIGS, **SHARDED, **WHOLE}[name]
     config = getattr(transformers, f"{kind}Config")(**sizes)
     with torch.random.fork_rng(devices=[]):
@@ -58,6 +59,7 @@ def text(folder: Path, size: int = 6000) -> Path:
 def with_tokenizer(folder: Path) -> Path:
     """Put a tokenizer of 60 words beside a model."""
     import tokenizers
+    import transformers
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{k}": k for k in range(60)}, unk_token="w0"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

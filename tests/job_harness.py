@@ -142,7 +142,7 @@ class Jobs:
         self._references: dict[str, Path] = {}
         self._jobs: list[Job] = []
         self._server = subprocess.Popen(
-            [sys.executable, str(HERE / "warm_server.py")],
+            [sys.executable, str(HERE / "warm_server.py"), " " * 8192],  # room for the commands that its forks become
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=pinned_environment(1),

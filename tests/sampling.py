@@ -1,11 +1,18 @@
-"""Which values of a parametrised test run in `make test`."""
+"""Which tests run: values of a parametrised test in `make test`, and tests of packages that may be absent."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """For a file whose jobs import these packages: unlike `importorskip`, this process does not."""
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(absent), reason=f"not installed: {', '.join(absent)}")
 
 
 def mostly_longer(values: Iterable[Any], kept: Callable[[Any], bool]) -> list[Any]:

@@ -1,26 +1,33 @@
-"""Runs many small jobs quickly: a process that has imported torch once and forks an `everstep run` per request.
+"""Runs many small jobs quickly: a process that has imported everything once and forks an `everstep run` per request.
 
-A job is the real command with real processes; only what would import torch anew (the fork server, and the look at
-the task before the start) is forked from here instead. Requests come as JSON lines on stdin; the end of stdin ends it
-all.
+A job is the real command with real processes; only those that would import all of it anew (the fork server, the first
+coordinator and agent, and the look at the task before the start) are forked from here instead. Later lives of them are
+ordinary ones. Requests come as JSON lines on stdin; the end of stdin ends it all.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import fcntl
+import importlib
 import json
 import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from everstep.runtime import supervisor
 from everstep.runtime.host import fork_server, fork_server_client
-from everstep.runtime.process import adopt_orphans, children, close_descriptors, die_with_parent
+from everstep.runtime.link.address import COORDINATOR_MODULE
+from everstep.runtime.process import adopt_orphans, children, close_descriptors, die_with_parent, own_command
 
 PRELOAD = (
     *fork_server.DEFAULT_PRELOAD,
@@ -31,26 +38,28 @@ PRELOAD = (
     "everstep.cli.probe",
     "everstep.cli.worker",
     "everstep.train.worker",
+    COORDINATOR_MODULE,
+    supervisor.AGENT_MODULE,
 )
 
 
 class Egg:
-    """A fork that waits to become a job's fork server; made before the job's process has threads."""
+    """A fork that waits to become a process of a job; made before the job's process has threads. become: called there,
+    with the way to that process."""
 
-    def __init__(self) -> None:
+    def __init__(self, become: Callable[[socket.socket], None]) -> None:
         ours, theirs = socket.socketpair()
         self.pid = os.fork()
         if self.pid == 0:
             ours.close()
-            _hatch(theirs)
+            die_with_parent(os.getppid())
+            become(theirs)
         theirs.close()
         self.socket = ours
 
 
-def _hatch(control: socket.socket) -> None:
-    """In the fork: wait for the descriptors, then be what `python -m everstep.runtime.host.fork_server` is."""
-    parent = os.getppid()
-    die_with_parent(parent)
+def _be_fork_server(control: socket.socket) -> None:
+    """Wait for the descriptors, then be what `python -m everstep.runtime.host.fork_server` is."""
     message, fds, _, _ = socket.recv_fds(control, 64, 3)
     if not message:
         os._exit(0)
@@ -63,8 +72,48 @@ def _hatch(control: socket.socket) -> None:
     board_fd = wanted
     close_descriptors({fd, board_fd})
     fork_server._SERVER_PID = os.getpid()
-    arguments = ["--fd", str(fd), "--board-fd", str(board_fd), "--parent", str(parent), "--preload", ""]
+    arguments = ["--fd", str(fd), "--board-fd", str(board_fd), "--parent", str(os.getppid()), "--preload", ""]
     os._exit(fork_server.main(arguments))
+
+
+def _be_module(control: socket.socket) -> None:
+    """Wait for a command and its descriptors, then be what `python -m MODULE` is. Never returns."""
+    message, fds, _, _ = socket.recv_fds(control, 1 << 16, 8)
+    with control.makefile("rb") as rest:
+        request = json.loads(message + rest.read() or "null")
+    if request is None:
+        os._exit(0)
+    os.setsid()
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, 500) for fd in fds]
+    wanted = [0, 1, 2, *request["descriptors"]]
+    for fd, number in zip(moved, wanted, strict=True):
+        os.dup2(fd, number)
+    close_descriptors(set(wanted))
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = request["command"][3:]
+    _be_called(request["command"])
+    code = 1
+    try:
+        code = importlib.import_module(request["command"][3]).main(request["command"][4:])
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _be_called(command: list[str]) -> None:
+    """Other processes see this command in /proc. Source: proc(5): arg_start and arg_end in /proc/PID/stat."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    with open("/proc/self/mem", "r+b", 0) as memory:
+        memory.seek(start)
+        memory.write("\0".join(command).encode()[: end - start - 1].ljust(end - start, b"\0"))
 
 
 class Child:
@@ -77,19 +126,41 @@ class Child:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def lay(egg: Egg) -> None:
-    """The next fork server of this process is this one, which needs no import; a second one is an ordinary one."""
-    ordinary, eggs = fork_server_client.start_fork_server, [egg]
+def lay() -> None:
+    """The first fork server, coordinator and agent of this process are forks, which need no import; later ones are
+    ordinary ones."""
+    ordinary, eggs = fork_server_client.start_fork_server, [Egg(_be_fork_server)]
+    modules = {module: Egg(_be_module) for module in (COORDINATOR_MODULE, supervisor.AGENT_MODULE)}
 
     def start(log_path: Path | None, board_fd: int, threads: int, preload: Any) -> fork_server_client.ForkServerClient:
         if not eggs or threads != 1:
             return ordinary(log_path, board_fd, threads, preload)
+        egg = eggs.pop()
         ours, theirs = socket.socketpair()
-        with theirs, eggs.pop().socket as way, open(log_path or os.devnull, "ab") as log:
+        with theirs, egg.socket as way, open(log_path or os.devnull, "ab") as log:
             socket.send_fds(way, [str(board_fd).encode()], [theirs.fileno(), board_fd, log.fileno()])
         return fork_server_client.ForkServerClient(ours, egg.pid, Child(egg.pid))  # type: ignore[arg-type]
 
+    class Popen(subprocess.Popen[bytes]):
+        """A process that an egg becomes, if one is left for its module."""
+
+        def _execute_child(self, command: list[str], *how: Any) -> None:
+            egg = modules.pop(command[len(own_command("")) - 1], None)
+            if egg is None:
+                super()._execute_child(command, *how)  # type: ignore[misc]
+                return
+            _executable, _before, _close, descriptors, _folder, environment, _info, _flags, _shell, *pipes = how
+            own = [pipes[0], pipes[3], pipes[5], *descriptors]
+            request = {"command": command, "environment": dict(environment), "descriptors": list(descriptors)}
+            data = json.dumps(request).encode()
+            with egg.socket as way:
+                way.sendall(data[socket.send_fds(way, [data], own) :])
+                way.shutdown(socket.SHUT_WR)  # other eggs have it, too
+            self._close_pipe_fds(*pipes[:6])  # type: ignore[attr-defined]
+            self.pid, self._child_created = egg.pid, True
+
     fork_server_client.start_fork_server = start
+    supervisor.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": Popen})  # type: ignore[assignment]
 
 
 def probe_in_fork(task: str, request: Any, server: Any, *, units: bool = False) -> Any:
@@ -130,7 +201,7 @@ def run_job(request: dict[str, Any]) -> None:
             sys.argv = request["argv"]
             runpy.run_path(sys.argv[0], run_name="__main__")
             sys.exit(0)
-        lay(Egg())
+        lay()
         run.probe_task = probe_in_fork
         sys.argv = ["everstep", *request["argv"]]
         everstep.main()

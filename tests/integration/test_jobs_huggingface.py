@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hub_models import made, text
 from job_harness import Job, Jobs, same
+from sampling import needs
 
-transformers = pytest.importorskip("transformers")
-
-from hub_models import made, text  # noqa: E402
+pytestmark = needs("transformers")
 
 Run = Callable[..., Job]
 
@@ -68,6 +68,8 @@ def test_kills(run: Run, name: str, alike: tuple[str, ...], placed: tuple[str, .
 @pytest.mark.longer
 def test_resume_and_export(run: Run, tmp_path: Path) -> None:
     """From a checkpoint in the middle a job goes on in two stages, to the bits of the job that left it."""
+    import transformers
+
     alone = run("llama", "alone", "--set", "checkpoint.disk.every_steps=3")
     assert alone.end() == 0, alone.account()
     middle = alone.run_dir / "checkpoints" / "step-0000000003"

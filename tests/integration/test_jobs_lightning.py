@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from job_harness import Jobs, healed, same
+from sampling import needs
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("lightning")
+pytestmark = needs("lightning")
 
 MODULE = """
 import os, sys

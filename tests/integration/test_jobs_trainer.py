@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from job_harness import Jobs, same
+from sampling import needs
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytestmark = needs("transformers", "accelerate")
 
 SCRIPT = """
 import json, os, sys

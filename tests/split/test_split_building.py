@@ -19,6 +19,7 @@ from everstep.exact.topology import merge, merge_with_sources, select, state_dig
 from everstep.train.composition import check_units, measure_costs
 from everstep.train.stage import Parts, build_by_module, build_model, cut_out
 from everstep.zoo.digits import MLPDigits, ResNet18Digits
+from sampling import mostly_longer
 
 SMALL = {"limit_bytes": 60_000, "context": 16, "layers": 4, "width": 32, "heads": 2}
 VALUES: dict[str, Any] = {"lanes": 2, "micro_batch": 2, "clip_norm": 0.5, "task": SMALL}
@@ -49,7 +50,7 @@ def random_cut(units: int, parts: int, seed: int) -> tuple[tuple[int, int], ...]
     return tuple((ends[k], ends[k + 1]) for k in range(parts))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mostly_longer(OPTIMIZERS, lambda name: name not in ("adamw-fused", "adagrad")))
 def test_states_go_from_any_topology_to_any_other(name: str) -> None:
     one = run_split(text_with(name), ((0, 6),), 1, 2, values=VALUES)
     whole = one.whole()

@@ -8,6 +8,7 @@ or resumed. Optimizers of torch keep nothing there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from everstep.exact.several import optimizers_of
 
 _MAX_DEPTH = 8
 _OF = "/"
-_OF_TORCH = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
 _OF_OTHERS = frozenset({"step", "zero_grad", "_opt_called", "_step_count", "_with_counter"})
 
 
@@ -58,7 +58,7 @@ def assign(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
 def added(optimizer: Optimizer) -> dict[str, Any]:
     """Public attributes that a script has added to an optimizer of torch's own, by name: they are not carried."""
     members = [member for member in optimizers_of(optimizer).values() if _of_torch(member)]
-    known = _OF_TORCH | _OF_OTHERS
+    known = _every_optimizers() | _OF_OTHERS
     return {n: v for member in members for n, v in vars(member).items() if n not in known and not n.startswith("_")}
 
 
@@ -87,8 +87,14 @@ def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     """Attributes that the user's own class has added; of the second one of a set "1/name", and so on."""
     for number, member in enumerate(optimizers_of(optimizer).values()):
         for name, value in sorted(vars(member).items()) if not _of_torch(member) else ():
-            if name not in _OF_TORCH and name not in _OF_OTHERS and not name.endswith("_hooks"):
+            if name not in _every_optimizers() | _OF_OTHERS and not name.endswith("_hooks"):
                 yield f"{number}{_OF}{name}" if number else name, value
+
+
+@cache
+def _every_optimizers() -> frozenset[str]:
+    """Attributes that each optimizer of torch has. Found when asked for: the first optimizer imports torch._dynamo."""
+    return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
 
 
 def _of_torch(optimizer: Optimizer) -> bool:

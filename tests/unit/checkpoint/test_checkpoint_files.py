@@ -25,6 +25,7 @@ from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.stores.store_table import open_store
 from everstep.exact.image import BLOCK_BYTES
 from everstep.protocol.identity import Kernels
+from sampling import mostly_longer
 
 TINY = {"weight": (50, 40), "bias": (9,)}
 
@@ -127,8 +128,9 @@ def test_pointers_and_pins(tmp_path: Path) -> None:
     assert verify_store(store) == []
 
 
-def test_every_flip_and_truncation_is_found(tmp_path: Path) -> None:
-    """560 flips and 560 truncations, spread evenly over the files."""
+@pytest.mark.parametrize("times", mostly_longer([20, 80], lambda times: times == 20))
+def test_every_flip_and_truncation_is_found(tmp_path: Path, times: int) -> None:
+    """So many flips and truncations of each file, spread evenly over it."""
     whole = tmp_path / "whole"
     state = make_state(1, TINY)
     save(whole, state, 1, workers=1, metrics={"accuracy": 1.0})
@@ -143,12 +145,12 @@ def test_every_flip_and_truncation_is_found(tmp_path: Path) -> None:
     assert len(files) == 7
     for path in files:
         data = path.read_bytes()
-        for _ in range(80):
+        for _ in range(times):
             byte, bit = drawn.randrange(len(data)), drawn.randrange(8)
             flip(path, byte, bit)
             assert verify_store(store), f"bit {bit} of byte {byte} of {path.name}"
             flip(path, byte, bit)
-        for _ in range(80):
+        for _ in range(times):
             size = drawn.randrange(len(data))
             os.truncate(path, size)
             assert verify_store(store), f"{path.name} cut to {size} of {len(data)} bytes"

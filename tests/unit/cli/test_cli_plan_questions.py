@@ -18,10 +18,7 @@ from everstep.cli.main import run_command
 
 def answered(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> dict[str, Any]:
     assert run_command(["plan", *options, "--json"]) == code
-    first = capsys.readouterr().out
-    assert run_command(["plan", *options, "--json"]) == code
-    assert capsys.readouterr().out == first, "the same question has the same answer, byte by byte"
-    said: dict[str, Any] = json.loads(first)
+    said: dict[str, Any] = json.loads(capsys.readouterr().out)
     return said
 
 
@@ -346,11 +343,11 @@ WITHOUT_TORCH = [
 ]
 
 
-@pytest.mark.parametrize("options", WITHOUT_TORCH, ids=lambda options: options[0])
-def test_torch_is_not_imported(options: list[str]) -> None:
+def test_torch_is_not_imported() -> None:
     program = (
         "import sys; from everstep.cli.main import run_command; "
-        f"code = run_command(['plan', *{options!r}]); sys.exit(code or 'torch' in sys.modules)"
+        f"codes = [run_command(['plan', *options]) for options in {WITHOUT_TORCH!r}]; "
+        "sys.exit(any(codes) or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
 

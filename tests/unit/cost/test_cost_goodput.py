@@ -25,6 +25,7 @@ from everstep.cost.goodput import (
     simulate,
 )
 from everstep.cost.wanted_goodput import WantedDevices, fewest_devices
+from sampling import mostly_longer
 
 HOUR, DAY = 3600.0, 86400.0
 PLAIN = Policy("plain", "", "", (0.0, 0.0, 0.0), 0.0, HOUR)
@@ -39,7 +40,7 @@ def found(policy: Policy, cluster: Cluster, days: float = 30, runs: int = 40, se
     return simulate(policy, cluster, days * DAY, runs, random.Random(seed).random)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", mostly_longer(range(5), lambda seed: seed < 2))
 def test_stalls_alone_by_their_closed_form(seed: int) -> None:
     cluster = Cluster(1000, 1000 * HOUR)
     result = found(replace(PLAIN, stall_s=(300.0, 0, 0)), cluster, seed=seed)
@@ -48,7 +49,7 @@ def test_stalls_alone_by_their_closed_form(seed: int) -> None:
     assert result.lost["stalled"] == pytest.approx(1 - result.goodput)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", mostly_longer(range(5), lambda seed: seed < 2))
 def test_restarts_by_dalys_closed_form(seed: int) -> None:
     policy = replace(PLAIN, stall_s=(300.0, 0, 0), rolls_back=True, save_every_s=900.0, save_s=60.0)
     result = found(policy, Cluster(1000, 1000 * HOUR), seed=seed)
@@ -57,7 +58,7 @@ def test_restarts_by_dalys_closed_form(seed: int) -> None:
     assert min(result.lost.values()) == result.lost["missing"] == 0
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", mostly_longer(range(5), lambda seed: seed < 2))
 def test_missing_devices_by_their_closed_form(seed: int) -> None:
     cluster = Cluster(64, 100 * HOUR, repair_s=10 * HOUR, shares=(0.0, 1.0, 0.0))
     result = found(PLAIN, cluster, days=300, seed=seed)

@@ -15,8 +15,11 @@ from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, align_parameters, untie
 from everstep.exact.reduce import StageSums
 from everstep.placement.tree import cover
+from sampling import mostly_longer
 
 LANES = 8
+BF16 = torch.bfloat16
+KINDS = [(dtype, lets_go) for dtype in (torch.float32, BF16) for lets_go in (False, True)]
 Loss = Callable[["Model", Tensor, int], Tensor]
 
 
@@ -131,8 +134,7 @@ def absent_blocks(worker: Worker, node: Node) -> set[int]:
     return {e.offset // BLOCK_ELEMENTS for e, has in zip(worker.layout.entries, row, strict=True) if not has}
 
 
-@pytest.mark.parametrize("lets_go", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "lets_go"), mostly_longer(KINDS, lambda kind: kind[1] == (kind[0] is BF16)))
 @pytest.mark.parametrize("loss", [plain, always, reentrant])
 @pytest.mark.parametrize(
     ("lanes", "empty"),
