@@ -179,8 +179,9 @@ def spread(store: CellStore, lines: PartLines, update: CellUpdate, replica: Stag
     """Have each part of a worker that spans hosts hold its own. Parameters of others are here while units compute with
     them, or for a whole step: shards of a module are computed without a call of it."""
     others, units = store.spread(lines, update.shares()), replica.parts.units
+    numbers = {store.memory.address + place.offset: n for n, place in enumerate(store.places.parameters)}
     by_unit = config.cell.reshard_after_forward and config.cell.shards == 1
-    UnitsHere(replica.parts.model, units if by_unit else (), store.numbers(), others)
+    UnitsHere(replica.parts.model, units if by_unit else (), numbers, others)
     return others
 
 

@@ -266,10 +266,6 @@ class CellStore:
         self.others = others = OtherParts(self.memory, lines, found, self.places.uses)
         return others
 
-    def numbers(self) -> dict[int, int]:
-        """Numbers of the parameters, by their addresses."""
-        return {self.memory.address + place.offset: n for n, place in enumerate(self.places.parameters)}
-
     def close(self) -> None:
         """Let nobody else attach."""
         self.others.close()

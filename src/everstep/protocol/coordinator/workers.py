@@ -249,7 +249,8 @@ def _report_healed(job: JobState, worker: Worker, step: int) -> None:
         why = Why(Cause.JOINED, "it holds the state of the others and takes part")
         generation = job.agreement.plan.generation
         job.env.report("worker_healed", why, **worker.named, step=step, generation=generation)
-        job.healing.spares.filled(worker.key.worker_id, job.slots.target, len(job.slots.ids()) - job.slots.target)
+        spares = len(job.slots.ids()) // job.env.config.hosts.span - job.slots.target
+        job.healing.spares.filled(worker.key.worker_id, job.slots.target, spares)
 
 
 def progressed(job: JobState, worker: Worker, message: m.Progress) -> None:
