@@ -44,8 +44,8 @@ from everstep.sim.world import MS, Process, SimConnection, World, connect
 
 CONTROL_HOST = "control"
 HEARTBEAT_NS = 200 * MS
-FOUL = "what its sender may not say"
-"""Reason in messages that the coordinator has to refuse."""
+FOUL = Cause.STORE
+"""Cause in messages that the coordinator has to refuse; nothing else in the simulation has it."""
 _MOST_IDLE_TICKS = 5
 
 
@@ -172,8 +172,7 @@ class SimCoordinator(Process):
                 self.control.site.facts.update(facts)
             case Report(kind=kind, fields=fields):
                 self.world.log(self.name, "reports", kind, fields)
-                require(FOUL not in str(fields.get("reason")), "P7", f"{kind} because of {FOUL}")
-                self.control.strikes.reported(kind, fields)
+                require(fields.get("cause") is not FOUL, "P7", f"{kind} because of what nobody may say: {fields}")
                 self.control.fate.report(kind, fields)
                 told = timed(fields, self.world.now_ns) if kind == "recovery_completed" else fields
                 self.control.site.tell(kind, **{"time_unix_ns": self.world.now_ns, **told})
@@ -213,9 +212,7 @@ def _life(life: Life) -> wire.WorkerLife:
 class AgentProcess(Process):
     """The agent of one host: it starts workers, sees them die, and sends heartbeats for all of them."""
 
-    def __init__(
-        self, world: World, control: Control, host: str, worker_ids: Sequence[int], heartbeat_ns: int, process: str
-    ) -> None:
+    def __init__(self, world: World, control: Control, host: str, worker_ids: Sequence[int], process: str) -> None:
         super().__init__(world, f"agent-{host}", host)
         self.control = control
         self.process = process
@@ -226,7 +223,6 @@ class AgentProcess(Process):
         self.ranks: dict[int, int] = {}  # of a slot's next life, if the coordinator has said it
         self.waiting: set[int] | None = None  # slots to start when there is a fork server again
         self.workers: dict[int, SimWorker] = {}  # until it has told their ends
-        self.heartbeat_ns = heartbeat_ns
         self.seq = 0
         self._told_ns = 0
         self.ended = False
@@ -234,7 +230,7 @@ class AgentProcess(Process):
         for worker_id in self.slots:
             self.start(worker_id)
         self.client.begin()
-        self.later(heartbeat_ns, self._heartbeat)
+        self.later(HEARTBEAT_NS, self._heartbeat)
 
     def _hello(self) -> list[wire.AnyMessage]:
         lives = [_life(w) for _, w in sorted(self.workers.items()) if w.alive]
@@ -338,7 +334,7 @@ class AgentProcess(Process):
             self.client.send(wire.HostEmptied(agent_id=self.name))
 
     def _heartbeat(self) -> None:
-        self.later(self.heartbeat_ns, self._heartbeat)
+        self.later(HEARTBEAT_NS, self._heartbeat)
         self.seq += 1
         pulses = [w.ties.pulse() for _, w in sorted(self.workers.items()) if w.alive]
         waited_ms, self._told_ns = (self.waited_ns - self._told_ns) // MS, self.waited_ns
@@ -439,8 +435,7 @@ class Control:
         self.connections = 0
         self.agents: dict[str, AgentProcess] = {}
         self.workers: dict[WorkerKey, SimWorker] = {}
-        self.fate = Fate()
-        self.strikes = ScriptedStrikes(self.checks.records)
+        self.fate = Fate(ScriptedStrikes(self.checks.records))
         self.coordinator = self.first_coordinator()
 
     def first_coordinator(self) -> SimCoordinator:
@@ -504,7 +499,7 @@ class Control:
             process = "first" if self.rules.reboots else ""
             if known is not None:  # one that was dismissed comes as a new process, which was not drained
                 process = known.process + "+" * (known.dismissed or self.rules.reboots)
-            self.agents[host] = AgentProcess(self.world, self, host, slots, HEARTBEAT_NS, process)
+            self.agents[host] = AgentProcess(self.world, self, host, slots, process)
 
     def command(self, name: str, args: dict[str, Any], role: str = "") -> None:
         """Run a user's command. role: of the token that the user has; "": the one that the command needs."""
@@ -527,7 +522,7 @@ class Control:
             self.journal.clear()
             self.agents.clear()
             self.checks.resumed(stages)
-            self.strikes = ScriptedStrikes(self.checks.records)
+            self.fate.strikes.clear()
             self.site.disk.cut_anew(self.checks.job)
             self.start_coordinator()
             for host in self.hosts:

@@ -135,6 +135,7 @@ class Memory:
 
 
 def at_once(life: Life, stages: Sequence[int], sources: int) -> int:
+    """Number of sources that are asked at once."""
     return share(len(NOTHING), sources, most=life.site.donors, least_bytes=1)
 
 

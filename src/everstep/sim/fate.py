@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from everstep.sim.orders import ScriptedStrikes
+
 
 class Fate:
     """The end of the job, as the coordinator reports it."""
 
-    def __init__(self) -> None:
+    def __init__(self, strikes: ScriptedStrikes) -> None:
+        self.strikes = strikes
         self.completed = False
         self.failed = ""
         self.stopped = False  # at the user's request
@@ -24,6 +27,7 @@ class Fate:
     def report(self, kind: str, fields: dict[str, Any]) -> None:
         """Take one of the coordinator's reports."""
         self.reports[kind] = self.reports.get(kind, 0) + 1
+        self.strikes.reported(kind, fields)
         if kind == "job_completed":
             self.completed = True
         elif kind == "job_failed" and fields.get("state") == "interrupted":

@@ -305,7 +305,7 @@ class SimSite:
         self.disk = disk
         self.lives: dict[WorkerKey, Life] = {}
         self.phases = Phases()
-        self.strays: set[int] = set()  # slots whose lives run another script
+        self.strays: set[WorkerKey] = set()  # lives that run another script
         self.went_back: list[int] = []  # steps that workers went back to
         self.told: list[dict[str, Any]] = []  # events of the job, as its log would have them
 
@@ -313,9 +313,9 @@ class SimSite:
         """Write an event of the job."""
         self.told.append({"kind": kind, "time_unix_ns": self.world.now_ns, **fields})
 
-    def another_script(self, worker_id: int) -> None:
-        """The later lives of this slot run a script that says another number of lanes."""
-        self.strays.add(worker_id)
+    def another_script(self, after: WorkerKey) -> None:
+        """The next two lives of the slot run a script that says another number of lanes."""
+        self.strays |= {WorkerKey(after.worker_id, after.incarnation + n) for n in (1, 2)}
 
     def damages(self, share: float) -> None:
         """Damage a block in this share of answers from now on."""

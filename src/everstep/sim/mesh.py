@@ -293,7 +293,7 @@ class Ties:
             prepared=standing.prepared,
             stages=standing.stages,
             state_bytes=size,
-            lanes=life.job.lanes + (life.me.worker_id in life.site.strays),
+            lanes=life.job.lanes + (life.me in life.site.strays),
             kernels=Kernels(("f" if life.host == life.site.foreign else "0") * 32, life.host, 1),
             code=Code({"task.py": "0" * 16, f"stage{life.me.worker_id % 3}.py": "1" * 16}, {"numpy": "2"}),
         )
@@ -388,9 +388,9 @@ class Ties:
         """The job's leader reports that a scripted fault is due, and others have to inject it."""
         life, plan, machine = self.life, self._plan(), self.life.driver.machine
         if plan is not None and plan.leader(0) == life.me.worker_id:
-            at = {"generation": machine.generation, "step": machine.step + 1, "phase": "compute"}
             who = {"worker_id": life.me.worker_id, "incarnation": life.me.incarnation}
-            self.client.send(wire.StrikeDue(**who, index=index, **at))
+            at = {"generation": machine.generation, "step": machine.step + 1}
+            self.client.send(wire.StrikeDue(index=index, phase="compute", **who, **at))
 
     def _interrupt(self, generation: int) -> None:
         """End the transfers of this generation and older ones."""

@@ -21,6 +21,7 @@ from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS
 
 HOST_FAILED = "its host has no room for logs"
+_SAID = "what its sender may not say"
 _WEIGHTS = {
     "foul": 4,
     "again": 4,
@@ -63,19 +64,24 @@ def _foul(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
     if not live:
         return
     one, other = live[fault.pick % len(live)], live[(fault.pick + 1) % len(live)]
-    about = {"worker_id": other.me.worker_id, "incarnation": other.me.incarnation}
+    agent = control.agents[one.host]
     match fault.pick % 4:
         case 0:
-            one.ties.client.send(wire.JobEnded(state="failed", cause=Cause.REQUESTED, reason=FOUL, exit_code=1))
+            one.ties.client.send(wire.JobEnded(state="failed", cause=FOUL, reason=_SAID, exit_code=1))
         case 1:
-            agent = control.agents[one.host].name
-            one.ties.client.send(wire.HostFailed(agent_id=agent, reason=FOUL))
+            one.ties.client.send(wire.HostFailed(agent_id=agent.name, cause=FOUL, reason=_SAID))
         case 2 if one is not other:
-            one.ties.client.send(other.last_words(Cause.EXCEPTION, FOUL))
+            one.ties.client.send(other.last_words(FOUL, _SAID))
         case 3 if one.host != other.host and other in control.agents[other.host].workers.values():
-            agent = control.agents[one.host]
-            died = {"cause": Cause.KILLED, "reason": FOUL, "died_unix_ns": injector.world.now_ns}
-            agent.client.send(wire.WorkerExited(agent_id=agent.name, **about, **died))
+            died = wire.WorkerExited(
+                agent_id=agent.name,
+                worker_id=other.me.worker_id,
+                incarnation=other.me.incarnation,
+                cause=FOUL,
+                reason=_SAID,
+                died_unix_ns=injector.world.now_ns,
+            )
+            agent.client.send(died)
 
 
 def _again(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
@@ -168,11 +174,11 @@ def _compiles(injector: SimInjector, fault: SimFault, worker: SimWorker | None) 
 
 
 def _stray(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """The next life of a slot runs another script."""
+    """The next lives of a slot run another script."""
     live = injector.control.live_workers()
     if len(live) > 1:
         target = live[fault.pick % len(live)]
-        injector.control.site.another_script(target.me.worker_id)
+        injector.control.site.another_script(target.me)
         target.die("SIGKILL")
 
 

@@ -105,8 +105,11 @@ class ScriptedStrikes:
 
     def reported(self, kind: str, fields: Mapping[str, Any]) -> None:
         """The coordinator reports an event."""
-        text = next((one.text for one in STRIKES if one.text in str(fields.get("reason"))), "")
-        if kind == "fault_injected" and text:
-            twice = text in self._struck and not self._records.forgetful
-            require(not twice, "P2", f"{text}, a second time")
-            self._struck.add(text)
+        if kind == "fault_injected" and fields["phase"] and fields["target"] != "coordinator":
+            twice = fields["target"] in self._struck and not self._records.forgetful
+            require(not twice, "P2", f"the script's fault strikes a second time: {fields}")
+            self._struck.add(fields["target"])
+
+    def clear(self) -> None:
+        """Another run of the job begins."""
+        self._struck.clear()

@@ -82,7 +82,6 @@ UNLIKE = ("ends", "members that compute otherwise")
 TOLD_TWICE = ("ends", "a number told twice")
 TOO_FEW = ("ends", "slots given up")
 HUNG_TWICE = ("ends", "a second hang")
-STRAY = ("ends", "another script")
 WAITED = ("ends", "nobody came in time")
 FAILED_HOST = ("ends", "a host that fails")
 MOST_LOOKS = 5
@@ -288,7 +287,6 @@ class Simulation:
         for may, said, seen in (
             ("stuck" in kinds, "it is the second hang there", HUNG_TWICE),
             ("fails" in kinds, HOST_FAILED, FAILED_HOST),
-            ("stray" in kinds, "it joins with lanes=", STRAY),
             (self.setup.rules.patience_ms > 0, "gave up after waiting", WAITED),
         ):
             if may and said in failed:

@@ -289,5 +289,5 @@ class SimWorker(Life):
         self.state.release(effect.step, position)
         if driver.machine.plan is not None and driver.machine.plan.leader(0) == self.me.worker_id:
             generation, lanes = driver.machine.generation, self.job.lanes
-            self.site.tell("step_committed", step=effect.step, generation=generation, samples=lanes)
+            self.site.tell("step_committed", step=effect.step, generation=generation, samples=lanes, loss=1.0)
             self.ties.client.send(driver.progress(effect.step, 10.0))

@@ -350,3 +350,9 @@ def test_what_was_said_meanwhile_is_taken_as_if_it_came_now_where_nobody_shows_t
     again.wait(GIVE_UP_NS + S)
     ended = again.last(m.JobEnded, "w0.0")
     assert ended is not None and ended.state == "completed", "it was a member in the plan that the journal has, too"
+
+
+def test_a_plan_that_nobody_has_asked_for_orders_nothing() -> None:
+    world = running(3)
+    world.shows(1, plan=world.plan)
+    assert not world.sent and not world.reports
