@@ -201,6 +201,7 @@ def test_each_start_counts_its_generations_from_the_first() -> None:
     again = [event("job_started", 20, step=10, workers=2), plan(21, 1, [[0, 1]])]
     before = [*trained(), {**plan(7, 3, [[0, 1, 2, 3]]), "generation": 3}]
     assert [facts_of(events).crew.generation for events in (before, [*before, *again])] == [3, 1]
+    assert facts_of([*before, *again]).crew.generations[-1].step == 10, "the step that it goes on from"
 
 
 def test_going_back_is_part_of_the_incident() -> None:
