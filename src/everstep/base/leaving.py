@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 _acts: list[Callable[[], None]] = []
+_meant: list[bool] = []
 
 
 @contextlib.contextmanager
@@ -31,6 +32,16 @@ def before_leaving(act: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def until_ctrl_c() -> Iterator[None]:
+    """While inside, Ctrl-C is how the command is meant to end: no error is told."""
+    _meant.append(True)
+    try:
+        yield
+    finally:
+        _meant.pop()
+
+
+@contextlib.contextmanager
 def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """A folder that is removed at the end, also if a signal ends this process. parent: None for the usual place."""
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as folder:
@@ -39,11 +50,13 @@ def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
 
 
 def leave(number: int) -> NoReturn:
-    """End this process for this signal, with one line on stderr and exit code 128 + number."""
+    """End this process for this signal, with one line on stderr (unless it is meant to end so) and exit code 128 +
+    number."""
     for act in reversed(_acts):
         with contextlib.suppress(Exception):  # an act that fails does not prevent the others
             act()
     by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
-    with contextlib.suppress(OSError):
-        os.write(2, f"error: interrupted{by}\n".encode())
+    if not _meant or number != signal.SIGINT:
+        with contextlib.suppress(OSError):
+            os.write(2, f"error: interrupted{by}\n".encode())
     os._exit(128 + number)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from everstep.base.leaving import before_leaving
+from everstep.base.leaving import before_leaving, until_ctrl_c
 from everstep.cli.run_dir import refuse_no_run
 from everstep.cli.seconds import Seconds
 from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console
@@ -55,7 +55,8 @@ def command(run_dir: Path, once: bool, interval: float, sort: str) -> int:
         return 0
     keys = SilentKeys()
     try:
-        with before_leaving(keys.leave_screen), Live(console=shown, screen=True, auto_refresh=False) as live:
+        whole = Live(console=shown, screen=True, auto_refresh=False)
+        with until_ctrl_c(), before_leaving(keys.leave_screen), whole as live:
             while True:
                 live.update(picture(feed, sort, max(3, shown.height - 13), shown.width), refresh=True)
                 time.sleep(interval)

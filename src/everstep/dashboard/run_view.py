@@ -247,7 +247,8 @@ def _device(measured: Newest | None) -> dict[str, int] | None:
 
 def _state(worker: WorkerFact, now: dict[str, Any] | None, running: bool) -> tuple[str, int]:
     """The worker's state, and the incarnation that has it; workers that lived when the job ended have ended, too. A
-    worker whose next life is only starting is dead, as on the chart of its lives."""
+    worker whose next life is only starting is dead, and a spare for which a place is free heals, as on the chart of
+    lives."""
     if not running and worker.state not in ("dead", "left"):
         return "ended", worker.incarnation
     if now is None:
@@ -255,7 +256,8 @@ def _state(worker: WorkerFact, now: dict[str, Any] | None, running: bool) -> tup
     life, role = int(now.get("incarnation") or 0), str(now.get("role"))
     if worker.state in ("dead", "suspect") and (life <= worker.incarnation or role == "joining"):
         return worker.state, worker.incarnation
-    return ("healing" if role == "joining" else role), life
+    comes = role == "joining" or (role == "spare" and worker.state == "healing" and life == worker.incarnation)
+    return ("healing" if comes else role), life
 
 
 def lives(facts: Facts) -> dict[str, Any]:

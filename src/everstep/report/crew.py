@@ -28,6 +28,7 @@ class Crew:
     wanted: int = 0
     members: int = 0
     suspected: bool = False
+    _begins_after: int = 0
     _open: dict[int, Span] = field(default_factory=dict)
     _seated: frozenset[int] = frozenset()
 
@@ -47,6 +48,7 @@ class Crew:
         self.wanted = whole_number(event.get("workers"))
         self.suspected = False
         self.generation = 0  # each start counts from 1
+        self._begins_after = whole_number(event.get("step"))
 
     def alive(self, time_ns: int) -> None:
         """A step was committed, so every member lives."""
@@ -77,6 +79,7 @@ class Crew:
         self.members = sum(1 for w in self.workers.values() if w.role in MEMBERS and w.lanes)
         self.wanted = whole_number(event.get("target")) or self.wanted
         name, step = whole_number(event.get("generation")), whole_number(event.get("step"))
+        step, self._begins_after = max(step, self._begins_after), 0  # at the start the coordinator has not heard of it
         leading = tuple(i for i in leaders if isinstance(i, int))[:64]
         self.generations.append(Generation(name, time_ns, step, *why_of(event), len(seats), leading))
         return len(seats)

@@ -71,6 +71,8 @@ class Facts:
             _not_running(self, time_ns)
         if time_ns > self.told_ns:
             self.told_ns = time_ns
+        if kind == "worker_evicted" and cause(event) is Cause.REPLACED and self.stands_still(time_ns):
+            event = {**event, "died_unix_ns": self.progress_ns}  # nobody could tell of it: there was no coordinator
         self.account.reach(time_ns)
         if event.get("generation") != self.crew.generation:
             self.crew.generation = max(self.crew.generation, whole_number(event.get("generation")))

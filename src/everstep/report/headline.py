@@ -23,6 +23,7 @@ _LATELY_S = 60.0
 _LONG_START_S = 60.0
 _LONG_WAIT_S = 10.0
 _BEYOND_HELP_S = 60.0
+_SILENT_S = 30.0
 _MANY_KILLS = 3
 _KILLS_LATELY_S = 600.0
 _BEYOND_HELP = 30.0
@@ -282,10 +283,12 @@ def _standing(facts: Facts, now: Now) -> Headline | None:
     usual_s = facts.course.pace.usual_s
     beyond = passed_s > max(_BEYOND_HELP_S, _BEYOND_HELP * (usual_s or 0.0))
     no_answer = now.asked and now.live is None
-    level = "bad" if beyond or (late and no_answer) else "warning"
+    level = "bad" if beyond or (late and no_answer and passed_s > _SILENT_S) else "warning"
     what = _cure(incident, facts, now) if incident is not None else _blame(facts, now)
     if no_answer and incident is None:
         what = "the coordinator does not answer"
+        if late and level == "warning":
+            return Headline(level, f"{_stands(facts, now)}: {what}.", "The job restarts it if it stays silent.")
     if late:
         return Headline(level, f"{_stands(facts, now)}: {what}.", _help(level, incident))
     return Headline(level, f"Recovering for {span(_s(incident.begin_ns, now) if incident else 0)}: {what}.")

@@ -32,6 +32,7 @@ _DID = {
     Cause.CORRUPT: "held a damaged state",
     Cause.NONDETERMINISTIC: "computed other bits than the others",
     Cause.PREEMPTED: "was taken away by the scheduler",
+    Cause.REPLACED: "was replaced by its next life",
     Cause.INJECTED: "was hit by an injected fault",
 }
 LAUNCHER = "launcher"

@@ -59,8 +59,8 @@ def families(history: History, running: bool, status: Mapping[str, Any] | None, 
     yield from _workers(history, running, status)
     yield from _recoveries(history)
     yield from _checkpoints(history)
-    yield from _spent(history)
-    yield from _each_worker(history)
+    yield from _spent(history, running)
+    yield from _each_worker(history, running)
 
 
 def device_families(found: Iterable[Device] | None = None) -> Iterator[Metric]:
@@ -170,7 +170,7 @@ def _checkpoints(history: History) -> Iterator[Metric]:
         yield family
 
 
-def _spent(history: History) -> Iterator[Metric]:
+def _spent(history: History, running: bool) -> Iterator[Metric]:
     usage = history.usage
     text = f"Seconds per step: of the job from commit to commit (phase {TOTAL}), and of each worker in each phase of a"
     spent = {TOTAL: history.tally.step_seconds, **usage.step_seconds}
@@ -178,7 +178,7 @@ def _spent(history: History) -> Iterator[Metric]:
     sent = dict.fromkeys(OPERATIONS, 0.0) | usage.total_bytes
     yield _by_label(CounterMetricFamily, "communication_bytes", "Bytes that workers sent.", "operation", sent)
     yield _counter("cpu_seconds", "Processor time of all workers and their former lives.", usage.cpu_us / 1e6)
-    resident = sum(number(newest.row.get("rss_bytes")) for _, newest in _living(history))
+    resident = sum(number(newest.row.get("rss_bytes")) for _, newest in _living(history, running))
     yield _gauge("resident_memory_bytes", "Resident memory of all living workers.", resident)
 
 
@@ -210,9 +210,9 @@ _EACH: tuple[tuple[str, str, Family, Callable[[Newest], Any]], ...] = (
 )
 
 
-def _each_worker(history: History) -> Iterator[Metric]:
+def _each_worker(history: History, running: bool) -> Iterator[Metric]:
     """One series per living worker and metric, unless there are too many."""
-    living = list(_living(history))
+    living = list(_living(history, running))
     shown = living if len(living) <= MOST_WORKERS else []
     for name, text, kind, value_of in _EACH:
         family = kind(f"everstep_worker_{name}", text, labels=["worker_id"])
@@ -229,7 +229,10 @@ def _each_worker(history: History) -> Iterator[Metric]:
     yield sent
 
 
-def _living(history: History) -> Iterator[tuple[WorkerFact, Newest]]:
+def _living(history: History, running: bool) -> Iterator[tuple[WorkerFact, Newest]]:
+    """Workers with their newest samples; none of a job that does not run."""
+    if not running:
+        return
     measured = history.usage.workers
     for worker_id, worker in sorted(history.facts.crew.workers.items()):
         newest = measured.get(worker_id)

@@ -481,6 +481,23 @@ def test_the_coordinators_word_counts_for_the_living(tmp_path: Path) -> None:
         assert worker_rows(feed)[1].state == state
 
 
+def test_a_worker_with_a_free_place_heals_wherever_it_is_shown(tmp_path: Path) -> None:
+    """Before the coordinator has given it the place."""
+    run_dir = make_run(tmp_path)
+    with (run_dir / "events.jsonl").open("ab") as file:
+        file.write(event("worker_evicted", 7, worker_id=1, incarnation=0, cause="killed", reason="killed"))
+        file.write(
+            event("generation_started", 8, generation=2, target=2, seats=[[0, 0, "active", [0, 1]]], leaders=[0])
+        )
+        file.write(event("worker_joined", 9, worker_id=1, incarnation=1, pid=3, host="h"))
+    feed = RunFeed(run_dir)
+    feed.load()
+    said = {"worker_id": 1, "incarnation": 1, "pid": 3, "host": "x", "role": "spare", "step": 0, "lanes": []}
+    feed.running, feed.status = True, {"workers": [said]}
+    feed.history.begins = lambda running: False  # type: ignore[method-assign]
+    assert worker_rows(feed)[1].state == "healing" == feed.history.facts.crew.workers[1].state
+
+
 def test_the_step_is_the_coordinators_while_no_events_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,8 +178,15 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         trained(),
         9,
         {"asked": True},
+        "warning",
+        ("No step for 3 s", "the coordinator does not answer", "The job restarts it"),
+    ),
+    "coordinator silent for long": (
+        trained(),
+        40,
+        {"asked": True},
         "bad",
-        ("No step for 3 s", "the coordinator does not answer"),
+        ("No step for 34 s", "the coordinator does not answer", "It does not seem to go on by itself"),
     ),
     "disk full": (trained(), 5.8, {"free_bytes": 4096}, "warning", ("The disk is full (4 kB left)", "waits in memory")),
     "disk full, nothing is told": (

@@ -197,10 +197,20 @@ def test_a_worker_that_comes_back_as_a_spare_is_not_dead_any_more() -> None:
     assert told == [("dead", 0, T0 + 7 * S), ("spare", 1, None)]
 
 
+def test_a_death_that_no_coordinator_could_tell_of_began_with_the_standstill() -> None:
+    late = event(
+        "worker_evicted", 16, worker_id=2, incarnation=0, cause="replaced", reason="its slot runs life 1 already"
+    )
+    facts = facts_of([*trained(), late, plan(16.1, 2, [[0, 1, 3]]), {**commit(11, 16.4), "generation": 2}])
+    story = "worker 2 was replaced by its next life (its slot runs life 1 already); training went on after 10.7 s"
+    assert facts.incidents.all[0].line() == story
+
+
 def test_each_start_counts_its_generations_from_the_first() -> None:
     again = [event("job_started", 20, step=10, workers=2), plan(21, 1, [[0, 1]])]
     before = [*trained(), {**plan(7, 3, [[0, 1, 2, 3]]), "generation": 3}]
     assert [facts_of(events).crew.generation for events in (before, [*before, *again])] == [3, 1]
+    assert facts_of([*before, *again]).crew.generations[-1].step == 10, "the step that it goes on from"
 
 
 def test_going_back_is_part_of_the_incident() -> None:

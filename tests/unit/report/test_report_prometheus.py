@@ -107,12 +107,15 @@ def test_seconds_per_step(run_dir: Path) -> None:
 
 
 def test_each_worker(run_dir: Path) -> None:
-    found = values_of(text_of(History(run_dir).load()))
+    found = values_of(text_of(History(run_dir).load(), running=True))
     assert {i: found["everstep_worker_step", i] for i in "012"} == {"0": 10, "1": 10, "2": 10}
     assert found["everstep_worker_samples_per_second", "1"] == 16
     assert found["everstep_worker_cpu_seconds_total", "1"] == 0.5
     assert found["everstep_worker_resident_memory_bytes", "2"] == 3000
     assert found["everstep_resident_memory_bytes", ""] == 6000
+    over = values_of(text_of(History(run_dir).load()))
+    assert over["everstep_resident_memory_bytes", ""] == 0, "nobody lives any more"
+    assert not any(name.startswith("everstep_worker_") for name, _ in over)
 
 
 def test_of_too_many_workers_only_sums(tmp_path: Path) -> None:

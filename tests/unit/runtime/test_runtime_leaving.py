@@ -106,3 +106,10 @@ def test_a_bound_command_that_is_not_there() -> None:
         127,
         "error: 'no-such-command' cannot be run: No such file or directory\n",
     )
+
+
+@pytest.mark.parametrize(("name", "told"), [("SIGINT", ""), ("SIGTERM", "error: interrupted by SIGTERM\n")])
+def test_a_command_that_ctrl_c_is_to_end_tells_no_error(name: str, told: str) -> None:
+    code = "import signal; from everstep.base.leaving import leave, until_ctrl_c\nwith until_ctrl_c(): leave(signal.{})"
+    ended = python(code.format(name))
+    assert (ended.returncode, ended.stderr) == (128 + getattr(signal, name), told)

@@ -96,7 +96,7 @@ def _saw_life(job: JobState, agent: Agent, life: m.WorkerLife) -> None:
     if known is not None and known.key != key:
         if runs_elsewhere(job, known, agent.host):
             return
-        why = Why(Cause.REPLACED, f"its slot already runs incarnation {key.incarnation}")
+        why = Why(Cause.REPLACED, f"its slot runs life {key.incarnation} already")
         evict(job, known, why, kill=False)
         known = None
     if known is None:

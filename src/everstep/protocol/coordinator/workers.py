@@ -48,7 +48,7 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
         return
     known = membership.workers.get(key.worker_id)
     if known is not None and known.key != key:
-        why = Why(Cause.REPLACED, f"its slot already runs incarnation {key.incarnation}")
+        why = Why(Cause.REPLACED, f"its slot runs life {key.incarnation} already")
         evict(job, known, why, kill=True)
     worker = membership.alive(key) or membership.add(key, hello.member.host)
     host = hello.member.host
