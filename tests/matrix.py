@@ -1,6 +1,6 @@
 """`make matrix`: reference jobs with each torch and Python that can be had; digests stay those of before, per version.
 
-    python tests/matrix.py [--torch 2.13.0,2.14.0] [--python python3.11,python3.12] [--rewrite]
+    python tests/matrix.py [--torch 2.13.0,2.14.1] [--python python3.11,python3.12] [--rewrite]
 
 Each pair has an environment of its own in build/matrix. A job runs with one worker, and with three of which one is
 killed; both must end with the digests of tests/matrix-digests.json for this kind of machine and torch. A pair without
@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DIGESTS = Path(__file__).with_name("matrix-digests.json")
 FOLDER = ROOT / "build" / "matrix"
-TORCH = "2.13.0,2.14.0,2.15.0"
+TORCH = "2.13.0,2.14.1,2.15.0"
 PYTHON = "python3.11,python3.12,python3.13,python3.14"
 JOBS = {
     "mlp-digits": ("mlp-digits", "--steps", "30"),

@@ -161,14 +161,16 @@ def test_status_of_a_finished_job(disturbed: Disturbed) -> None:
 
 @pytest.mark.longer
 def test_a_finished_job_says_so_and_belongs_to_its_job(undisturbed: Path, tmp_path: Path, small_task: str) -> None:
-    cases = (["run", small_task], ["run", small_task, "--json"], ["run", small_task, "--set", "seed=5"], ["run", OTHER])
+    task = ["run", small_task]
+    cases = (task, [*task, "--json"], [*task, "--set", "seed=5"], [*task, "--steps", "99"], ["run", OTHER])
     dirs = [shutil.copytree(undisturbed, tmp_path / str(i)) for i in range(len(cases))]
     runs = [[*argv, "--run-dir", str(where)] for argv, where in zip(cases, dirs, strict=True)]
-    plain, as_json, seed, task = together(*runs)
+    plain, as_json, seed, more, other = together(*runs)
     assert plain.returncode == 0 and "has finished" in plain.stdout
     assert as_json.returncode == 0 and json.loads(as_json.stdout)["state"] == "completed"
     assert (seed.returncode, "seed is 0 there, 5 here" in one_error(seed)) == (2, True)
-    assert (task.returncode, "task is" in one_error(task)) == (2, True)
+    assert (more.returncode, "finished with steps=12" in one_error(more)) == (2, True)
+    assert (other.returncode, "task is" in one_error(other)) == (2, True)
     assert all(events_of(where) == events_of(undisturbed) for where in dirs)
 
 

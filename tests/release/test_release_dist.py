@@ -13,7 +13,7 @@ import pytest
 
 import everstep
 
-pytest.importorskip("build", reason="the extra [docs] is not installed")
+pytest.importorskip("build.env", reason="the extra [docs] is not installed")
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 2400

@@ -122,7 +122,8 @@ def read_digest(run_dir: Path) -> dict[str, Any] | None:
 def inspect(run_dir: Path, job: JobFile) -> Found:
     """Look into a (locked) directory on behalf of this job.
 
-    Raises: ConfigError, with the differences, if it belongs to another job.
+    Raises: ConfigError, with the differences, if it belongs to another job; or to one that has finished, and more is
+    asked for.
     """
     if not (run_dir / JOB_FILE).exists():
         return Found("new")
@@ -135,8 +136,21 @@ def inspect(run_dir: Path, job: JobFile) -> Found:
         )
     digest = read_digest(run_dir)
     if digest is not None:
-        return Found("finished", int(digest.get("step", 0)), digest)
+        step = int(digest.get("step", 0))
+        _refuse_more(run_dir, before, job, step)
+        return Found("finished", step, digest)
     return Found("stopped", last_committed_step(run_dir / EVENTS_FILE), job=before)
+
+
+def _refuse_more(run_dir: Path, before: JobFile, job: JobFile, step: int) -> None:
+    """step: the one with which the job has finished. Raises: ConfigError if more of what ended it is asked for."""
+    key = "steps" if before.config.steps == step else "epochs"
+    had, wanted = getattr(before.config, key), getattr(job.config, key)
+    if key in job.explicit and had is not None and wanted is not None and wanted > had:
+        raise ConfigError(
+            f"{key}={wanted}: this job has finished with {key}={had}, in {run_dir}: to train on, choose another "
+            f"--run-dir and add --resume-from {run_dir}"
+        )
 
 
 def set_aside(run_dir: Path) -> Path | None:

@@ -135,7 +135,8 @@ def _fixed_order(sampler: Any, dataset: Any) -> Sequence[int]:
     if passes[0] != passes[1]:
         raise ConfigError(
             f"the sampler {name} gives another order in each pass, so a worker that is resumed or healed would train "
-            f"on other samples: {_JOBS_OWN} (of a part: torch.utils.data.Subset), or seed its generator in __iter__"
+            "on other samples: give the DataLoader torch.utils.data.Subset(dataset, list(sampler)) with shuffle=True "
+            "instead of dataset and sampler, or seed the sampler's generator in its __iter__"
         )
     return passes[0]
 

@@ -45,6 +45,7 @@ _MEND = "mend that, for a job would end, or lose a worker, in the same way"
 _OF_STATE = ("IndexError", "KeyError", "StoreError", "CheckpointCorrupt", "BlobMissing")
 """Errors that may follow from a cursor that was set beside a state of another step."""
 _BUFFER = "do not write to it in the forward pass; change it after the batches, from step.number or step.metrics"
+_OF_LANES = ("DeterminismError", "LaneCarried", "TaskError", "Misused", "Uncarried")
 _KEPT = "keep no values from batch to batch, or only in buffers of the model"
 
 
@@ -204,16 +205,10 @@ class Trials:
     def _refused(self, first: Sighting) -> Finding:
         """The finding for Everstep's own objection, at the line that causes it if following the lines shows it."""
         file, line = first.place
-        plain = Finding(
-            "refused", file or os.path.basename(self.what.script), "", True, _TWICE, file, line, first.error
-        )
-        if not first.buffer and first.kind not in (
-            "DeterminismError",
-            "LaneCarried",
-            "TaskError",
-            "Misused",
-            "Uncarried",
-        ):
+        name, followed = file or os.path.basename(self.what.script), bool(first.buffer) or first.kind in _OF_LANES
+        remedy = _TWICE if followed else "see its message"
+        plain = Finding("refused", name, "", True, remedy, file, line, first.error)
+        if not followed:
             return plain
         with self._lives(LifeWatch(trace="lane", buffer=first.buffer, setting=Setting())) as lives:
             seen = lives.result("l")
