@@ -226,7 +226,10 @@ def find_start(run_dir: Path, job: JobFile, *, script: bool, trust: Trust = Trus
     if not config.checkpoint.enabled and config.resume_from is None:
         return StartPoint()
     folder = checkpoint_dir(run_dir, job)
-    own = newest_step(folder)
+    try:
+        own = newest_step(folder)
+    except OSError as error:
+        raise ConfigError(f"cannot look for checkpoints in {folder}: {error.strerror}: make it readable") from None
     if own:
         if trust.key is not None or trust.not_before is not None:
             trust.refuse(_newest_good(folder, job, trust.key), str(folder))

@@ -102,6 +102,12 @@ def test_an_older_good_one_is_taken(tmp_path: Path) -> None:
     assert start.words.startswith("passed over step 2: ") and ESCAPE in start.words
 
 
+def test_checkpoints_that_cannot_be_looked_at_are_no_reason_to_start_over(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot look for checkpoints in .*: Not a directory: make it readable"):
+        find_start(tmp_path, JobFile("task", (), load_config([("test", {})])), script=True)
+
+
 def test_no_older_one_is_taken_where_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Who can write there may damage the newest, or put an old one back, however it is signed."""
     run_dir = tmp_path / "run"
