@@ -358,9 +358,8 @@ class PlanPrepared(AnyMessage, frozen=True, kw_only=True):
 
 
 class Heal(AnyMessage, frozen=True, kw_only=True):
-    """To a joiner: copy the state of `stages` (those of its future seats), then follow. donors: members that hold
-    any of them, in order of preference. holders: for each of `stages`, the worker ids among the donors that hold it,
-    in order of preference. shards: the parts of stages that it will probably hold, where no member has to hold all."""
+    """To a joiner: copy the state of `stages` (those of its future seats), then follow. donors: who holds any of them;
+    holders: of each of `stages`, their ids; both in order of preference. shards: its probable parts of divided ones."""
 
     ticket: int
     plan: Plan

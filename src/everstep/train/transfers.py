@@ -349,7 +349,8 @@ class Transfers:
         self._view.phase("heal", operation.step, operation.plan)
         self._loop.take(items[0].application, operation.step)
         gradients = {k: g for item in items for k, g in item.gradients.items()}
-        return self._updates.replay(operation, gradients)
+        plan = operation.plan
+        return self._updates.apply(operation.outcome, operation.records, gradients, plan.generation, plan)
 
     def close_feeds(self, effect: do.CloseFeeds | None = None) -> None:
         """Stop following."""

@@ -121,22 +121,19 @@ class Updates:
         self._view.publisher.committed(number, began)  # until the records of a later decision say who was first
         return began
 
-    def replay(self, operation: do.Replay, gradients: Mapping[int, StageGradient]) -> dict[int, Extents]:
-        """A joiner: apply a step that it was fed. Returns its blocks of stages of which it has a part."""
-        plan, number = operation.plan, operation.step
-        self._dealing.follow(plan, number)
-        self.apply(operation.outcome, operation.records, gradients, plan.generation)
-        return self._dealing.followed(plan, number)
-
     def apply(
         self,
         outcome: StepOutcome,
         records: Mapping[int, Record],
         gradients: Mapping[int, StageGradient],
         generation: int,
-    ) -> None:
-        """The step's update, with the reduced gradients of all stages that are held; made in this generation."""
+        joins: Plan | None = None,
+    ) -> dict[int, Extents]:
+        """The step's update, with the reduced gradients of all stages that are held; made in this generation. joins:
+        the plan with a joiner's parts. Returns its blocks of stages of which it has a part."""
         view, number = self._view, outcome.step
+        if joins is not None:
+            self._dealing.follow(joins, number)
         view.link.row.set(phase="stall")
         self.before(number, records, gradients)
         view.link.row.set(phase="update")
@@ -159,6 +156,7 @@ class Updates:
         self._reduced = {n: found for n, found in self._reduced.items() if n >= number}
         view.publisher.hold(outcome, generation, extra)
         self._saver.prepare()
+        return self._dealing.followed(joins, number) if joins is not None else {}
 
     def _tell_probes(self, outcome: StepOutcome, generation: int) -> None:
         """Events for the lanes that were compared. alone: stages where one worker computes all, twice."""

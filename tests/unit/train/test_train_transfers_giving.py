@@ -254,10 +254,10 @@ def test_an_older_state_is_brought_to_the_newest_and_nothing_is_loaded_twice(mon
     joining.calls.clear()
     replay = do.Replay(1, 6, 6, OTHERS, "outcome of 6", PLAN)  # type: ignore[arg-type]
     joining.transfers.replay(replay)
-    assert joining.names() == ["loop.take", "updates.replay"]
+    assert joining.names() == ["loop.take", "updates.apply"]
     assert joining.said("loop.take") == [(b"loop before 6", 6)] and joining.said("phase") == [("heal", 6, PLAN)]
-    ((operation, gradients),) = joining.said("updates.replay")
-    assert operation is replay
+    ((outcome, records, gradients, *where),) = joining.said("updates.apply")
+    assert (outcome, records, where) == ("outcome of 6", OTHERS, [PLAN.generation, PLAN])
     assert {k: one.reduced for k, one in gradients.items()} == {1: "reduced 6 1", 2: "reduced 6 2"}
 
 
@@ -267,7 +267,7 @@ def test_one_donor_of_all_stages_feeds_steps_one_after_another(monkeypatch) -> N
     for number in (5, 6):
         joining.watch()
         joining.transfers.replay(do.Replay(1, 6, number, OTHERS, "outcome", PLAN))  # type: ignore[arg-type]
-    assert [sorted(call[1]) for call in joining.said("updates.replay")] == [[1, 2], [1, 2]]
+    assert [sorted(call[2]) for call in joining.said("updates.apply")] == [[1, 2], [1, 2]]
     assert joining.said("loop.take") == [(b"loop before 5", 5), (b"loop before 6", 6)]
 
 

@@ -170,7 +170,8 @@ class Application:
     def _offer_feeds(self) -> None:
         """Feed joiners that asked: the state does not change now, between two steps."""
         machine, followers = self._machine, self._followers
-        tickets = followers.ready(self._last.asked) if machine.phase is Phase.IDLE else frozenset()
+        waits = machine.phase is Phase.IDLE and followers.tickets
+        tickets = followers.ready(self._last.asked) if waits else frozenset()
         if machine.phase is Phase.IDLE and (followers.asked or tickets):
             followers.served()
             known, stages = dict(self._last.gathers.known), machine.stages

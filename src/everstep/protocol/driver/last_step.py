@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.nonfinite import FINITE, Nonfinite
 from everstep.protocol.driver.outbox import Gathers
-from everstep.protocol.driver.records import StepOutcome
+from everstep.protocol.driver.records import StepOutcome, asked_in
 from everstep.protocol.step_machine import StepMachine
 
 
@@ -25,31 +25,26 @@ class LastStep:
         self._machine = machine
         self.gathers = gathers
         self._conclude = conclude
-        self._judged: tuple[do.Records, StepOutcome | None] = {}, None
+        self._judged: tuple[do.Records, Nonfinite] = {}, FINITE
         self._done = 0
 
     def did(self, outcome: StepOutcome, records: do.Records) -> None:
         """This worker has applied a step."""
-        self._done, self._judged = outcome.step, (records, outcome)
-
-    def _outcome(self) -> StepOutcome | None:
-        number = self._machine.step
-        records = self.gathers.of_update(number)
-        if records is not self._judged[0]:
-            self._judged = records, self._conclude(number, records) if records else None
-        return self._judged[1]
+        self._done, self._judged = outcome.step, (records, outcome.nonfinite)
 
     @property
     def nonfinite(self) -> Nonfinite:
         """Verdict on the step's loss and gradient, if its records are known."""
-        outcome = self._outcome()
-        return FINITE if outcome is None else outcome.nonfinite
+        number = self._machine.step
+        records = self.gathers.of_update(number)
+        if records is not self._judged[0]:
+            self._judged = records, self._conclude(number, records).nonfinite if records else FINITE
+        return self._judged[1]
 
     @property
     def asked(self) -> Mapping[int, frozenset[int]]:
         """By ticket of a joiner, the members that it had asked before the step, if its records are known."""
-        outcome = self._outcome()
-        return {} if outcome is None else outcome.asked
+        return asked_in(self.gathers.of_update(self._machine.step))
 
     @property
     def ends_job(self) -> str:

@@ -133,10 +133,8 @@ class Restore(Operation, frozen=True):
 
 class OpenFeeds(Operation, frozen=True):
     """A joiner: connect to the first donor of each group that can be reached, and copy its offer into memory;
-    answered with the position of each offer. groups: (donors in order of preference, stages to ask for).
-
-    plan: in which this worker has its parts, if it gets parts; then all donors of all groups offer and feed together.
-    joint: what to ask of each, by group and worker id."""
+    answered with the position of each offer. groups: (donors in order of preference, stages to ask for). plan: in which
+    this worker has its parts, if it gets parts; then all donors offer and feed, as `joint` says, by group and id."""
 
     ticket: int
     groups: tuple[tuple[tuple[Member, ...], tuple[int, ...]], ...]

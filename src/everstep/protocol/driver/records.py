@@ -135,8 +135,7 @@ class StepOutcome:
     stage and worker, if they were due; ties: digests of the copies of each parameter that several stages hold, and
     of model settings that differ, by name and (stage, worker). kept: the newest step whose snapshots are in memory
     in all stages. save, save_cause, saved: as in `AgreePayload`. probes: by lane and part of the model, the results
-    of the members that computed it, by worker. nonfinite: the verdict on values that are not finite. asked: by ticket
-    of a joiner, the workers that it has asked.
+    of the members that computed it, by worker. nonfinite: the verdict on values that are not finite.
     """
 
     step: int
@@ -154,7 +153,6 @@ class StepOutcome:
     nonfinite: Nonfinite = FINITE
     saved: int = 0
     probes: Mapping[tuple[int, int], Mapping[int, LaneSaid]] = field(default_factory=dict)
-    asked: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -242,9 +240,6 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record], rule: Nonfi
         ),
         saved=max(p.saved for p in payloads.values()),
         probes=_probes(sections),
-        asked={
-            t: frozenset(w for w, p in payloads.items() if t in p.asked) for p in payloads.values() for t in p.asked
-        },
     )
 
 
@@ -317,6 +312,12 @@ def committed_unix_ns(records: Mapping[int, Record], is_agree: bool) -> int:
     payloads = [records[w].payload for w in sorted(records)]
     times = [(_decoded(_agree, p) if is_agree else _decoded(_gather, p)).committed_unix_ns for p in payloads]
     return min((t for t in times if t), default=0)
+
+
+def asked_in(records: Mapping[int, Record]) -> dict[int, frozenset[int]]:
+    """By ticket of a joiner, the workers that say in the records of a step that it has asked them."""
+    said = {w: _decoded(_agree, record.payload).asked for w, record in records.items()}
+    return {t: frozenset(w for w in said if t in said[w]) for tickets in said.values() for t in tickets}
 
 
 def last_states(records: Mapping[int, Record]) -> dict[int, list[StageSection]]:
