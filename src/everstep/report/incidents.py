@@ -274,7 +274,9 @@ class Incidents:
     def _injected(self, event: Event, time_ns: int, step: int) -> None:
         """Note an injected fault; it becomes an incident by itself only if no other event follows from it."""
         worker_id = known(event.get("worker_id"))
-        who = "coordinator" if worker_id is None else f"worker {worker_id}"
+        place, _, name = one_line(event.get("target"), 200).partition(":")
+        there = f"{place} {name}" if place in ("host", "link") and name else "coordinator"
+        who = there if worker_id is None else f"worker {worker_id}"
         if len(self._shrugged) < _MOST_NAMED:
             self._shrugged[who] = (
                 time_ns,
