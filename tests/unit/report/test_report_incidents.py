@@ -213,6 +213,18 @@ def test_each_start_counts_its_generations_from_the_first() -> None:
     assert facts_of([*before, *again]).crew.generations[-1].step == 10, "the step that it goes on from"
 
 
+@pytest.mark.parametrize(
+    ("target", "who"),
+    [("host:b", "host b"), ("link:a-b", "link a-b"), ("coordinator", "the coordinator"), (None, "the coordinator")],
+)
+def test_a_fault_that_was_injected_struck_what_it_was_aimed_at(target: str | None, who: str) -> None:
+    struck = event("fault_injected", 5.8, target=target, cause="injected", reason="chaos fault 'x' strikes")
+    after = [commit(step, 6 + step / 10) for step in range(11, 16)]
+    assert lines([*trained(), struck, *after]) == [
+        f"{who} was hit by an injected fault (chaos fault 'x' strikes); training did not stand still"
+    ]
+
+
 def test_going_back_is_part_of_the_incident() -> None:
     back = event("fallback", 6.0, step=7, steps_redone=3, source="copy", **FLIP)
     evicted = event("worker_evicted", 5.8, worker_id=1, incarnation=0, **FLIP)
