@@ -181,19 +181,21 @@ class Jobs:
         more = {"EVERSTEP_TEST_PACE": json.dumps(paced)} if pace else {}
         return self._request(run_dir, argv, {**more, **(environment or {})})
 
-    def command(self, argv: list[str], run_dir: Path, environment: Mapping[str, str] | None = None) -> Job:
+    def command(
+        self, argv: list[str], run_dir: Path, environment: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> Job:
         """Start `everstep ARGV`, whose run directory is this one."""
-        return self._request(run_dir, argv, {**(environment or {})})
+        return self._request(run_dir, argv, {**(environment or {})}, cwd)
 
     def plainly(self, script: str, *argv: str) -> Job:
         """Run a script by itself; it is given a run directory as its last argument."""
         run_dir = self.base / f"{next(self._names):02d}-{Path(script).stem}-plainly"
         return self._request(run_dir, [script, *argv, str(run_dir)], {})
 
-    def _request(self, run_dir: Path, argv: list[str], environment: dict[str, str]) -> Job:
+    def _request(self, run_dir: Path, argv: list[str], environment: dict[str, str], cwd: Path | None = None) -> Job:
         request = {
             "argv": argv,
-            "cwd": str(self.base),
+            "cwd": str(cwd or self.base),
             "environment": environment,
             **{name: str(run_dir.with_suffix(f".{name}")) for name in ("out", "err", "code")},
         }
