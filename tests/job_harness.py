@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -134,10 +136,11 @@ class Job:
 
 
 class Jobs:
-    """Starts jobs under `base`; undisturbed runs are kept for comparison."""
+    """Starts jobs under `base`; undisturbed runs are kept for comparison, in `shared` for other processes too."""
 
-    def __init__(self, base: Path) -> None:
+    def __init__(self, base: Path, shared: Path | None = None) -> None:
         self.base = base
+        self._shared = shared or base
         self._names = itertools.count()
         self._references: dict[str, Path] = {}
         self._jobs: list[Job] = []
@@ -211,10 +214,14 @@ class Jobs:
         """The directory of the undisturbed run on one worker."""
         key = json.dumps([task, dict(numerics or {})], sort_keys=True)
         if key not in self._references:
-            job = self.start(task, workers=1, numerics=numerics)
-            code = job.end()
-            assert code == 0, job.account()
-            self._references[key] = job.run_dir
+            run_dir = self._shared / f"reference-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+            with open(run_dir.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not (run_dir / "final" / "digest.json").exists():
+                    job = self.start(task, workers=1, numerics=numerics, run_dir=run_dir)
+                    code = job.end()
+                    assert code == 0, job.account()
+            self._references[key] = run_dir
         return self._references[key]
 
     def check(self, job: Job, task: str, numerics: Mapping[str, Any] | None = None) -> Job:
