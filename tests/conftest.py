@@ -38,7 +38,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     """Starts jobs, and keeps the undisturbed runs that they are compared with."""
     from job_harness import Jobs
 
-    found = Jobs(tmp_path_factory.mktemp("jobs"))
+    all_processes = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else None
+    found = Jobs(tmp_path_factory.mktemp("jobs"), all_processes)
     yield found
     found.close()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -134,10 +136,11 @@ class Job:
 
 
 class Jobs:
-    """Starts jobs under `base`; undisturbed runs are kept for comparison."""
+    """Starts jobs under `base`; undisturbed runs are kept for comparison, in `shared` for other processes too."""
 
-    def __init__(self, base: Path) -> None:
+    def __init__(self, base: Path, shared: Path | None = None) -> None:
         self.base = base
+        self._shared = shared or base
         self._names = itertools.count()
         self._references: dict[str, Path] = {}
         self._jobs: list[Job] = []
@@ -181,19 +184,21 @@ class Jobs:
         more = {"EVERSTEP_TEST_PACE": json.dumps(paced)} if pace else {}
         return self._request(run_dir, argv, {**more, **(environment or {})})
 
-    def command(self, argv: list[str], run_dir: Path, environment: Mapping[str, str] | None = None) -> Job:
+    def command(
+        self, argv: list[str], run_dir: Path, environment: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> Job:
         """Start `everstep ARGV`, whose run directory is this one."""
-        return self._request(run_dir, argv, {**(environment or {})})
+        return self._request(run_dir, argv, {**(environment or {})}, cwd)
 
     def plainly(self, script: str, *argv: str) -> Job:
         """Run a script by itself; it is given a run directory as its last argument."""
         run_dir = self.base / f"{next(self._names):02d}-{Path(script).stem}-plainly"
         return self._request(run_dir, [script, *argv, str(run_dir)], {})
 
-    def _request(self, run_dir: Path, argv: list[str], environment: dict[str, str]) -> Job:
+    def _request(self, run_dir: Path, argv: list[str], environment: dict[str, str], cwd: Path | None = None) -> Job:
         request = {
             "argv": argv,
-            "cwd": str(self.base),
+            "cwd": str(cwd or self.base),
             "environment": environment,
             **{name: str(run_dir.with_suffix(f".{name}")) for name in ("out", "err", "code")},
         }
@@ -209,10 +214,14 @@ class Jobs:
         """The directory of the undisturbed run on one worker."""
         key = json.dumps([task, dict(numerics or {})], sort_keys=True)
         if key not in self._references:
-            job = self.start(task, workers=1, numerics=numerics)
-            code = job.end()
-            assert code == 0, job.account()
-            self._references[key] = job.run_dir
+            run_dir = self._shared / f"reference-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+            with open(run_dir.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not (run_dir / "final" / "digest.json").exists():
+                    job = self.start(task, workers=1, numerics=numerics, run_dir=run_dir)
+                    code = job.end()
+                    assert code == 0, job.account()
+            self._references[key] = run_dir
         return self._references[key]
 
     def check(self, job: Job, task: str, numerics: Mapping[str, Any] | None = None) -> Job:

@@ -56,7 +56,7 @@ class Pace:
         """A lane is being computed."""
         begin = time.monotonic()
         while not self.over and not self._satisfied() and time.monotonic() < begin + self._longest_s():
-            time.sleep(0.004)
+            time.sleep(0.01)
 
     def _longest_s(self) -> float:
         """What a lane takes now."""

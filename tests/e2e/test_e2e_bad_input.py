@@ -45,10 +45,12 @@ FILES = {
 }
 
 
-def at_once(jobs: Jobs, folder: Path, *commands: list[str]) -> list[subprocess.CompletedProcess[str]]:
+def at_once(
+    jobs: Jobs, folder: Path, *commands: list[str], cwd: Path | None = None
+) -> list[subprocess.CompletedProcess[str]]:
     """As `together`, each in a fork that has imported torch already."""
     outputs = [folder / f"command-{number}" for number in range(len(commands))]
-    running = [jobs.command(argv, output) for argv, output in zip(commands, outputs, strict=True)]
+    running = [jobs.command(argv, output, cwd=cwd) for argv, output in zip(commands, outputs, strict=True)]
     codes = [job.end() for job in running]
     texts = [[output.with_suffix(end).read_text() for end in (".out", ".err")] for output in outputs]
     return [subprocess.CompletedProcess(*found, *text) for *found, text in zip(commands, codes, texts, strict=True)]
@@ -66,7 +68,7 @@ def test_refused_before_anything_starts(jobs: Jobs, small_task: str, tmp_path: P
     assert not (tmp_path / "run").exists(), "nothing is left behind by what cannot work"
 
 
-def test_a_task_that_cannot_be_used(tmp_path: Path) -> None:
+def test_a_task_that_cannot_be_used(jobs: Jobs, tmp_path: Path) -> None:
     cases = {
         "absent.py:Small": ["no file absent.py"],
         "broken.py:Small": ["does not import", "no_such_module_at_all"],
@@ -77,7 +79,8 @@ def test_a_task_that_cannot_be_used(tmp_path: Path) -> None:
     }
     (tmp_path / "broken.py").write_text("import no_such_module_at_all")
     (tmp_path / "typo.py").write_text(TASK_FILE.replace('"lanes": 4', '"lane": 4'))
-    for (task, words), done in zip(cases.items(), together(*(["run", t] for t in cases), cwd=tmp_path), strict=True):
+    found = at_once(jobs, tmp_path, *(["run", task] for task in cases), cwd=tmp_path)
+    for (task, words), done in zip(cases.items(), found, strict=True):
         assert done.returncode == 2, f"{task}: {done.stderr}"
         message = one_error(done)
         assert [word for word in words if word not in message] == [], f"{task}: {message}"

@@ -14,6 +14,7 @@ from torch import nn
 from everstep.base.errors import DeterminismError
 from everstep.placement.cuts import ModelCut
 from everstep.zoo.digits import MLPDigits, ResNet50Digits
+from sampling import mostly_longer
 
 MLP: dict[str, Any] = {"lanes": 4, "micro_batch": 4}
 DIGITS: dict[str, Any] = {"lanes": 5, "micro_batch": 3, "threads": 1}
@@ -68,20 +69,31 @@ def test_resnet50_in_five_stages(kind: str, recompute: bool, wire: bool) -> None
     same(Thin, "thin", CLASSIC, 5, DIGITS, kind=kind, recompute=recompute, wire=wire, steps=2)
 
 
+@pytest.mark.longer
 def test_resnet50_at_full_width() -> None:
     same(ResNet50Digits, "resnet50", CLASSIC, 5, {"lanes": 3, "micro_batch": 2}, kind="gpipe", steps=1)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize(("kind", "recompute"), [("gpipe", True), ("1f1b", False)])
+@pytest.mark.parametrize(
+    ("kind", "recompute", "precision"),
+    mostly_longer(
+        [(*kind, precision) for kind in (("gpipe", True), ("1f1b", False)) for precision in ("fp32", "bf16", "fp16")],
+        lambda case: case[0] == "gpipe" or case[2] == "fp32",
+    ),
+)
 def test_transformer_in_three_stages(kind: str, recompute: bool, precision: str) -> None:
     """Dropout, tied embeddings, clipping, parameter groups, a schedule."""
     values = {**TEXT, "precision": precision}
     same(Text, "text", ((0, 2), (2, 4), (4, 6)), 3, values, kind=kind, recompute=recompute)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("kind", ["interleaved", "looped_bfs"])
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    mostly_longer(
+        [("interleaved", False), ("interleaved", True), ("looped_bfs", False), ("looped_bfs", True)],
+        lambda case: case[1] == (case[0] == "interleaved"),
+    ),
+)
 def test_several_chunks_per_stage(kind: str, recompute: bool) -> None:
     cut = tuple((k, k + 1) for k in range(6))
     same(Text, "text", cut, 3, TEXT, kind=kind, recompute=recompute)
