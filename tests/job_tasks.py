@@ -144,6 +144,17 @@ class Pictures(_Task):
         return {"accuracy": torch.stack([right.double(), torch.tensor(float(len(batch[1])), dtype=torch.float64)])}
 
 
+class Matrices(Pictures):
+    """Matrices, one in each unit: parameters and what AdamW keeps for them take most of the memory."""
+
+    def build_model(self) -> nn.Module:
+        inner = [nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(12)]
+        return nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(64, 512)), *inner, nn.Linear(512, 4))
+
+    def build_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=1e-4)
+
+
 class PicturesStruck(Pictures):
     """In the steps that `STRIKE` names ("PATH 3 9": PATH-3 is there once somebody was struck in step 3), the first
     worker that sends blocks of a sum while autograd computes is killed, right after the first of them; where several of

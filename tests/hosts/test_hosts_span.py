@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from hosts_harness import HostJobs
 from net import Host
 
+from everstep.base.readable import readable
 from job_harness import Event
 
 STEPS = 12
@@ -22,6 +24,18 @@ def workers_of(host: Host) -> list[int]:
     servers = {pid for pid, said in words.items() if b"everstep.runtime.host.fork_server" in said}
     parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in servers}
     return sorted(pid for pid in servers if parents[pid] in servers)
+
+
+def shared_bytes(host: Host) -> int:
+    """Memory that the processes of a host's part have together, as the kernel counts it."""
+    found: dict[int, int] = {}
+    for pid in workers_of(host):
+        with contextlib.suppress(OSError):  # it has ended
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                if "everstep-cell" in os.readlink(fd):
+                    about = os.stat(fd)
+                    found[about.st_ino] = about.st_blocks * 512
+    return sum(found.values())
 
 
 def joined(count: int) -> list[Event]:
@@ -96,3 +110,18 @@ def test_a_coordinator_that_dies_knows_the_parts_again(on_hosts: HostJobs) -> No
     lost = job.wait_for("worker_evicted", worker_id=0)
     assert lost["cause"] == "hung" and "its part on host host2" in lost["reason"], job.account()
     on_hosts.check(job)
+
+
+@pytest.mark.longer
+def test_no_host_holds_the_model(on_hosts: HostJobs) -> None:
+    """One host would have parameters, twice as much of the optimizer's, a step's sums, and eight boxes of a unit."""
+    job = on_hosts.head("--slots", "1", workers=1, steps=6, settings=SPANS, task="Matrices")
+    on_hosts.agent(2, "--slots", "1")
+    job.wait_for("step_committed", step=1)
+    most = [0, 0]
+    while not job.of_kind("step_committed") or job.of_kind("step_committed")[-1]["step"] < 5:
+        most = [max(before, shared_bytes(host)) for before, host in zip(most, on_hosts.net.hosts, strict=False)]
+        readable([], 0.02)
+    on_hosts.check(job)
+    whole = 4 * 4 * (64 * 512 + 12 * 512 * 512) + 8 * 4 * 512 * 512
+    assert most[0] < 0.8 * whole and most[1] < 0.7 * whole, [one / whole for one in most]
