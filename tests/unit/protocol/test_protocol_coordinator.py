@@ -327,6 +327,17 @@ def differ(world: World, worker: int, generation: int, decided_in: int) -> None:
     world.say(f"w{worker}.0", m.SettleAgain(worker_id=worker, incarnation=0, generation=generation, **words))
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [({}, "worker 1: a checkpoint is damaged"), ({"tainted": 20, "decided_in": 1}, "a checkpoint is damaged")],
+)
+def test_a_plan_names_the_member_whose_statement_was_wrong_unless_states_differ(more: dict[str, int], said: str):
+    world = running()
+    again = {"worker_id": 1, "incarnation": 0, "generation": 1, "reason": "a checkpoint is damaged"}
+    world.say("w1.0", m.SettleAgain(**again, **more))
+    assert world.plan.generation == 2 and world.plan.reason == said
+
+
 def test_plans_tell_of_taint_until_a_generation_has_settled_with_it():
     """The outvoted worker may be the only one that has found it, and gone."""
     world = running()

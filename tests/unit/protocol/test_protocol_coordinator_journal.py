@@ -89,6 +89,25 @@ def joins(world: World, worker: int, lanes: int, incarnation: int = 0) -> None:
     world.say(f"w{worker}.{incarnation}", m.WorkerHello(member=me, step=0, lanes=lanes))
 
 
+@pytest.mark.parametrize("others", [3, 5])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_script_that_comes_with_other_lanes_before_the_first_plan_is_refused(others: int, again: bool) -> None:
+    """Those who came before would compute another number of lanes than their scripts say."""
+    world = World()
+    world.agent(0, 1, 2)
+    joins(world, 0, 4)
+    if again:
+        world = world.restart(world.journal)
+        world.agent(0, 1, 2)
+        joins(world, 0, 4)
+    joins(world, 1, others)
+    (refused,) = [said for name, said in world.sent if name == "w1.0" and isinstance(said, m.Dismissed)]
+    assert refused.reason == f"it joins with lanes={others}, the job has lanes=4"
+    joins(world, 1, 4, incarnation=1)
+    joins(world, 2, 4)
+    assert world.plan is not None and world.plan.lanes == 4
+
+
 def test_the_lanes_are_those_that_the_script_joins_with() -> None:
     """Told by the first hello, kept by the journal, and held against everybody who comes later with others."""
     world = World()

@@ -111,7 +111,7 @@ class Environment:
 
     now: time of the present event, on the coordinator's clock, in ns. version: changes with everything that
     decisions depend on. connections: open ones, by name. fresh_ns: this process was away, and messages before that
-    time may have waited for it.
+    time may have waited for it. lanes_told: a script has said the number of lanes.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -119,6 +119,7 @@ class Environment:
         self.now = 0
         self.version = 0
         self.fresh_ns = 0
+        self.lanes_told = False
         self.alarms = Alarms()
         self.connections: dict[str, Connection] = {}
         self._persists: list[CoordinatorEffect] = []
@@ -143,8 +144,8 @@ class Environment:
         return self._number
 
     def takes_lanes(self, lanes: int) -> None:
-        """Set the job's number of lanes: its script says it, before there is a plan."""
-        self.config = replace(self.config, lanes=lanes)
+        """Set the job's number of lanes: the first script that joins says it, before there is a plan."""
+        self.config, self.lanes_told = replace(self.config, lanes=lanes), True
 
     # ---- connections
 

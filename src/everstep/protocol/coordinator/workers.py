@@ -39,9 +39,10 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
     job.env.introduce(name, worker=key)
     if job.progress.tell_end(name):
         return
-    if hello.lanes not in (0, job.env.config.lanes) and job.agreement.plan is NO_PLAN:
+    if hello.lanes and not job.env.lanes_told and job.agreement.plan is NO_PLAN:
+        if hello.lanes != job.env.config.lanes:
+            job.env.persist("lanes", lanes=hello.lanes)
         job.env.takes_lanes(hello.lanes)
-        job.env.persist("lanes", lanes=hello.lanes)
     refusal = _refusal(job, hello)
     if refusal is not None:
         job.env.send(name, m.Dismissed(cause=refusal.cause, reason=refusal.reason, drained=False))
