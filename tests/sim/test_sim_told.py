@@ -128,6 +128,7 @@ def deaths_are_those_that_were(one: Simulation, events: list[Event], facts: Fact
             died_where_it_is_told(life, event)
     suspected = {event["worker_id"] for event in events if event["kind"] == "worker_suspected"}
     known = {f"worker {i}" for i in suspected | {event["worker_id"] for event in evicted}}
+    known |= {event["target"].replace(":", " ") for event in events if event["kind"] == "fault_injected"}
     assert struck - known <= {"states", "checkpoint", "launcher"}
     for incident in facts.incidents.all:
         assert incident.end_ns is None or incident.begin_ns <= incident.end_ns
