@@ -103,8 +103,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no batches": (lambda: DataLoader(DATA, batch_size=None), "DataLoader has batch_size=None"),
     "weights": (
         lambda: DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0] * 12, 12)),
-        "the sampler WeightedRandomSampler gives another order in each pass, so a worker that is resumed or healed would "
-        "train on other samples: give the DataLoader torch.utils.data.Subset(dataset, list(sampler)) with shuffle=True",
+        "the sampler WeightedRandomSampler gives another order in each pass, so a worker that is resumed or healed "
+        "would train on other samples: give the DataLoader "
+        "torch.utils.data.Subset(dataset, list(sampler)) with shuffle=True",
     ),
     "a part": (
         lambda: DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(8))),
