@@ -1,5 +1,6 @@
 #!/bin/sh
 # run_main.sh NODES RANK ADDR PORT [options of main.py]: this host's part of a job on NODES hosts.
+# The hosts share --checkpoint-dir, or have the same secret in EVERSTEP_TOKEN (openssl rand -hex 32).
 set -eu
 if [ $# -lt 4 ]; then
     echo "usage: run_main.sh NODES RANK ADDR PORT [options of main.py]" >&2
