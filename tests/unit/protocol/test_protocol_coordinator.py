@@ -214,7 +214,7 @@ def test_a_newer_life_shows_that_the_old_one_is_gone():
     world = running()
     world.hello(1, 1)
     assert world.plan.generation == 2 and world.plan.worker_ids == (0, 2)
-    assert "incarnation 1" in world.report("worker_evicted")["reason"]
+    assert world.report("worker_evicted")["cause"] is Cause.REPLACED
 
 
 def test_last_words_evict_and_the_same_error_again_fails_the_job():

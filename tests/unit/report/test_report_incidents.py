@@ -219,7 +219,7 @@ def test_each_start_counts_its_generations_from_the_first() -> None:
 )
 def test_a_fault_that_was_injected_struck_what_it_was_aimed_at(target: str | None, who: str) -> None:
     struck = event("fault_injected", 5.8, target=target, cause="injected", reason="chaos fault 'x' strikes")
-    after = [commit(step, 6 + step / 10) for step in range(11, 16)]
+    after = [commit(step, 6 + step) for step in range(11, 26)]  # a coordinator's restart may be told late
     assert lines([*trained(), struck, *after]) == [
         f"{who} was hit by an injected fault (chaos fault 'x' strikes); training did not stand still"
     ]

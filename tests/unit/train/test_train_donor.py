@@ -143,7 +143,7 @@ def feed(donor: Donor, step: int, stage: int = 0) -> None:
 def start(stages: tuple[int, ...] = (0,)) -> tuple[Donor, Follower, Snapshot]:
     """A donor that has offered its state to one follower."""
     asked = threading.Event()
-    donor, snapshot = Donor(asked.set), Snapshot()
+    donor, snapshot = Donor(lambda joint: asked.set()), Snapshot()
     follower = Follower(donor, asked, stages)
     held = {stage: [(snapshot, WHOLE)] for stage in stages}
     told = {"records": RECORDS, "gathers": {Key(3, 0): RECORDS}, "application": b"app"}

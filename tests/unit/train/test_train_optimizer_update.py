@@ -219,7 +219,7 @@ class Probe:
 def test_the_first_update_is_proved_and_a_part_of_one_cannot_be(monkeypatch: pytest.MonkeyPatch, parts: bool) -> None:
     said: list[Any] = []
     monkeypatch.setattr(
-        optimizer_update, "UpdateProbe", lambda optimizer, seed: said.append(("probe", seed)) or Probe(said)
+        optimizer_update, "UpdateProbe", lambda optimizer, seed, compares: said.append(("probe", seed)) or Probe(said)
     )
     member = DividedMember()
     update = OptimizerUpdate(member.optimizer, StateMemory())
