@@ -98,6 +98,6 @@ def test_a_job_that_ends_too_late_or_too_early_is_noticed() -> None:
 
 def test_steps_that_nobody_counts_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     stamped = AgreePayload.stamped
-    monkeypatch.setattr(AgreePayload, "stamped", lambda self, *said: stamped(self, *said[:-1]))
+    monkeypatch.setattr(AgreePayload, "stamped", lambda self, *said: stamped(self, *said[:4], 0, *said[5:]))
     problems = [outcome.problem for outcome in outcomes(setup("warn", 2))]
     assert all("go on after step 5" in problem for problem in problems), problems

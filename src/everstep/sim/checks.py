@@ -482,10 +482,20 @@ class Checks:
         there = any(step in (h.position.step, *(at for _, at in h.snapshots)) for h in stated)
         require(said == there, "P2", f"{who} says that step {step} is in memory: {said}, and it is: {there}")
 
-    def proven(self, who: WorkerKey, step: int, at: int, disk: Mapping[int, Mapping[int, Blocks]]) -> None:
-        """A worker says that states up to a step are proven, and enters a generation at another one."""
+    def proven(
+        self,
+        who: WorkerKey,
+        step: int,
+        at: int,
+        disk: Mapping[int, Mapping[int, Blocks]],
+        all_wrong: Callable[[int], bool],
+    ) -> None:
+        """A worker says that states up to a step are proven, and enters a generation at another one. all_wrong: whether
+        a stage's copies are all wrong, as they are where a lane was computed with a flipped bit: nobody can know."""
         require(step <= at, "P1", f"{who} at step {at} says that step {step} is proven")
-        spoilt = [n for n, parts in disk.items() if n <= step and any(map(wrong, parts.values()))]
+        spoilt = [
+            n for n, parts in disk.items() if n <= step and any(wrong(s) and not all_wrong(k) for k, s in parts.items())
+        ]
         right = not spoilt or self.taint.unnoticed
         require(right, "P1", f"{who} says that step {step} is proven, checkpoints {spoilt} are wrong")
 

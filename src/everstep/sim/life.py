@@ -21,7 +21,19 @@ from everstep.protocol.driver.operations import GatheredRecords, Save
 from everstep.protocol.driver.records import StepOutcome
 from everstep.protocol.step_types import Key, Record
 from everstep.sim.checks import Checks
-from everstep.sim.model import Blocks, SimJob, SimReduced, cut_anew, digest, flipped, initial, merged, present, without
+from everstep.sim.model import (
+    Blocks,
+    SimJob,
+    SimReduced,
+    cut_anew,
+    digest,
+    flipped,
+    initial,
+    merged,
+    present,
+    without,
+    wrong,
+)
 from everstep.sim.world import MS, Process, SimConnection, World, connect
 
 _PHASES: dict[type[do.Operation], str] = {
@@ -324,6 +336,11 @@ class SimSite:
     def is_odd(self, life: Life) -> bool:
         """Whether the life computes lanes otherwise than all others."""
         return self.odd is not None and self.odd.worker_id == life.me.worker_id and life.me >= self.odd
+
+    def all_wrong(self, stage: int) -> bool:
+        """Whether all copies of a stage that workers hold have wrong bits."""
+        held = [life.state.stages[stage] for life in self.lives.values() if life.alive and stage in life.state.stages]
+        return bool(held) and all(map(wrong, held))
 
     def copies(self, life: Life, stage: int) -> int:
         """Number of members of a worker's generation that hold all blocks of a stage."""

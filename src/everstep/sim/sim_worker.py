@@ -234,7 +234,8 @@ class SimWorker(Life):
         self.site.checks.entered(self.me, generation, effect.step, held)
         for number in (effect.step - 1, effect.step):
             self.site.checks.remembered(self.me, generation, number, self.driver.in_memory(number))
-        self.site.checks.proven(self.me, self.driver.proven(effect.step), effect.step, self.site.disk.parts)
+        proven, site = self.driver.proven(effect.step), self.site
+        site.checks.proven(self.me, proven, effect.step, site.disk.parts, site.all_wrong)
         freed(self.me, "feeds, as a member", self.follower.feeds)
 
     # ---- decisions
