@@ -59,29 +59,19 @@ def draw_odd(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
 
 
 def _foul(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """A process says what only others may say: the coordinator, an agent, another life, the agent of another host."""
+    """A process says what only others may say: the coordinator, an agent, another life."""
     live, control = injector.control.live_workers(), injector.control
     if not live:
         return
     one, other = live[fault.pick % len(live)], live[(fault.pick + 1) % len(live)]
     agent = control.agents[one.host]
-    match fault.pick % 4:
+    match fault.pick % 3:
         case 0:
             one.ties.client.send(wire.JobEnded(state="failed", cause=FOUL, reason=_SAID, exit_code=1))
         case 1:
             one.ties.client.send(wire.HostFailed(agent_id=agent.name, cause=FOUL, reason=_SAID))
         case 2 if one is not other:
             one.ties.client.send(other.last_words(FOUL, _SAID))
-        case 3 if one.host != other.host and other in control.agents[other.host].workers.values():
-            died = wire.WorkerExited(
-                agent_id=agent.name,
-                worker_id=other.me.worker_id,
-                incarnation=other.me.incarnation,
-                cause=FOUL,
-                reason=_SAID,
-                died_unix_ns=injector.world.now_ns,
-            )
-            agent.client.send(died)
 
 
 def _again(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
@@ -174,9 +164,9 @@ def _compiles(injector: SimInjector, fault: SimFault, worker: SimWorker | None) 
 
 
 def _stray(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """The next lives of a slot run another script."""
+    """The next lives of a slot run another script. Before the first step the job itself may be that script's."""
     live = injector.control.live_workers()
-    if len(live) > 1:
+    if len(live) > 1 and all(worker.state.at for worker in live):
         target = live[fault.pick % len(live)]
         injector.control.site.another_script(target.me)
         target.die("SIGKILL")
