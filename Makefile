@@ -72,7 +72,7 @@ test: $(STAMP)
 
 # fast, split and sim in one: what they import is imported once.
 computed: $(STAMP)
-	$(PYTEST) -n $(JOBS) --dist loadfile tests/unit tests/property tests/traces tests/tidy tests/split tests/sim
+	$(PYTEST) -n $(or $(filter-out auto,$(JOBS)),$(shell expr $$(nproc) + 1)) --dist loadfile tests/unit tests/property tests/traces tests/tidy tests/split tests/sim
 
 # How often savers and uploaders are killed; the test of the latter belongs to integration, too.
 KILLS = 200
