@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -42,6 +43,14 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     found = Jobs(tmp_path_factory.mktemp("jobs"), all_processes)
     yield found
     found.close()
+
+
+@pytest.fixture(scope="module")
+def reference(jobs: Jobs, script: str) -> Path:
+    """Run directory of the module's `script`, undisturbed, on one worker."""
+    job = jobs.start(script, workers=1)
+    assert job.end() == 0, job.account()
+    return job.run_dir
 
 
 @pytest.fixture(scope="module")

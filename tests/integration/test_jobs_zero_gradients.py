@@ -54,13 +54,6 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def reference(jobs: Jobs, script: str) -> Path:
-    job = jobs.start(script, workers=1)
-    assert job.end() == 0, job.account()
-    return job.run_dir
-
-
 @pytest.mark.longer
 @pytest.mark.parametrize(
     "more",

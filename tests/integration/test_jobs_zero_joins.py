@@ -38,13 +38,6 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def reference(jobs: Jobs, script: str) -> Path:
-    job = jobs.start(script, workers=1)
-    assert job.end() == 0, job.account()
-    return job.run_dir
-
-
 def begun(jobs: Jobs, script: str, pace: list[dict[str, object]], **settings: object) -> Job:
     """A job of three workers to which a fourth one is coming."""
     job = jobs.start(script, workers=3, settings=settings, pace=pace)

@@ -453,9 +453,9 @@ def _check_zero(config: Config) -> None:
 def _check_cell(config: Config) -> None:
     """A worker of several processes is on one host's CPUs, and shares one state there."""
     _check_shards(config)
+    _check_hosts_of_cell(config)
     name, n = config.cell.key, config.cell.ranks
     if n == 1:
-        _check_hosts_of_cell(config)
         return
     for other, expected, got, why in (
         ("device", "cpu", config.device, "its processes share parameters in the memory of the host"),
@@ -468,7 +468,6 @@ def _check_cell(config: Config) -> None:
             raise ConfigError(
                 f"{name}: expected 1 with {other}={got}, got {n}: {why}; set {other}={expected}, or {name}=1"
             )
-    _check_hosts_of_cell(config)
     if config.cell.fsdp > config.lanes:
         raise ConfigError(
             f"cell.fsdp: expected at most {config.lanes} for {config.lanes} lanes, got {config.cell.fsdp}: use fewer "

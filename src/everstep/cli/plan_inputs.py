@@ -350,9 +350,8 @@ def snapshots_of(config: Config, steps: int | None = None) -> int:
         return 0
     compared = steps is None or 0 < config.verify_every <= steps
     most = rule.keep_last + 1 + compared
-    if steps is None:
-        return (1 + split) * most
-    return (1 + split) * min(most, steps // (rule.every_steps or MEMORY_EVERY))
+    taken = most if steps is None else min(most, steps // (rule.every_steps or MEMORY_EVERY))
+    return (1 + split) * taken
 
 
 def recovery_times(changed: Sequence[str]) -> tuple[dict[str, float], list[dict[str, Any]]]:

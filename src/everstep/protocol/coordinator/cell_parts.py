@@ -1,9 +1,8 @@
 """Workers that span hosts: which lives of slots, each on a host of its own, are the parts of one worker. Pure.
 
-Each life looks for others when it begins. The first of a cell is its head, the only one that becomes a worker; the
-others are never members. The end of one is the end of all: their next lives look for each other anew, so a host that
-has room takes the place of one that is lost. None of that is journaled: a part says which cell it belongs to whenever
-it connects.
+Each life looks for others when it begins. The first of a cell is its head, and the only one that becomes a worker. If
+one ends, all end. Their next lives look for each other again, so a host with room can replace one that is lost. None of
+that is journaled: a part says which cell it belongs to whenever it connects.
 """
 
 from __future__ import annotations

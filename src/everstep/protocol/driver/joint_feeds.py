@@ -120,7 +120,7 @@ class Followers:
         return frozenset(one.ticket for one in found.values())
 
     def regroup(self) -> None:
-        """A generation begins: who waits for several donors has to ask anew."""
+        """A generation begins: joiners that wait for several donors have to ask again."""
         self._joint = {}
 
     def served(self) -> None:
