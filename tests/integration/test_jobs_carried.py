@@ -117,7 +117,7 @@ def test_what_nobody_carries_is_told_and_then_refused(jobs: Jobs, tmp_path: Path
 def test_a_job_does_not_go_on_with_other_data(jobs: Jobs, tmp_path: Path) -> None:
     script = written(tmp_path, KEPT)
     stopped = jobs.start(script, workers=2, settings={"lanes": 4}, pace=[{"kind": "never"}])
-    stopped.wait_for("step_committed", step=3)
+    stopped.wait_for("step_committed", step=6)
     os.kill(stopped.launcher_pid(), signal.SIGINT)
     assert stopped.end() == 130, stopped.account()
     written(tmp_path, KEPT.replace("model = ", "data[42] = data[42][0] + 1, data[42][1]\nmodel = ", 1))

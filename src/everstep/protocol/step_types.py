@@ -79,7 +79,7 @@ class Holding:
     are tainted, as far as it knows; -1: none is. fresh: its state was copied or read since it was last found to be
     that of all others. proven: it was seen to compute as others do. doubt: what it knows of members that compute
     differently. Digests of initial states, by stage: first: those that the members began with; built: those that it
-    has built, at step 0 only.
+    has built, at step 0 only. stays_at: the step that its application wanted last, if it goes no further; -1: it does.
     """
 
     position: Key
@@ -97,6 +97,7 @@ class Holding:
     fresh: bool = False
     proven: bool = False
     doubt: Doubt = field(default_factory=Doubt)
+    stays_at: int = -1
 
     def live(self, stage: int) -> Extents:
         """Blocks held of a stage's state at `position`."""

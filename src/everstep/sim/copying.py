@@ -25,7 +25,7 @@ from everstep.protocol.moving.memory_retention import Retention, SnapshotKey
 from everstep.protocol.moving.taker import orders
 from everstep.protocol.step_types import Key, Record
 from everstep.sim.block_taking import SimTaking
-from everstep.sim.checks import freed
+from everstep.sim.checks import freed, require
 from everstep.sim.life import Life, SimCopy, nothing
 from everstep.sim.model import (
     NOTHING,
@@ -188,11 +188,20 @@ class SimSaver:
         if operation.save is not None:
             self._save(operation.save)
             life.site.disk.saving.setdefault(operation.step, set()).add(life.me.worker_id)
+            self._at_one_moment(operation, operation.save.past)
         if operation.plan.leader(0) == life.me.worker_id:
             life.later(_GRACE_NS, life.done, operation, "")
             self._saved(operation)
         else:
             life.soon(MS, 60 * MS, self._others_saved, operation)
+
+    def _at_one_moment(self, operation: do.SaveLast, past: bool) -> None:
+        """Check that what loops do between two steps has been done by all that save, or by none; but for a loop that
+        has raised, and those that were not left after the same step."""
+        if self.life.driver.halfway or operation.plan.cause is Cause.LEFT:
+            return
+        first = self.life.site.disk.past.setdefault((operation.step, operation.generation), past)
+        require(first == past, "P1", f"{self.life.me} saves step {operation.step}, past it: {past}; another: {first}")
 
     def _others_saved(self, operation: do.SaveLast) -> None:
         """Wait: no worker leaves before the job's leader has all parts."""

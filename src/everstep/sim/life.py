@@ -79,6 +79,8 @@ class Disk:
         self.damaged: set[int] = set()
         self.saving: dict[int, set[int]] = {}
         """Workers that have begun the last checkpoint, which has a part of each, by step."""
+        self.past: dict[tuple[int, int], bool] = {}
+        """Whether the loops of those that save are done with the step, by step and generation."""
         self.records: dict[int, Mapping[int, Record]] = {}
         """By step, of its decision."""
         self._asking: dict[int, Callable[[str], None]] = {}

@@ -613,6 +613,22 @@ def test_a_plan_that_asks_for_a_checkpoint_gets_it_before_anything_else() -> Non
     assert isinstance(w.op, do.Compute)
 
 
+def test_a_loop_that_has_not_heard_of_the_step_goes_on_to_the_next_before_it_is_saved() -> None:
+    w = Worker(plan(1, (0, 1)), saving=SavingRules(on=True))
+    w.step(1)
+    w.to_agree(2)
+    w.agree()
+    w.hear(plan(2, (0, 1), save="stop"))
+    w.done(1002)
+    w.settle(w1=at(2))
+    assert do.Stepped(2) in w.out and w.op is None, "the other's loop may have changed the state after the step"
+    w.ask(do.StepAsked(3))
+    assert isinstance(w.op, do.SaveLast) and w.op.save.past
+    w.done("somewhere")
+    w.done()
+    assert isinstance(w.op, do.Compute) and w.op.step == 3
+
+
 def test_nobody_but_the_main_tells_of_it() -> None:
     w = Worker(plan(1, (0, 1)), me=WorkerKey(1, 0), saving=SavingRules(on=True))
     w.ask(do.StepAsked(1))

@@ -96,6 +96,20 @@ class Application:
         """Whether the application is done with the step whose state this worker has."""
         return self.asked > self._machine.position.step
 
+    @property
+    def answerable(self) -> bool:
+        """Whether the ask can be answered now in a way that lets the application go on."""
+        ask, known = self.ask, self._last.gathers.known
+        if self.ended or not self.settled or isinstance(ask, do.HoldAsked):
+            return False
+        match ask:
+            case do.StepAsked(step=wanted) if not self._jumped:
+                at = self._machine.step
+                return at == wanted or (self._rewindable and at > wanted)
+            case do.GatherAsked() | SaveAsked() if not self._jumped:
+                return self._gather in known and not self._last.gathers.disagrees(self._gather)
+        return self._jumped or isinstance(ask, do.JoinAsked)
+
     # ---- what happens
 
     def end(self, message: wire.JobEnded) -> None:

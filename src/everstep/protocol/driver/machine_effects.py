@@ -21,6 +21,7 @@ class MachineEffects:
         self._parts = parts
         self._queue = queue
         self._table = self._means()
+        self._saves_for: Plan | None = None
 
     def carry_out(self, effect: step.StepEffect) -> None:
         """Carry out one effect now."""
@@ -33,7 +34,7 @@ class MachineEffects:
         return {
             step.Leave: lambda e: settler.leave(e.generation),
             step.Regroup: lambda e: self._open(e.plan),
-            step.SendHolding: lambda e: settler.state_holding(),
+            step.SendHolding: lambda e: settler.state_holding(self._stays_at()),
             step.SettleAnew: lambda e: settler.settle_again(Why(Cause.CORRUPT, e.reason)),
             step.ServeState: settler.serve,
             step.FetchState: settler.fetch,
@@ -51,8 +52,14 @@ class MachineEffects:
 
     # ---- generations
 
+    def _stays_at(self) -> int:
+        """As in `Holding`: it has raised, or all have agreed to end the job."""
+        application = self._parts.application
+        over = application.holds or self._parts.saver.ending.agreed is not None
+        return application.asked if over else -1
+
     def _open(self, plan: Plan) -> None:
-        parts = self._parts
+        parts, self._saves_for = self._parts, None
         parts.joiner.stop()
         parts.saver.regroup(plan)
         if parts.probing.void(plan, parts.machine.step + 1):
@@ -65,20 +72,32 @@ class MachineEffects:
             self._parts.application.answer(leaves)
 
     def _entered(self, effect: step.Entered) -> None:
-        parts, application, saver = self._parts, self._parts.application, self._parts.saver
+        parts, application = self._parts, self._parts.application
         parts.stepper.entered(effect.generation)
         parts.followers.regroup()
         parts.settler.entered(effect, application.loop)
         again = application.again()
         if again is not None:
             self.gather(again)
-        saver.entered(parts.settler.positions)
+        parts.saver.entered(parts.settler.positions)
         plan = parts.machine.current_plan()
-        why = Why(plan.cause, plan.save)
-        if plan.save and saver.on:
-            save = None if application.ended else saver.boundary(why, past=application.past)
-            parts.out.start(do.SaveLast, plan.generation, plan, effect.step, save)
-        elif plan.save:
+        self._saves_for = plan if plan.save else None
+        self.save_last()
+
+    def save_last(self) -> None:
+        """Begin the last checkpoint, if the plan asks for one. A worker whose application can be answered waits for
+        its next ask: the loops of others may have done what this one is about to do, and have changed the state. If
+        one never will, the others stay where it is."""
+        parts, application, saver, plan = self._parts, self._parts.application, self._parts.saver, self._saves_for
+        if plan is None or application.ask is None or not application.settled:
+            return
+        if application.answerable and not parts.settler.halfway:
+            return
+        self._saves_for = None
+        if saver.on:
+            save = None if application.ended else saver.boundary(Why(plan.cause, plan.save), past=application.past)
+            parts.out.start(do.SaveLast, plan.generation, plan, parts.machine.step, save)
+        else:
             parts.out.start(do.Linger, plan.generation)
 
     # ---- steps and gathers

@@ -349,6 +349,7 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     first: dict[int, str] = {}
     built: dict[int, str] = {}
     standing: tuple[bool, bool, Doubt | None] = (False, False, None)  # fresh, proven, doubt
+    stays_at: int = -1
 
 
 _held = msgspec.msgpack.Decoder(_Held)
@@ -356,7 +357,7 @@ _held = msgspec.msgpack.Decoder(_Held)
 
 _ALIKE = (
     *("gradient_step", "digest", "records", "lacking", "disk", "sound"),
-    *("first", "built"),
+    *("first", "built", "stays_at"),
 )
 _BLOCKS = ("stages", "snapshots", "gradients")
 

@@ -64,6 +64,11 @@ class Settler:
         """Where each member was when this generation settled."""
         return {worker_id: holding.position for worker_id, holding in self._stated.items()}
 
+    @property
+    def halfway(self) -> bool:
+        """Whether a member's loop is not done with the step where all are, and never will be."""
+        return any(0 <= holding.stays_at <= self._machine.step for holding in self._stated.values())
+
     # ---- regroup
 
     def leave(self, generation: int) -> None:
@@ -90,12 +95,14 @@ class Settler:
         self._first.begin(result.built)
         return [step.LanesLost(operation.step, result.lost)]
 
-    def state_holding(self) -> None:
-        """Start the exchange in which every member states what it holds."""
+    def state_holding(self, stays_at: int) -> None:
+        """Start the exchange in which every member states what it holds. stays_at: as in `Holding`."""
         first = self._first
         holding = replace(self._machine.holding(), disk=self._disk, first=first.agreed, built=first.built)
         probing = self._probing
-        holding = replace(holding, fresh=self._comparing.fresh, proven=probing.seen, doubt=probing.doubt)
+        holding = replace(
+            holding, fresh=self._comparing.fresh, proven=probing.seen, doubt=probing.doubt, stays_at=stays_at
+        )
         self._out.start(do.Exchange, self._machine.generation, SETTLE, encode_holding(holding))
 
     def all_stated(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> Iterable[step.StepEvent]:
