@@ -71,15 +71,15 @@ class Course:
         self.tokens_per_sample = tokens / samples if tokens > 0 and samples > 0 else None
         self.steps.add(step, (time_ns / 1e9, loss, loss, loss, lr, samples, members))
         passed_s = (time_ns - self.last_step_ns) / 1e9 if self.last_step_ns else 0.0
-        clean = self.clean and passed_s > 0.0
+        late = passed_s > 1.0 and self.pace.stands_still(passed_s)
+        clean = self.clean and passed_s > 0.0 and not late
         if clean:
             entry = self.rates.setdefault(members, [0.0, 0.0, 0.0, 0.0])
             entry[0] += samples
             entry[1] += passed_s
             entry[2] += 1
             entry[3] += passed_s * passed_s
-        late = passed_s > 1.0 and not self.redo_to and self.pace.stands_still(passed_s)
-        stalled = self.standstill(time_ns) if late else None
+        stalled = self.standstill(time_ns) if late and not self.redo_to else None
         self.pace.commit(time_ns, step, samples, clean)
         self.clean, self.last_step_ns = settled, time_ns
         self.redo_to = self.redo_to if step < self.redo_to else 0
@@ -157,13 +157,16 @@ class Course:
         return found
 
     def efficiency_text(self, members: int) -> str:
-        """The efficiency of so many workers in a few words; "" until two numbers were measured."""
+        """The efficiency of so many workers in a few words, with its standard error; "" until two numbers were
+        measured."""
         found = self.efficiency()
         if len(found) < 2:
             return ""
         now = next((one for one in found[1:] if one["workers"] == members), found[-1])
         few, many = (f"{one:.0f} worker{'s' * (one != 1)}" for one in (now["relative_to"], now["workers"]))
-        return f"{many}: {now['speed_up']:.2f}x of {few}, ideal {now['ideal']:.2f}x, efficiency {now['efficiency']:.0%}"
+        error = now["efficiency"] * math.hypot(*(one["spread"] / math.sqrt(one["steps"]) for one in (found[0], now)))
+        efficiency = f"efficiency {now['efficiency']:.0%} ± {error:.0%}"
+        return f"{many}: {now['speed_up']:.2f}x of {few}, ideal {now['ideal']:.2f}x, {efficiency}"
 
     def left_out(self) -> str:
         """Which numbers of workers `efficiency` leaves out, and why; "" if none."""
@@ -173,7 +176,7 @@ class Course:
         return f"{named}{' and more' if len(few) > 8 else ''}: {why}" if few else ""
 
     def mean_samples_per_s(self) -> float | None:
-        """Mean speed over all steps without a change of generation or an evaluation."""
+        """Mean speed over all steps without a change of generation, an evaluation or a standstill."""
         spent = sum(seconds for _, seconds, _, _ in self.rates.values())
         return sum(samples for samples, _, _, _ in self.rates.values()) / spent if spent > 0 else None
 

@@ -35,6 +35,7 @@ from everstep.report.words import (
 
 _MOST_LOG = 4000
 _LATELY_NS = 60_000_000_000
+_SET_BACK_NS = 10_000_000_000  # hosts may differ by less
 _MARKED = {"fault_injected": "fault", "worker_evicted": "evicted", "leader_changed": "leader"}
 _MARKED |= {"coordinator_restarted": "coordinator", "fallback": "fallback", "worker_healed": "healed"}
 
@@ -69,8 +70,11 @@ class Facts:
             return
         if kind == "job_started" and self.account.begin_ns is not None:
             _not_running(self, time_ns)
-        if time_ns > self.told_ns:
-            self.told_ns = time_ns
+        back = kind == "step_committed" and self.course.last_step_ns - time_ns > _SET_BACK_NS
+        if back and whole_number(event.get("step")) > self.course.step:  # one of an earlier step is only told late
+            self.told_ns = 0
+            self.account.clock_set_back(time_ns)
+        self.told_ns = max(self.told_ns, time_ns)
         if kind == "worker_evicted" and cause(event) is Cause.REPLACED and self.stands_still(time_ns):
             event = {**event, "died_unix_ns": self.progress_ns}  # nobody could tell of it: there was no coordinator
         self.account.reach(time_ns)
@@ -124,9 +128,9 @@ class Facts:
     @property
     def progress_ns(self) -> int:
         """Time of the newest known commit, 0 if there was none since the start. A recovery ends with a commit, and is
-        told before it."""
-        last = self.recoveries[-1].end_ns if self.recoveries and self.course.last_step_ns else 0
-        return max(self.course.last_step_ns, last)
+        told before it; once that is told, its time counts, also if the clock was set back meanwhile."""
+        last = self.recoveries[-1] if self.recoveries and self.course.last_step_ns else None
+        return max(self.course.last_step_ns, last.end_ns if last is not None and not last.told else 0)
 
     @property
     def began_ns(self) -> int:
@@ -155,7 +159,7 @@ class Facts:
         condition, crew = self.condition, self.crew
         stalled = self.course.committed(event, time_ns, crew.members, condition.started_ns is None)
         if stalled is not None:
-            self.account.intervals.append(stalled)
+            self.account.paint(stalled.begin_ns, stalled.end_ns, stalled.use)
         self.logged.take(event, self.course.step, time_ns)
         generation = whole_number(event.get("generation"))
         last = self.recoveries[-1] if self.recoveries else None
@@ -237,7 +241,8 @@ class Facts:
         self.condition.be(one_line(event.get("state"), 20) or default, event)
         course.step = max(course.step, whole_number(event.get("step")))  # no other event tells of the last step
         course.redo_to = 0
-        self.account.intervals.extend(self.under_way(time_ns))
+        for part in self.under_way(time_ns):
+            self.account.paint(part.begin_ns, part.end_ns, part.use)
         self.condition.end(known(event.get("exit_code")), time_ns)
         if course.last_step_ns:
             self.account.paint(course.last_step_ns, time_ns, "finishing")

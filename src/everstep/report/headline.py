@@ -386,12 +386,14 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
             f"The disk is full ({_free(now)} left): training goes on, and what it tells waits in memory.",
             "Free some space.",
         )
-    newest = next((c for c in reversed(facts.checkpoints) if not c.skipped), None)
-    if newest is not None and not newest.ok:
-        saved, ago = facts.checkpoint_step, span(_s(newest.time_ns, now))
+    newest = {c.tier: c for c in facts.checkpoints if not c.skipped}
+    failed = next((c for c in newest.values() if not c.ok), None)
+    if failed is not None:
+        saved, ago = facts.checkpoint_step, span(_s(failed.time_ns, now))
+        where = {"disk": "", "object": " in the object store"}.get(failed.tier, f" in {failed.tier}")
         whole = f"The newest whole one is of step {saved}." if saved else "There is no other."
-        text = f"Training goes on, but the checkpoint of step {newest.step} failed {ago} ago: {newest.reason}."
-        return Headline("warning", text, whole)
+        text = f"the checkpoint of step {failed.step}{where} failed {ago} ago: {failed.reason}."
+        return Headline("warning", f"Training goes on, but {text}", whole)
     if facts.full is not None and disk_trouble(facts, now):
         return Headline(
             "warning",

@@ -117,8 +117,9 @@ class History:
         return is_locked(self.run_dir)
 
     def begins(self, running: bool) -> bool:
-        """Whether a job has taken the directory without an event so far: all facts are of the one before."""
-        return running and self._taken_ns() > self.facts.told_ns
+        """Whether a job has taken the directory without an event so far: all facts are of the one before. If it was
+        taken in the future, the clock was set back since, and nobody knows."""
+        return running and self.facts.told_ns < self._taken_ns() <= time.time_ns()
 
     def _taken_ns(self) -> int:
         """Time at which the directory was last taken: each holder writes its name into the lock."""

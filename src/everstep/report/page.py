@@ -167,7 +167,7 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
         ("steps", f"{facts.course.step}" + (f" of {total}" if total else "")),
         ("last loss", _loss(history)),
         ("samples per second", _rate(history)),
-        ("wall time", time_text(sum(seconds.values()))),
+        ("wall time", time_text(sum(s for use, s in seconds.items() if use != "not running"))),
         ("goodput", _percent(goodput(seconds))),
         ("goodput by capacity", _percent(history.goodput_by_capacity(running))),
         ("faults" if over else "faults survived", str(history.faults(running))),

@@ -231,6 +231,17 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "warning",
         ("the checkpoint of step 9 failed 0.2 s ago: No space left", "of step 6"),
     ),
+    "the object store refuses, and the disk does not": (
+        [
+            *trained(),
+            event("checkpoint_failed", 5.5, **{**FAILED, "cause": "store", "tier": "object", "reason": "403"}),
+            event("checkpoint_completed", 5.6, step=9, tier="disk"),
+        ],
+        5.8,
+        {},
+        "warning",
+        ("the checkpoint of step 9 in the object store failed 0.3 s ago: 403", "of step 9"),
+    ),
     "a checkpoint that was not due": (
         [*trained(), event("checkpoint_skipped", 5.6, **{**FAILED, "cause": "busy"})],
         5.8,
