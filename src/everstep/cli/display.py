@@ -289,8 +289,8 @@ class LiveDisplay(Display):
             named = (",".join(map(str, found)) or "-" for found in (worker.lanes, worker.stages))
             lanes, stages = (shortened(text, 24, ",") for text in named)
             step, phase, samples = (str(row.get(key, "-")) for key in ("step", "phase", "samples"))
-            if row and worker.role in MEMBERS:  # samples of usage come once a second, and steps at once
-                step = str(max(whole_number(row.get("step")), facts.course.step))
+            if row and worker.role in MEMBERS:  # samples come once a second, and know a step before it is told
+                step = str(facts.course.step)
             style = _STYLES.get(worker.state, "dim")
             cells = (f"{i}.{worker.incarnation}", worker.state, stages, lanes, step, phase, samples)
             kept = (cell for name, cell in zip(names, cells, strict=True) if not narrow or name not in _LEFT_OUT)
