@@ -38,7 +38,7 @@ _DID = {
 LAUNCHER = "launcher"
 _THINGS = {
     "checkpoint": "a checkpoint was damaged",
-    "states": "the states of the workers are in doubt",
+    "states": "the states of the workers were in doubt",
     "coordinator": "the coordinator {did}",
     LAUNCHER: "the launcher of the job died without a word",
 }
@@ -128,7 +128,10 @@ class Incident:
 
     def _named(self, hits: list[str], between: str) -> str:
         more = f" and {len(hits) - _MOST_NAMED} more" if len(hits) > _MOST_NAMED else ""
-        return between.join(hits[:_MOST_NAMED]) + more
+        said = between.join(hits[:_MOST_NAMED]) + more
+        if self.end_ns is not None:  # nobody is suspected any more
+            said = said.replace(" is suspected", " was suspected").replace(" are suspected", " were suspected")
+        return said
 
     @property
     def level(self) -> str:

@@ -256,7 +256,7 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         6.3,
         {"live": {"step": 8, "state": "running"}},
         "warning",
-        ("doing steps 8 to 10 again", "the states of the workers are in doubt"),
+        ("doing steps 8 to 10 again", "the states of the workers were in doubt"),
     ),
     "doing steps again": (
         [*trained(), *BACK, event("recovery_completed", 6.4, step=7, duration_s=0.4, phases_s={}, **FLIP)],
