@@ -85,7 +85,7 @@ def picture(feed: RunFeed, sort: str, most: int, width: int) -> RenderableType:
         parts.append(bar)
     parts.append(Text(_numbers(facts)))
     for one in feed.history.incidents(feed.running)[-1:]:
-        parts.append(Text(shortened(f"last fault: {one.line()}", width), style="yellow", no_wrap=True))
+        parts.append(Text(shortened(f"last {one.kind}: {one.line()}", width), style="yellow", no_wrap=True))
     parts.append(_table(rows, sort, most, width))
     for line in sorted(list(feed.history.facts.log)[-5:], key=lambda line: line.time_ns):
         clock = time.strftime("%H:%M:%S", time.localtime(line.time_ns / 1e9))

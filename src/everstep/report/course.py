@@ -16,6 +16,7 @@ from everstep.report.words import Event, known, number, one_line, whole_number
 _STEP_RULES = ("last", "mean", "min", "max", "last", "sum", "last")
 _MOST_METRICS = 16
 _MEASURED_STEPS = 10
+_BREAK_S = 60.0  # a step that stood still for so long says nothing about the present speed
 Again = tuple[int, int]
 """Begin and end of the time in which repeated steps were done first, in ns."""
 
@@ -25,9 +26,11 @@ class Course:
     """Progress of a job. `loss`: of the newest step, None if there is none or it is not finite; `strange`: steps
     without a finite loss. `rates`: samples, seconds, steps, and the
     sum of the squares of the seconds of each, by number of workers. `redo_to`: the last step that is
-    repeated now, 0 if none is; `began_again_ns`: when that began. `clean`: only a step follows the last one."""
+    repeated now, 0 if none is; `began_again_ns`: when that began. `clean`: only a step follows the last one. `told`:
+    the newest step with an event of its own."""
 
     step: int = 0
+    told: int = 0
     loss: float | None = None
     strange: Strange | None = None
     tokens_per_sample: float | None = None
@@ -46,8 +49,9 @@ class Course:
     def begin(self, step: int, time_ns: int) -> Again:
         """The job goes on from this step. Returns the time of the steps that it repeats."""
         self.redo_to = self.step if 0 < step < self.step else 0  # int refuses longer ones, and so the line
+        self.steps_lost += max(0, self.step - step)
         again = self._go_back(step, time_ns)
-        self.step, self.last_step_ns = max(self.step, step), 0
+        self.step, self.last_step_ns, self.told = max(self.step, step), 0, step
         self._begin(time_ns)
         self.strange = self.strange if self.step else None
         return again
@@ -59,7 +63,7 @@ class Course:
     def committed(self, event: Event, time_ns: int, members: int, settled: bool) -> Stretch | None:
         """Take in a committed step of so many members. settled: the next one follows upon it. Returns the time for
         which it was overdue, if it was."""
-        step = self.step = int(event["step"])
+        step = self.step = self.told = int(event["step"])
         loss = _float(event.get("loss"))
         self.loss = loss if loss is not None and math.isfinite(loss) else None
         empty = self.loss is None and not whole_number(event.get("samples"))
@@ -80,6 +84,8 @@ class Course:
             entry[2] += 1
             entry[3] += passed_s * passed_s
         stalled = self.standstill(time_ns) if late and not self.redo_to else None
+        if late and passed_s > _BREAK_S:
+            self.pace.begin()
         self.pace.commit(time_ns, step, samples, clean)
         self.clean, self.last_step_ns = settled, time_ns
         self.redo_to = self.redo_to if step < self.redo_to else 0

@@ -71,12 +71,14 @@ class Facts:
         if kind == "job_started" and self.account.begin_ns is not None:
             _not_running(self, time_ns)
         back = kind == "step_committed" and self.course.last_step_ns - time_ns > _SET_BACK_NS
-        if back and whole_number(event.get("step")) > self.course.step:  # one of an earlier step is only told late
+        if back and whole_number(event.get("step")) > self.course.told:  # one of an earlier step is only told late
             self.told_ns = 0
             self.account.clock_set_back(time_ns)
         self.told_ns = max(self.told_ns, time_ns)
         if kind == "worker_evicted" and cause(event) is Cause.REPLACED and self.stands_still(time_ns):
             event = {**event, "died_unix_ns": self.progress_ns}  # nobody could tell of it: there was no coordinator
+        elif kind == "worker_suspected" and self.stands_still(time_ns):
+            event = {**event, "stood_unix_ns": self.progress_ns}
         self.account.reach(time_ns)
         if event.get("generation") != self.crew.generation:
             self.crew.generation = max(self.crew.generation, whole_number(event.get("generation")))
@@ -193,6 +195,7 @@ class Facts:
 
     def _worker_suspected(self, event: Event, time_ns: int) -> None:
         self.crew.suspect(event, time_ns)
+        self._was_done(whole_number(event.get("step")))  # it says which step it did last
         self.condition.fault_ns = self.condition.fault_ns or time_ns
 
     def _worker_evicted(self, event: Event, time_ns: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from everstep.base.cause import Cause
@@ -27,6 +28,8 @@ _SILENT_S = 30.0
 _MANY_KILLS = 3
 _KILLS_LATELY_S = 600.0
 _BEYOND_HELP = 30.0
+_MANY_LEFT_OUT = 3
+_LONG_SAVE_S = 10.0
 _PASSIVE = ("reduce", "agree", "transfer", "settle", "idle", "stall")
 
 
@@ -394,6 +397,11 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
         whole = f"The newest whole one is of step {saved}." if saved else "There is no other."
         text = f"the checkpoint of step {failed.step}{where} failed {ago} ago: {failed.reason}."
         return Headline("warning", f"Training goes on, but {text}", whole)
+    left_out = list(takewhile(lambda c: c.skipped and c.cause is Cause.BUSY, reversed(facts.checkpoints)))
+    if len(left_out) >= _MANY_LEFT_OUT and _s(left_out[-1].time_ns, now) > _LONG_SAVE_S:
+        text = f"Training goes on, but the last {len(left_out)} checkpoints were left out: {left_out[0].reason}."
+        saved = facts.checkpoint_step
+        return Headline("warning", text, f"The newest whole one is of step {saved}." if saved else "There is no other.")
     if facts.full is not None and disk_trouble(facts, now):
         return Headline(
             "warning",
@@ -430,9 +438,8 @@ def _well(facts: Facts, now: Now) -> Headline:
     strange = _was_strange(facts)
     if last is None:
         return Headline("good", text, strange or "No fault so far.")
-    took_s = ((last.end_ns or 0) - last.begin_ns) / 1e9
-    went = f"; training went on after {span(took_s)}" if took_s > 0 else ""
-    told = f"Last fault {span(_s(last.begin_ns, now))} ago: {last.brief}{went}."
+    went = f"; training went on after {span(last.stood_s)}" if last.stood_s else ""
+    told = f"Last {last.kind} {span(_s(last.begin_ns, now))} ago: {last.brief}{went}."
     return Headline("good", text, f"{told} {strange}".strip())
 
 

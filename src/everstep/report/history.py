@@ -34,7 +34,7 @@ from everstep.runtime.files.run_lock import is_locked
 from everstep.runtime.link.address import DATASET_FILE, EVENTS_FILE, JOB_FILE, LOCK_FILE, METRICS_FOLDER
 
 PORTION_BYTES = 4 << 20
-_NOT_AGAIN = ("chaos", "resume_from", "network.address")
+_NOT_AGAIN = ("chaos", "resume_from", "network.address", "cell.shards")  # a job keeps its shards
 
 
 class History:
@@ -141,7 +141,7 @@ class History:
         begins as if there were no job yet, until the members have told it of theirs."""
         state = self.state(running)
         found = str(live["state"]) if live else state
-        return "recovering" if found == "starting" != state else found
+        return "recovering" if found == "starting" != state and self.facts.course.last_step_ns else found
 
     def lost_launcher(self, running: bool) -> Incident | None:
         """The loss of the launcher, since about its last word, if it is gone and has told no end."""

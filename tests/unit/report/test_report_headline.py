@@ -26,6 +26,7 @@ STOPPING = plan(6, 2, [[0, 1, 2, 3]], "interrupted", "interrupted by SIGINT: a c
 STOPPED = {"cause": "interrupted", "state": "interrupted", "exit_code": 130, "reason": "interrupted by SIGINT"}
 FULL = {"cause": "disk", "reason": "rows of the ledger cannot be written: No space left on device"}
 FAILED = {"cause": "disk", "tier": "disk", "step": 9, "reason": "No space left on device"}
+BUSY = {"cause": "busy", "tier": "disk", "step": 9, "reason": "that of step 3 is still being written, since 9 s"}
 DONE = event("job_completed", 7, step=10, state="completed", exit_code=0)
 KILLED = [event("coordinator_killed", 5 + n / 10, cause="hung", reason="silent", kills=n) for n in range(3)]
 GONE = {"running": False, "disk_step": 6, "resume": "everstep run digits --run-dir runs/a"}
@@ -248,6 +249,23 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         {},
         "good",
         ("All is well",),
+    ),
+    "a disk that is too slow for checkpoints": (
+        [*trained(), *(event("checkpoint_skipped", 4 + n / 2, **BUSY) for n in range(3))],
+        5.8,
+        {},
+        "good",
+        ("All is well",),
+    ),
+    "a disk that is so for long": (
+        [*trained(), *(event("checkpoint_skipped", -6 + 3 * n, **BUSY) for n in range(5))],
+        5.8,
+        {},
+        "warning",
+        (
+            "the last 5 checkpoints were left out: that of step 3 is still being written, since 9 s.",
+            "There is no other",
+        ),
     ),
     "waiting for workers": ([*trained(), TOO_FEW], 10, {"gives_up_s": 600.0}, "warning", ("Waiting for 4 s: 1 of 4",)),
     "waiting for long": ([*trained(), TOO_FEW], 26, {"gives_up_s": 600.0}, "bad", ("20 s", "It gives up in 9m40s")),

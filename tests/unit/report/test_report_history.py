@@ -370,17 +370,19 @@ def test_an_efficiency_has_its_error_and_no_standstill(tmp_path: Path) -> None:
         return told
 
     lines = [event("job_started", 0, step=0, workers=2), plan(1, 1, {0: [0], 1: [1]}), *steps(1, [1.0, 1.5] * 8)]
-    lines += [plan(at[0], 2, {i: [i] for i in range(4)}), *steps(17, [0.5, 1.0] * 8 + [60.0] + [0.5] * 2)]
+    lines += [plan(at[0], 2, {i: [i] for i in range(4)}), *steps(17, [0.5, 1.0] * 8 + [61.0] + [0.5] * 2)]
     facts = history(tmp_path, lines).facts
+    assert facts.course.pace.samples_per_s() == pytest.approx(16), "nor about the present one"
     assert facts.course.efficiency_text(4) == "4 workers: 1.72x of 2 workers, ideal 2.00x, efficiency 86% ± 8%"
-    assert history(tmp_path, lines).seconds(False)["stalled"] == pytest.approx(59.25, abs=0.3)
+    assert history(tmp_path, lines).seconds(False)["stalled"] == pytest.approx(60.25, abs=0.3)
 
 
 def test_a_clock_that_is_set_back_takes_no_time_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The account goes on, a hang is seen, and a directory that was taken in the future is not taken anew."""
     back = 3600.0
-    lines = [*killed_run(), *(event("step_committed", 13.5 + s - back, step=10 + s, samples=8) for s in range(1, 6))]
-    known = history(tmp_path, lines)
+    saved = event("checkpoint_completed", 14 - back, tier="disk", step=11)  # before its commit is told
+    steps = (event("step_committed", 13.5 + s - back, step=10 + s, samples=8) for s in range(1, 6))
+    known = history(tmp_path, [*killed_run(), saved, *steps])
     seconds, facts = known.seconds(False), known.facts
     assert (sum(seconds.values()), seconds["training"]) == (pytest.approx(17.5), pytest.approx(13.5))
     assert not facts.stands_still(T0 + round((19 - back) * S)) and facts.stands_still(T0 + round((60 - back) * S))

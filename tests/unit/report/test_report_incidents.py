@@ -110,11 +110,11 @@ def test_a_lost_host_is_said_once() -> None:
 def test_a_suspicion_that_was_wrong_and_one_that_was_right() -> None:
     suspected = event("worker_suspected", 8, worker_id=1, incarnation=0, cause="hung", reason="no progress for 3.0 s")
     assert lines([*trained(), suspected, commit(11, 9.0)]) == [
-        "worker 1 was suspected (no progress for 3.0 s); it went on by itself; training went on after 1.0 s"
+        "worker 1 was suspected (no progress for 3.0 s); it went on by itself; training went on after 3.3 s"
     ]
     evicted = event("worker_evicted", 11, worker_id=1, incarnation=0, cause="hung", reason="no progress for 6.0 s")
     (line,) = lines([*trained(), suspected, evicted, plan(11.1, 2, [[0, 2, 3]]), commit(11, 11.4)])
-    assert line == "worker 1 hung (no progress for 6.0 s); training went on after 3.4 s"
+    assert line == "worker 1 hung (no progress for 6.0 s); training went on after 5.7 s"
 
 
 def test_what_training_does_not_stand_still_for() -> None:
