@@ -112,7 +112,8 @@ class Course:
             return 0, 0
         if event.get("steps_redone") is None and back_to >= self.step:
             return 0, 0
-        self.redo_to = max(self.redo_to, self.step, back_to + (known(event.get("steps_redone")) or 0))
+        redo_to = max(self.redo_to, self.step, back_to + (known(event.get("steps_redone")) or 0))
+        self.redo_to = redo_to if redo_to > back_to else 0
         self.steps_lost += max(0, self.step - back_to)
         again = self._go_back(back_to, time_ns)
         self._begin(time_ns)

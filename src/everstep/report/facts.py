@@ -201,9 +201,14 @@ class Facts:
     def _worker_evicted(self, event: Event, time_ns: int) -> None:
         died_ns, condition = whole_number(event.get("died_unix_ns")) or time_ns, self.condition
         worker_id = self.crew.evicted(event, died_ns)
+        self._was_done(whole_number(event.get("step")))
         condition.be("recovering", event)
         condition.reason = f"worker {worker_id}: {condition.reason}"
         condition.fault_ns = min(condition.fault_ns or died_ns, died_ns)
+
+    def _waiting(self, event: Event, time_ns: int) -> None:
+        self.condition.wait(event, time_ns)
+        self._was_done(whole_number(event.get("step")))
 
     def _recovery_completed(self, event: Event, time_ns: int) -> None:
         recovery = recovery_of(event, time_ns)
@@ -298,7 +303,7 @@ _ACTS: dict[str, Callable[[Facts, Event, int], None]] = {
     "fallback": lambda facts, event, time_ns: facts.account.paint(
         *facts.course.fall_back(event, time_ns), "steps done again"
     ),
-    "waiting": lambda facts, event, time_ns: facts.condition.wait(event, time_ns),
+    "waiting": Facts._waiting,
     "evaluated": Facts._evaluated,
     "logged": lambda facts, event, time_ns: facts.logged.take(event, whole_number(event.get("step")), time_ns),
     "checkpoint_completed": Facts._checkpoint,

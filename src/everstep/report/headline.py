@@ -253,6 +253,9 @@ def _waiting(facts: Facts, now: Now) -> Headline | None:
         return None
     waited_s = _s(facts.condition.waiting_ns or now.time_ns, now)
     reason = facts.condition.reason if facts.condition.state == "waiting" else reason_text(live.get("reason"))
+    newest = facts.incidents.newest
+    if facts.condition.cause is Cause.EXCEPTION and newest is not None:  # its words are those of the error at the end
+        reason = f"{newest.brief}, and {'is' if len(newest.struck) == 1 else 'are'} started again"
     left_s = None if now.gives_up_s is None else now.gives_up_s - waited_s
     more = f"It gives up in {span(left_s)}." if left_s is not None and left_s > 0 else ""
     return Headline("bad" if waited_s > _LONG_WAIT_S else "warning", f"Waiting for {span(waited_s)}: {reason}.", more)

@@ -141,7 +141,7 @@ class History:
         begins as if there were no job yet, until the members have told it of theirs."""
         state = self.state(running)
         found = str(live["state"]) if live else state
-        return "recovering" if found == "starting" != state and self.facts.course.last_step_ns else found
+        return state if found == "starting" and self.facts.course.last_step_ns else found
 
     def lost_launcher(self, running: bool) -> Incident | None:
         """The loss of the launcher, since about its last word, if it is gone and has told no end."""

@@ -116,7 +116,7 @@ class Incident:
     def _told_once(self) -> list[Hit]:
         """The hits; a reason that several have is left to the last of those that are told apart."""
         hits = list(self.struck.values())
-        own = [{hit.reason for hit in hits[n + 1 :] if hit.home != hits[n].home} for n in range(len(hits))]
+        own = [{hit.reason for hit in hits[n + 1 :] if hit.home or hits[n].home} for n in range(len(hits))]
         return [hit.bare() if hit.reason in said else hit for hit, said in zip(hits, own, strict=True)]
 
     @property

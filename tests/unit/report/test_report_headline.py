@@ -27,6 +27,9 @@ STOPPED = {"cause": "interrupted", "state": "interrupted", "exit_code": 130, "re
 FULL = {"cause": "disk", "reason": "rows of the ledger cannot be written: No space left on device"}
 FAILED = {"cause": "disk", "tier": "disk", "step": 9, "reason": "No space left on device"}
 BUSY = {"cause": "busy", "tier": "disk", "step": 9, "reason": "that of step 3 is still being written, since 9 s"}
+RAISED = [
+    event("worker_evicted", 5.8, worker_id=i, incarnation=0, cause="exception", reason="ValueError: 17") for i in (0, 1)
+]
 DONE = event("job_completed", 7, step=10, state="completed", exit_code=0)
 KILLED = [event("coordinator_killed", 5 + n / 10, cause="hung", reason="silent", kills=n) for n in range(3)]
 GONE = {"running": False, "disk_step": 6, "resume": "everstep run digits --run-dir runs/a"}
@@ -268,6 +271,23 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         ),
     ),
     "waiting for workers": ([*trained(), TOO_FEW], 10, {"gives_up_s": 600.0}, "warning", ("Waiting for 4 s: 1 of 4",)),
+    "all have raised, and nothing is to be done again": (
+        [
+            *(*trained(), *RAISED, event("waiting", 6, cause="exception", reason="every worker is gone")),
+            *(plan(8, 2, [[0, 1, 2, 3]]), event("fallback", 8.1, step=10, steps_redone=0, source="checkpoint")),
+        ],
+        8.3,
+        {},
+        "warning",
+        ("redoing step 11 since workers 0, 1 raised an exception 2 s ago",),
+    ),
+    "all have raised": (
+        [*trained(), *RAISED, event("waiting", 6, cause="exception", reason="every worker is gone")],
+        6.3,
+        {},
+        "warning",
+        ("Waiting for 0.3 s: workers 0, 1 raised an exception, and are started again.",),
+    ),
     "waiting for long": ([*trained(), TOO_FEW], 26, {"gives_up_s": 600.0}, "bad", ("20 s", "It gives up in 9m40s")),
     "going back after a flip": (
         [*trained(), *BACK],

@@ -122,6 +122,7 @@ def test_a_dead_job_that_starts_again_was_not_running_in_between(tmp_path: Path)
     ran_s = sum(s for use, s in known.seconds(running=False).items() if use != "not running")
     assert rate is not None and rate * ran_s == pytest.approx(known.facts.account.by_capacity_s())
     assert (known.facts.course.step, known.facts.course.steps.x[-1]) == (8, 8)
+    assert known.facts.course.steps_lost == 3, "steps 8 to 10 were done again"
 
 
 def test_waiting_suspicion_fallback_and_failure(tmp_path: Path) -> None:
