@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import textwrap
+from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,8 +83,8 @@ def say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome
         return
     if there != run_dir:
         events = EventLog(there / EVENTS_FILE)
-    told = (e["kind"] in ENDS and e["time_unix_ns"] >= begin_ns for e in read_events(there / EVENTS_FILE))
-    if not any(told):
+    own = dropwhile(lambda e: e["time_unix_ns"] < begin_ns, read_events(there / EVENTS_FILE))  # clocks may be set back
+    if not any(event["kind"] in ENDS for event in own):
         why, code = outcome.why, outcome.exit_code
         events.write(ENDS[bool(code)], cause=why.cause, reason=why.reason, state=outcome.state, exit_code=code)
 

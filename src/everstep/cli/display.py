@@ -195,7 +195,7 @@ class LiveDisplay(Display):
 
         self._since_ns = time.time_ns() if since_ns is None else since_ns
         self._facts = Facts()
-        self._kept = 0
+        self._kept: int | None = None
         self._samples = samples
         self._usage = Usage()
         self._last_step = last or FinalStep(None)
@@ -207,6 +207,9 @@ class LiveDisplay(Display):
 
     def event(self, event: Event, facts: Facts) -> None:
         self._facts, text = facts, self._sentences.of(event)
+        if self._kept is None:  # by number from now on: the clock may be set back
+            earlier = (one.number for one in facts.incidents.all if one.begin_ns < self._since_ns)
+            self._kept = max(earlier, default=0)
         if text:
             self._last.append(text)
         if text and event["kind"] == "warning":
@@ -231,10 +234,10 @@ class LiveDisplay(Display):
     def _keep_incidents(self, *, over: bool) -> None:
         """Print the incidents whose lines are whole; with `over` all of them."""
         incidents = self._facts.incidents
-        if incidents.waits and not over:
+        if self._kept is None or (incidents.waits and not over):
             return
         for one in incidents.all:
-            if one.number > self._kept and one.begin_ns >= self._since_ns:
+            if one.number > self._kept:
                 self._keep(one.begin_ns, one.line())
         self._kept = incidents.count
 
@@ -286,8 +289,8 @@ class LiveDisplay(Display):
             named = (",".join(map(str, found)) or "-" for found in (worker.lanes, worker.stages))
             lanes, stages = (shortened(text, 24, ",") for text in named)
             step, phase, samples = (str(row.get(key, "-")) for key in ("step", "phase", "samples"))
-            if row and worker.role in MEMBERS:  # samples of usage come once a second, and steps at once
-                step = str(max(whole_number(row.get("step")), facts.course.step))
+            if row and worker.role in MEMBERS:  # samples come once a second, and know a step before it is told
+                step = str(facts.course.step)
             style = _STYLES.get(worker.state, "dim")
             cells = (f"{i}.{worker.incarnation}", worker.state, stages, lanes, step, phase, samples)
             kept = (cell for name, cell in zip(names, cells, strict=True) if not narrow or name not in _LEFT_OUT)
@@ -376,6 +379,7 @@ class Watcher:
             self.facts.take(event)  # earlier starts included: the figures are the job's
             time_ns = int(event.get("time_unix_ns") or 0)
             if time_ns >= self._begin_ns:
+                self._begin_ns = 0  # what follows is of this start, also if the clock is set back
                 for line in self._output.before(time_ns):
                     self._display.note(line)
                 self._said(event)

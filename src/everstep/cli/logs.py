@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import click
 
 from everstep.base.errors import ConfigError
+from everstep.base.leaving import until_ctrl_c
 from everstep.cli.main import complain
 from everstep.cli.run_dir import refuse_no_run
 from everstep.observe.logs import LEVELS
@@ -24,7 +26,7 @@ _POLL_S = 0.2
 
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--follow", "-f", is_flag=True, help="Follow until the job is over.")
+@click.option("--follow", "-f", is_flag=True, help="Follow until the job is over, or Ctrl-C.")
 @click.option("--worker", type=int, help="Only this worker.")
 @click.option("--host", help="Only workers of this host, which keeps its logs itself.")
 @click.option("--level", type=click.Choice(LEVELS), default="info", help="Only lines of this level or higher (info).")
@@ -63,13 +65,14 @@ def command(
             if line.at_least(level) and (worker is None or line.worker_id == worker) and line.has(grep or ""):
                 yield line
 
-    _show(wanted() if lines is None else deque(wanted(), maxlen=lines), as_json)
-    while follow:
-        running = is_locked(run_dir)
-        pull_logs(run_dir, host if host in hosts_apart(run_dir) else None)
-        if not _show(wanted(), as_json) and not running:
-            break
-        time.sleep(_POLL_S)
+    with until_ctrl_c() if follow else contextlib.nullcontext():
+        _show(wanted() if lines is None else deque(wanted(), maxlen=lines), as_json)
+        while follow:
+            running = is_locked(run_dir)
+            pull_logs(run_dir, host if host in hosts_apart(run_dir) else None)
+            if not _show(wanted(), as_json) and not running:
+                break
+            time.sleep(_POLL_S)
     if files.absurd:
         raise ConfigError(files.absurd)
     return 0

@@ -19,6 +19,7 @@ from everstep.base.cause import Cause
 from everstep.base.config import load_config
 from everstep.base.config_keys import NOTICES, SINKS
 from everstep.base.errors import ConfigError
+from everstep.base.leaving import until_ctrl_c
 from everstep.base.readable import readable
 from everstep.cli.beside import NOTIFY_VARIABLE
 from everstep.cli.config_file import said_layers
@@ -42,7 +43,7 @@ _NICE = 10
     "--config", "config_file", type=click.Path(path_type=Path), help="YAML file with notify.* keys, for --to notify."
 )
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a notify.* key, for --to notify.")
-@click.option("--follow", "-f", "following", is_flag=True, help="Follow until the job is over.")
+@click.option("--follow", "-f", "following", is_flag=True, help="Follow until the job is over, or Ctrl-C.")
 @click.option("--beside", is_flag=True, hidden=True, help="Follow until standard input ends (a run's own sinks).")
 def command(
     run_dir: Path,
@@ -106,7 +107,8 @@ def _publish(run_dir: Path, name: str, following: bool, beside: bool, notify: di
                 os.nice(_NICE)
             return 0 if follow(make, _input_ended, _warner(run_dir)) else 1
         if following:
-            return 0 if follow(make, lambda s: _job_over(run_dir, s), lambda text, _: complain(text)) else 1
+            with until_ctrl_c():
+                return 0 if follow(make, lambda s: _job_over(run_dir, s), lambda text, _: complain(text)) else 1
         try:
             print(_once(make(), is_locked(run_dir)))
         except SinkFailed as error:

@@ -164,11 +164,11 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
     print(f"{status['state']}, step {status['step']}, generation {status['generation']}")
     values = {k: "not finite" if v is None else f"{v:.4g}" for k, v in status["logged"].items()}
     if values:
-        print(", ".join(f"{name} {value}" for name, value in values.items()))
-    if status["checkpoint"] is not None:
-        print(f"newest checkpoint: step {status['checkpoint']['step']} in {status['checkpoint']['path']}")
+        print(paragraph(", ".join(f"{name} {value}" for name, value in values.items()), sys.stdout, "  "))
+    if (saved := status["checkpoint"]) is not None:
+        print(paragraph(f"newest checkpoint: step {saved['step']} in {saved['path']}", sys.stdout, "  "))
     if status["efficiency"]["text"]:
-        print(f"scaling: {status['efficiency']['text']}")
+        print(paragraph(f"scaling: {status['efficiency']['text']}", sys.stdout, "  "))
     _print_incidents(status["incidents"])
     if not status["workers"]:
         return

@@ -85,9 +85,9 @@ def picture(feed: RunFeed, sort: str, most: int, width: int) -> RenderableType:
         parts.append(bar)
     parts.append(Text(_numbers(facts)))
     for one in feed.history.incidents(feed.running)[-1:]:
-        parts.append(Text(shortened(f"last fault: {one.line()}", width), style="yellow", no_wrap=True))
+        parts.append(Text(shortened(f"last {one.kind}: {one.line()}", width), style="yellow", no_wrap=True))
     parts.append(_table(rows, sort, most, width))
-    for line in list(feed.history.facts.log)[-5:]:
+    for line in sorted(list(feed.history.facts.log)[-5:], key=lambda line: line.time_ns):
         clock = time.strftime("%H:%M:%S", time.localtime(line.time_ns / 1e9))
         parts.append(Text(shortened(f"{clock} {line.text}", width), style="dim", no_wrap=True))
     return Group(*parts)

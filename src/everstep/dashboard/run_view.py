@@ -148,7 +148,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         or (facts.condition.reason if feed.running or facts.condition.ended_ns else ""),
         "headline": {"level": said.level, "text": said.text, "more": said.more},
         "raised": feed.raised,
-        "stands_still": feed.running and late,
+        "stands_still": feed.running and late and now.taken_ns is None,
         "usual_s": facts.course.pace.usual_s,
         "last_step_ns": facts.course.last_step_ns or None,
         "running": feed.running,

@@ -16,6 +16,7 @@ from everstep.report.words import Event, known, number, one_line, whole_number
 _STEP_RULES = ("last", "mean", "min", "max", "last", "sum", "last")
 _MOST_METRICS = 16
 _MEASURED_STEPS = 10
+_BREAK_S = 60.0  # a step that stood still for so long says nothing about the present speed
 Again = tuple[int, int]
 """Begin and end of the time in which repeated steps were done first, in ns."""
 
@@ -25,9 +26,11 @@ class Course:
     """Progress of a job. `loss`: of the newest step, None if there is none or it is not finite; `strange`: steps
     without a finite loss. `rates`: samples, seconds, steps, and the
     sum of the squares of the seconds of each, by number of workers. `redo_to`: the last step that is
-    repeated now, 0 if none is; `began_again_ns`: when that began. `clean`: only a step follows the last one."""
+    repeated now, 0 if none is; `began_again_ns`: when that began. `clean`: only a step follows the last one. `told`:
+    the newest step with an event of its own."""
 
     step: int = 0
+    told: int = 0
     loss: float | None = None
     strange: Strange | None = None
     tokens_per_sample: float | None = None
@@ -46,8 +49,9 @@ class Course:
     def begin(self, step: int, time_ns: int) -> Again:
         """The job goes on from this step. Returns the time of the steps that it repeats."""
         self.redo_to = self.step if 0 < step < self.step else 0  # int refuses longer ones, and so the line
+        self.steps_lost += max(0, self.step - step)
         again = self._go_back(step, time_ns)
-        self.step, self.last_step_ns = max(self.step, step), 0
+        self.step, self.last_step_ns, self.told = max(self.step, step), 0, step
         self._begin(time_ns)
         self.strange = self.strange if self.step else None
         return again
@@ -59,7 +63,7 @@ class Course:
     def committed(self, event: Event, time_ns: int, members: int, settled: bool) -> Stretch | None:
         """Take in a committed step of so many members. settled: the next one follows upon it. Returns the time for
         which it was overdue, if it was."""
-        step = self.step = int(event["step"])
+        step = self.step = self.told = int(event["step"])
         loss = _float(event.get("loss"))
         self.loss = loss if loss is not None and math.isfinite(loss) else None
         empty = self.loss is None and not whole_number(event.get("samples"))
@@ -71,15 +75,17 @@ class Course:
         self.tokens_per_sample = tokens / samples if tokens > 0 and samples > 0 else None
         self.steps.add(step, (time_ns / 1e9, loss, loss, loss, lr, samples, members))
         passed_s = (time_ns - self.last_step_ns) / 1e9 if self.last_step_ns else 0.0
-        clean = self.clean and passed_s > 0.0
+        late = passed_s > 1.0 and self.pace.stands_still(passed_s)
+        clean = self.clean and passed_s > 0.0 and not late
         if clean:
             entry = self.rates.setdefault(members, [0.0, 0.0, 0.0, 0.0])
             entry[0] += samples
             entry[1] += passed_s
             entry[2] += 1
             entry[3] += passed_s * passed_s
-        late = passed_s > 1.0 and not self.redo_to and self.pace.stands_still(passed_s)
-        stalled = self.standstill(time_ns) if late else None
+        stalled = self.standstill(time_ns) if late and not self.redo_to else None
+        if late and passed_s > _BREAK_S:
+            self.pace.begin()
         self.pace.commit(time_ns, step, samples, clean)
         self.clean, self.last_step_ns = settled, time_ns
         self.redo_to = self.redo_to if step < self.redo_to else 0
@@ -106,7 +112,8 @@ class Course:
             return 0, 0
         if event.get("steps_redone") is None and back_to >= self.step:
             return 0, 0
-        self.redo_to = max(self.redo_to, self.step, back_to + (known(event.get("steps_redone")) or 0))
+        redo_to = max(self.redo_to, self.step, back_to + (known(event.get("steps_redone")) or 0))
+        self.redo_to = redo_to if redo_to > back_to else 0
         self.steps_lost += max(0, self.step - back_to)
         again = self._go_back(back_to, time_ns)
         self._begin(time_ns)
@@ -157,13 +164,16 @@ class Course:
         return found
 
     def efficiency_text(self, members: int) -> str:
-        """The efficiency of so many workers in a few words; "" until two numbers were measured."""
+        """The efficiency of so many workers in a few words, with its standard error; "" until two numbers were
+        measured."""
         found = self.efficiency()
         if len(found) < 2:
             return ""
         now = next((one for one in found[1:] if one["workers"] == members), found[-1])
         few, many = (f"{one:.0f} worker{'s' * (one != 1)}" for one in (now["relative_to"], now["workers"]))
-        return f"{many}: {now['speed_up']:.2f}x of {few}, ideal {now['ideal']:.2f}x, efficiency {now['efficiency']:.0%}"
+        error = now["efficiency"] * math.hypot(*(one["spread"] / math.sqrt(one["steps"]) for one in (found[0], now)))
+        efficiency = f"efficiency {now['efficiency']:.0%} ± {error:.0%}"
+        return f"{many}: {now['speed_up']:.2f}x of {few}, ideal {now['ideal']:.2f}x, {efficiency}"
 
     def left_out(self) -> str:
         """Which numbers of workers `efficiency` leaves out, and why; "" if none."""
@@ -173,7 +183,7 @@ class Course:
         return f"{named}{' and more' if len(few) > 8 else ''}: {why}" if few else ""
 
     def mean_samples_per_s(self) -> float | None:
-        """Mean speed over all steps without a change of generation or an evaluation."""
+        """Mean speed over all steps without a change of generation, an evaluation or a standstill."""
         spent = sum(seconds for _, seconds, _, _ in self.rates.values())
         return sum(samples for samples, _, _, _ in self.rates.values()) / spent if spent > 0 else None
 

@@ -61,6 +61,7 @@ class Crew:
         """Take in a new generation with its members. Returns the number of members."""
         seats, leaders = seats_of(event), event.get("leaders")
         before, self._seated = self._seated, frozenset(seats)
+        self.wanted = whole_number(event.get("target")) or self.wanted
         leaders = leaders if isinstance(leaders, list) else [event.get("leader")]
         asked = event if cause(event) in _LEFT else None
         for i, worker in self.workers.items():
@@ -77,7 +78,6 @@ class Crew:
             worker.role = "leader" if i in leaders else "active" if worker.lanes else "standby"
             self._be(worker, worker.role, time_ns)
         self.members = sum(1 for w in self.workers.values() if w.role in MEMBERS and w.lanes)
-        self.wanted = whole_number(event.get("target")) or self.wanted
         name, step = whole_number(event.get("generation")), whole_number(event.get("step"))
         step, self._begins_after = max(step, self._begins_after), 0  # at the start the coordinator has not heard of it
         leading = tuple(i for i in leaders if isinstance(i, int))[:64]

@@ -35,6 +35,7 @@ from everstep.report.words import (
 
 _MOST_LOG = 4000
 _LATELY_NS = 60_000_000_000
+_SET_BACK_NS = 10_000_000_000  # hosts may differ by less
 _MARKED = {"fault_injected": "fault", "worker_evicted": "evicted", "leader_changed": "leader"}
 _MARKED |= {"coordinator_restarted": "coordinator", "fallback": "fallback", "worker_healed": "healed"}
 
@@ -69,10 +70,15 @@ class Facts:
             return
         if kind == "job_started" and self.account.begin_ns is not None:
             _not_running(self, time_ns)
-        if time_ns > self.told_ns:
-            self.told_ns = time_ns
+        back = kind == "step_committed" and self.course.last_step_ns - time_ns > _SET_BACK_NS
+        if back and whole_number(event.get("step")) > self.course.told:  # one of an earlier step is only told late
+            self.told_ns = 0
+            self.account.clock_set_back(time_ns)
+        self.told_ns = max(self.told_ns, time_ns)
         if kind == "worker_evicted" and cause(event) is Cause.REPLACED and self.stands_still(time_ns):
             event = {**event, "died_unix_ns": self.progress_ns}  # nobody could tell of it: there was no coordinator
+        elif kind == "worker_suspected" and self.stands_still(time_ns):
+            event = {**event, "stood_unix_ns": self.progress_ns}
         self.account.reach(time_ns)
         if event.get("generation") != self.crew.generation:
             self.crew.generation = max(self.crew.generation, whole_number(event.get("generation")))
@@ -124,9 +130,9 @@ class Facts:
     @property
     def progress_ns(self) -> int:
         """Time of the newest known commit, 0 if there was none since the start. A recovery ends with a commit, and is
-        told before it."""
-        last = self.recoveries[-1].end_ns if self.recoveries and self.course.last_step_ns else 0
-        return max(self.course.last_step_ns, last)
+        told before it; once that is told, its time counts, also if the clock was set back meanwhile."""
+        last = self.recoveries[-1] if self.recoveries and self.course.last_step_ns else None
+        return max(self.course.last_step_ns, last.end_ns if last is not None and not last.told else 0)
 
     @property
     def began_ns(self) -> int:
@@ -155,7 +161,7 @@ class Facts:
         condition, crew = self.condition, self.crew
         stalled = self.course.committed(event, time_ns, crew.members, condition.started_ns is None)
         if stalled is not None:
-            self.account.intervals.append(stalled)
+            self.account.paint(stalled.begin_ns, stalled.end_ns, stalled.use)
         self.logged.take(event, self.course.step, time_ns)
         generation = whole_number(event.get("generation"))
         last = self.recoveries[-1] if self.recoveries else None
@@ -189,14 +195,20 @@ class Facts:
 
     def _worker_suspected(self, event: Event, time_ns: int) -> None:
         self.crew.suspect(event, time_ns)
+        self._was_done(whole_number(event.get("step")))  # it says which step it did last
         self.condition.fault_ns = self.condition.fault_ns or time_ns
 
     def _worker_evicted(self, event: Event, time_ns: int) -> None:
         died_ns, condition = whole_number(event.get("died_unix_ns")) or time_ns, self.condition
         worker_id = self.crew.evicted(event, died_ns)
+        self._was_done(whole_number(event.get("step")))
         condition.be("recovering", event)
         condition.reason = f"worker {worker_id}: {condition.reason}"
         condition.fault_ns = min(condition.fault_ns or died_ns, died_ns)
+
+    def _waiting(self, event: Event, time_ns: int) -> None:
+        self.condition.wait(event, time_ns)
+        self._was_done(whole_number(event.get("step")))
 
     def _recovery_completed(self, event: Event, time_ns: int) -> None:
         recovery = recovery_of(event, time_ns)
@@ -237,7 +249,8 @@ class Facts:
         self.condition.be(one_line(event.get("state"), 20) or default, event)
         course.step = max(course.step, whole_number(event.get("step")))  # no other event tells of the last step
         course.redo_to = 0
-        self.account.intervals.extend(self.under_way(time_ns))
+        for part in self.under_way(time_ns):
+            self.account.paint(part.begin_ns, part.end_ns, part.use)
         self.condition.end(known(event.get("exit_code")), time_ns)
         if course.last_step_ns:
             self.account.paint(course.last_step_ns, time_ns, "finishing")
@@ -290,7 +303,7 @@ _ACTS: dict[str, Callable[[Facts, Event, int], None]] = {
     "fallback": lambda facts, event, time_ns: facts.account.paint(
         *facts.course.fall_back(event, time_ns), "steps done again"
     ),
-    "waiting": lambda facts, event, time_ns: facts.condition.wait(event, time_ns),
+    "waiting": Facts._waiting,
     "evaluated": Facts._evaluated,
     "logged": lambda facts, event, time_ns: facts.logged.take(event, whole_number(event.get("step")), time_ns),
     "checkpoint_completed": Facts._checkpoint,

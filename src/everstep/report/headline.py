@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from everstep.base.cause import Cause
@@ -27,6 +28,8 @@ _SILENT_S = 30.0
 _MANY_KILLS = 3
 _KILLS_LATELY_S = 600.0
 _BEYOND_HELP = 30.0
+_MANY_LEFT_OUT = 3
+_LONG_SAVE_S = 10.0
 _PASSIVE = ("reduce", "agree", "transfer", "settle", "idle", "stall")
 
 
@@ -250,6 +253,9 @@ def _waiting(facts: Facts, now: Now) -> Headline | None:
         return None
     waited_s = _s(facts.condition.waiting_ns or now.time_ns, now)
     reason = facts.condition.reason if facts.condition.state == "waiting" else reason_text(live.get("reason"))
+    newest = facts.incidents.newest
+    if facts.condition.cause is Cause.EXCEPTION and newest is not None:  # its words are those of the error at the end
+        reason = f"{newest.brief}, and {'is' if len(newest.struck) == 1 else 'are'} started again"
     left_s = None if now.gives_up_s is None else now.gives_up_s - waited_s
     more = f"It gives up in {span(left_s)}." if left_s is not None and left_s > 0 else ""
     return Headline("bad" if waited_s > _LONG_WAIT_S else "warning", f"Waiting for {span(waited_s)}: {reason}.", more)
@@ -386,12 +392,19 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
             f"The disk is full ({_free(now)} left): training goes on, and what it tells waits in memory.",
             "Free some space.",
         )
-    newest = next((c for c in reversed(facts.checkpoints) if not c.skipped), None)
-    if newest is not None and not newest.ok:
-        saved, ago = facts.checkpoint_step, span(_s(newest.time_ns, now))
+    newest = {c.tier: c for c in facts.checkpoints if not c.skipped}
+    failed = next((c for c in newest.values() if not c.ok), None)
+    if failed is not None:
+        saved, ago = facts.checkpoint_step, span(_s(failed.time_ns, now))
+        where = {"disk": "", "object": " in the object store"}.get(failed.tier, f" in {failed.tier}")
         whole = f"The newest whole one is of step {saved}." if saved else "There is no other."
-        text = f"Training goes on, but the checkpoint of step {newest.step} failed {ago} ago: {newest.reason}."
-        return Headline("warning", text, whole)
+        text = f"the checkpoint of step {failed.step}{where} failed {ago} ago: {failed.reason}."
+        return Headline("warning", f"Training goes on, but {text}", whole)
+    left_out = list(takewhile(lambda c: c.skipped and c.cause is Cause.BUSY, reversed(facts.checkpoints)))
+    if len(left_out) >= _MANY_LEFT_OUT and _s(left_out[-1].time_ns, now) > _LONG_SAVE_S:
+        text = f"Training goes on, but the last {len(left_out)} checkpoints were left out: {left_out[0].reason}."
+        saved = facts.checkpoint_step
+        return Headline("warning", text, f"The newest whole one is of step {saved}." if saved else "There is no other.")
     if facts.full is not None and disk_trouble(facts, now):
         return Headline(
             "warning",
@@ -428,9 +441,8 @@ def _well(facts: Facts, now: Now) -> Headline:
     strange = _was_strange(facts)
     if last is None:
         return Headline("good", text, strange or "No fault so far.")
-    took_s = ((last.end_ns or 0) - last.begin_ns) / 1e9
-    went = f"; training went on after {span(took_s)}" if took_s > 0 else ""
-    told = f"Last fault {span(_s(last.begin_ns, now))} ago: {last.brief}{went}."
+    went = f"; training went on after {span(last.stood_s)}" if last.stood_s else ""
+    told = f"Last {last.kind} {span(_s(last.begin_ns, now))} ago: {last.brief}{went}."
     return Headline("good", text, f"{told} {strange}".strip())
 
 

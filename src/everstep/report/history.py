@@ -34,7 +34,7 @@ from everstep.runtime.files.run_lock import is_locked
 from everstep.runtime.link.address import DATASET_FILE, EVENTS_FILE, JOB_FILE, LOCK_FILE, METRICS_FOLDER
 
 PORTION_BYTES = 4 << 20
-_NOT_AGAIN = ("chaos", "resume_from", "network.address")
+_NOT_AGAIN = ("chaos", "resume_from", "network.address", "cell.shards")  # a job keeps its shards
 
 
 class History:
@@ -117,8 +117,9 @@ class History:
         return is_locked(self.run_dir)
 
     def begins(self, running: bool) -> bool:
-        """Whether a job has taken the directory without an event so far: all facts are of the one before."""
-        return running and self._taken_ns() > self.facts.told_ns
+        """Whether a job has taken the directory without an event so far: all facts are of the one before. If it was
+        taken in the future, the clock was set back since, and nobody knows."""
+        return running and self.facts.told_ns < self._taken_ns() <= time.time_ns()
 
     def _taken_ns(self) -> int:
         """Time at which the directory was last taken: each holder writes its name into the lock."""
@@ -140,7 +141,7 @@ class History:
         begins as if there were no job yet, until the members have told it of theirs."""
         state = self.state(running)
         found = str(live["state"]) if live else state
-        return "recovering" if found == "starting" != state else found
+        return state if found == "starting" and self.facts.course.last_step_ns else found
 
     def lost_launcher(self, running: bool) -> Incident | None:
         """The loss of the launcher, since about its last word, if it is gone and has told no end."""

@@ -38,7 +38,7 @@ _DID = {
 LAUNCHER = "launcher"
 _THINGS = {
     "checkpoint": "a checkpoint was damaged",
-    "states": "the states of the workers are in doubt",
+    "states": "the states of the workers were in doubt",
     "coordinator": "the coordinator {did}",
     LAUNCHER: "the launcher of the job died without a word",
 }
@@ -86,8 +86,8 @@ class Incident:
 
     step: the first one that was not told when it began; again: the one that it struck, which is done again.
     planned_ns: when the plan began that answers it, of generation `answer`. end_ns: when training went on, None before;
-    whole_ns: when all who were lost had been replaced. suspect: nobody is lost, a worker only stands still. lost:
-    worker ids that are missed.
+    whole_ns: when all who were lost had been replaced. suspect: nobody is lost, a worker only stands still, since
+    `stood_ns`. lost: worker ids that are missed.
     """
 
     number: int
@@ -98,6 +98,7 @@ class Incident:
     done: list[str] = field(default_factory=list)
     planned_ns: int | None = None
     suspect: bool = False
+    stood_ns: int = 0
     end_ns: int | None = None
     whole_ns: int | None = None
     lost: frozenset[int] = frozenset()
@@ -115,7 +116,7 @@ class Incident:
     def _told_once(self) -> list[Hit]:
         """The hits; a reason that several have is left to the last of those that are told apart."""
         hits = list(self.struck.values())
-        own = [{hit.reason for hit in hits[n + 1 :] if hit.home != hits[n].home} for n in range(len(hits))]
+        own = [{hit.reason for hit in hits[n + 1 :] if hit.home or hits[n].home} for n in range(len(hits))]
         return [hit.bare() if hit.reason in said else hit for hit, said in zip(hits, own, strict=True)]
 
     @property
@@ -128,12 +129,25 @@ class Incident:
 
     def _named(self, hits: list[str], between: str) -> str:
         more = f" and {len(hits) - _MOST_NAMED} more" if len(hits) > _MOST_NAMED else ""
-        return between.join(hits[:_MOST_NAMED]) + more
+        said = between.join(hits[:_MOST_NAMED]) + more
+        if self.end_ns is not None:  # nobody is suspected any more
+            said = said.replace(" is suspected", " was suspected").replace(" are suspected", " were suspected")
+        return said
 
     @property
     def level(self) -> str:
         """info once training went on, warning before."""
         return "warning" if self.end_ns is None else "info"
+
+    @property
+    def kind(self) -> str:
+        """fault; or suspicion, if nobody was lost."""
+        return "suspicion" if all(hit.suspected for hit in self.struck.values()) else "fault"
+
+    @property
+    def stood_s(self) -> float:
+        """For how many seconds it held training up, 0 if it did not, or does so still."""
+        return max(0, (self.end_ns or 0) - (self.stood_ns or self.begin_ns)) / 1e9
 
     def did(self, text: str) -> None:
         """Note an act of the system."""
@@ -150,14 +164,10 @@ class Incident:
 
     def line(self) -> str:
         """The whole incident in one line."""
-        stood = self.end_ns is not None and self.end_ns > self.begin_ns
-        went = [f"training went on after {self._after(self.end_ns or 0)}"] if stood else []
-        whole = self.whole_ns is not None and self.end_ns is not None and self.whole_ns > self.end_ns
-        went += [f"whole again after {self._after(self.whole_ns or 0)}"] if whole else []
+        went = [f"training went on after {time_text(self.stood_s)}"] if self.stood_s else []
+        if self.whole_ns is not None and self.end_ns is not None and self.whole_ns > self.end_ns:
+            went.append(f"whole again after {time_text(max(0, self.whole_ns - self.begin_ns) / 1e9)}")
         return "; ".join([self.what, *self.done, *went])
-
-    def _after(self, time_ns: int) -> str:
-        return time_text(max(0, time_ns - self.begin_ns) / 1e9)
 
 
 def lost_launcher(number: int, time_ns: int, step: int) -> Incident:
@@ -259,7 +269,9 @@ class Incidents:
             self._alone(hit, min(died_ns, time_ns), step, "it took no part")
             return
         incident = self._strike(hit, min(died_ns, time_ns), step)
-        incident.suspect, incident.planned_ns, incident.cause = False, None, why
+        if incident.suspect and incident.stood_ns and not event.get("died_unix_ns"):
+            incident.begin_ns = min(incident.begin_ns, incident.stood_ns)
+        incident.suspect, incident.stood_ns, incident.planned_ns, incident.cause = False, 0, None, why
         if worker_id is not None:
             incident.lost |= {worker_id}
 
@@ -275,6 +287,8 @@ class Incidents:
         fresh = self.open is None
         incident = self._strike(hit, time_ns, step)
         incident.suspect = incident.suspect or fresh
+        if fresh:
+            incident.stood_ns = whole_number(event.get("stood_unix_ns"))
 
     def _injected(self, event: Event, time_ns: int, step: int) -> None:
         """Note an injected fault; it becomes an incident by itself only if no other event follows from it."""

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from everstep.base.digests import version_of
@@ -161,17 +162,17 @@ def _headline(history: History) -> str:
 
 def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
     facts = history.facts
-    durations = sorted(r.duration_s for r in facts.recoveries)
+    durations = [r.duration_s for r in facts.recoveries]
     total, over = history.total_steps, history.state(running) in ("failed", "interrupted")
     tiles = [
         ("steps", f"{facts.course.step}" + (f" of {total}" if total else "")),
         ("last loss", _loss(history)),
         ("samples per second", _rate(history)),
-        ("wall time", time_text(sum(seconds.values()))),
+        ("wall time", time_text(sum(s for use, s in seconds.items() if use != "not running"))),
         ("goodput", _percent(goodput(seconds))),
         ("goodput by capacity", _percent(history.goodput_by_capacity(running))),
         ("faults" if over else "faults survived", str(history.faults(running))),
-        ("median recovery", time_text(durations[len(durations) // 2]) if durations else "none needed"),
+        ("median recovery", time_text(median(durations)) if durations else "none needed"),
         ("steps lost", str(facts.course.steps_lost)),
     ]
     tiles += [("loss or gradient not finite", str(facts.course.strange))] if facts.course.strange else []

@@ -7,7 +7,7 @@ the last moment is training. So the parts always add up to the whole.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PHASES = ("notice", "decide", "unblock", "regroup", "settle", "redo", "heal")
 USES = (
@@ -53,7 +53,8 @@ class Stretch:
 
 
 class TimeAccount:
-    """Collects intervals; old ones are added up and forgotten once there are many."""
+    """Collects intervals; old ones are added up and forgotten once there are many. Inside, time goes on where the clock
+    was set back."""
 
     def __init__(self) -> None:
         self.begin_ns: int | None = None
@@ -62,6 +63,7 @@ class TimeAccount:
         self._folded: dict[str, int] = {}
         self._folded_through_ns = 0
         self._shares: list[tuple[int, float]] = [(0, 1.0)]
+        self._set_back_ns = 0
 
     def reach(self, time_ns: int) -> None:
         """Extend the account to this moment."""
@@ -70,16 +72,21 @@ class TimeAccount:
         if time_ns > self.end_ns:
             self.end_ns = time_ns
 
+    def clock_set_back(self, time_ns: int) -> None:
+        """The last moment has this time by the new clock."""
+        self._set_back_ns += self.end_ns - time_ns
+        self.end_ns = time_ns
+
     def capacity(self, time_ns: int, share: float) -> None:
         """Set the share, from 0 to 1, of the wanted capacity that takes part from this moment on."""
         share = min(1.0, max(0.0, share))
         if share != self._shares[-1][1]:
-            self._shares.append((max(time_ns, self._shares[-1][0]), share))
+            self._shares.append((max(time_ns + self._set_back_ns, self._shares[-1][0]), share))
 
     def paint(self, begin_ns: int, end_ns: int, use: str) -> None:
         """Add a stretch with its use."""
         if end_ns > begin_ns:
-            self.intervals.append(Stretch(begin_ns, end_ns, use))
+            self.intervals.append(self._inside(Stretch(begin_ns, end_ns, use)))
         if len(self.intervals) > _MOST_INTERVALS:
             self._fold()
 
@@ -95,9 +102,14 @@ class TimeAccount:
     def _total(self, extra: Iterable[Stretch]) -> dict[str, int]:
         if self.begin_ns is None:
             return {}
-        total = dict(self._folded)
-        _sweep([*self.intervals, *extra], self._folded_through_ns, self.end_ns, total, self._shares)
+        total, end_ns = dict(self._folded), self.end_ns + self._set_back_ns
+        under_way = map(self._inside, extra)
+        _sweep([*self.intervals, *under_way], self._folded_through_ns, end_ns, total, self._shares)
         return total
+
+    def _inside(self, one: Stretch) -> Stretch:
+        ahead_ns = self._set_back_ns
+        return replace(one, begin_ns=one.begin_ns + ahead_ns, end_ns=one.end_ns + ahead_ns) if ahead_ns else one
 
     def _fold(self) -> None:
         self.intervals.sort(key=lambda i: i.end_ns)

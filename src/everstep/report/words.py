@@ -207,7 +207,7 @@ def _generation(event: Event, why: str) -> str:
     ids = event.get("workers")
     members = [str(i) for i in ids] if isinstance(ids, list) else []
     named = ", ".join(members) if len(members) <= 12 else f"{', '.join(members[:8])} and {len(members) - 8} more"
-    return f"generation {event.get('generation')} with workers {named}{why}"
+    return f"generation {event.get('generation')} with worker{'s' * (len(members) != 1)} {named}{why}"
 
 
 def _leader(event: Event, why: str) -> str:

@@ -246,6 +246,42 @@ def test_json_lines_are_those_of_the_file(tmp_path: Path, capsys: pytest.Capture
     assert watcher.facts.course.step == 2
 
 
+def test_what_follows_is_shown_though_the_clock_is_set_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    log, out = EventLog(tmp_path / "events.jsonl"), io.StringIO()
+    earlier = [event("job_started", 0, workers=2), plan(1, {"0": [0], "1": [1]}, 0, 1), EVICTED, commit(1, 3)]
+    back = event("worker_evicted", 12, worker_id=1, incarnation=0, **KILLED)
+    since = [event("job_started", 100, step=1), commit(2, 104), commit(3, 10), back, commit(4, 16, generation=2)]
+    for one in (*earlier, *since):
+        fields = {k: v for k, v in one.items() if k not in ("kind", "time_unix_ns")}
+        log.write(one["kind"], time_unix_ns=one["time_unix_ns"], **fields)
+    for display in (
+        PlainDisplay(1),
+        LiveDisplay(Console(file=out, width=80), Folder(tmp_path, "*.jsonl"), since_ns=90 * S),
+    ):
+        watcher = Watcher(tmp_path / "events.jsonl", 90 * S, display)
+        watcher.start()
+        watcher.stop()
+    said = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["step 2", "step 3", "worker 1 was evicted: killed by SIGKILL", "step 4"]
+    assert "worker 1 was killed" in out.getvalue() and "worker 0" not in out.getvalue()
+
+
+def test_the_end_is_told_once_though_the_clock_is_set_back(tmp_path: Path) -> None:
+    from everstep.cli.conclusion import say_the_end
+    from everstep.runtime.job_end import Outcome
+
+    log = EventLog(tmp_path / "events.jsonl")
+    for kind, at_s in (("job_failed", 5), ("job_started", 100), ("job_completed", 20)):
+        log.write(kind, time_unix_ns=at_s * S)
+    say_the_end(log, tmp_path, 90 * S, Outcome(0, "completed", Why(Cause.COMPLETED, "")))
+    assert [e["kind"] for e in read_events(tmp_path / "events.jsonl")][2:] == ["job_completed"]
+    log.write("job_started", time_unix_ns=200 * S)
+    say_the_end(log, tmp_path, 200 * S, Outcome(1, "failed", Why(Cause.QUORUM, "too few")))
+    assert read_events(tmp_path / "events.jsonl")[-1]["kind"] == "job_failed"
+
+
 def test_what_agents_do_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     watcher = Watcher(tmp_path / "none", 0, PlainDisplay(1))
     watcher.process_event({"kind": "worker_exited", "worker_id": 2, "reason": "killed by SIGKILL"})

@@ -26,6 +26,10 @@ STOPPING = plan(6, 2, [[0, 1, 2, 3]], "interrupted", "interrupted by SIGINT: a c
 STOPPED = {"cause": "interrupted", "state": "interrupted", "exit_code": 130, "reason": "interrupted by SIGINT"}
 FULL = {"cause": "disk", "reason": "rows of the ledger cannot be written: No space left on device"}
 FAILED = {"cause": "disk", "tier": "disk", "step": 9, "reason": "No space left on device"}
+BUSY = {"cause": "busy", "tier": "disk", "step": 9, "reason": "that of step 3 is still being written, since 9 s"}
+RAISED = [
+    event("worker_evicted", 5.8, worker_id=i, incarnation=0, cause="exception", reason="ValueError: 17") for i in (0, 1)
+]
 DONE = event("job_completed", 7, step=10, state="completed", exit_code=0)
 KILLED = [event("coordinator_killed", 5 + n / 10, cause="hung", reason="silent", kills=n) for n in range(3)]
 GONE = {"running": False, "disk_step": 6, "resume": "everstep run digits --run-dir runs/a"}
@@ -231,6 +235,17 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "warning",
         ("the checkpoint of step 9 failed 0.2 s ago: No space left", "of step 6"),
     ),
+    "the object store refuses, and the disk does not": (
+        [
+            *trained(),
+            event("checkpoint_failed", 5.5, **{**FAILED, "cause": "store", "tier": "object", "reason": "403"}),
+            event("checkpoint_completed", 5.6, step=9, tier="disk"),
+        ],
+        5.8,
+        {},
+        "warning",
+        ("the checkpoint of step 9 in the object store failed 0.3 s ago: 403", "of step 9"),
+    ),
     "a checkpoint that was not due": (
         [*trained(), event("checkpoint_skipped", 5.6, **{**FAILED, "cause": "busy"})],
         5.8,
@@ -238,14 +253,48 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "good",
         ("All is well",),
     ),
+    "a disk that is too slow for checkpoints": (
+        [*trained(), *(event("checkpoint_skipped", 4 + n / 2, **BUSY) for n in range(3))],
+        5.8,
+        {},
+        "good",
+        ("All is well",),
+    ),
+    "a disk that is so for long": (
+        [*trained(), *(event("checkpoint_skipped", -6 + 3 * n, **BUSY) for n in range(5))],
+        5.8,
+        {},
+        "warning",
+        (
+            "the last 5 checkpoints were left out: that of step 3 is still being written, since 9 s.",
+            "There is no other",
+        ),
+    ),
     "waiting for workers": ([*trained(), TOO_FEW], 10, {"gives_up_s": 600.0}, "warning", ("Waiting for 4 s: 1 of 4",)),
+    "all have raised, and nothing is to be done again": (
+        [
+            *(*trained(), *RAISED, event("waiting", 6, cause="exception", reason="every worker is gone")),
+            *(plan(8, 2, [[0, 1, 2, 3]]), event("fallback", 8.1, step=10, steps_redone=0, source="checkpoint")),
+        ],
+        8.3,
+        {},
+        "warning",
+        ("redoing step 11 since workers 0, 1 raised an exception 2 s ago",),
+    ),
+    "all have raised": (
+        [*trained(), *RAISED, event("waiting", 6, cause="exception", reason="every worker is gone")],
+        6.3,
+        {},
+        "warning",
+        ("Waiting for 0.3 s: workers 0, 1 raised an exception, and are started again.",),
+    ),
     "waiting for long": ([*trained(), TOO_FEW], 26, {"gives_up_s": 600.0}, "bad", ("20 s", "It gives up in 9m40s")),
     "going back after a flip": (
         [*trained(), *BACK],
         6.3,
         {"live": {"step": 8, "state": "running"}},
         "warning",
-        ("doing steps 8 to 10 again", "the states of the workers are in doubt"),
+        ("doing steps 8 to 10 again", "the states of the workers were in doubt"),
     ),
     "doing steps again": (
         [*trained(), *BACK, event("recovery_completed", 6.4, step=7, duration_s=0.4, phases_s={}, **FLIP)],

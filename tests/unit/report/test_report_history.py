@@ -122,6 +122,7 @@ def test_a_dead_job_that_starts_again_was_not_running_in_between(tmp_path: Path)
     ran_s = sum(s for use, s in known.seconds(running=False).items() if use != "not running")
     assert rate is not None and rate * ran_s == pytest.approx(known.facts.account.by_capacity_s())
     assert (known.facts.course.step, known.facts.course.steps.x[-1]) == (8, 8)
+    assert known.facts.course.steps_lost == 3, "steps 8 to 10 were done again"
 
 
 def test_waiting_suspicion_fallback_and_failure(tmp_path: Path) -> None:
@@ -355,5 +356,46 @@ def test_efficiency_says_what_it_is_relative_to(tmp_path: Path) -> None:
     few, many = facts.course.efficiency()
     assert [(e["speed_up"], e["ideal"], e["efficiency"]) for e in (few, many)] == [(1, 1, 1), (1.6, 2, 0.8)]
     assert few["relative_to"] == many["relative_to"] == 2
-    said = "4 workers: 1.60x of 2 workers, ideal 2.00x, efficiency 80%"
+    said = "4 workers: 1.60x of 2 workers, ideal 2.00x, efficiency 80% ± 0%"
     assert facts.course.efficiency_text(4) == facts.course.efficiency_text(3) == facts.course.efficiency_text(2) == said
+
+
+def test_an_efficiency_has_its_error_and_no_standstill(tmp_path: Path) -> None:
+    """A step that a frozen machine holds up for a minute says nothing about the speed of so many workers."""
+    at = [1.0]
+
+    def steps(first: int, each: list[float]) -> list[bytes]:
+        at[1:] = [at[0] + sum(each[: n + 1]) for n in range(len(each))]
+        told = [event("step_committed", t, step=first + n, loss=1.0, samples=8) for n, t in enumerate(at[1:])]
+        at[:] = at[-1:]
+        return told
+
+    lines = [event("job_started", 0, step=0, workers=2), plan(1, 1, {0: [0], 1: [1]}), *steps(1, [1.0, 1.5] * 8)]
+    lines += [plan(at[0], 2, {i: [i] for i in range(4)}), *steps(17, [0.5, 1.0] * 8 + [61.0] + [0.5] * 2)]
+    facts = history(tmp_path, lines).facts
+    assert facts.course.pace.samples_per_s() == pytest.approx(16), "nor about the present one"
+    assert facts.course.efficiency_text(4) == "4 workers: 1.72x of 2 workers, ideal 2.00x, efficiency 86% ± 8%"
+    assert history(tmp_path, lines).seconds(False)["stalled"] == pytest.approx(60.25, abs=0.3)
+
+
+def test_a_clock_that_is_set_back_takes_no_time_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The account goes on, a hang is seen, and a directory that was taken in the future is not taken anew."""
+    back = 3600.0
+    saved = event("checkpoint_completed", 14 - back, tier="disk", step=11)  # before its commit is told
+    steps = (event("step_committed", 13.5 + s - back, step=10 + s, samples=8) for s in range(1, 6))
+    known = history(tmp_path, [*killed_run(), saved, *steps])
+    seconds, facts = known.seconds(False), known.facts
+    assert (sum(seconds.values()), seconds["training"]) == (pytest.approx(17.5), pytest.approx(13.5))
+    assert not facts.stands_still(T0 + round((19 - back) * S)) and facts.stands_still(T0 + round((60 - back) * S))
+    (tmp_path / "lock").touch()
+    os.utime(tmp_path / "lock", ns=(T0, T0))
+    monkeypatch.setattr("everstep.report.history.time.time_ns", lambda: T0 + round((19 - back) * S))
+    assert (known.begins(running=True), known.state(running=True)) == (False, "running")
+    assert sum(known.seconds(running=True).values()) == pytest.approx(18)
+
+
+def test_what_is_told_late_sets_no_clock_back(tmp_path: Path) -> None:
+    """A full disk held up the commits of a leader that is gone by now."""
+    late = event("step_committed", 13.4, step=9, generation=2, loss=1.0, samples=8)
+    more = [event("step_committed", 60, step=11, loss=1.0, samples=8), late]
+    assert sum(history(tmp_path, [*killed_run(), *more]).seconds(False).values()) == pytest.approx(60)

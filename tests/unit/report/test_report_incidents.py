@@ -110,11 +110,11 @@ def test_a_lost_host_is_said_once() -> None:
 def test_a_suspicion_that_was_wrong_and_one_that_was_right() -> None:
     suspected = event("worker_suspected", 8, worker_id=1, incarnation=0, cause="hung", reason="no progress for 3.0 s")
     assert lines([*trained(), suspected, commit(11, 9.0)]) == [
-        "worker 1 is suspected (no progress for 3.0 s); it went on by itself; training went on after 1.0 s"
+        "worker 1 was suspected (no progress for 3.0 s); it went on by itself; training went on after 3.3 s"
     ]
     evicted = event("worker_evicted", 11, worker_id=1, incarnation=0, cause="hung", reason="no progress for 6.0 s")
     (line,) = lines([*trained(), suspected, evicted, plan(11.1, 2, [[0, 2, 3]]), commit(11, 11.4)])
-    assert line == "worker 1 hung (no progress for 6.0 s); training went on after 3.4 s"
+    assert line == "worker 1 hung (no progress for 6.0 s); training went on after 5.7 s"
 
 
 def test_what_training_does_not_stand_still_for() -> None:
@@ -381,3 +381,21 @@ def test_of_several_deaths_the_earliest_begins_the_recovery_in_whatever_order_th
     deaths = [killed(1, 5.82), killed(2, 5.8), killed(3, 5.9)]
     facts = facts_of([*trained(), *deaths[first:], *deaths[:first]])
     assert facts.condition.fault_ns == T0 + round(5.8 * S)
+
+
+def test_a_spare_of_a_job_that_was_made_smaller_waits() -> None:
+    """Nobody heals where fewer workers are wanted than before."""
+    joined = event("worker_joined", 5.8, worker_id=4, incarnation=0, pid=4, host="a")
+    fewer = {**plan(6, 2, [[0, 2, 3]], "drained", "worker 1 leaves as asked"), "target": 3}
+    facts = facts_of([*trained(), joined, fewer, commit(11, 6.3)])
+    states = {i: worker.state for i, worker in facts.crew.workers.items()}
+    assert (states[1], states[4], facts.crew.wanted) == ("left", "spare", 3)
+
+
+def test_an_exception_of_two_leaders_is_told_once() -> None:
+    why = {"cause": "exception", "reason": "ValueError: 17"}
+    first, second = (event("worker_evicted", 6 + i / 5, worker_id=i, incarnation=0, **why) for i in (0, 1))
+    (line,) = lines([*trained(), first, plan(6.1, 2, [[1, 2, 3]], "exception"), second])
+    assert line.startswith(
+        "worker 0 (leader) raised an exception; worker 1 (leader) raised an exception (ValueError: 17)"
+    )

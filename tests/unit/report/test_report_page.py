@@ -67,6 +67,15 @@ class Outline(html.parser.HTMLParser):
         self.text += data
 
 
+def test_its_numbers_are_those_of_run_itself(tmp_path: Path) -> None:
+    """The middle of two recoveries, and the time in which the job ran."""
+    more = event("recovery_completed", 13.5, worker_id=1, duration_s=0.2, phases_s={}, generation=2, step=10)
+    again = [event("job_started", 100, step=10, workers=3), event("job_completed", 103, step=10, state="completed")]
+    history = History(run_directory(tmp_path, "twice", [*killed_run(), more, *again])).load()
+    text = Outline(report_page(history, Proof())).text
+    assert "600 msmedian recovery" in text and "16.5 swall time" in text
+
+
 def test_the_report_says_everything_and_needs_nothing(tmp_path: Path) -> None:
     history = History(run_directory(tmp_path, "calm")).load()
     page = report_page(history, Proof({"clean": True, "steps": 10, "problems": []}, reference="other", differences=[]))

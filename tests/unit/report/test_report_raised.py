@@ -84,7 +84,7 @@ def test_the_lines_of_a_run_say_an_exception_once() -> None:
         lines.of({**FAILED, "reason": f"worker 1 (incarnation 0): {text}; checkpoint of step 1 in x"}),
     ]
     assert shown == [
-        "generation 2 with workers 0: worker 0 failed at step 1 as worker 1 did: a checkpoint is taken first",
+        "generation 2 with worker 0: worker 0 failed at step 1 as worker 1 did: a checkpoint is taken first",
         "fallback: every holder is gone: from disk",
         "failed; checkpoint of step 1 in x",
     ]
@@ -106,13 +106,13 @@ def test_a_long_exception_is_said_once_though_lines_are_shortened() -> None:
     led_to += f"; worker 0 (incarnation 1): {text}"
     again = event("generation_started", 6, generation=2, workers=[0], cause="exception", reason=led_to)
     said = "worker 0 failed after step 1, as worker 1 did: a checkpoint is taken first"
-    assert lines.of(again) == f"generation 2 with workers 0: {said}"
+    assert lines.of(again) == f"generation 2 with worker 0: {said}"
 
 
 def test_a_plan_gives_its_reason_once() -> None:
     lines, why = Sentences(), "worker 0 (incarnation 0): killed by SIGKILL"
     planned = event("generation_started", 6, generation=2, workers=[1], cause="killed", reason=why)
-    assert lines.of(planned) == "generation 2 with workers 1: worker 0: killed by SIGKILL"
+    assert lines.of(planned) == "generation 2 with worker 1: worker 0: killed by SIGKILL"
     leads = {"cause": "killed", "reason": f"worker 1 is the first member of generation 2: {why}"}
     first = "worker 1 is the first member of generation 2"
     assert lines.of(event("leader_changed", 6, worker_id=1, **leads)) == f"the leader is now worker 1: {first}"

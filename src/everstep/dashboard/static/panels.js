@@ -58,7 +58,7 @@ function tiles(run, nowMs) {
   const saved = run.checkpoints.newest;
   const dead = h.states.dead ?? 0, healing = h.states.healing ?? 0, spare = h.states.spare ?? 0, suspect = h.states.suspect ?? 0;
   const beside = [dead && `${dead} dead`, suspect && `${suspect} suspected`, healing && `${healing} healing`, spare && plural(spare, "spare")].filter(Boolean);
-  const end = h.ended_ns ?? (h.running ? nowMs * 1e6 : h.last_ns);
+  const { "not running": stoppedS = 0, ...ran } = run.account, ranS = Object.values(ran).reduce((sum, s) => sum + s, 0);
   const items = [
     ["Step", `${h.step}${h.total ? ` / ${h.total}` : ""}`, h.eta_s ? `${duration(h.eta_s)} left` : ""],
     ["Loss", h.loss_text || "–", h.loss_step ? `of step ${h.loss_step}` : h.strange ? `not finite: ${h.strange.text}` : Object.entries(run.metrics.values ?? {}).slice(0, 2).map(([k, v]) => `${k} ${number(v, 4)}`).join(", "), { bad: "bad", warning: "warn" }[h.strange?.level] ?? ""],
@@ -67,7 +67,7 @@ function tiles(run, nowMs) {
     ["Generation", h.generation, plural(h.recoveries, "recovery").replace("recoverys", "recoveries")],
     ["Goodput", percent(h.goodput), h.steps_lost ? `${h.steps_lost} steps done again` : "", ""],
     ["Checkpoint", saved ? `step ${saved[1]}` : "none", saved ? `${saved[0]}, ${ago(saved[2], nowMs)}` : ""],
-    ["Wall time", h.began_ns && end ? duration((end - h.began_ns) / 1e9) : "–", h.running && !h.answers ? "coordinator silent" : ""],
+    ["Wall time", h.began_ns ? duration(ranS) : "–", h.running && !h.answers ? "coordinator silent" : stoppedS ? `not running: ${duration(stoppedS)}` : ""],
   ];
   const root = $("tiles");
   items.forEach(([name, value, note, tone], i) => {

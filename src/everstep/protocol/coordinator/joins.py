@@ -204,10 +204,12 @@ def _prepare_if_due(job: JobState, leaving: list[Worker]) -> None:
     parts, cause = [], Cause.REBALANCED
     if joiners:
         cause = Cause.JOINED
-        parts.append(f"worker {listed(w.key.worker_id for w, _ in joiners)} healed and joins")
+        ids = listed(w.key.worker_id for w, _ in joiners)
+        parts.append(f"workers {ids} healed and join" if len(joiners) > 1 else f"worker {ids} healed and joins")
     if going:
         cause = job.slots.unwanted_for(going[0].key.worker_id)
-        parts.append(f"worker {listed(w.key.worker_id for w in going)} leaves as asked")
+        ids = listed(w.key.worker_id for w in going)
+        parts.append(f"workers {ids} leave as asked" if len(going) > 1 else f"worker {ids} leaves as asked")
     if not parts and job.speeds.idle_members(job.agreement.plan):
         parts.append("members without lanes get their share")
     if parts:
