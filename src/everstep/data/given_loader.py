@@ -28,6 +28,7 @@ from everstep.exact.seeding import preserve_rng
 Collate = Callable[[list[Any]], Any]
 _TIMES_LONGER = 64
 _SEEMS_INFINITE = 1 << 20
+_LONGER_IF_TOLD = 16
 _JOBS_OWN = "use shuffle=True for the job's own order, which follows from its seed"
 
 
@@ -126,7 +127,7 @@ def _fixed_order(sampler: Any, dataset: Any) -> Sequence[int]:
             f"the sampler {name} follows set_epoch, so its order cannot be told from the step alone: {_JOBS_OWN}"
         )
     size = len(dataset)
-    most = len(sampler) if isinstance(sampler, Sized) else max(_TIMES_LONGER * size, _SEEMS_INFINITE)
+    most = _most_indices(sampler, name, size)
     with preserve_rng():
         passes = [array("q", islice(_indices(sampler, name, size), most + 1)) for _ in range(2)]
     if len(passes[0]) > most:
@@ -139,6 +140,20 @@ def _fixed_order(sampler: Any, dataset: Any) -> Sequence[int]:
             "instead of dataset and sampler, or seed the sampler's generator in its __iter__"
         )
     return passes[0]
+
+
+def _most_indices(sampler: Any, name: str, size: int) -> int:
+    """How many indices the sampler says that it has; where it does not, as many as none that ends gives."""
+    longest = max(_TIMES_LONGER * size, _SEEMS_INFINITE)
+    if not isinstance(sampler, Sized):
+        return longest
+    try:
+        told = len(sampler)
+    except (TypeError, ValueError, OverflowError, NotImplementedError) as error:  # infinity, for one
+        raise ConfigError(f"the sampler {name} does not say how many indices it has ({error}): {_JOBS_OWN}") from None
+    if told > longest * _LONGER_IF_TOLD:
+        raise ConfigError(f"the sampler {name} says that it has {told} indices: expected one that ends, or {_JOBS_OWN}")
+    return told
 
 
 def _indices(sampler: Any, name: str, size: int) -> Iterator[int]:
