@@ -12,6 +12,7 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -71,6 +72,7 @@ def read_data(data: Any, collate: Collate | None) -> GivenData:
     Raises: ConfigError, in one line, for a loader that cannot be followed.
     """
     if not isinstance(data, DataLoader):
+        _refuse_several(data)
         return GivenData(data, collate or default_collate)
     name = type(data).__name__
     if collate is not None and collate is not data.collate_fn:
@@ -105,6 +107,21 @@ def read_data(data: Any, collate: Collate | None) -> GivenData:
     order = _fixed_order(data.sampler, data.dataset)
     kept = {"everstep.sampler": FixedOrder(type(data.sampler).__name__, order)}
     return GivenData(Subset(data.dataset, order), data.collate_fn, data.batch_size, settings, kept)
+
+
+def _refuse_several(data: Any) -> None:
+    """Raises: ConfigError for several loaders, or tensors that belong together, where one dataset is expected."""
+    items = list(data.values()) if isinstance(data, dict) else data if isinstance(data, list | tuple) else []
+    if any(isinstance(item, DataLoader) for item in items[:8]):
+        raise ConfigError(
+            f"dataset: expected one dataset or DataLoader, got {len(items)} in a {type(data).__name__}: give one whose "
+            "samples hold the items of all (torch.utils.data.StackDataset)"
+        )
+    if isinstance(data, tuple | dict) and 1 <= len(items) <= 8 and all(isinstance(item, Tensor) for item in items):
+        raise ConfigError(
+            f"dataset: expected samples, got {len(items)} tensors in a {type(data).__name__}: give "
+            "torch.utils.data.TensorDataset of them"
+        )
 
 
 def _shuffles(dataset: Any, sampler: Any) -> bool | None:

@@ -140,6 +140,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: DataLoader(DATA, 4, sampler=Sized(float("inf"))),  # type: ignore[arg-type]
         "the sampler Sized does not say how many indices it has",
     ),
+    "two loaders": (lambda: [DataLoader(DATA, 4)] * 2, "dataset: expected one dataset or DataLoader, got 2 in a list"),
+    "loaders by name": (lambda: {"a": DataLoader(DATA, 4)}, "dataset: expected one dataset or DataLoader, got 1 in a"),
+    "inputs and labels": (lambda: (torch.ones(12, 2), torch.ones(12)), "dataset: expected samples, got 2 tensors in a"),
     "epochs": (lambda: DataLoader(DATA, 4, sampler=Epochs([1])), "the sampler Epochs follows set_epoch"),  # type: ignore[arg-type]
     "no index": (lambda: DataLoader(DATA, 4, sampler=["a"]), "the sampler list: expected indices into the dataset"),
     "beyond": (lambda: DataLoader(DATA, 4, sampler=[12]), "the sampler list: expected indices below 12"),
