@@ -166,7 +166,7 @@ def _most_indices(sampler: Any, name: str, size: int) -> int:
         return longest
     try:
         told = len(sampler)
-    except (TypeError, ValueError, OverflowError, NotImplementedError) as error:  # infinity, for one
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # infinity, for one
         raise ConfigError(f"the sampler {name} does not say how many indices it has ({error}): {_JOBS_OWN}") from None
     if told > longest * _LONGER_IF_TOLD:
         raise ConfigError(f"the sampler {name} says that it has {told} indices: expected one that ends, or {_JOBS_OWN}")
