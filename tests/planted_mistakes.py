@@ -367,6 +367,23 @@ data = [(torch.full((4,), float(open(f'parts/{n}').read())), torch.tensor(i % 2)
         batch="x = x + float(rng.normal())  # here",
     ),
     Planted(
+        "module that is swapped",
+        "model[1]",
+        after="if step.number == 2:\n    model[1] = nn.ReLU()  # here",
+    ),
+    Planted(
+        "hook from a step on",
+        "model[0]",
+        after="if step.number == 2:\n    model[0].register_forward_hook(lambda m, i, o: o * 0.5)  # here",
+    ),
+    Planted(
+        "secrets in collate",
+        "secrets",
+        setup="import secrets\ndef collate(samples):\n    x, y = torch.utils.data.default_collate(samples)\n"
+        "    return x + secrets.randbelow(100) / 100, y  # here",
+        given="collate=collate",
+    ),
+    Planted(
         "address of an object",
         "id",
         setup="class Thing:\n    pass\nthing = Thing()",

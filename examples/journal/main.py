@@ -9,6 +9,8 @@ This file only translates: what an option means for Everstep stands beside it.
 
 import argparse
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -24,7 +26,7 @@ def parser():
     add("--world-size", type=int, default=1, help="number of hosts: --world-size")
     add("--master-addr", default="127.0.0.1", help="--master-addr")
     add("--master-port", type=int, default=29500, help="--master-port")
-    add("--num-nodes", type=int, default=0, help="hosts; by default --world-size")
+    add("--num-nodes", type=int, help="hosts; by default --world-size")
     add("--devices-per-node", type=int, default=1, help="workers of a host: --slots")
     add("--redundancy-factor", type=int, default=0, help="workers that hold each stage; 0: all, so there is one stage")
     add("--batch-size", type=int, default=256, help="samples of a batch: --batch-size")
@@ -45,21 +47,23 @@ def parser():
 
 
 def command(given):
-    """Arguments of `everstep`. Raises: SystemExit, in one line, for options that do not fit together."""
+    """Arguments of `everstep`. Raises: ValueError, in one line, for options that do not fit together."""
     if given.mode == "eval":
         return ["eval", TASK, "--from", given.checkpoint_dir]
-    for name in ("world_size", "devices_per_node", "batch_size", "accumulation_steps", "eval_freq", "checkpoint_freq"):
-        if getattr(given, name) < 1:
-            raise SystemExit(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(given, name)}")
+    least = dict.fromkeys(("redundancy_factor", "start_epoch", "log_interval"), 0)
+    ones = ("world_size", "num_nodes", "devices_per_node", "batch_size", "accumulation_steps", "epochs")
+    for name, low in {**dict.fromkeys((*ones, "eval_freq", "checkpoint_freq"), 1), **least}.items():
+        if (got := getattr(given, name)) is not None and got < low:
+            raise ValueError(f"--{name.replace('_', '-')}: expected at least {low}, got {got}")
     hosts = given.num_nodes or given.world_size
     if given.world_size > 1 and hosts != given.world_size:
-        raise SystemExit(f"--num-nodes: expected {given.world_size}, as --world-size says, got {hosts}")
+        raise ValueError(f"--num-nodes: expected {given.world_size}, as --world-size says, got {hosts}")
     workers = hosts * given.devices_per_node
     copies = given.redundancy_factor or workers
     if workers % copies:
-        raise SystemExit(f"--redundancy-factor: expected a divisor of {workers} workers, got {copies}")
+        raise ValueError(f"--redundancy-factor: expected a divisor of {workers} workers, got {copies}")
     if given.start_epoch and not (Path(given.checkpoint_dir) / "checkpoints").is_dir():
-        raise SystemExit(f"--start-epoch {given.start_epoch}: there is no checkpoint in {given.checkpoint_dir}")
+        raise ValueError(f"--start-epoch {given.start_epoch}: there is no checkpoint in {given.checkpoint_dir}")
     batch = given.batch_size * given.accumulation_steps
     settings = {
         "lanes": LANES * given.accumulation_steps,
@@ -84,13 +88,20 @@ def command(given):
 def main():
     """Translate, and become `everstep`."""
     given = parser().parse_args()
-    words = [sys.executable, "-m", "everstep", *command(given)]
+    try:
+        words = [sys.executable, "-m", "everstep", *command(given)]
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     print("+ everstep", *words[3:], file=sys.stderr, flush=True)
     if not (given.log_dir or given.log_interval) or given.mode == "eval":
         os.execv(words[0], words)
-    code = os.spawnv(os.P_WAIT, words[0], words)
+    job = subprocess.Popen(words, start_new_session=True)  # gets each signal once, from here
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: job.send_signal(number))
+    code = job.wait()
     told(given)
-    sys.exit(code)
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 def told(given):

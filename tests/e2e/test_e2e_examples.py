@@ -101,14 +101,29 @@ def test_the_journals_command_line(tmp_path: Path) -> None:
             "--batch-size: expected at least 1",
             marks=pytest.mark.longer,
         ),
+        pytest.param(
+            ("main.py", "--mode", "train", "--num-nodes", "0"),
+            "--num-nodes: expected at least 1",
+            marks=pytest.mark.longer,
+        ),
         (("run_main.sh", "2", "0"), "usage: run_main.sh NODES RANK ADDR PORT"),
         (("run_failure_tests.sh", "meteor"), "got meteor"),
     ],
 )
 def test_what_the_journals_files_refuse(argv: tuple[str, ...], said: str, tmp_path: Path) -> None:
     done = journal(*argv, cwd=tmp_path)
-    assert done.returncode != 0 and said in done.stderr, done.stderr
+    assert done.returncode == 2 and said in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.longer
+def test_a_signal_to_the_journals_main_reaches_the_job(tmp_path: Path) -> None:
+    command = [sys.executable, str(_EXAMPLES / "journal" / "main.py"), "--mode", "train", "--log-dir", "log"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as main:
+        assert main.stdout is not None and main.stdout.readline()
+        main.terminate()
+        said = "".join(main.communicate(timeout=120))
+    assert main.returncode == 143 and "interrupted by SIGTERM" in said, said
 
 
 @pytest.mark.longer

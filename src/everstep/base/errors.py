@@ -4,6 +4,7 @@ EverstepError
 ├── ConfigError            the user's request cannot be carried out; one line: expected, came, what to do
 ├── TaskError              the user's task raised (build_model, loss, dataset, ...)
 ├── Uncarried              the loop changed state that no checkpoint holds; a resumed worker would lack it
+│   └── Restructured       modules, hooks or groups of parameters
 ├── DeterminismError       the same work gave different bits
 │   ├── LaneCarried        the user's code leaves something from one batch to the next
 │   └── RepeatedOtherwise  a step that was told before gives another loss after a resume
@@ -118,6 +119,10 @@ class Uncarried(EverstepError):
 
     cause = Cause.CONFIG
     exit_code = 2
+
+
+class Restructured(Uncarried):
+    """The loop changed modules, hooks or groups of parameters, of which values alone are carried."""
 
 
 class DeterminismError(EverstepError):

@@ -148,7 +148,8 @@ FOREIGN_KEYS = (
     ForeignKey("here it is precision=bf16", "bf16 use_bf16 bfloat16 bf16_training", ("precision",)),
     ForeignKey(
         "here it is precision: bf16, fp16 or fp32",
-        "amp use_amp native_amp autocast mixed_precision amp_dtype dtype torch_dtype half_precision_backend fp32",
+        "amp use_amp native_amp autocast mixed_precision amp_dtype dtype torch_dtype half_precision_backend fp32 "
+        "opt_level amp_level amp_backend precision_plugin",
         ("precision",),
     ),
     ForeignKey(
@@ -170,7 +171,7 @@ FOREIGN_KEYS = (
     ),
     ForeignKey(
         "call it in your own code: in Task.build_model, or before join",
-        "compile torch_compile detect_anomaly",
+        "compile torch_compile detect_anomaly channels_last memory_format",
     ),
     # ---- DistributedDataParallel
     ForeignKey(
@@ -180,7 +181,8 @@ FOREIGN_KEYS = (
     ForeignKey(
         "there is no DistributedDataParallel to set it for: leave it out",
         "bucket_cap_mb ddp_bucket_cap_mb gradient_as_bucket_view broadcast_buffers ddp_broadcast_buffers "
-        "delay_all_reduce_named_params ddp_comm_hook",
+        "delay_all_reduce_named_params ddp_comm_hook output_device overlap_comm reduce_bucket_size "
+        "allgather_bucket_size gradient_predivide_factor allreduce_always_fp32",
     ),
     ForeignKey(
         "batch statistics are those of one lane, micro_batch samples",
@@ -272,7 +274,8 @@ FOREIGN_KEYS = (
         "zero.stage=1 divides the optimizer's state among workers, 2 gradients, too; cell.fsdp divides parameters "
         "among the processes of each worker",
         "zero_stage zero_optimization stage3 fsdp fsdp_config use_fsdp fully_shard sharding sharding_strategy "
-        "deepspeed use_deepspeed",
+        "deepspeed use_deepspeed auto_wrap_policy use_orig_params limit_all_gathers backward_prefetch "
+        "distributed_optimizer use_distributed_optimizer",
         ("zero.stage", "cell.fsdp"),
     ),
     ForeignKey(
@@ -342,7 +345,7 @@ FOREIGN_KEYS = (
     ),
     ForeignKey(
         "here it is checkpoint.best_metric for checkpoints, early_stop.metric for the end of a Task",
-        "metric_for_best_model monitor",
+        "metric_for_best_model monitor load_best_model_at_end",
         ("checkpoint.best_metric", "early_stop.metric"),
     ),
     ForeignKey("here it is checkpoint.best_mode", "greater_is_better", ("checkpoint.best_mode",)),
@@ -353,7 +356,7 @@ FOREIGN_KEYS = (
     ),
     ForeignKey(
         "here it is checkpoint.disk.path",
-        "checkpoint_dir checkpoint_path save_dir save_path ckpt_dir dirpath",
+        "checkpoint_dir checkpoint_path save_dir save_path ckpt_dir dirpath storage_path",
         ("checkpoint.disk.path",),
     ),
     ForeignKey(
@@ -386,6 +389,20 @@ FOREIGN_KEYS = (
     ),
     ForeignKey("here it is metrics.listen", "metrics_port prometheus_port", ("metrics.listen",)),
     ForeignKey("type everstep profile DIR while the job runs", "profiler profile use_profiler"),
+    ForeignKey(
+        "give --run-dir to everstep run; its name is that of the run in wandb, mlflow and the page",
+        "run_name experiment_name wandb_name",
+    ),
+    ForeignKey(
+        "call it in the loop after the batches, and give join(state=...) what it keeps",
+        "ema ema_decay use_ema swa use_swa swa_lr callbacks callback",
+    ),
+    ForeignKey(
+        "leave it out: each worker trains with the whole model, unless stages, zero.stage or cell.fsdp divide it",
+        "strategy distributed_strategy use_distributed parallel_mode",
+        ("stages", "zero.stage", "cell.fsdp"),
+    ),
+    ForeignKey("here it is steps, for a job that is tried out", "fast_dev_run limit_train_batches", ("steps",)),
 )
 """The answers to names that other tools use."""
 

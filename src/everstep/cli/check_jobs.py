@@ -7,6 +7,7 @@ Each is a real `everstep run` of a few steps, in a folder that is thrown away. C
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -114,7 +115,9 @@ class ShortJobs:
 
     def _find(self, says: str, remedy: str) -> None:
         name = os.path.basename(self.spec.where)
-        said = {"kind": "job", "object": name, "file": name, "line": 0, "says": says, "remedy": remedy, "refused": True}
+        at = re.search(rf"\({re.escape(name)}:(\d+)\)", says)
+        said = {"kind": "job", "object": name, "file": name, "line": int(at[1]) if at else 0, "says": says}
+        said |= {"remedy": remedy, "refused": True}
         self.findings.append({**said, "changed": 0})
 
 

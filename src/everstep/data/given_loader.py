@@ -12,6 +12,7 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -28,6 +29,7 @@ from everstep.exact.seeding import preserve_rng
 Collate = Callable[[list[Any]], Any]
 _TIMES_LONGER = 64
 _SEEMS_INFINITE = 1 << 20
+_LONGER_IF_TOLD = 16
 _JOBS_OWN = "use shuffle=True for the job's own order, which follows from its seed"
 
 
@@ -70,6 +72,7 @@ def read_data(data: Any, collate: Collate | None) -> GivenData:
     Raises: ConfigError, in one line, for a loader that cannot be followed.
     """
     if not isinstance(data, DataLoader):
+        _refuse_several(data)
         return GivenData(data, collate or default_collate)
     name = type(data).__name__
     if collate is not None and collate is not data.collate_fn:
@@ -106,6 +109,21 @@ def read_data(data: Any, collate: Collate | None) -> GivenData:
     return GivenData(Subset(data.dataset, order), data.collate_fn, data.batch_size, settings, kept)
 
 
+def _refuse_several(data: Any) -> None:
+    """Raises: ConfigError for several loaders, or tensors that belong together, where one dataset is expected."""
+    items = list(data.values()) if isinstance(data, dict) else data if isinstance(data, list | tuple) else []
+    if any(isinstance(item, DataLoader) for item in items[:8]):
+        raise ConfigError(
+            f"dataset: expected one dataset or DataLoader, got {len(items)} in a {type(data).__name__}: give one whose "
+            "samples hold the items of all (torch.utils.data.StackDataset)"
+        )
+    if isinstance(data, tuple | dict) and 1 <= len(items) <= 8 and all(isinstance(item, Tensor) for item in items):
+        raise ConfigError(
+            f"dataset: expected samples, got {len(items)} tensors in a {type(data).__name__}: give "
+            "torch.utils.data.TensorDataset of them"
+        )
+
+
 def _shuffles(dataset: Any, sampler: Any) -> bool | None:
     """Whether the sampler shuffles the whole dataset; None if its order is one of its own. Raises: ConfigError."""
     if isinstance(sampler, DistributedSampler):
@@ -126,7 +144,7 @@ def _fixed_order(sampler: Any, dataset: Any) -> Sequence[int]:
             f"the sampler {name} follows set_epoch, so its order cannot be told from the step alone: {_JOBS_OWN}"
         )
     size = len(dataset)
-    most = len(sampler) if isinstance(sampler, Sized) else max(_TIMES_LONGER * size, _SEEMS_INFINITE)
+    most = _most_indices(sampler, name, size)
     with preserve_rng():
         passes = [array("q", islice(_indices(sampler, name, size), most + 1)) for _ in range(2)]
     if len(passes[0]) > most:
@@ -139,6 +157,20 @@ def _fixed_order(sampler: Any, dataset: Any) -> Sequence[int]:
             "instead of dataset and sampler, or seed the sampler's generator in its __iter__"
         )
     return passes[0]
+
+
+def _most_indices(sampler: Any, name: str, size: int) -> int:
+    """How many indices the sampler says that it has; where it does not, as many as none that ends gives."""
+    longest = max(_TIMES_LONGER * size, _SEEMS_INFINITE)
+    if not isinstance(sampler, Sized):
+        return longest
+    try:
+        told = len(sampler)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # infinity, for one
+        raise ConfigError(f"the sampler {name} does not say how many indices it has ({error}): {_JOBS_OWN}") from None
+    if told > longest * _LONGER_IF_TOLD:
+        raise ConfigError(f"the sampler {name} says that it has {told} indices: expected one that ends, or {_JOBS_OWN}")
+    return told
 
 
 def _indices(sampler: Any, name: str, size: int) -> Iterator[int]:

@@ -89,8 +89,9 @@ class Stream:
             return Stream(given, size, seed)
         if has_position(given):
             return Stream(given, size, seed, _encoded(given.state_dict(), type(given).__name__))
+        shares = type(given).__module__ in ("builtins", "itertools")  # a shallow copy goes on in the same iterator
         try:
-            copy.copy(given)
+            copy.deepcopy(given) if shares else copy.copy(given)
         except Exception:
             raise ConfigError(_not_twice(given)) from None
         return Stream(given, size, seed)

@@ -17,7 +17,7 @@ from torch.nn.modules import module as _torch_module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from everstep.base.errors import Uncarried
+from everstep.base.errors import Restructured
 
 _KINDS = {
     "_forward_hooks": "forward hook",
@@ -79,7 +79,7 @@ class Structure:
         """Whether the structure is the same. lanes: forward passes have run. These may make modules without parameters;
         then only the changes they can make are looked for: modules, and whether torch has numbered another hook.
 
-        Raises: Uncarried naming a change that cannot be carried.
+        Raises: Restructured naming a change that cannot be carried.
         """
         if lanes and self._registered == RemovableHandle.next_id and self._tree() == self._seen[0]:
             return True
@@ -90,7 +90,7 @@ class Structure:
         now = self._facts
         for key in [*before, *(key for key in now if key not in before)]:
             if before.get(key) != now.get(key) and not (lanes and self._made_by_forward(key, known)):
-                raise Uncarried(f"{_change_text(key, before.get(key), now.get(key))}; {_REMEDY}")
+                raise Restructured(f"{_change_text(key, before.get(key), now.get(key))}; {_REMEDY}")
         return False
 
     def _made_by_forward(self, key: tuple[str, str], known: Mapping[str, nn.Module]) -> bool:

@@ -70,6 +70,7 @@ class Ambient:
     _steps: int = 0
     _ids: dict[int, int] = field(default_factory=dict)
     _ticks: Iterator[int] = field(default_factory=itertools.count)
+    _draws: Iterator[int] = field(default_factory=itertools.count)
 
     def install(self) -> None:
         """Stand between the user's code and its surroundings, for the rest of this process."""
@@ -91,7 +92,11 @@ class Ambient:
             other = lambda _: "another-host-1"  # noqa: E731
             self._wrap(owner, title, f"{owner.__name__}.{title}", other, None)
         self._wrap(os, "uname", "os.uname", lambda v: os.uname_result((v[0], "another-host-1", *v[2:])), None)
-        self._wrap(os, "urandom", "os.urandom", lambda v: bytes(b ^ 0x55 for b in v), lambda v: bytes(len(v)))
+        self._wrap(os, "getloadavg", "os.getloadavg", lambda v: tuple(x + 1.0 for x in v), lambda _: (0.5, 0.5, 0.5))
+        drawn = lambda v: random.Random(next(self._draws)).randbytes(len(v))  # noqa: E731
+        turned = lambda v: bytes(b ^ 0x55 for b in v)  # noqa: E731
+        self._wrap(os, "urandom", "os.urandom", turned, lambda v: bytes(len(v)))
+        self._wrap(random, "_urandom", "os.urandom", turned, drawn)  # of SystemRandom and secrets, which may draw again
         self._wrap(os, "listdir", "os.listdir", lambda v: v[::-1], None)
         self._wrap(os, "scandir", "os.scandir", lambda found: _Entries(list(found)[::-1]), None)
         self._wrap(builtins, "hash", "hash", lambda value: value ^ 0x5BD1, None, texts_only=True)

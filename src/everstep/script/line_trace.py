@@ -163,10 +163,32 @@ def first_write(rows: Sequence[LineRow]) -> Divergence | None:
     return None
 
 
+_RESTRUCTURES = ("add_module", "add_param_group", "append", "insert", "extend", "pop", "remove", "set_submodule")
+
+
 def where_written(name: str, file: str, line: int) -> int:
     """The line of a file that binds or changes what a name stands for, nearest to `line`; `line` if there is none."""
     lines = [k for k in _Words().writers(file, name) if k]
     return min(lines, key=lambda k: (abs(k - line), k)) if lines else line
+
+
+def where_restructured(file: str, line: int) -> Divergence | None:
+    """The first line in a loop around `line` that sets an item or attribute to a new object, or registers or removes a
+    hook, a module or a group; None if there is none."""
+    tree = SyntaxTrees().tree(file)
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)] if tree is not None else []
+    found: dict[int, str] = {}
+    for node in (node for loop in loops if loop.lineno <= line <= (loop.end_lineno or line) for node in ast.walk(loop)):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            if isinstance(node.targets[0], ast.Subscript | ast.Attribute):
+                found.setdefault(node.lineno, ast.unparse(node.targets[0]))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _restructures(node.func.attr):
+            found.setdefault(node.lineno, ast.unparse(node.func.value))
+    return Divergence(found[min(found)], file, min(found), True) if found else None
+
+
+def _restructures(method: str) -> bool:
+    return method in _RESTRUCTURES or method.startswith("register_")
 
 
 # ---- names on lines

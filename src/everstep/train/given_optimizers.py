@@ -15,9 +15,15 @@ from everstep.exact.several import OptimizerSet, SchedulerSet, optimizers_of
 def one_optimizer(given: Any) -> Any:
     """The optimizer, or those of a list or dict as one. Raises: ConfigError for anything else in these, or a parameter
     that two have."""
-    if not isinstance(given, list | tuple | Mapping):
+    members = {str(name): one for name, one in _items(given)} if isinstance(given, list | tuple | Mapping) else None
+    for one in [given] if members is None else members.values():
+        if type(one).__module__.partition(".")[0] == "accelerate":
+            raise ConfigError(
+                f"{type(one).__name__}: accelerate's prepare has wrapped the optimizer: leave Accelerator out, and "
+                "give join the model, the optimizer and the DataLoader as they were"
+            )
+    if members is None:
         return given
-    members = {str(name): one for name, one in _items(given)}
     for name, one in members.items():
         if not isinstance(one, Optimizer):
             raise ConfigError(f"optimizer {name}: expected a torch.optim.Optimizer, got {type(one).__name__}: give one")
@@ -32,6 +38,11 @@ def one_optimizer(given: Any) -> Any:
                     f"{tuple(parameter.shape)}): give each parameter to one of them"
                 )
     return OptimizerSet(members) if len(members) > 1 else next(iter(members.values()))
+
+
+def name_alone(given: Any) -> str:
+    """The name of an optimizer that is alone in a list or dict; "" without one."""
+    return str(_items(given)[0][0]) if isinstance(given, list | tuple | Mapping) and len(given) == 1 else ""
 
 
 def schedulers_apart(given: Any, optimizer: Any, extras: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -38,7 +38,7 @@ from everstep.script.unsupported import (
     refuse_unmade,
     refuse_unsupported,
 )
-from everstep.train.given_optimizers import one_optimizer, schedulers_apart
+from everstep.train.given_optimizers import name_alone, one_optimizer, schedulers_apart
 from everstep.train.global_batch import sized
 from everstep.train.job_data import moving_by_itself
 from everstep.train.job_parts import assemble
@@ -165,8 +165,8 @@ def join(
     ignore = (*ignore, *moving_by_itself(data.dataset))
     given = {"lanes": lanes, "micro_batch": micro_batch, "clip_norm": clip_norm, **data.settings, **dotted(config)}
     link = _link(given, Path(run_dir) if run_dir is not None else None, data.batch_size)
-    extras = {"state": state} if isinstance(state, LoopValues) else dict(state or {})
-    optimizer = one_optimizer(optimizer)
+    extras = _carried(state)
+    named, optimizer = name_alone(optimizer), one_optimizer(optimizer)
     scheduler, extras = schedulers_apart(scheduler, optimizer, extras)
     refuse_unsupported(model, optimizer, scheduler)
     refuse_scaler(extras)
@@ -175,7 +175,8 @@ def join(
     lost = _lost_scheduler(link, optimizer, (*schedulers_of(scheduler), *extras.values()), ignore)
     device = prepare_torch(link.config, link.me.worker_id)
     refuse_elsewhere(model, device)
-    parts = Parts(model, optimizer, scheduler, list(units) if units else [model], {**extras, **data.extras})
+    extras.update(data.extras)
+    parts = Parts(model, optimizer, scheduler, list(units) if units else [model], extras, named=named)
     _tell_ledger(link, data.dataset)
     watched = link.config.rehearse and not isinstance(link, LifeLink)
     _run = assemble(link, parts, data.dataset, data.collate, device, ignored=tuple(ignore) if watched else None)
@@ -184,6 +185,14 @@ def join(
     else:
         _run.remarks.extend(filter(None, [_rehearsed(link)]))
     return _run
+
+
+def _carried(state: Any) -> dict[str, Any]:
+    """What `state=` names. Raises: ConfigError for what has no names."""
+    if state is not None and not isinstance(state, LoopValues | Mapping):
+        got = type(state).__name__
+        raise ConfigError(f"state: expected objects by name ({{'ema': ema}}) or an everstep.state(...), got {got}")
+    return {"state": state} if isinstance(state, LoopValues) else dict(state or {})
 
 
 def _is_first(frame: FrameType) -> bool:

@@ -58,6 +58,8 @@ def _check_name(of: str, name: str) -> None:
 
 def _shown(value: Any) -> str:
     shape = getattr(value, "shape", None)
+    if isinstance(value, tuple | list) and any(hasattr(one, "shape") for one in value[:2]):
+        return f"({', '.join(map(_shown, value[:2]))})"
     return f"{type(value).__name__} of shape {tuple(shape)}" if shape is not None else f"{value!r:.60}"
 
 

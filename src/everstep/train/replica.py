@@ -135,7 +135,7 @@ class StageReplica:
         one without any."""
         found = self._trained.get(wanted if isinstance(wanted, str) else id(wanted))
         if found is None:
-            names = ", ".join(name for name in optimizers_of(self.parts.optimizer) if name) or "the one of join"
+            names = ", ".join(name for name in self._trained if name and isinstance(name, str)) or "the one of join"
             got = wanted if isinstance(wanted, str) else type(wanted).__name__
             raise Misused(f"step.backward(optimizer=...): expected one that join was given ({names}), got {got}")
         leaves = [p for p in found if p.requires_grad]
@@ -324,7 +324,7 @@ def _leaves_by_optimizer(parts: Parts) -> dict[Any, list[torch.Tensor]]:
     for name, optimizer in optimizers_of(parts.optimizer).items():
         own = {memory_of(p) for group in optimizer.param_groups for p in group["params"]}
         leaves = [p for _, p in parts.model.named_parameters(remove_duplicate=False) if memory_of(p) in own]
-        found[name] = found[id(optimizer)] = list({id(p): p for p in leaves}.values())
+        found[name or parts.named] = found[id(optimizer)] = list({id(p): p for p in leaves}.values())
     return found
 
 

@@ -34,7 +34,7 @@ from everstep.train.task import Task, calling
 class Parts:
     """The user's objects: everything that is trained, and its companions. extras: more state to keep. mesh: of a model
     that is cut into virtual shards. as_made: whether parameters are known to be as their modules made them, one by one,
-    so that code that has run since has changed none."""
+    so that code that has run since has changed none. named: name of an optimizer that is alone in a list or dict."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -43,6 +43,7 @@ class Parts:
     extras: Mapping[str, Any] = field(default_factory=dict)
     mesh: ShardMesh | None = None
     as_made: bool = False
+    named: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 
+from everstep.base.errors import Restructured
 from everstep.runtime.link.address import CHECKPOINTS_DIR
 from everstep.script.ambient import ALL, RESEEDING, Setting, parts_of
-from everstep.script.line_trace import Divergence, first_divergence, where_written
+from everstep.script.line_trace import Divergence, first_divergence, where_restructured, where_written
 from everstep.script.restarts import TRAINING, Finding, differing
 from everstep.script.stretches import set_cursor, unrun
 from everstep.script.watched_life import BEFORE, RUN, LifeWatch, read_rows
@@ -38,6 +39,8 @@ _WORDS = {
     "uuid": ("random bytes that no seed governs", "draw from the global generators, which are seeded for every step"),
     "os.urandom": ("random bytes that no seed governs", "draw from the global generators, which are seeded"),
     **dict.fromkeys(RESEEDING, ("a seed that differs from run to run", "delete it: every lane has seeds of its own")),
+    "random.": ("random bytes that no seed governs", "draw from the global generators, which are seeded"),
+    "secrets": ("random bytes that no seed governs", "draw from the global generators, which are seeded"),
 }
 _WHO = ("which process or host this is", "let all workers compute the same, whichever of them computes a lane")
 _TWICE = "let the results of a batch depend on the batch, the model and step.number alone"
@@ -208,6 +211,8 @@ class Trials:
         name, followed = file or os.path.basename(self.what.script), bool(first.buffer) or first.kind in _OF_LANES
         remedy = _TWICE if followed else "see its message"
         plain = Finding("refused", name, "", True, remedy, file, line, first.error)
+        if first.kind == Restructured.__name__ and (at := where_restructured(file, line)):
+            return Finding("refused", at.object, "", True, remedy, file, at.line, first.error)
         if not followed:
             return plain
         with self._lives(LifeWatch(trace="lane", buffer=first.buffer, setting=Setting())) as lives:

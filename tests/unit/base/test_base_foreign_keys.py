@@ -82,6 +82,12 @@ BATCH, OPTIMIZER, PRECISION = (
         ("trainer.max_epochs", "here it is epochs"),
         ("fp16.enabled", "here it is precision=fp16"),
         ("loader.num_workers", LOADER),
+        ("use_distributed_optimizer", "zero.stage=1 divides"),
+        ("opt_level", PRECISION),
+        ("ema_decay", "call it in the loop after the batches"),
+        ("strategy", "leave it out: each worker trains with the whole model"),
+        ("run_name", "give --run-dir to everstep run"),
+        ("fast_dev_run", "here it is steps"),
         ("heartbeat.timeout", "a worker that dies is noticed at once"),
     ],
 )

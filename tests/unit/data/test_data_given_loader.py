@@ -47,6 +47,14 @@ class Endless:
             yield 1
 
 
+class Sized(Endless):
+    def __init__(self, length: Any) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length  # type: ignore[no-any-return]
+
+
 class Epochs(Ordered):
     def set_epoch(self, epoch: int) -> None:
         pass
@@ -124,6 +132,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "the sampler Ordered gives another order in each pass",
     ),
     "endless": (lambda: DataLoader(DATA, 4, sampler=Endless()), "the sampler Endless gives 1048576 indices, and more"),  # type: ignore[arg-type]
+    "as good as endless": (
+        lambda: DataLoader(DATA, 4, sampler=Sized(1 << 40)),  # type: ignore[arg-type]
+        "the sampler Sized says that it has 1099511627776 indices",
+    ),
+    "infinity": (
+        lambda: DataLoader(DATA, 4, sampler=Sized(float("inf"))),  # type: ignore[arg-type]
+        "the sampler Sized does not say how many indices it has",
+    ),
+    "two loaders": (lambda: [DataLoader(DATA, 4)] * 2, "dataset: expected one dataset or DataLoader, got 2 in a list"),
+    "loaders by name": (lambda: {"a": DataLoader(DATA, 4)}, "dataset: expected one dataset or DataLoader, got 1 in a"),
+    "inputs and labels": (lambda: (torch.ones(12, 2), torch.ones(12)), "dataset: expected samples, got 2 tensors in a"),
     "epochs": (lambda: DataLoader(DATA, 4, sampler=Epochs([1])), "the sampler Epochs follows set_epoch"),  # type: ignore[arg-type]
     "no index": (lambda: DataLoader(DATA, 4, sampler=["a"]), "the sampler list: expected indices into the dataset"),
     "beyond": (lambda: DataLoader(DATA, 4, sampler=[12]), "the sampler list: expected indices below 12"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -119,6 +121,15 @@ def test_a_mark_goes_on_where_it_was_made(kind: type) -> None:
     again = reader(kind())
     again.add(later.mark(1, 28))  # type: ignore[arg-type]  # and a second time
     assert told(again.read(1, 30)) == every[1, 30]
+
+
+def test_an_iterator_that_shares_another_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text("1\n2\n")
+    with (tmp_path / "lines").open() as lines:
+        for given in (map(int, lines), itertools.cycle(n for n in range(3)), zip(lines, lines, strict=True)):
+            with pytest.raises(ConfigError, match=f"a {type(given).__name__}, which can be read only once"):
+                Stream.of(given, None, 5)
+    assert told(reader(map(int, ["7", "8"]), None).read(0, 1)) == "8"
 
 
 def test_a_place_that_is_not_told_rightly_costs_a_pass_and_no_bit(caplog: pytest.LogCaptureFixture) -> None:

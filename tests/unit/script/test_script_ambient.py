@@ -34,6 +34,8 @@ read["same"] = isinstance(datetime.datetime.now(), datetime.date)
 read["inner"] = Ambient.__name__
 import datetime as whole, importlib
 read["others"] = importlib.import_module("datetime") is sys.modules["datetime"] is not whole
+import random, secrets
+read["dice"] = [random.SystemRandom().random(), secrets.randbelow(100)]
 """
 
 
@@ -71,6 +73,7 @@ def test_one_line_is_told_another_value_and_the_rest_stays(folder: Path, plain: 
     assert ["os.environ['RANK']", str(folder / "reads.py"), "8"] in sites
     assert any(source.startswith("glob.") and line == "6" for source, _, line in sites), sites
     assert "5" not in [line for _, _, line in sites]  # the hash of a number is the same anywhere
+    assert {source for source, _, line in sites if line == "15"} == {"random.random", "secrets.randbelow"}
     other = told(folder, "\n".join(("socket.gethostname", str(folder / "reads.py"), "3")))
     changed = {name for name in plain["read"] if plain["read"][name] != other["read"][name]}
     assert changed == {"host"}

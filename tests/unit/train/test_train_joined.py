@@ -209,6 +209,15 @@ def test_each_optimizer_gets_its_gradients_and_all_are_stepped_at_the_end(by_nam
     assert given["d"].param_groups[0]["lr"] == own["d"].param_groups[0]["lr"] == 0.005
 
 
+def test_an_optimizer_that_is_alone_has_its_name() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for given, name in (({"all": optimizer}, "all"), ([optimizer], "0")):
+        trained(joined(model, given, steps=1), lambda s, x, y, n=name: s.backward(model(x).sum(), optimizer=n))
+    with pytest.raises(TaskError, match=r"expected one that join was given \(all\), got other"):
+        trained(joined(model, {"all": optimizer}), lambda s, x, y: s.backward(model(x).sum(), optimizer="other"))
+
+
 def test_optimizers_that_cannot_be_several_are_refused() -> None:
     pair, other = Pair(), network()
     every = torch.optim.SGD(pair.parameters(), lr=0.1)
@@ -225,6 +234,11 @@ def test_optimizers_that_cannot_be_several_are_refused() -> None:
         joined(pair, optimizers(pair), scheduler=foreign)
     with pytest.raises(ConfigError, match="zero: the state of one optimizer alone"):
         joined(pair, optimizers(pair), zero={"stage": 1})
+    wrapped = type("AcceleratedOptimizer", (), {"__module__": "accelerate.optimizer"})()
+    with pytest.raises(ConfigError, match="AcceleratedOptimizer: accelerate's prepare has wrapped the optimizer"):
+        joined(pair, wrapped)
+    with pytest.raises(ConfigError, match=r"state: expected objects by name .* got list"):
+        joined(pair, every, state=[1, 2])
     with pytest.raises(TaskError, match=r"expected one that join was given \(d, g\), got SGD"):
         trained(joined(pair, optimizers(pair)), lambda s, x, y: s.backward(pair.losses(x)[0], optimizer=every))
 

@@ -116,7 +116,7 @@ if what == "again": getattr(everstep, "join")(model, optimizer, data, steps=1, m
 ERRORS = [
     ("config", 2, "lanes: expected whole number, at least 1, got 0 (from join)"),
     ("data", 1, "sample 22 of the dataset cannot be read (epoch 0): KeyError: 'nothing' (train.py:"),
-    ("loss", 1, "the loss must be a tensor with one element, got shape (2, 4)"),
+    ("loss", 2, "the loss must be a tensor with one element, got shape (2, 4)"),
     ("scaler", 2, "a GradScaler was used in the loop: remove it, and give join(precision='fp16')"),
     ("again", 2, "everstep.join was called twice in one script, but a worker belongs to one job"),
 ]
