@@ -57,7 +57,7 @@ def assign(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
 
 def added(optimizer: Optimizer) -> dict[str, Any]:
     """Public attributes that a script has added to an optimizer of torch's own, by name: they are not carried."""
-    members = [member for member in optimizers_of(optimizer).values() if _of_torch(member)]
+    members = [member for member in optimizers_of(optimizer).values() if of_torch(member)]
     known = _every_optimizers() | _OF_OTHERS
     return {n: v for member in members for n, v in vars(member).items() if n not in known and not n.startswith("_")}
 
@@ -86,7 +86,7 @@ class Watched:
 def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     """Attributes that the user's own class has added; of the second one of a set "1/name", and so on."""
     for number, member in enumerate(optimizers_of(optimizer).values()):
-        for name, value in sorted(vars(member).items()) if not _of_torch(member) else ():
+        for name, value in sorted(vars(member).items()) if not of_torch(member) else ():
             if name not in _every_optimizers() | _OF_OTHERS and not name.endswith("_hooks"):
                 yield f"{number}{_OF}{name}" if number else name, value
 
@@ -97,7 +97,8 @@ def _every_optimizers() -> frozenset[str]:
     return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
 
 
-def _of_torch(optimizer: Optimizer) -> bool:
+def of_torch(optimizer: Optimizer) -> bool:
+    """Whether it is of a class of torch's own."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
