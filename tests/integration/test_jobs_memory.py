@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from held_memory import ControlGroup
-from job_harness import LIMIT_S, Job, Jobs, same
+from job_harness import LIMIT_S, Jobs, same, under_limit
 
 WIDTH, LAYERS, WORKERS, STEPS = 1024, 16, 6, 8
 """4 MiB of parameters in each layer."""
@@ -94,15 +94,9 @@ def test_twice_the_parameters_are_trained_where_plain_data_parallelism_is_killed
         said = peer.communicate(timeout=LIMIT_S)[1].decode()
     assert limited.killed and "terminated with signal SIGKILL" in said, f"{limited.most_mb} MiB\n{said}"
     before, task = limited.killed, f"{tmp_path / 'ours.py'}:Twice"
-    argv = [sys.executable, "-P", "-m", "everstep", "run", task, "--run-dir", str(tmp_path / "run"), "--json"]
-    argv += ["--workers", str(WORKERS), "--chaos", "kill:target=worker:1,at=5,phase=update"]
-    for setting in ("zero.stage=2", f"zero.copies={copies}", "checkpoint.disk.every_steps=3"):
-        argv += ["--set", setting]
-    with (tmp_path / "run.err").open("wb") as errors:
-        command = limited.start(argv, cwd=tmp_path, stdout=errors, stderr=errors)
-        job = Job(tmp_path / "run", " ".join(argv), command.pid)
-        code = command.wait(LIMIT_S)
-        job.close()
+    settings = {"zero.stage": 2, "zero.copies": copies, "checkpoint.disk.every_steps": 3}
+    options = "--workers", str(WORKERS), "--chaos", "kill:target=worker:1,at=5,phase=update"
+    code, job = under_limit(limited, tmp_path / "run", task, *options, settings=settings)
     assert code == 0, f"{code}, {limited.killed - before} killed for memory\n{job.account()}"
     assert limited.killed == before, job.account()
     assert len(job.of_kind("fault_injected")) == 1, job.account()
