@@ -155,6 +155,28 @@ class Remembers(Own):
                 p.sub_(momentum, alpha=0.01)
 
 
+class Norms(Counted):
+    """Goes by the norm of all gradients, of the parameters in a list of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.all = [p for group in self.param_groups for p in group["params"]]
+
+    def scale(self, p: Any, state: Any, group: Any) -> Any:
+        return 1 / (1 + torch.stack([q.grad.float().norm() for q in self.all if q.grad is not None]).norm())
+
+
+class Favours(Counted):
+    """Knows one parameter by itself."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.rates = {self.param_groups[0]["params"][-1]: 0.1}
+
+    def scale(self, p: Any, state: Any, group: Any) -> Any:
+        return self.rates.get(p, 1.0)
+
+
 class Cached(Own):
     """Keeps momentum beside its state, by the number of the parameter."""
 
@@ -215,7 +237,7 @@ ODD: dict[str, tuple[Callable[[list[nn.Parameter]], Any], str]] = {
     for divides, kinds in {
         "elements": (Counted, Slow, Paced, Later, Turns),
         "matrices": (Late, Lazy, Large, Buckets),
-        "nothing": (Periodic, Clipped, Finite, Turned, Freezes, Remembers, Cached, Averaged),
+        "nothing": (Periodic, Clipped, Finite, Turned, Freezes, Remembers, Norms, Favours, Cached, Averaged),
     }.items()
     for kind in kinds
 } | {"Listed": (_in_two(Listed), "matrices")}

@@ -62,6 +62,23 @@ def added(optimizer: Optimizer) -> dict[str, Any]:
     return {n: v for member in members for n, v in vars(member).items() if n not in known and not n.startswith("_")}
 
 
+def looked_up(optimizer: Optimizer) -> str:
+    """Name of an attribute by which the optimizer tells some of its parameters from others: one of them, a collection
+    of some, or what is kept by parameter or its id; "" if there is none."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+    def tells(value: Any, depth: int = 2) -> bool:
+        if isinstance(value, Mapping):
+            by = any(id(key) in known or (type(key) is int and key in known) for key in value)
+            return by or (depth > 0 and any(tells(one, depth - 1) for one in value.values()))
+        if isinstance(value, list | tuple | set | frozenset):
+            own = {one if type(one) is int else id(one) for one in value} & known
+            return 0 < len(own) < len(known) or (depth > 0 and any(tells(one, depth - 1) for one in value))
+        return id(value) in known and len(known) > 1
+
+    return next((name for name, value in _own(optimizer) if tells(value)), "")
+
+
 class Watched:
     """The attributes that cannot be carried, before an update; `changed` names those that differ afterwards."""
 

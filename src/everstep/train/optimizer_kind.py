@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from everstep.exact.attributes import of_torch
+from everstep.exact.attributes import looked_up, of_torch
 from everstep.exact.seeding import preserve_rng
 from everstep.train.optimizer_trial import Trial, beside, far, in_a_line, near, parameters_of, unfit
 
@@ -62,18 +62,20 @@ def kind_of(
     ahead: of one that is not torch's, the updates that follow are tried, too, for some of the parameters."""
     sample = tried_of(optimizer)
     parameters = [p for group in sample for p in group]
+    if name := looked_up(optimizer):
+        return OptimizerKind("nothing", f"it knows some of its parameters by self.{name}")
     if all(p.grad is None and not (made_up and p.requires_grad) for p in parameters):
         return OptimizerKind("nothing", NO_GRADIENT)
     try:
-        first = Trial(optimizer, sample, seed, near(dealt), made_up=made_up)
+        first = Trial(optimizer, sample, seed, near(dealt), dealt=dealt, made_up=made_up)
     except Exception as error:
         return OptimizerKind("nothing", f"it cannot be copied and updated: {in_a_line(error)}")
     stepped = {keys for p, keys in first.kept.items() if p.grad is not None or made_up}
     uniform = len(stepped) < 2 and None not in stepped
-    trials = [first, *(_ahead(optimizer, seed) if ahead and not of_torch(optimizer) else ())]
+    trials = [first, *(_ahead(optimizer, seed, dealt) if ahead and not of_torch(optimizer) else ())]
     at_once = any(beside(trial.whole) != beside(optimizer) for trial in trials)
     more = at_once, _state_bytes(optimizer, first.whole), uniform
-    in_pieces = next(filter(None, (trial.in_pieces(dealt) for trial in trials)), "")
+    in_pieces = next(filter(None, (trial.in_pieces() for trial in trials)), "")
     follows = not any(trial.witnessed() for trial in trials)
     if not in_pieces:
         return OptimizerKind("elements", "", *more, follows=follows)
@@ -82,12 +84,12 @@ def kind_of(
     return OptimizerKind("matrices", in_pieces, *more, follows=follows)
 
 
-def _ahead(optimizer: Optimizer, seed: int) -> list[Trial]:
+def _ahead(optimizer: Optimizer, seed: int, dealt: bool) -> list[Trial]:
     """Longer trials, with the smallest parameters; without those for which the optimizer gives up."""
     sample, found = tried_of(optimizer, elements=0), list[Trial]()
     for course in (far(sample), unfit()):
         with suppress(Exception):
-            found.append(Trial(optimizer, sample, seed, course, made_up=True))
+            found.append(Trial(optimizer, sample, seed, course, dealt=dealt, made_up=True))
     return found
 
 

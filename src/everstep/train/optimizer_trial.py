@@ -96,11 +96,19 @@ class Trial:
     """
 
     def __init__(
-        self, optimizer: Optimizer, sample: Sequence[Sequence[Tensor]], seed: int, course: Course, *, made_up: bool
+        self,
+        optimizer: Optimizer,
+        sample: Sequence[Sequence[Tensor]],
+        seed: int,
+        course: Course,
+        *,
+        dealt: bool,
+        made_up: bool,
     ) -> None:
-        """made_up: parameters without a gradient get one, too."""
+        """dealt: an owner has the gradients of its own pieces alone, and all update what cannot be divided. made_up:
+        parameters without a gradient get one, too."""
         self._optimizer, self._sample, self._seed = optimizer, [list(group) for group in sample], seed
-        self._course, self._made_up = course, made_up
+        self._course, self._dealt, self._made_up = course, dealt, made_up
         self._parameters = [p for group in sample for p in group]
         self.whole = self._updated(None, seed)
         self.kept = {
@@ -110,10 +118,9 @@ class Trial:
         }
         """Keys of the state of each parameter that can be divided."""
 
-    def in_pieces(self, dealt: bool) -> str:
-        """What differs where each parameter has two owners; "" if nothing. dealt: those that cannot be divided are
-        updated by both."""
-        of_all = {p: [(0, p.numel())] for p in self._parameters if dealt and not divisible(p)}
+    def in_pieces(self) -> str:
+        """What differs where each parameter has two owners; "" if nothing."""
+        of_all = {p: [(0, p.numel())] for p in self._parameters if self._dealt and not divisible(p)}
         return self._differs([_cut(self._parameters, k) | of_all for k in (0, 1)])
 
     def alone(self) -> str:
@@ -151,6 +158,8 @@ class Trial:
             for number, (parameter, gradient) in enumerate(zip(copies, first, strict=True)):
                 if gradient is not None:
                     parameter.grad = self._course.gradient(update, number, gradient)
+                    if self._dealt and pieces is not None and parameter.grad is not None:
+                        _spoil(parameter.grad, pieces.get(parameter, ()), seed)
             seed_all(derive(seed, update, 0))
             if pieces is None:
                 twin.step()
@@ -173,6 +182,16 @@ class Trial:
                     for what in _unlike((twin, mine), (self.whole, theirs), pieces[original]):
                         return f"{what} of a parameter of shape {tuple(mine.shape)} would differ"
         return ""
+
+
+def _spoil(gradient: Tensor, pieces: Sequence[tuple[int, int]], seed: int) -> None:
+    """Other numbers for what is in no piece."""
+    flat = _memory(gradient)
+    kept = [flat[first:stop].clone() for first, stop in pieces]
+    generator = torch.Generator(gradient.device).manual_seed(seed)
+    gradient.copy_(torch.randn(gradient.shape, generator=generator, device=gradient.device))
+    for (first, stop), own in zip(pieces, kept, strict=True):
+        _memory(gradient)[first:stop] = own
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -188,6 +188,7 @@ class OptimizerUpdate:
         if not self._guarded:
             self._guarded = True
             self._optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+        if not isinstance(self._optimizer.state, DividedState):  # the loop may have loaded another one
             vars(self._optimizer)["state"] = DividedState(self._optimizer, lambda: self.under_way)
         return dealt.updates()
 
