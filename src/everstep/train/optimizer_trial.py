@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -51,11 +52,11 @@ def near(drawn: bool) -> Course:
     return Course(2, lambda update, number, first: first * (-0.5) ** update, drawn)
 
 
-def far(sample: Sequence[Sequence[Tensor]]) -> Course:
-    """As many updates as come before the next look, with gradients of all sizes, zeros among them, or none."""
+def far(sample: Sequence[Sequence[Tensor]], absent: bool) -> Course:
+    """As many updates as come before the next look, with gradients of all sizes, zeros among them. absent: or none."""
     sizes = [p.numel() for group in sample for p in group]
     updates = min(AHEAD, _ELEMENTS_AHEAD // max(1, sum(sizes)), _PARAMETERS_AHEAD // max(1, len(sizes)))
-    return Course(max(_LEAST_AHEAD, updates), _varied)
+    return Course(max(_LEAST_AHEAD, updates), partial(_varied, absent))
 
 
 def unfit() -> Course:
@@ -63,8 +64,8 @@ def unfit() -> Course:
     return Course(4, _not_finite)
 
 
-def _varied(update: int, number: int, first: Tensor) -> Tensor | None:
-    if update and (update + number) % 7 == 0:
+def _varied(absent: bool, update: int, number: int, first: Tensor) -> Tensor | None:
+    if absent and update and (update + number) % 7 == 0:
         return None
     found = torch.empty_like(first).copy_(first * (-1) ** update * 10.0 ** (update * 5 % 9 - 4))
     flat, size = _memory(found), found.numel()
