@@ -235,7 +235,7 @@ def _in_two(kind: Callable[[Any], Any]) -> Callable[[list[nn.Parameter]], Any]:
 ODD: dict[str, tuple[Callable[[list[nn.Parameter]], Any], str]] = {
     kind.__name__: (_in_two(kind), divides)
     for divides, kinds in {
-        "elements": (Counted, Slow, Paced, Later, Turns),
+        "elements": (Counted, Slow, Paced, Turns),
         "matrices": (Late, Lazy, Large, Buckets),
         "nothing": (Periodic, Clipped, Finite, Turned, Freezes, Remembers, Norms, Favours, Cached, Averaged),
     }.items()

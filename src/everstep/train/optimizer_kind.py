@@ -87,7 +87,7 @@ def kind_of(
 def _ahead(optimizer: Optimizer, seed: int, dealt: bool) -> list[Trial]:
     """Longer trials, with the smallest parameters; without those for which the optimizer gives up."""
     sample, found = tried_of(optimizer, elements=0), list[Trial]()
-    for courses in ((far(sample, absent=True), far(sample, absent=False)), (unfit(),)):
+    for courses in ((far(sample, absent=True), far(sample, absent=False)), (unfit(sample),)):
         for course in courses:
             with suppress(Exception):
                 found.append(Trial(optimizer, sample, seed, course, dealt=dealt, made_up=True))

@@ -32,8 +32,9 @@ _CUTS = (0.35, 0.8)
 AHEAD = 104
 """Updates of a long course: a little more than there are between two looks at an optimizer."""
 _LEAST_AHEAD = 8
-_ELEMENTS_AHEAD, _PARAMETERS_AHEAD = 1 << 23, 16 * AHEAD
+_ELEMENTS_AHEAD, _PARAMETERS_AHEAD = 1 << 24, 16 * AHEAD
 """Elements, and parameters, that a long course updates at the most, one after the other."""
+_MOST_UNFIT = 16
 Owned = dict[Tensor, list[tuple[int, int]]]
 
 
@@ -59,9 +60,9 @@ def far(sample: Sequence[Sequence[Tensor]], absent: bool) -> Course:
     return Course(max(_LEAST_AHEAD, updates), partial(_varied, absent))
 
 
-def unfit() -> Course:
-    """Gradients that are not finite in single elements."""
-    return Course(4, _not_finite)
+def unfit(sample: Sequence[Sequence[Tensor]]) -> Course:
+    """Gradients that are not finite in a single element, of one parameter after the other."""
+    return Course(1 + min(_MOST_UNFIT, sum(map(len, sample))), _not_finite)
 
 
 def _varied(absent: bool, update: int, number: int, first: Tensor) -> Tensor | None:
@@ -80,7 +81,7 @@ def _varied(absent: bool, update: int, number: int, first: Tensor) -> Tensor | N
 
 def _not_finite(update: int, number: int, first: Tensor) -> Tensor:
     found = torch.empty_like(first).copy_(first)
-    if update == 1 + number % 2 and found.numel():
+    if update == 1 + number and found.numel():
         _memory(found)[found.numel() // 2] = (torch.inf, torch.nan)[number % 2]
     return found
 
@@ -111,12 +112,9 @@ class Trial:
         self._optimizer, self._sample, self._seed = optimizer, [list(group) for group in sample], seed
         self._course, self._dealt, self._made_up = course, dealt, made_up
         self._parameters = [p for group in sample for p in group]
-        self.whole = self._updated(None, seed)
-        self.kept = {
-            p: kept_like(self.whole, copy)
-            for p, copy in zip(self._parameters, parameters_of(self.whole), strict=True)
-            if divisible(p)
-        }
+        self.whole, self._copies = self._updated(None, seed)
+        pairs = zip(self._parameters, self._copies, strict=True)
+        self.kept = {p: kept_like(self.whole, copy) for p, copy in pairs if divisible(p)}
         """Keys of the state of each parameter that can be divided."""
 
     def in_pieces(self) -> str:
@@ -140,8 +138,9 @@ class Trial:
             ]
         )
 
-    def _updated(self, pieces: Ranges | None, seed: int) -> Optimizer:
-        """A copy of the optimizer after the course, with updates of these pieces or of all of the sample."""
+    def _updated(self, pieces: Ranges | None, seed: int) -> tuple[Optimizer, list[Tensor]]:
+        """A copy of the optimizer after the course, with updates of these pieces or of all of the sample; and of its
+        parameters."""
         twin, drawn = twin_of(self._optimizer, self._sample), self._course.drawn
         copies = parameters_of(twin)
         for number, parameter in enumerate(copies) if drawn else ():
@@ -166,19 +165,18 @@ class Trial:
                 twin.step()
             else:
                 PieceUpdate(twin).make([pieces])
-        return twin
+        return twin, copies
 
     def _differs(self, owned: Sequence[Owned]) -> str:
         """Difference between updates by two owners and one update of all; "" if none."""
         for number, pieces in enumerate(owned):
             try:
-                twin = self._updated(pieces, derive(self._seed, number, 1))
+                twin, copies = self._updated(pieces, derive(self._seed, number, 1))
             except Exception as error:
                 return f"a part cannot be updated alone: {in_a_line(error)}"
             if beside(twin) != beside(self.whole):
                 return "the groups or attributes of the optimizer would differ"
-            pairs = zip(self._parameters, parameters_of(twin), parameters_of(self.whole), strict=True)
-            for original, mine, theirs in pairs:
+            for original, mine, theirs in zip(self._parameters, copies, self._copies, strict=True):
                 if original in pieces:
                     for what in _unlike((twin, mine), (self.whole, theirs), pieces[original]):
                         return f"{what} of a parameter of shape {tuple(mine.shape)} would differ"
