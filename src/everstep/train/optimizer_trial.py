@@ -185,6 +185,8 @@ class Trial:
 
 def _spoil(gradient: Tensor, pieces: Sequence[tuple[int, int]], seed: int) -> None:
     """Other numbers for what is in no piece."""
+    if sum(stop - first for first, stop in pieces) == gradient.numel():
+        return
     flat = _memory(gradient)
     kept = [flat[first:stop].clone() for first, stop in pieces]
     generator = torch.Generator(gradient.device).manual_seed(seed)
