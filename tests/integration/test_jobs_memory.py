@@ -12,9 +12,9 @@ import pytest
 from held_memory import ControlGroup
 from job_harness import LIMIT_S, Jobs, same, under_limit
 
-WIDTH, LAYERS, WORKERS, STEPS = 1024, 16, 6, 8
+WIDTH, LAYERS, WORKERS, STEPS = 1024, 8, 6, 6
 """4 MiB of parameters in each layer."""
-LIMIT_MB = 3200
+LIMIT_MB = 2150
 MODEL = f"""
 import torch
 from torch import nn
@@ -94,8 +94,8 @@ def test_twice_the_parameters_are_trained_where_plain_data_parallelism_is_killed
         said = peer.communicate(timeout=LIMIT_S)[1].decode()
     assert limited.killed and "terminated with signal SIGKILL" in said, f"{limited.most_mb} MiB\n{said}"
     before, task = limited.killed, f"{tmp_path / 'ours.py'}:Twice"
-    settings = {"zero.stage": 2, "zero.copies": copies, "checkpoint.disk.every_steps": 3}
-    options = "--workers", str(WORKERS), "--chaos", "kill:target=worker:1,at=5,phase=update"
+    settings = {"zero.stage": 2, "zero.copies": copies, "checkpoint.disk.every_steps": 2, "on_failure": "shrink"}
+    options = "--workers", str(WORKERS), "--chaos", "kill:target=worker:1,at=4,phase=update"
     code, job = under_limit(limited, tmp_path / "run", task, *options, settings=settings)
     assert code == 0, f"{code}, {limited.killed - before} killed for memory\n{job.account()}"
     assert limited.killed == before, job.account()
