@@ -1,10 +1,11 @@
 """The most memory that a whole job holds, beside DistributedDataParallel: a causal transformer of 25M, AdamW, one host.
 
     python bench/memory.py [--model transformer-25m] [--workers 2 4] [--steps 12] [--rounds 5]
-        [--modes MODE ...] [--out FILE]
+        [--rows ROW ...] [--out FILE]
 
 All processes of a job together, shared pages divided among those who share them (PSS), looked at every 50 ms from the
-start to the end of step `--steps`. Rows, for each number of workers, whole runs in turn:
+start to the end of step `--steps`. Rows, for each number of workers, whole runs in turn; those of `--rows` alone, so
+that it can be run in parts, each with `ddp` if it is to be compared with that:
 - replicated: a job as it is by default, without checkpoints and copies in memory;
 - divided: the same with the optimizer's state divided among the workers, one copy of each part (`zero.stage=1`);
 - divided-one, gradients-one: with one lane per worker, the state divided so, and the gradients, too (`zero.stage=2`);
@@ -20,7 +21,8 @@ Of each the most that was held before the end of the second step (start_mb: the 
 it (steps_mb), the greater of both (peak_mb), its ratio to that of `ddp` in the same round (to_ddp, to_ddp_at_most) and
 to what `everstep plan memory` says for all workers (planned_mb; to_plan, 0.9 to 1.1), the median time between the
 ends of two steps (step_ms), and the bytes that went over loopback per step (loopback_mb; workers of ours on one host
-exchange through shared memory). Once for each peer: what is left of it after the SIGKILL of a rank (after_kill).
+exchange through shared memory). Rows `kill-PEER`, once each: what is left of a peer after the SIGKILL of a rank
+(after_kill).
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ PEERS = {
     "fsdp2": ("--divide", "all"),
 }
 """Options of the peer."""
+KILLS = {f"kill-{peer}": peer for peer in PEERS}
 KILL_S = 30.0
 """A peer that has gone on, or ended, by then is said to have."""
 
@@ -168,33 +171,36 @@ def plan(model: str, workers: int, *options: str) -> float:
     return workers * sum(said["per_worker_bytes"].values()) / 2**20
 
 
-def compare(model: str, workers: int, steps: int, rounds: int, modes: list[str]) -> dict[str, dict[str, object]]:
-    """All rows for so many workers."""
+def compare(model: str, workers: int, steps: int, rounds: int, rows: list[str]) -> dict[str, dict[str, object]]:
+    """These rows for so many workers."""
     runs: dict[str, Callable[[], dict[str, float]]] = {}
     planned: dict[str, float] = {}
-    for mode in modes:
+    for mode in (row for row in rows if row in MODES):
         settings, options = MODES[mode]
         there = {key: value.replace("{workers}", str(workers)) for key, value in settings.items()}
         members = 1 if mode == "cell" else workers
         runs[mode] = partial(measure_ours, model, members, steps, there)
         planned[mode] = round(plan(model, members, *(one.format(workers=workers) for one in options)), 1)
-    runs |= {peer: partial(measure_ddp, model, workers, steps, *options) for peer, options in PEERS.items()}
+    peers = {peer: options for peer, options in PEERS.items() if peer in rows}
+    runs |= {peer: partial(measure_ddp, model, workers, steps, *options) for peer, options in peers.items()}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for number in range(rounds):
         for name in runs if number % 2 == 0 else reversed(runs):
             found[name].append(runs[name]())
-        for name, rows in found.items():
-            rows[-1]["to_ddp"] = rows[-1]["peak_mb"] / found["ddp"][-1]["peak_mb"]
+        for name, turns in found.items():
+            if "ddp" in found:
+                turns[-1]["to_ddp"] = turns[-1]["peak_mb"] / found["ddp"][-1]["peak_mb"]
             if name in planned:
-                rows[-1]["to_plan"] = rows[-1]["peak_mb"] / planned[name]
-        print({name: rows[-1] for name, rows in found.items()}, file=sys.stderr, flush=True)
+                turns[-1]["to_plan"] = turns[-1]["peak_mb"] / planned[name]
+        print({name: turns[-1] for name, turns in found.items()}, file=sys.stderr, flush=True)
     report: dict[str, dict[str, object]] = {}
-    for name, rows in found.items():
-        report[name] = {key: spread([one[key] for one in rows], digits=3) for key in rows[0]}
+    for name, turns in found.items():
+        report[name] = {key: spread([one[key] for one in turns], digits=3) for key in turns[0]}
         limits = {"planned_mb": planned.get(name), "to_ddp_at_most": TO_DDP.get(name, {}).get(workers)}
         report[name] |= {key: value for key, value in limits.items() if value is not None}
-    for peer, options in PEERS.items():
-        report[peer]["after_kill"] = after_kill(model, workers, *options)
+    for row, peer in KILLS.items():
+        if row in rows:
+            report[row] = {"after_kill": after_kill(model, workers, *PEERS[peer])}
     return report
 
 
@@ -204,12 +210,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--modes", nargs="+", default=[*MODES], choices=MODES)
+    rows = [*MODES, *PEERS, *KILLS]
+    parser.add_argument("--rows", nargs="+", default=rows, choices=rows)
     parser.add_argument("--out", help="also write the JSON here")
     options = parser.parse_args()
     report: dict[str, object] = {"bench": "memory", **machine(), "model": options.model}
     for workers in options.workers:
-        report[f"workers_{workers}"] = compare(options.model, workers, options.steps, options.rounds, options.modes)
+        report[f"workers_{workers}"] = compare(options.model, workers, options.steps, options.rounds, options.rows)
     write_report(report, options.out)
 
 

@@ -20,6 +20,7 @@ from everstep.base.readable import readable
 from everstep.cli.ledger import audit_run
 from everstep.observe.events import parse_events, read_events
 from everstep.runtime.process import pinned_environment
+from held_memory import ControlGroup
 
 LIMIT_S = 240.0
 HERE = Path(__file__).parent
@@ -246,6 +247,22 @@ class Jobs:
         except subprocess.TimeoutExpired:
             self._server.kill()
             self._server.wait()
+
+
+def under_limit(
+    group: ControlGroup, run_dir: Path, task: str, *options: str, settings: Mapping[str, Any]
+) -> tuple[int, Job]:
+    """Run a job whose processes all belong to this group, to its end. Returns its exit code, too."""
+    argv = ["run", task, "--run-dir", str(run_dir), "--json", *options]
+    for key, value in settings.items():
+        argv += ["--set", f"{key}={value}"]
+    with run_dir.with_suffix(".err").open("wb") as errors:
+        command = group.start([sys.executable, "-P", "-m", "everstep", *argv], stdout=subprocess.DEVNULL, stderr=errors)
+        job = Job(run_dir, " ".join(argv), command.pid)
+        try:
+            return command.wait(LIMIT_S), job
+        finally:
+            job.close()
 
 
 def same(reference: Path, job: Job) -> None:

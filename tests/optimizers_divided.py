@@ -223,12 +223,12 @@ def found(make: Make) -> list[OptimizerKind]:
     return kinds
 
 
-def ends_alike(make: Make, kind: OptimizerKind, members: int, copies: int) -> bool:
+def ends_alike(make: Make, kind: OptimizerKind, members: int, copies: int, steps: int = STEPS) -> bool:
     """Whether members that divide the state have in each step, each in its blocks, the bits of one that has all."""
     divides = kind.divides if kind.follows else "nothing"
     alone, pool = Pooled(make, divides), [Pooled(make, divides) for _ in range(members)]
     plan, alike = plan_of(members, copies), True
-    for step in range(STEPS):
+    for step in range(steps):
         alone.update(step, None, 0, first=False)
         dealt = [one.update(step, plan, me, first=kind.uniform) for me, one in enumerate(pool)]
         there = [one for one in dealt if one is not None]

@@ -1,21 +1,20 @@
-"""Jobs under a limit of memory: who holds more than that, all processes together, is killed at once."""
+"""Jobs under a limit of memory that the kernel keeps: it kills who holds more."""
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from held_memory import Limit
-from job_harness import LIMIT_S, Jobs, same
+from held_memory import ControlGroup
+from job_harness import LIMIT_S, Jobs, same, under_limit
 
-WIDTH, LAYERS, WORKERS = 1024, 20, 4
+WIDTH, LAYERS, WORKERS, STEPS = 1024, 8, 6, 6
 """4 MiB of parameters in each layer."""
-LIMIT_MB = 2480
-"""2,210 to 2,240 are held here, more by the peer in its first step."""
+LIMIT_MB = 2150
 MODEL = f"""
 import torch
 from torch import nn
@@ -31,7 +30,7 @@ import everstep, torch
 from plain_model import model
 
 class Twice(everstep.Task):
-    defaults = {{"lanes": {WORKERS}, "micro_batch": 2, "steps": 3}}
+    defaults = {{"lanes": {WORKERS}, "micro_batch": 2, "steps": {STEPS}}}
 
     def build_model(self):
         return model(2 * {LAYERS})
@@ -71,23 +70,37 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture
+def limited() -> Iterator[ControlGroup]:
+    try:
+        group = ControlGroup(LIMIT_MB)
+    except OSError as error:
+        pytest.skip(str(error))
+    with group:
+        yield group
+
+
 @pytest.mark.longer
-def test_twice_the_parameters_are_trained_where_plain_data_parallelism_is_killed(jobs: Jobs, tmp_path: Path) -> None:
-    """With gradients and the optimizer's state divided, to the bits of one worker without a limit."""
+@pytest.mark.parametrize("copies", [1, 2])
+def test_twice_the_parameters_are_trained_where_plain_data_parallelism_is_killed(
+    jobs: Jobs, tmp_path: Path, limited: ControlGroup, copies: int
+) -> None:
+    """With gradients and the optimizer's state divided, through the death of an owner, to the bits of one worker
+    without a limit."""
     for name, text in (("plain_model", MODEL), ("ours", OURS), ("theirs", THEIRS)):
         (tmp_path / f"{name}.py").write_text(text)
-    task = f"{tmp_path / 'ours.py'}:Twice"
     argv = [sys.executable, str(tmp_path / "theirs.py"), str(tmp_path / "meeting")]
-    with subprocess.Popen(argv, cwd=tmp_path) as peer:
-        theirs = Limit(peer.pid, LIMIT_MB)
-        with theirs.holds():
-            assert peer.wait(LIMIT_S) == -signal.SIGKILL, f"it held {theirs.most_mb} MiB"
-    settings = {"zero.stage": 2, "zero.copies": 1, "checkpoint.enabled": "false"}
-    job = jobs.start(task, workers=WORKERS, settings=settings)
-    ours = Limit(job.launcher_pid(), LIMIT_MB)
-    with ours.holds():
-        assert job.end() == 0, f"it held {ours.most_mb} MiB\n{job.account()}"
+    with limited.start(argv, cwd=tmp_path, stderr=subprocess.PIPE) as peer:
+        said = peer.communicate(timeout=LIMIT_S)[1].decode()
+    assert limited.killed and "terminated with signal SIGKILL" in said, f"{limited.most_mb} MiB\n{said}"
+    before, task = limited.killed, f"{tmp_path / 'ours.py'}:Twice"
+    settings = {"zero.stage": 2, "zero.copies": copies, "checkpoint.disk.every_steps": 2, "on_failure": "shrink"}
+    options = "--workers", str(WORKERS), "--chaos", "kill:target=worker:1,at=4,phase=update"
+    code, job = under_limit(limited, tmp_path / "run", task, *options, settings=settings)
+    assert code == 0, f"{code}, {limited.killed - before} killed for memory\n{job.account()}"
+    assert limited.killed == before, job.account()
+    assert len(job.of_kind("fault_injected")) == 1, job.account()
+    assert bool(job.of_kind("fallback")) == (copies == 1), job.account()
     alone = jobs.start(task, workers=1)
     assert alone.end() == 0, alone.account()
     same(alone.run_dir, job)
-    assert ours.most_mb <= LIMIT_MB < theirs.most_mb

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
 from everstep.base.config_fields import Kind, convert, free, shown, variable
-from everstep.base.config_keys import MAX_RANKS, MAX_STAGES, MAX_WORKERS, NO_MPI, CellConfig
+from everstep.base.config_keys import MAX_RANKS, MAX_STAGES, MAX_WORKERS, NO_MPI, CellConfig, ZeroConfig
 from everstep.base.config_keys import Config as Config
 from everstep.base.doors import check_private, is_loopback, parse_ports
 from everstep.base.errors import ConfigError, nearest
@@ -522,6 +522,26 @@ def cell_notes(config: Config) -> list[str]:
         for name, (why, idle) in found.items()
         if idle and getattr(cell, name) != getattr(plain, name)
     ]
+
+
+def zero_notes(config: Config) -> list[str]:
+    """A sentence for each key of `zero.*` that is set and changes or saves nothing here."""
+    zero, found = config.zero, []
+    if zero.offload == "cpu" and config.device == "cpu":
+        keys = "zero.offload=cpu" + " with zero.offload_params" * zero.offload_params
+        found.append(f"{keys} changes nothing where the device is the CPU; name a folder to use a disk")
+    if not zero.stage and zero.copies != ZeroConfig.copies:
+        found.append(
+            f"zero.copies={zero.copies} changes nothing here: with zero.stage=0 each worker has all of the optimizer's "
+            "state"
+        )
+    least = min(map(len, pool_wish(config).homes))
+    if zero.stage and least <= zero.copies:
+        found.append(
+            f"zero.stage={zero.stage} saves no memory where a stage has no more workers ({least}) than zero.copies "
+            f"({zero.copies}): each of them has all of the optimizer's state"
+        )
+    return found
 
 
 def _check_devices(config: Config, stage_maps: Sequence[StageMap]) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+from click.core import ParameterSource
 
 from everstep.base.config import Config, load_config, parse_set
-from everstep.base.config_keys import OFFLOAD
+from everstep.base.config_keys import OFFLOAD, ZeroConfig
 from everstep.base.errors import ConfigError, nearest
 from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time, plan_usual
 from everstep.cli.plan_config_dir import is_config_dir, shape_of_config
@@ -60,6 +61,15 @@ _DIVIDES = {
     "matrices": "can be divided between parameters, not within one",
     "nothing": "cannot be divided",
 }
+
+
+_ZERO_OPTIONS = (
+    ("--zero", "stage", "stage"),
+    ("--copies", "copies", "copies"),
+    ("--offload", "offload", "offload"),
+    ("--offload-params", "offload_params", "offload_params"),
+)
+"""Options of `plan memory`, their names there, and keys of `zero` that say the same."""
 
 
 class _Plan(click.Group):
@@ -152,6 +162,7 @@ def memory(task: str | None, as_json: bool, **asked: Any) -> int:
         raise ConfigError(f"--offload: expected none, cpu or a folder, got {asked['offload'][:40]!r}")
     room, assumed = _room(asked)
     known = _counted(task, asked) if task is not None else _given(named, asked)
+    asked |= _of_zero(asked, known.config.zero)
     split = _split(known, asked)
     assumed += known.assumed
     if asked["offload"] == "cpu":
@@ -193,6 +204,20 @@ def _named(task: str | None, params: str | None) -> tuple[dict[str, str], str | 
     if params is not None:
         return {"params": params}, None
     return ({"model_name": task}, None) if task is not None and is_config_dir(task) else ({}, task)
+
+
+def _of_zero(asked: Mapping[str, Any], zero: ZeroConfig) -> dict[str, Any]:
+    """Options that the job's own `zero.*` give in the place of those that are left out. Raises: ConfigError where both
+    are given, and differ."""
+    found, plain, context = dict[str, Any](), ZeroConfig(), click.get_current_context()
+    for option, name, key in _ZERO_OPTIONS:
+        value = getattr(zero, key)
+        if value == getattr(plain, key):
+            continue
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and asked[name] != value:
+            raise ConfigError(f"{option}: expected {value}, as the job's zero.{key}, got {asked[name]}: drop either")
+        found[name] = value
+    return found
 
 
 def _split(known: _Known, asked: Mapping[str, Any]) -> Split:
@@ -297,7 +322,7 @@ def _given(named: Mapping[str, str], asked: Mapping[str, Any]) -> _Known:
     if config.cell.fsdp > 1 and config.cell.least is None:
         assumed.append("a model of one unit, whose gradients are exchanged at once: give --set cell.wrap=N for smaller")
     model, exchanged = Model(count, 4.0 * count, _ADAM_BYTES * count), 4 * min(count, config.cell.least or count)
-    return _Known(model, config.workers, config.lanes, None, assumed, 0, config, exchanged)
+    return _Known(model, config.workers, config.lanes, None, assumed, _staging(config), config, exchanged)
 
 
 def _set_by(asked: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -335,7 +360,6 @@ def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
     beside = CONTEXT_BYTES if asked["gpu"] is not None else JOB_BYTES / config.workers
     model = Model(found.parameters, *sizes, WORKER_BYTES + beside)
     kind = found.optimizer and {"divides": str(found.optimizer.divides), "why": found.optimizer.why}
-    staged = (config.checkpoint.staging_mb or 0) * 2**20 if config.checkpoint.enabled else 0
     assumed = [*found.assumed, *(["no checkpoints kept in memory"] if not snapshots_of(config) else [])]
     assumed += ["stages of equal length"] * (config.stages > 1)
     return _Known(
@@ -344,12 +368,17 @@ def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
         config.lanes,
         kind,
         assumed,
-        staged,
+        _staging(config),
         config,
         found.exchanged_bytes,
         config.stages,
         found.shard_bytes,
     )
+
+
+def _staging(config: Config) -> int:
+    """Bytes that a worker is allowed for parts of checkpoints that are not written yet."""
+    return (config.checkpoint.staging_mb or 0) * 2**20 if config.checkpoint.enabled else 0
 
 
 def _to_dict(

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import Config, cell_notes, load_config, pool_wish, read_layers
+from everstep.base.config import Config, cell_notes, load_config, pool_wish, read_layers, zero_notes
 from everstep.base.doors import at_port, is_loopback
 from everstep.base.errors import ConfigError, Deposed
 from everstep.base.foreign import foreign_launcher
@@ -448,15 +448,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     opening = _opening(run_dir, found, start, aside, asked.is_script)
     if config.hosts.mixed:
         opening.insert(0, "hosts.mixed: hosts with other kernels are admitted, so the result is no longer exact")
-    if config.zero.offload == "cpu" and config.device == "cpu":
-        keys = "zero.offload=cpu" + " with zero.offload_params" * config.zero.offload_params
-        opening.append(f"{keys} changes nothing where the device is the CPU; name a folder to use a disk")
-    if config.zero.stage and (least := min(map(len, pool_wish(config).homes))) <= config.zero.copies:
-        opening.append(
-            f"zero.stage={config.zero.stage} saves no memory where a stage has no more workers ({least}) than "
-            f"zero.copies ({config.zero.copies}): each of them has all of the optimizer's state"
-        )
-    opening += [*invocation.notes, *cell_notes(config), *probe.notes]
+    opening += [*invocation.notes, *zero_notes(config), *cell_notes(config), *probe.notes]
     opening += [about_to_run(job)] if found.job is not None else []
     opening += [text for text in (owner_words(run_dir), warning, open_still) if text]
     return _launch(invocation, job, opening)

@@ -57,9 +57,26 @@ def assign(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
 
 def added(optimizer: Optimizer) -> dict[str, Any]:
     """Public attributes that a script has added to an optimizer of torch's own, by name: they are not carried."""
-    members = [member for member in optimizers_of(optimizer).values() if _of_torch(member)]
+    members = [member for member in optimizers_of(optimizer).values() if of_torch(member)]
     known = _every_optimizers() | _OF_OTHERS
     return {n: v for member in members for n, v in vars(member).items() if n not in known and not n.startswith("_")}
+
+
+def looked_up(optimizer: Optimizer) -> str:
+    """Name of an attribute by which the optimizer tells some of its parameters from others: one of them, a collection
+    of some, or what is kept by parameter or its id; "" if there is none."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+    def tells(value: Any, depth: int = 2) -> bool:
+        if isinstance(value, Mapping):
+            by = any(id(key) in known or (type(key) is int and key in known) for key in value)
+            return by or (depth > 0 and any(tells(one, depth - 1) for one in value.values()))
+        if isinstance(value, list | tuple | set | frozenset):
+            own = {one if type(one) is int else id(one) for one in value} & known
+            return 0 < len(own) < len(known) or (depth > 0 and any(tells(one, depth - 1) for one in value))
+        return id(value) in known and len(known) > 1
+
+    return next((name for name, value in _own(optimizer) if tells(value)), "")
 
 
 class Watched:
@@ -86,7 +103,7 @@ class Watched:
 def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     """Attributes that the user's own class has added; of the second one of a set "1/name", and so on."""
     for number, member in enumerate(optimizers_of(optimizer).values()):
-        for name, value in sorted(vars(member).items()) if not _of_torch(member) else ():
+        for name, value in sorted(vars(member).items()) if not of_torch(member) else ():
             if name not in _every_optimizers() | _OF_OTHERS and not name.endswith("_hooks"):
                 yield f"{number}{_OF}{name}" if number else name, value
 
@@ -97,7 +114,8 @@ def _every_optimizers() -> frozenset[str]:
     return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
 
 
-def _of_torch(optimizer: Optimizer) -> bool:
+def of_torch(optimizer: Optimizer) -> bool:
+    """Whether it is of a class of torch's own."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 

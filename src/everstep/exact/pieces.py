@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks_of_all
 
-from everstep.base.errors import check
+from everstep.base.errors import ConfigError, check
 from everstep.exact.layout import ALIGN_ELEMENTS, aligned_like, dense_stride
 
 Ranges = Mapping[Tensor, Sequence[tuple[int, int]]]
@@ -85,7 +85,7 @@ class PieceUpdate:
         """The gradients lie in the parameters' `.grad`. make: gives memory for a tensor of the state that is like this
         one."""
         self._optimizer, self._make_like = optimizer, make
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._groups = [(group, list(group["params"])) for group in optimizer.param_groups]
         self._before = {p: dict(kept) for p, kept in optimizer.state.items() if isinstance(p, Tensor) and kept}
         self._after: dict[Tensor, dict[Any, Any]] = {}
 
@@ -109,16 +109,19 @@ class PieceUpdate:
         for parameter in pieces:
             optimizer.state.pop(parameter, None)
         try:
-            for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
+            for group, parameters in self._groups:
                 own = [leaf for parameter in parameters for leaf in _leaves(parameter, pieces.get(parameter))]
                 group["params"] = [leaf.leaf for leaf in own]
                 leaves += own
+            groups = _groups_of(optimizer)
             for one in leaves:
                 if known := self._before.get(one.parameter):
                     optimizer.state[one.leaf] = {key: self._given(key, one) for key in known}
             optimizer.step(*args, **kwargs)
+            if _groups_of(optimizer) != groups:
+                raise ConfigError(f"{type(optimizer).__name__} changes its groups, or what is in them, in an update")
         finally:
-            for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
+            for group, parameters in self._groups:
                 group["params"] = parameters
             states = [(optimizer.state.pop(one.leaf, None), one) for one in leaves]
         for state, one in states:
@@ -187,6 +190,11 @@ def _without_hooks(optimizer: Optimizer) -> Iterator[tuple[list[Any], list[Any]]
     finally:
         for place, hooks in zip(places, kept, strict=True):
             place.update(hooks)
+
+
+def _groups_of(optimizer: Optimizer) -> list[list[int]]:
+    """Which groups there are, and the parameters of each, all in order."""
+    return [[id(group), *map(id, group["params"])] for group in optimizer.param_groups]
 
 
 def _in_own_shape(parameter: Tensor, first: int, stop: int) -> bool:

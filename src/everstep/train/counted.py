@@ -129,7 +129,7 @@ def _kind(task: Task, parameters: list[nn.Parameter]) -> OptimizerKind | None:
     for parameter in made:
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
     try:
-        return kind_of(task.build_optimizer(made), seed=0, dealt=True)
+        return kind_of(task.build_optimizer(made), seed=0, dealt=True, ahead=True)
     except Exception:
         return None
 

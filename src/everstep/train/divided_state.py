@@ -56,3 +56,18 @@ class DividedState(defaultdict[Tensor, Any]):
         """As of any mapping. Raises: ConfigError for code that may not see it."""
         self._look()
         return super().values()
+
+    def setdefault(self, parameter: Tensor, default: Any = None) -> Any:  # type: ignore[override]
+        """As of any mapping. Raises: ConfigError for code that may not see it."""
+        self._look()
+        return super().setdefault(parameter, default)
+
+    def pop(self, parameter: Tensor, *default: Any) -> Any:  # type: ignore[override]
+        """As of any mapping. Raises: ConfigError for code that may not see it."""
+        self._look()
+        return super().pop(parameter, *default)
+
+    def clear(self) -> None:
+        """As of any mapping. Raises: ConfigError for code that may not see it."""
+        self._look()
+        super().clear()

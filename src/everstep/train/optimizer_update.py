@@ -25,7 +25,8 @@ from everstep.script.loop_guard import LoopGuard
 from everstep.train.divided_state import DividedState
 from everstep.train.offload import FarMemory, StateFile
 from everstep.train.offload_parameters import ModelFile
-from everstep.train.optimizer_kind import NO_GRADIENT, OptimizerKind, beside, expected_kind, kind_of, tried_of
+from everstep.train.optimizer_kind import NO_GRADIENT, OptimizerKind, expected_kind, kind_of, tried_of
+from everstep.train.optimizer_trial import AHEAD, beside
 from everstep.train.update_probe import UpdateProbe, sample_of
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class OptimizerUpdate:
         self._slow = ""
         self._optimizer, self._memory = optimizer, memory
         self._took_long, self._before = 0, time.monotonic()
+        self._ahead = 0  # the step up to which updates were tried
 
     def prove(self) -> None:
         """Note that an update was found to be deterministic elsewhere."""
@@ -148,17 +150,19 @@ class OptimizerUpdate:
         before, memory = self.kind, self._memory
         if not self._looks_now(step):
             return
-        found = kind_of(self._optimizer, seed, dealt=self.dealt is not None)
+        far = step + self._every > self._ahead
+        found = kind_of(self._optimizer, seed, dealt=self.dealt is not None, ahead=far)
         if found.why == NO_GRADIENT:
             self.kind = before or found
             return
         self._looks = max(self._looks - 1, 0)
+        self._ahead = step + AHEAD if far else self._ahead
         if before is None or (before.why == NO_GRADIENT and self.dealt is None):
             log.info("the state of the optimizer lies in %s (%s)", memory.where, found)
             if isinstance(memory, StateFile):
                 memory.room_for(found.state_bytes)
             self.kind = found
-        elif not found.like(before):
+        elif not found.allows(before):
             raise self._changed(step, found.why or "it can be divided")
 
     def _changed(self, step: int, why: str) -> ConfigError:
@@ -184,6 +188,7 @@ class OptimizerUpdate:
         if not self._guarded:
             self._guarded = True
             self._optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+        if not isinstance(self._optimizer.state, DividedState):  # the loop may have loaded another one
             vars(self._optimizer)["state"] = DividedState(self._optimizer, lambda: self.under_way)
         return dealt.updates()
 

@@ -17,6 +17,7 @@ from everstep.base.config import (
     parse_set,
     to_dict,
     with_batch_size,
+    zero_notes,
 )
 from everstep.base.errors import ConfigError
 
@@ -351,3 +352,18 @@ def test_what_changes_nothing_in_a_cell_is_said_by_key() -> None:
     for key, value in (("cell.wrap", "0"), ("cell.wrap", "layers"), ("cell.offload", "disk"), ("cell.prefetch", "-1")):
         with pytest.raises(ConfigError, match=key):
             load_config([("t", {key: value})])
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, []),
+        ({"zero.copies": 3}, ["zero.copies=3 changes nothing here"]),
+        ({"zero.offload": "cpu", "zero.offload_params": True}, ["zero.offload=cpu with zero.offload_params changes"]),
+        ({"zero.stage": 1, "workers": 2}, ["zero.stage=1 saves no memory where a stage has no more workers (2)"]),
+        ({"zero.stage": 2, "workers": 3}, []),
+    ],
+)
+def test_keys_that_divide_nothing_are_told(values: dict[str, object], said: list[str]) -> None:
+    notes = zero_notes(load_config([("t", values)]))
+    assert len(notes) == len(said) and all(note.startswith(one) for note, one in zip(notes, said, strict=True))

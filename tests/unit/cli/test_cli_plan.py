@@ -163,6 +163,12 @@ def test_what_does_not_fit_is_an_answer_with_exit_code_1(capsys: pytest.CaptureF
         (["--params", "7B", "--copies", "3", "--workers", "2"], "at most one per worker (2), got 3"),
         (["--params", "7B", "--hosts", "3", "--workers", "2"], "at most one per worker (2), got 3"),
         (["--params", "7B", "--zero", "4"], "--zero"),
+        (
+            ["--params", "7B", "--zero", "1", "--set", "zero.stage=2"],
+            "--zero: expected 2, as the job's zero.stage, got 1",
+        ),
+        (["--params", "7B", "--set", "zero.stage=3"], "zero.stage: expected 0, 1 or 2, got 3"),
+        (["--params", "7B", "--set", "zero.copies=3"], "--copies: expected at most one per worker (1), got 3"),
         (["--params", "7B", "--workers", "1000000000"], "1<=x<=1000000"),
         (["--params", "7B", "--set", "lanes=10000000000"], "lanes: expected at most 1000000, got 10000000000"),
         (["--params", "7B", "--offload", "gpu"], "expected none, cpu or a folder"),
@@ -185,6 +191,22 @@ def test_bad_input_is_one_line(options: list[str], said: str, capsys: pytest.Cap
     assert run_command(["plan", "memory", *options]) == 2
     told = capsys.readouterr()
     assert not told.out and said in told.err and len(told.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (["--zero", "2", "--copies", "1"], ["zero.stage=2", "zero.copies=1"]),
+        (["--offload", "/disk", "--offload-params"], ["zero.offload=/disk", "zero.offload_params=true"]),
+        (["--staging", "512MiB"], ["checkpoint.staging_mb=512"]),
+    ],
+)
+def test_what_the_job_is_told_counts_as_the_options_do(
+    options: list[str], settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--params", "1B", "--workers", "8"]
+    told = planned(capsys, *asked, *(text for one in settings for text in ("--set", one)))
+    assert told == planned(capsys, *asked, *options) != planned(capsys, *asked)
 
 
 TASKS = """

@@ -45,6 +45,9 @@ def divided(kind: Callable[[Any], Optimizer], *, stepping: bool = False) -> tupl
     [
         lambda parameter, optimizer: optimizer.state[parameter],
         lambda parameter, optimizer: optimizer.state.get(parameter),
+        lambda parameter, optimizer: optimizer.state.setdefault(parameter, {}),
+        lambda parameter, optimizer: optimizer.state.pop(parameter, None),
+        lambda _, optimizer: optimizer.state.clear(),
         lambda _, optimizer: dict(optimizer.state),
         lambda _, optimizer: list(optimizer.state),
         lambda _, optimizer: list(optimizer.state.values()),

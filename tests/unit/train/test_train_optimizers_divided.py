@@ -13,6 +13,9 @@ import pytest
 from torch import optim
 
 import optimizers_divided as cases
+from everstep.train.optimizer_kind import expected_kind
+from odd_optimizers import ODD
+from sampling import mostly_longer
 
 ELSEWHERE = {"LBFGS", "SparseAdam", "Optimizer"}  # refused before, for what they need
 
@@ -30,7 +33,7 @@ def test_all_optimizers_of_torch_are_looked_at() -> None:
 def test_which_can_be_divided_is_known_before_and_seen_in_the_first_updates(name: str) -> None:
     kinds = cases.found(cases.ALL[name])
     assert [kind.divides for kind in kinds] == [divides(name)] * 3, kinds
-    assert all(kind.like(kinds[0]) for kind in kinds)
+    assert all(kind.allows(kinds[0]) for kind in kinds)
 
 
 @pytest.mark.parametrize("name", cases.ELEMENTS | cases.MATRICES)
@@ -59,3 +62,12 @@ def test_so_it_is_with_other_instructions_and_with_two_threads(width: str) -> No
     assert said.keys() == cases.ALL.keys()
     for name, (kinds, alike) in said.items():
         assert (kinds, alike) == ([divides(name)], True), name
+
+
+@pytest.mark.parametrize("name", mostly_longer(ODD, lambda name: name in ("Periodic", "Lazy", "Norms", "Favours")))
+def test_what_an_optimizer_does_now_and_then_or_for_some_parameters_is_found_before_it_happens(name: str) -> None:
+    make, divides = ODD[name]
+    kind = expected_kind(make(list(cases.Model().parameters())), 3)
+    assert kind.divides == divides, kind
+    if divides != "nothing":
+        assert cases.ends_alike(make, kind, 3, 1, steps=8)
