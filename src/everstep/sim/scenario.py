@@ -32,7 +32,7 @@ from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.identity import Code, read_code, read_kernels
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key
-from everstep.sim.checks import Checks, ToldTwice, Views, freed
+from everstep.sim.checks import Checks, ToldTwice, Views, freed, require
 from everstep.sim.control import (
     HEARTBEAT_NS,
     AgentProcess,
@@ -70,7 +70,7 @@ SeedKind = Literal["", "split", "leased", "operated", "sharded"]
 """Kinds of seeds: whole models; models in several stages; jobs with two coordinators, of either; jobs of any of these,
 in which people and the owners of hosts have a hand; jobs whose members divide the optimizer's state."""
 NewDriver = Callable[[DriverConfig, StepMachine], Driver]
-NewCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], Coordinator]
+NewCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]], int], Coordinator]
 
 FAULTS_STOP_NS = 6 * SECOND
 LIVENESS_NS = 120 * SECOND
@@ -192,7 +192,8 @@ class Simulation:
                 copies=setup.job.copies,
             ),
         )
-        return self.new_coordinator(setup.rules.of_coordinator(config), list(journal))
+        told = self.control.site.last_generation if journal else 0
+        return self.new_coordinator(setup.rules.of_coordinator(config), list(journal), told)
 
     def _driver(self, key: WorkerKey) -> Driver:
         return self.new_driver(self._driver_config, self.new_machine(key))
@@ -278,8 +279,16 @@ class Simulation:
             return f"P4: the job failed: {self.control.fate.failed}"
         if not self.control.fate.stopped:
             self.checks.finish()
+            self._check_told()
         self._sweep()
         return ""
+
+    def _check_told(self) -> None:
+        """Check that the plan with which the job was completed has been told, if the coordinator lived to tell the
+        end."""
+        told, last = self.control.site.last_generation, self.control.coordinator.machine.status()["generation"]
+        right = told == last or "job_completed" not in self.control.fate.reports
+        require(right, "P6", f"generation {last} completed the job, the newest that was told is {told}")
 
     def _ended_by_an_act(self) -> bool:
         """Whether the job failed as one of the acts, or its rules, have it fail."""
