@@ -6,26 +6,45 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from coordinator_harness import World, drop, running
+from coordinator_harness import CONFIG, World, drop, running
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config
 from everstep.base.extents import WHOLE
-from everstep.base.plan import WorkerKey
+from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.placement.probes import ProbeRule
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator import joins
+from everstep.protocol.coordinator.environment import Environment
+from everstep.protocol.coordinator.membership import GONE_MOST, Agents
 from everstep.protocol.coordinator.restoring import sensible
+from everstep.protocol.coordinator.user_commands import _keep
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.comparing import Statements
 from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.driver.outbox import Outbox
 from everstep.protocol.driver.probing import LanesGiven, Probing
+from everstep.protocol.driver.records import StageSection
 from everstep.protocol.driver.saver import Keeper
 from everstep.protocol.following import PlanAsked
 from everstep.protocol.lease.writer import compacted
 from everstep.protocol.moving.chunks import Chunk, Chunks
 from everstep.protocol.moving.memory_retention import Retention
-from everstep.protocol.step_types import LaneSaid
+from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.step_phases import Phase
+from everstep.protocol.step_types import (
+    Entered,
+    HoldingArrived,
+    Key,
+    LaneSaid,
+    LanesLost,
+    PlanArrived,
+    Record,
+    RecordArrived,
+    SendHolding,
+    StepLeft,
+    StepWanted,
+)
 
 GONE = WorkerKey(9, 0)
 
@@ -116,7 +135,58 @@ def test_a_switch_to_no_prepared_plan_is_left_out_of_a_shorter_journal(generatio
     assert [entry["kind"] for entry in compacted([*journal, {"kind": "entered", "generation": generation}])] == ["plan"]
 
 
+def test_of_hosts_that_are_gone_the_last_hundred_are_known() -> None:
+    env = Environment(CONFIG)
+    agents = Agents(env)
+    for n in range(GONE_MOST + 1):
+        agents.watch(f"h{n}", f"h{n}")
+        agents.remove(f"h{n}")
+    assert len(agents.gone) == GONE_MOST and "h0" not in agents.gone and "h1" in agents.gone
+
+
+def test_nobody_leaves_a_pool_of_one() -> None:
+    job = running(2, stages=2).coordinator.job
+    assert _keep(job, [0, 1], 1) == [0, 1]
+
+
 # ---- a worker
+
+
+def entered(generation: int = 1) -> StepMachine:
+    """The only member of a plan, which has settled in it."""
+    machine = StepMachine(WorkerKey(0, 0))
+    stated = machine.handle(PlanArrived(alone(generation)))[-1]
+    assert isinstance(stated, SendHolding)
+    assert any(isinstance(e, Entered) for e in machine.handle(HoldingArrived(generation, 0, stated.holding)))
+    return machine
+
+
+def alone(generation: int) -> Plan:
+    return Plan(generation, "", (Member(0, 0, "h"),), (Seat(0, 0, "active", (0, 1)),), 2)
+
+
+def test_what_is_of_another_step_or_an_older_generation_has_no_effect() -> None:
+    machine = entered(2)
+    holding = machine.holding()
+    assert machine.handle(RecordArrived(2, Key(0, 0), 0, Record(0, b""))) == []
+    assert machine.handle(HoldingArrived(1, 0, holding)) == []
+    assert machine.phase is Phase.IDLE and machine.position == Key(0, 0)
+    settling = StepMachine(WorkerKey(0, 0))
+    settling.handle(PlanArrived(alone(1)))
+    assert settling.handle(LanesLost(7, ((0, 0),))) == []
+
+
+def test_a_step_that_is_not_wanted_any_more_before_all_have_settled_is_not_begun() -> None:
+    machine = StepMachine(WorkerKey(0, 0))
+    stated = machine.handle(PlanArrived(alone(1)))[-1]
+    assert machine.handle(StepWanted()) == [] and machine.handle(StepLeft()) == []
+    assert machine.phase is Phase.SETTLING and isinstance(stated, SendHolding)
+    assert machine.handle(HoldingArrived(1, 0, stated.holding)) == [Entered(1, 0)] and machine.phase is Phase.IDLE
+
+
+def test_last_states_name_the_copies_of_what_stages_share() -> None:
+    section = StageSection(0, [], (), b"", [], [], "d", {"embedding": "e"})
+    assert Statements.last(3, {4: [section]}).ties == {"the tied parameter embedding": {(0, 4): "e"}}
 
 
 def test_a_snapshot_that_had_no_room_long_ago_changes_nothing() -> None:
