@@ -34,11 +34,12 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.roles import COMMANDS, JOB
 from everstep.protocol.telling import parts_of
-from everstep.sim.checks import Checks, require
+from everstep.sim.checks import Checks
 from everstep.sim.fate import Fate
 from everstep.sim.life import Life, SimSite
 from everstep.sim.mesh import SimControlClient
 from everstep.sim.orders import Orders, ScriptedStrikes
+from everstep.sim.promises import require
 from everstep.sim.rules import USUAL, Rules
 from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS, Process, SimConnection, World, connect

@@ -22,8 +22,8 @@ from everstep.protocol.following import PlanAsked, PlanShown, name_of
 from everstep.protocol.identity import Code, Kernels
 from everstep.protocol.lease.terms import Terms
 from everstep.protocol.telling import Listener
-from everstep.sim.checks import require
 from everstep.sim.life import Life, nothing
+from everstep.sim.promises import require
 from everstep.sim.world import MS, SECOND, Process, SimConnection
 
 _CONNECT_NS = 1000 * MS
