@@ -157,8 +157,10 @@ def metrics_count_what_was_told(events: list[Event]) -> None:
 
 
 def torn(k: int) -> Setup:
-    """The coordinator dies with the k-th effect after a fault: often between what it writes down and what it tells."""
-    faults = (SimFault("kill", 100, pick=1), SimFault("coordinator_mid_effects", 100, pick=k))
+    """The coordinator dies with the k-th effect after a fault: often between what it writes down and what it tells. And
+    members ask about the plan before meanwhile."""
+    kill, dies = SimFault("kill", 100, pick=1), SimFault("coordinator_mid_effects", 100, pick=k)
+    faults = (kill, dies, SimFault("keys", 300, for_ms=50))
     return Setup(3, 0, 2, 1, "replace", SimJob(12, 6, 3), faults)
 
 

@@ -71,7 +71,7 @@ class SimRecords:
         self._judged: set[tuple[int | bytes, ...]] = set()
         self._forgotten: float = inf
         self._unknown: set[int] = set()
-        self._entered = 0
+        self._entered = self._written = 0
 
     def forget(self, known: Collection[int]) -> None:
         """The journal has the plans of these generations alone: others may get the numbers that follow, and what a
@@ -87,6 +87,12 @@ class SimRecords:
     def journaled(self, generation: int) -> None:
         """The journal has the plan of this generation."""
         self._unknown.discard(generation)
+        self._written = max(self._written, generation)
+
+    @property
+    def newest(self) -> int:
+        """The newest generation that was sent, or that a journal has though its coordinator died before it sent it."""
+        return max(self._written, max(self.plans, default=0))
 
     def plan(self, plan: Plan) -> None:
         """A plan was sent, or taken in."""
@@ -105,7 +111,7 @@ class SimRecords:
 
     def clear(self) -> None:
         """Another run of the job begins; its generations count from 1."""
-        self._entered = 0
+        self._entered = self._written = 0
         self._unknown.clear()
         self.plans.clear()
         self.holdings.clear()
