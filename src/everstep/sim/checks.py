@@ -68,7 +68,7 @@ class SimRecords:
         self.holdings: dict[int, dict[int, Holding]] = {}  # by generation and worker
         self.exchanged: dict[Key, dict[int, dict[int, Record]]] = {}  # by generation and worker
         self._votes: dict[bytes, Vote] = {}
-        self._judged: set[tuple[int | bytes, ...]] = set()
+        self._judged: set[tuple[int, tuple[bytes, ...]]] = set()
         self._forgotten: float = inf
         self._unknown: set[int] = set()
         self._entered = self._written = 0
@@ -153,7 +153,7 @@ class SimRecords:
 
     def are_new(self, made_in: int, records: Mapping[int, Record]) -> bool:
         """Whether nobody has decided from these records yet: those of others need no second look."""
-        said = made_in, *(records[i].payload for i in sorted(records))
+        said = made_in, tuple(records[i].payload for i in sorted(records))
         new = said not in self._judged
         self._judged.add(said)
         return new

@@ -328,8 +328,8 @@ class SimSite:
     @property
     def last_generation(self) -> int:
         """Generation of the last plan whose start this run of the job has told, 0 if none."""
-        found = next((one for one in reversed(self.told) if one["kind"] in ("job_started", "generation_started")), {})
-        return int(found.get("generation", 0))
+        starts = (one for one in reversed(self.told) if one["kind"] in ("job_started", "generation_started"))
+        return int(next((one.get("generation", 0) for one in starts), 0))
 
     def another_script(self, after: WorkerKey) -> None:
         """The next two lives of the slot run a script that says another number of lanes."""

@@ -75,8 +75,16 @@ def _foul(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
             one.ties.client.send(other.last_words(FOUL, _SAID))
         case 3 if elsewhere:
             life = elsewhere[fault.pick % len(elsewhere)].me
-            who = {"agent_id": agent.name, "worker_id": life.worker_id, "incarnation": life.incarnation}
-            agent.client.send(wire.WorkerExited(**who, cause=FOUL, reason=_SAID, died_unix_ns=injector.world.now_ns))
+            agent.client.send(
+                wire.WorkerExited(
+                    agent_id=agent.name,
+                    worker_id=life.worker_id,
+                    incarnation=life.incarnation,
+                    cause=FOUL,
+                    reason=_SAID,
+                    died_unix_ns=injector.world.now_ns,
+                )
+            )
 
 
 def _again(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
