@@ -32,9 +32,10 @@ from everstep.protocol.stepping.deciding import Deciding
 from everstep.protocol.stepping.entering import Entering
 from everstep.protocol.stepping.states_held import NextStep
 from everstep.sim import scenario
-from everstep.sim.checks import PromiseBroken, SimRecords
+from everstep.sim.checks import SimRecords
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
+from everstep.sim.promises import PromiseBroken
 from everstep.sim.scenario import simulate
 
 SMALL = scenario.Setup(3, 0, 2, 1, "replace", SimJob(6, 6, 3), ())

@@ -55,6 +55,14 @@ def test_a_coordinator_that_is_back_while_all_leave_says_what_was_saved() -> Non
     assert told > len(SEEDS) // 2
 
 
+def test_the_job_asks_a_coordinator_that_died_meanwhile_for_the_end_again() -> None:
+    """And its agent starts nothing more: with too few left, the others would wait for that for ever."""
+    faults = (SimFault("end_alone", 120, for_ms=40), SimFault("kill", 150), SimFault("coordinator", 170, for_ms=150))
+    for seed in SEEDS:
+        outcome = simulate(seed, setup=Setup(3, 0, 1, 2, "replace", JOB, faults))
+        assert outcome.ok, outcome
+
+
 def test_while_a_member_joins() -> None:
     for seed in SEEDS:
         assert simulate(seed, setup=alone(220, SimFault("kill", 90, pick=1))).ok, seed

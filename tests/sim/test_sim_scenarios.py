@@ -64,6 +64,17 @@ SCENARIOS = {
     "the coordinator hears no host": Setup(
         6, 0, 3, 1, "replace", SimJob(12, 6, 3), (SimFault("one_way", 150, pick=1, for_ms=4000),)
     ),
+    # More workers are wanted than the host has room for. When all state was lost, the job waited for them, too.
+    "a job that waits has no room for all that are wanted": Setup(
+        3,
+        0,
+        1,
+        1,
+        "wait",
+        SimJob(40, 6, 3),
+        (SimFault("scale", 60, pick=5), SimFault("host_workers", 400)),
+        rules=Rules(shared=True, room=3),
+    ),
     # Hosts that come, go and return, while slots move to those that have fewer.
     "hosts come and go": Setup(
         6,

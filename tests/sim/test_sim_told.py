@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
+from everstep.protocol.coordinator.coordinator import Coordinator
+from everstep.protocol.coordinator.types import CoordinatorConfig
 from everstep.report.facts import Facts
 from everstep.report.headline import Now, headline
 from everstep.report.tally import Tally
 from everstep.report.words import reason_text
+from everstep.sim.faults import SimFault
 from everstep.sim.life import Life
-from everstep.sim.scenario import Simulation
+from everstep.sim.model import SimJob
+from everstep.sim.scenario import Simulation, simulate
 from everstep.sim.setups import Setup, set_up, set_up_leased, set_up_operated, set_up_split
 
 Event = dict[str, Any]
@@ -150,3 +154,24 @@ def metrics_count_what_was_told(events: list[Event]) -> None:
         tally.take(event)
     assert tally.steps == kinds["step_committed"]
     assert sum(tally.recoveries.values()) == kinds["recovery_completed"]
+
+
+def torn(k: int) -> Setup:
+    """The coordinator dies with the k-th effect after a fault: often between what it writes down and what it tells. And
+    members ask about the plan before meanwhile."""
+    kill, dies = SimFault("kill", 100, pick=1), SimFault("coordinator_mid_effects", 100, pick=k)
+    faults = (kill, dies, SimFault("keys", 300, for_ms=50))
+    return Setup(3, 0, 2, 1, "replace", SimJob(12, 6, 3), faults)
+
+
+def test_a_plan_is_told_though_its_coordinator_died_before_it_did() -> None:
+    failed = [str(o) for o in (simulate(seed, setup=torn(k)) for k in range(12) for seed in range(2)) if not o.ok]
+    assert not failed, failed[0]
+
+
+def test_a_plan_that_nobody_tells_is_noticed() -> None:
+    def forgets(config: CoordinatorConfig, journal: Sequence[dict[str, Any]], told: int) -> Coordinator:
+        return Coordinator(config, journal)
+
+    problems = [simulate(seed, setup=torn(k), coordinator=forgets).promise for k in range(12) for seed in range(2)]
+    assert "PromiseBroken" in problems

@@ -14,7 +14,7 @@ from itertools import accumulate
 from operator import itemgetter, or_
 from typing import NamedTuple
 
-from everstep.base.errors import check
+from everstep.base.errors import InvariantViolation, check
 
 Sizes = tuple[tuple[str, int], ...]
 """The planes of a state with their numbers of blocks, in the order of the numbering. One of no blocks may follow, whose
@@ -175,7 +175,8 @@ class Extents:
         return "all" if self.whole else ", ".join(f"{p} {lo}-{hi - 1}" for p, lo, hi in self.runs) or "nothing"
 
     def _like(self, other: Extents) -> Sizes:
-        check(self.of == other.of, f"parts of states of different sizes: {self.of}, {other.of}")
+        if self.of != other.of:
+            raise InvariantViolation(f"parts of states of different sizes: {self.of}, {other.of}")
         return self.of
 
     def _spans(self) -> _Spans:
@@ -212,7 +213,8 @@ def _made(of: Sizes, spans: Sequence[tuple[int, int]]) -> Extents:
     if not merged:
         return NONE
     total = _total(of)
-    check(merged[0][0] >= 0 and merged[-1][1] <= total, f"expected blocks below {total}, got {merged[-1][1] - 1}")
+    if merged[0][0] < 0 or merged[-1][1] > total:
+        raise InvariantViolation(f"expected blocks below {total}, got {merged[-1][1] - 1}")
     if merged == [(0, total)]:
         return WHOLE
     runs = []

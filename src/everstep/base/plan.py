@@ -15,7 +15,7 @@ from typing import Literal
 
 from everstep.base.cause import Cause
 from everstep.base.domains import Domains, ordered
-from everstep.base.errors import MembershipError, check
+from everstep.base.errors import InvariantViolation, MembershipError, check
 from everstep.base.extents import WHOLE, Extents, Runs
 
 Role = Literal["active", "standby"]
@@ -124,9 +124,8 @@ class Shard:
         check(ends == sorted(set(ends)) and ends[:1] >= [0] * bool(ends), f"expected runs of segments, got {ends}")
         check(ends[-1:] <= [SEGMENTS], f"expected segments below {SEGMENTS}, got {ends[-1:]}")
         for held in (self.state, self.gradient):
-            check(
-                held.whole or held == Extents.part(held.of, held.runs), f"expected a shard of blocks, got {held!r:.200}"
-            )
+            if not held.whole and held != Extents.part(held.of, held.runs):
+                raise InvariantViolation(f"expected a shard of blocks, got {held!r:.200}")
 
 
 @lru_cache(maxsize=1 << 14)

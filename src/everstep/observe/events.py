@@ -286,6 +286,17 @@ def last_committed_step(path: str | os.PathLike[str]) -> int:
     return max(steps, default=0)
 
 
+def last_generation(path: str | os.PathLike[str]) -> int:
+    """Generation of the last `generation_started` since the last `job_started`, 0 if none; reads from the end."""
+    size, found, whole = _TAIL_BYTES, list[dict[str, Any]](), False
+    while not found and not whole:
+        events, whole = _newest(path, size)
+        found = [event for event in events if event["kind"] in ("job_started", "generation_started")]
+        size *= 4
+    generation = found[-1].get("generation") if found and found[-1]["kind"] == "generation_started" else 0
+    return generation if type(generation) is int else 0
+
+
 def told_lately(path: str | os.PathLike[str]) -> set[tuple[str, int]]:
     """(kind, step) of the events at the end of a file since the last `job_started` at step 0; reads the last megabyte
     at most."""

@@ -92,10 +92,12 @@ def fold_order(n_lanes: int, nodes: Iterable[Node]) -> list[Merge]:
     """
     given = list(nodes)
     held = set(given)
-    check(len(held) == len(given), f"a node was given twice: {sorted(given)}")
+    if len(held) != len(given):
+        raise InvariantViolation(f"a node was given twice: {sorted(given)}")
     merges: list[Merge] = []
     used = _descend(root(n_lanes), held, merges)
-    check(used == len(held), f"nodes overlap or are not of the tree over {n_lanes} lanes: {sorted(held)}")
+    if used != len(held):
+        raise InvariantViolation(f"nodes overlap or are not of the tree over {n_lanes} lanes: {sorted(held)}")
     return merges
 
 
@@ -103,7 +105,8 @@ def _descend(node: Node, held: set[Node], merges: list[Merge]) -> int:
     """Append the merges below and at `node` in postorder; returns the number of held nodes that they use."""
     if node in held:
         return 1
-    check(node.hi - node.lo > 1, f"lane {node.lo} is covered by no node of {sorted(held)}")
+    if node.hi - node.lo == 1:
+        raise InvariantViolation(f"lane {node.lo} is covered by no node of {sorted(held)}")
     left, right = children(node)
     used = _descend(left, held, merges) + _descend(right, held, merges)
     merges.append(Merge(left, right, node))

@@ -19,7 +19,7 @@ from everstep.base.extents import NONE
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Tag
 from everstep.placement.shards import share
-from everstep.protocol.driver.records import AgreePayload, decode_holding, decode_record, last_states
+from everstep.protocol.driver.records import AgreePayload, committed_unix_ns, decode_holding, decode_record, last_states
 from everstep.protocol.settling import sound_limit
 from everstep.protocol.step_types import Holding, Key, Record
 from everstep.sim.model import (
@@ -35,22 +35,8 @@ from everstep.sim.model import (
     undisturbed,
     wrong,
 )
-
-
-class PromiseBroken(AssertionError):
-    """A promise did not hold; the message begins with its name."""
-
-
-def require(condition: bool, promise: str, text: str) -> None:
-    """Raise `PromiseBroken` unless the condition of a promise holds."""
-    if not condition:
-        raise PromiseBroken(f"{promise}: {text}")
-
-
-def freed(who: object, what: str, kept: object) -> None:
-    """P5: nothing is kept that will not be used again; `kept` must be empty."""
-    if kept:
-        raise PromiseBroken(f"P5: {who} keeps {what}: {kept}")
+from everstep.sim.promises import PromiseBroken, require
+from everstep.sim.releases import Effects
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True):
@@ -82,9 +68,10 @@ class SimRecords:
         self.holdings: dict[int, dict[int, Holding]] = {}  # by generation and worker
         self.exchanged: dict[Key, dict[int, dict[int, Record]]] = {}  # by generation and worker
         self._votes: dict[bytes, Vote] = {}
+        self._judged: set[tuple[int, tuple[bytes, ...]]] = set()
         self._forgotten: float = inf
         self._unknown: set[int] = set()
-        self._entered = 0
+        self._entered = self._written = 0
 
     def forget(self, known: Collection[int]) -> None:
         """The journal has the plans of these generations alone: others may get the numbers that follow, and what a
@@ -100,6 +87,12 @@ class SimRecords:
     def journaled(self, generation: int) -> None:
         """The journal has the plan of this generation."""
         self._unknown.discard(generation)
+        self._written = max(self._written, generation)
+
+    @property
+    def newest(self) -> int:
+        """The newest generation that was sent, or that a journal has though its coordinator died before it sent it."""
+        return max(self._written, max(self.plans, default=0))
 
     def plan(self, plan: Plan) -> None:
         """A plan was sent, or taken in."""
@@ -118,11 +111,12 @@ class SimRecords:
 
     def clear(self) -> None:
         """Another run of the job begins; its generations count from 1."""
-        self._entered = 0
+        self._entered = self._written = 0
         self._unknown.clear()
         self.plans.clear()
         self.holdings.clear()
         self.exchanged.clear()
+        self._judged.clear()
 
     def _new_plan(self, plan: Plan) -> None:
         require(bool(plan.members) and plan.generation >= 1, "P3", f"no members, or not a generation, in {plan}")
@@ -156,6 +150,13 @@ class SimRecords:
             f"P3: {key} decided in generation {generation} with records of {sorted(records)}, "
             f"but those of one generation are from {given_in}"
         )
+
+    def are_new(self, made_in: int, records: Mapping[int, Record]) -> bool:
+        """Whether nobody has decided from these records yet: those of others need no second look."""
+        said = made_in, tuple(records[i].payload for i in sorted(records))
+        new = said not in self._judged
+        self._judged.add(said)
+        return new
 
     def vote(self, payload: bytes) -> Vote:
         """The vote in an agree record."""
@@ -221,13 +222,15 @@ class Taint:
         """A worker is about to apply a step, decided by these records."""
         for stage, digests in self.records.said(Key(step, 0), records).items():
             alike = stage > _PROBED or len(digests) == 1
-            require(alike, "P1", f"{who} applies step {step}, of which members have computed a lane otherwise")
+            if not alike:
+                raise PromiseBroken(f"P1: {who} applies step {step}, of which members have computed a lane otherwise")
             self._alike.setdefault((step - 1, stage), set()).update(digests)
         if not self.records.compared(records):
             return
         copies = self.records.copies(records)
         differing = sorted(stage for stage, states in copies.items() if len(states) > 1)
-        require(not differing, "P1", f"{who} applies step {step}, before which stages {differing} differ: {copies}")
+        if differing:
+            raise PromiseBroken(f"P1: {who} applies step {step}, before which stages {differing} differ: {copies}")
         self.unnoticed = self.unnoticed or any(map(wrong, set().union(*copies.values())))
 
     def invalidated(self, who: WorkerKey, sound: int) -> None:
@@ -302,7 +305,8 @@ class Exact:
     def state(self, who: WorkerKey, step: int, stage: int, state: Blocks) -> None:
         """A worker's state of a stage, every block that is there, is now that of `step`."""
         known = 0 <= step <= self.job.steps
-        right = known and (wrong(state) or self.states[step][stage] == merged(state, self.states[step][stage]))
+        whole = self.states[step][stage] if known else ()
+        right = known and (state == whole or wrong(state) or whole == merged(state, whole))
         if not right:
             raise PromiseBroken(f"P1: {who}: wrong state of stage {stage} at step {step}")
 
@@ -310,7 +314,8 @@ class Exact:
         """A worker holds the reduced gradient of `step`, computed from `state`."""
         after, made = self.job.updated(state, step, gradient), self.made[step][stage]
         right = wrong(after) or merged(after, made) == made
-        require(right, "P1", f"{who}: wrong gradient of stage {stage} in step {step}")
+        if not right:
+            raise PromiseBroken(f"P1: {who}: wrong gradient of stage {stage} in step {step}")
 
     def effect(self, step: int) -> int:
         """Entry that a step would write into the ledger: a function of the step."""
@@ -325,7 +330,8 @@ class Exact:
         """These have more to do after this step, or are through with it. That it was the end is known to who has done
         it: to the others it may be the step with which an earlier run of the job has ended."""
         known = [one for one in who if step in self._done.get(one, ())] if self.job.ends_with(step) else []
-        require(not known, "P1", f"{known} go on after step {step}, by which the job ends for what is not finite")
+        if known:
+            raise PromiseBroken(f"P1: {known} go on after step {step}, by which the job ends for what is not finite")
 
     def ends(self, who: WorkerKey, step: int) -> None:
         """An application is told that the job ends with its state, for what is not finite."""
@@ -334,7 +340,8 @@ class Exact:
 
     def stands(self, who: WorkerKey, step: int, at: int) -> None:
         """An application is told that the state is that of `step`."""
-        require(step == at, "P1", f"{who} is told of step {step}, its state is that of {at}")
+        if step != at:
+            raise PromiseBroken(f"P1: {who} is told of step {step}, its state is that of {at}")
 
     def final(self, who: WorkerKey, step: int, states: Mapping[int, Blocks]) -> None:
         """The job's leader wrote the result, of all stages."""
@@ -360,45 +367,14 @@ class Exact:
         require(right, "P1", f"the checkpoint of step {step} holds {states}")
 
 
-class Effects:
-    """P2: the effects of every step leave exactly once, and only effects of committed steps.
-
-    floor: the newest step whose effects have left, and that was not found tainted since.
-    """
-
-    def __init__(self) -> None:
-        self.effects: dict[int, int] = {}
-        self.released: dict[WorkerKey, int] = {}
-        self.committed = 0
-        self.floor = 0
-
-    def commit(self, step: int) -> None:
-        """The step was decided."""
-        self.committed = max(self.committed, step)
-
-    def back(self, step: int) -> None:
-        """States after the step were tainted."""
-        self.floor = min(self.floor, step)
-
-    def release(self, who: WorkerKey, position: Key, step: int, effect: int) -> None:
-        """The effects of a step leave a worker that has decided `position`."""
-        require(position > Key(step, 0), "P2", f"{who} released step {step} at {position}: others may lack it")
-        known = self.effects.setdefault(step, effect)
-        require(known == effect, "P2", f"{who} released other effects of step {step}")
-        require(step <= self.committed, "P2", f"{who} released step {step}, which nobody had committed")
-        require(step > self.released.get(who, 0), "P2", f"{who} released step {step} twice or out of order")
-        self.released[who] = step
-        self.floor = max(self.floor, step)
-
-
 @dataclass(frozen=True)
 class Views:
     """Views of the workers. `holders`: (step, part of the state) that live, reachable workers which follow some plan
-    have, or would have with one more decision; `positions`: of all live workers that follow one; `settled`: of the live
+    have, or would have with one more decision; `position`: of a live worker that follows one; `settled`: of the live
     workers that have entered a generation."""
 
     holders: Callable[[], Mapping[WorkerKey, Collection[tuple[int, tuple[int, int]]]]]
-    positions: Callable[[], Mapping[WorkerKey, Key]]
+    position: Callable[[WorkerKey], Key | None]
     settled: Callable[[int], Mapping[WorkerKey, Key]]
 
 
@@ -417,18 +393,30 @@ class Checks:
         self._excused: dict[tuple[int, WorkerKey], bool] = {}  # by term of the coordinator that gave it up
         self.newest = 0  # newest generation that a worker has entered
 
-    def decision(self, generation: int, key: Key, records: Mapping[int, Record], handed: bool) -> None:
+    def decision(self, generation: int, key: Key, records: Mapping[int, Record], handed: bool, now_ns: int) -> None:
         """A worker took a decision; `handed`: with records of an older generation that a peer gave it."""
         made_in = self.records.made_in(generation, key, records)
         fits = made_in <= generation if handed else made_in == generation
-        require(fits, "P3", f"{key} decided in generation {generation} with records of {made_in}")
+        if not fits:
+            raise PromiseBroken(f"P3: {key} decided in generation {generation} with records of {made_in}")
         self.together(generation)
         plan = self.records.plans[made_in]
         needed = key.step if key.seq else key.step - 1
-        positions = self.views.positions()
         stale = made_in < self.newest  # members may have returned since: their records show where they were
-        behind = [m.key for m in plan.members if not stale and positions.get(m.key, key).step < needed]
-        require(not behind, "P2", f"{key} was decided while members {behind} had not decided step {needed}")
+        there = [] if stale else [(m.key, self.views.position(m.key)) for m in plan.members]
+        behind = [who for who, at in there if at is not None and at.step < needed]
+        if behind:
+            raise PromiseBroken(f"P2: {key} was decided while members {behind} had not decided step {needed}")
+        if self.records.are_new(made_in, records):
+            self._check_records(made_in, key, records, now_ns)
+        if key.seq == 0:
+            self.exact.goes_on([m.key for m in plan.members], key.step - 1)
+            self.effects.commit(key.step)
+
+    def _check_records(self, made_in: int, key: Key, records: Mapping[int, Record], now_ns: int) -> None:
+        """Check what the records of a decision say."""
+        plan, committed_ns = self.records.plans[made_in], committed_unix_ns(records, key.seq == 0)
+        require(committed_ns <= now_ns, "P6", f"{key} follows a commit at {committed_ns}")
         if key.seq == 0:
             votes = [self.records.vote(r.payload) for r in records.values()]
             stale_votes = [v for v in votes if v.generation != made_in]
@@ -442,8 +430,6 @@ class Checks:
             blocks = sorted(at for at, _ in sums)
             wanted = list(range(self.job.stages * BLOCKS))
             require(blocks == wanted, "P1", f"step {key.step}: gradients differ or are missing")
-            self.exact.goes_on([m.key for m in plan.members], key.step - 1)
-            self.effects.commit(key.step)
 
     def entered(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, Blocks]) -> None:
         """A worker goes on in a generation from the state of `step`, of which it holds these stages."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from everstep.base.cause import Cause
+from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.coordinator.agreement import timed
@@ -30,14 +30,16 @@ from everstep.protocol.coordinator.types import (
     Send,
     Tick,
 )
+from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.roles import COMMANDS, JOB
 from everstep.protocol.telling import parts_of
-from everstep.sim.checks import Checks, require
+from everstep.sim.checks import Checks
 from everstep.sim.fate import Fate
 from everstep.sim.life import Life, SimSite
 from everstep.sim.mesh import SimControlClient
 from everstep.sim.orders import Orders, ScriptedStrikes
+from everstep.sim.promises import require
 from everstep.sim.rules import USUAL, Rules
 from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS, Process, SimConnection, World, connect
@@ -288,6 +290,12 @@ class AgentProcess(Process):
             self.failed = wire.HostFailed(agent_id=self.name, reason=reason, cause=Cause.DISK)
             self.client.send(self.failed)
 
+    def end_alone(self, why: Why) -> None:
+        """No coordinator answers: it starts nothing any more, and its workers save and leave by themselves."""
+        self.ended = True
+        for _, worker in sorted(self.workers.items()):
+            worker.later(0, worker.handle, do.EndOrdered(why))
+
     def lose_fork_server(self) -> None:
         """The fork server dies. Its workers outlive it, except those that have not begun. No others start until it is
         replaced."""
@@ -386,7 +394,8 @@ class AgentProcess(Process):
 
 
 class Client(Process):
-    """The user at the command line."""
+    """The user at the command line, or the process of the job, which asks each coordinator for the end until it is
+    there."""
 
     def __init__(self, world: World, control: Control, name: str, args: dict[str, Any], role: str) -> None:
         super().__init__(world, f"client-{name}-{control.connections}", CONTROL_HOST)
@@ -399,6 +408,9 @@ class Client(Process):
     def _deliver(self, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.CommandReply):
             self.world.log(self.name, "reply", message)
+            if self.link.role != JOB or self.command.name != "stop":
+                self.link.close()
+        elif isinstance(message, wire.JobEnded):
             self.link.close()
         elif isinstance(message, wire.StrikeNow) and self.control.coordinator.alive:
             self.world.seen["strikes", "coordinator"] += 1

@@ -14,7 +14,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.extents import Extents
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as wire
-from everstep.protocol.driver import operations as do
+from everstep.protocol.roles import JOB
 from everstep.sim.control import CONTROL_HOST, Control, forget
 from everstep.sim.model import PLANES
 from everstep.sim.sim_worker import SimWorker
@@ -488,16 +488,14 @@ def _stop(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
 
 
 def _end_alone(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """A signal to the job while its coordinator is dead: only workers of the job's own host are told. for_ms: time
+    """A signal to the job while its coordinator is dead: only the agent of the job's own host is told. for_ms: time
     after which the coordinator is back, and is asked to end the job; 0: never."""
-    control, why = injector.control, Why(Cause.INTERRUPTED, "interrupted")
+    control = injector.control
     control.coordinator.die("SIGKILL")
-    for target in control.live_workers():
-        if target.host == control.hosts[0]:
-            target.later(0, target.handle, do.EndOrdered(why))
+    control.agents[control.hosts[0]].end_alone(Why(Cause.INTERRUPTED, "interrupted"))
     if fault.for_ms:
         injector.for_a_while(fault, control.start_coordinator)
-        injector.for_a_while(fault, control.command, "stop", {"grace_s": 10.0})
+        injector.for_a_while(fault, control.command, "stop", {"grace_s": 10.0}, JOB)
     else:
         _all_gone(injector)
 

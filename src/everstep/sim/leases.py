@@ -15,10 +15,10 @@ from everstep.protocol.lease.candidate import Candidate
 from everstep.protocol.lease.held import HeldEffects
 from everstep.protocol.lease.requests import Depose, Load, Loaded, StoreAnswer
 from everstep.protocol.lease.writer import Writer
-from everstep.sim.checks import freed, require
 from everstep.sim.control import CONTROL_HOST, Control, SimCoordinator
 from everstep.sim.faults import SimFault, SimInjector, draw_one
 from everstep.sim.lease_store import STORE_HOST, SimStore
+from everstep.sim.promises import freed, require
 from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS, SECOND, World
 

@@ -327,6 +327,12 @@ class SimSite:
         """Write an event of the job."""
         self.told.append({"kind": kind, "time_unix_ns": self.world.now_ns, **fields})
 
+    @property
+    def last_generation(self) -> int:
+        """Generation of the last plan whose start this run of the job has told, 0 if none."""
+        starts = (one for one in reversed(self.told) if one["kind"] in ("job_started", "generation_started"))
+        return int(next((one.get("generation", 0) for one in starts), 0))
+
     def another_script(self, after: WorkerKey) -> None:
         """The next two lives of the slot run a script that says another number of lanes."""
         self.strays |= {WorkerKey(after.worker_id, after.incarnation + n) for n in (1, 2)}

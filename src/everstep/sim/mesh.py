@@ -22,8 +22,8 @@ from everstep.protocol.following import PlanAsked, PlanShown, name_of
 from everstep.protocol.identity import Code, Kernels
 from everstep.protocol.lease.terms import Terms
 from everstep.protocol.telling import Listener
-from everstep.sim.checks import require
 from everstep.sim.life import Life, nothing
+from everstep.sim.promises import require
 from everstep.sim.world import MS, SECOND, Process, SimConnection
 
 _CONNECT_NS = 1000 * MS
@@ -311,12 +311,12 @@ class Ties:
             self.client.send(wire.StoreGet(request=generation, generation=generation, keys=keys))
 
     def _met(self, answer: wire.StoreValues) -> None:
-        plans, generation = self.life.site.checks.records.plans, answer.request
+        records, generation = self.life.site.checks.records, answer.request
         self.life.world.seen["keys", "met" if answer.values is not None else "superseded"] += 1
         if answer.values is None:
-            require(max(plans) > generation, "P4", f"{self.life.me} meets nobody in {generation}, the newest plan")
-        elif generation in plans:
-            known = [str(member.key).encode() for member in plans[generation].members]
+            require(records.newest > generation, "P4", f"{self.life.me} meets nobody in {generation}, the newest plan")
+        elif generation in records.plans:
+            known = [str(member.key).encode() for member in records.plans[generation].members]
             require(answer.values == known, "P3", f"{self.life.me} meets {answer.values} in {generation}, not {known}")
 
     def show_stacks(self) -> None:

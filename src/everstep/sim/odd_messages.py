@@ -59,19 +59,32 @@ def draw_odd(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
 
 
 def _foul(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """A process says what only others may say: the coordinator, an agent, another life."""
+    """A process says what only others may say: the coordinator, an agent, another life, the agent of another host."""
     live, control = injector.control.live_workers(), injector.control
     if not live:
         return
     one, other = live[fault.pick % len(live)], live[(fault.pick + 1) % len(live)]
     agent = control.agents[one.host]
-    match fault.pick % 3:
+    elsewhere = [w for w in live if w.host != agent.host]
+    match fault.pick % 4:
         case 0:
             one.ties.client.send(wire.JobEnded(state="failed", cause=FOUL, reason=_SAID, exit_code=1))
         case 1:
             one.ties.client.send(wire.HostFailed(agent_id=agent.name, cause=FOUL, reason=_SAID))
         case 2 if one is not other:
             one.ties.client.send(other.last_words(FOUL, _SAID))
+        case 3 if elsewhere:
+            life = elsewhere[fault.pick % len(elsewhere)].me
+            agent.client.send(
+                wire.WorkerExited(
+                    agent_id=agent.name,
+                    worker_id=life.worker_id,
+                    incarnation=life.incarnation,
+                    cause=FOUL,
+                    reason=_SAID,
+                    died_unix_ns=injector.world.now_ns,
+                )
+            )
 
 
 def _again(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:

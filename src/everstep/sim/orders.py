@@ -10,7 +10,8 @@ from everstep.base.plan import WorkerKey
 from everstep.base.strikes import Strike
 from everstep.protocol import messages as wire
 from everstep.protocol.coordinator.types import Close, CoordinatorEffect, CoordinatorEvent, Disconnected, Received, Send
-from everstep.sim.checks import SimRecords, require
+from everstep.sim.checks import SimRecords
+from everstep.sim.promises import PromiseBroken, require
 
 
 class Orders:
@@ -50,8 +51,8 @@ class Orders:
     def said(self, effects: Collection[CoordinatorEffect]) -> None:
         """The coordinator answers with this."""
         refused, self._refused = self._refused, ""
-        closed = not refused or any(isinstance(one, Close) and one.connection == refused for one in effects)
-        require(closed, "P7", f"what may not come over {refused} came, and did not end it: {effects}")
+        if refused and not any(isinstance(one, Close) and one.connection == refused for one in effects):
+            raise PromiseBroken(f"P7: what may not come over {refused} came, and did not end it: {effects}")
         for effect in effects:
             match effect:
                 case Close(connection=name):

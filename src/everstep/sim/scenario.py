@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, Literal
 
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig
@@ -28,11 +29,12 @@ from everstep.protocol.coordinator.types import Alike, CoordinatorConfig, HostRu
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.driver.driver_parts import DriverConfig
 from everstep.protocol.driver.nonfinite import NonfiniteRule
+from everstep.protocol.driver.records import StepOutcome
 from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.identity import Code, read_code, read_kernels
 from everstep.protocol.step_machine import StepMachine
-from everstep.protocol.step_types import Key
-from everstep.sim.checks import Checks, ToldTwice, Views, freed
+from everstep.protocol.step_types import Key, Record
+from everstep.sim.checks import Checks, ToldTwice, Views
 from everstep.sim.control import (
     HEARTBEAT_NS,
     AgentProcess,
@@ -50,6 +52,7 @@ from everstep.sim.model import PLANES, present, wrong
 from everstep.sim.odd_messages import HOST_FAILED, ODD_FAULTS
 from everstep.sim.operating import OPERATING_FAULTS
 from everstep.sim.orders import STRIKES
+from everstep.sim.promises import freed, require
 from everstep.sim.setups import (
     LeasedSetup,
     Setup,
@@ -70,7 +73,7 @@ SeedKind = Literal["", "split", "leased", "operated", "sharded"]
 """Kinds of seeds: whole models; models in several stages; jobs with two coordinators, of either; jobs of any of these,
 in which people and the owners of hosts have a hand; jobs whose members divide the optimizer's state."""
 NewDriver = Callable[[DriverConfig, StepMachine], Driver]
-NewCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], Coordinator]
+NewCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]], int], Coordinator]
 
 FAULTS_STOP_NS = 6 * SECOND
 LIVENESS_NS = 120 * SECOND
@@ -129,6 +132,21 @@ class Verdict:
         return f"seed {self.seed}: {verdict}\n{self.setup}"
 
 
+@dataclass(frozen=True)
+class SimDriverConfig(DriverConfig):
+    """Remembers outcomes: members conclude the same from the same records."""
+
+    known: dict[tuple[int, tuple[tuple[int, Record], ...]], StepOutcome] = field(default_factory=dict)
+
+    def outcome(self, number: int, records: Mapping[int, Record]) -> StepOutcome:
+        """Outcome of a step by its records."""
+        made_from = number, tuple(sorted(records.items(), key=itemgetter(0)))
+        found = self.known.get(made_from)
+        if found is None:
+            found = self.known[made_from] = super().outcome(number, records)
+        return found
+
+
 class Simulation:
     """One run, put together."""
 
@@ -143,7 +161,7 @@ class Simulation:
     ) -> None:
         self.setup = setup
         self.world = World(seed, tracing)
-        self.checks = Checks(setup.job, Views(self._holders, self._positions, self._settled))
+        self.checks = Checks(setup.job, Views(self._holders, self._position, self._settled))
         self.new_machine, self.new_driver, self.new_coordinator = machine, driver, coordinator
         hosts = [f"host{i}" for i in range(setup.hosts)]
         seeing = None if setup.disk_hosts is None else frozenset(hosts[: setup.disk_hosts])
@@ -192,7 +210,8 @@ class Simulation:
                 copies=setup.job.copies,
             ),
         )
-        return self.new_coordinator(setup.rules.of_coordinator(config), list(journal))
+        told = self.control.site.last_generation if journal else 0
+        return self.new_coordinator(setup.rules.of_coordinator(config), list(journal), told)
 
     def _driver(self, key: WorkerKey) -> Driver:
         return self.new_driver(self._driver_config, self.new_machine(key))
@@ -205,7 +224,7 @@ class Simulation:
         rule = CheckpointConfig(memory=memory, disk=disk, interval=_NEVER_S, best_metric=METRIC if judged else None)
         saving = self.setup.rules.of_saving(SavingRules(rule, on=True))
         rule_of_probes = ProbeRule(every=every, joins=True)
-        config = DriverConfig(job.lanes, self.setup.rewindable, every, saving=saving, probes=rule_of_probes)
+        config = SimDriverConfig(job.lanes, self.setup.rewindable, every, saving=saving, probes=rule_of_probes)
         return replace(config, nonfinite=NonfiniteRule(job.on_nonfinite, job.nonfinite_limit))
 
     def _holders(self) -> dict[WorkerKey, set[tuple[int, tuple[int, int]]]]:
@@ -241,9 +260,10 @@ class Simulation:
         machines = [w.driver.machine for w in self.control.workers.values() if w.alive]
         return {m.me: m.position for m in machines if m.generation == generation and m.settled}
 
-    def _positions(self) -> dict[WorkerKey, Key]:
-        machines = [w.driver.machine for w in self.control.workers.values() if w.alive]
-        return {m.me: m.position for m in machines if m.plan is not None}
+    def _position(self, who: WorkerKey) -> Key | None:
+        worker = self.control.workers.get(who)
+        follows = worker is not None and worker.alive and worker.driver.machine.plan is not None
+        return worker.driver.machine.position if worker is not None and follows else None
 
     def ended(self) -> bool:
         return self.control.fate.ended
@@ -278,8 +298,16 @@ class Simulation:
             return f"P4: the job failed: {self.control.fate.failed}"
         if not self.control.fate.stopped:
             self.checks.finish()
+            self._check_told()
         self._sweep()
         return ""
+
+    def _check_told(self) -> None:
+        """Check that the plan with which the job was completed has been told, if the coordinator lived to tell the
+        end."""
+        told, last = self.control.site.last_generation, self.control.coordinator.machine.status()["generation"]
+        right = told == last or "job_completed" not in self.control.fate.reports
+        require(right, "P6", f"generation {last} completed the job, the newest that was told is {told}")
 
     def _ended_by_an_act(self) -> bool:
         """Whether the job failed as one of the acts, or its rules, have it fail."""

@@ -10,17 +10,17 @@ from everstep.base.cause import Cause
 from everstep.base.extents import Extents
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
-from everstep.protocol.driver.records import StageSection, committed_unix_ns
+from everstep.protocol.driver.records import StageSection
 from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import BlocksLost, Discard, Holds, Key, Release
 from everstep.sim.block_taking import KNOWN as COPIES
-from everstep.sim.checks import freed, require
 from everstep.sim.computing import Reduction, SimLanes, Spreading
 from everstep.sim.copying import SimDonor, SimSaver
 from everstep.sim.fetching import Fetcher, Follower
 from everstep.sim.life import UNINTERRUPTED, Exited, Life, SimSite, nothing
 from everstep.sim.mesh import Dial, Mesh, Ties
 from everstep.sim.model import SimReduced, digest, evaluates, present
+from everstep.sim.promises import freed, require
 from everstep.sim.world import MS, SimConnection
 
 METRIC = "score"
@@ -249,9 +249,7 @@ class SimWorker(Life):
         if own:
             freed(self.me, "its shelf, beyond a decision", self.donor.shelf)
         generation = made.generation if own and made is not None else effect.generation
-        self.site.checks.decision(generation, effect.key, machine.records, not own)
-        committed_ns = committed_unix_ns(machine.records, effect.key.seq == 0)
-        require(committed_ns <= self.world.now_ns, "P6", f"{self.me}: {effect.key} follows a commit at {committed_ns}")
+        self.site.checks.decision(generation, effect.key, machine.records, not own, self.world.now_ns)
 
     def _update(self, operation: do.Update) -> None:
         self.site.checks.taint.applies(self.me, operation.step, operation.records)

@@ -10,9 +10,9 @@ from dataclasses import replace
 from random import Random
 
 from everstep.protocol.patience import PING_S, Figures, Patience
-from everstep.sim.checks import require
 from everstep.sim.control import Control
 from everstep.sim.faults import SimFault, SimInjector, draw_one
+from everstep.sim.promises import PromiseBroken, require
 from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS, SECOND, Process
 
@@ -40,11 +40,14 @@ class SimLauncher:
                 self._patience.answered()
             due_s = self._patience.due_in(now_s)
             asked = self._patience.ask(now_s, Figures(coordinator.letter))
-            require(asked == (due_s == 0.0), "P8", f"the coordinator was asked {due_s:.2f} s too early")
+            if asked != (due_s == 0.0):
+                raise PromiseBroken(f"P8: the coordinator was asked {due_s:.2f} s too early")
             silent = self._patience.too_long()
             patience = self._patience
-            waits = bool(silent) or patience.silence_s < patience.limit_s
-            require(waits, "P8", f"the coordinator has been silent for {patience.silence_s:.1f} s, and nobody minds")
+            if not silent and patience.silence_s >= patience.limit_s:
+                raise PromiseBroken(
+                    f"P8: the coordinator has been silent for {patience.silence_s:.1f} s, and nobody minds"
+                )
             if silent:
                 require(not coordinator.starved, "P8", f"the coordinator {silent}, but it waits for a processor")
                 world.seen["hosts", "silenced"] += 1

@@ -46,8 +46,9 @@ class World:
 
     def run(self, until_ns: int, stop: Callable[[], bool]) -> bool:
         """Let time pass. Returns whether `stop` became true by then."""
-        while self._heap and self._heap[0][0] <= until_ns:
-            self.now_ns, _, act, args = heapq.heappop(self._heap)
+        heap = self._heap
+        while heap and heap[0][0] <= until_ns:
+            self.now_ns, _, act, args = heapq.heappop(heap)
             self.events += 1
             act(*args)
             if stop():
@@ -250,7 +251,7 @@ class SimConnection:
         """Send a message from one side to the other."""
         if not self.open:
             return
-        to = 1 - self.ends.index(side)
+        to = int(side is self.ends[0])
         self._sent[to] += 1
         numbered = (self._sent[to], message)
         if self._held[to] or not self._reachable:

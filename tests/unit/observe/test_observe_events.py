@@ -17,6 +17,7 @@ from everstep.observe.events import (
     follow,
     format_event,
     last_committed_step,
+    last_generation,
     parse_events,
     read_events,
 )
@@ -173,6 +174,20 @@ def test_what_an_earlier_start_committed_does_not_count(tmp_path: Path) -> None:
     assert last_committed_step(log.path) == 0
     log.write("step_committed", step=2)
     assert last_committed_step(log.path) == 2
+
+
+def test_the_generation_that_was_told_last_is_that_of_the_last_run(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    assert last_generation(log.path) == 0
+    for generation in (6, 7):
+        log.write("generation_started", generation=generation)
+    for _ in range(3000):
+        log.write("warning", reason="r" * 100)
+    assert last_generation(log.path) == 7
+    log.write("job_started", step=40)
+    assert last_generation(log.path) == 0
+    log.write("generation_started", generation=1)
+    assert last_generation(log.path) == 1
 
 
 def test_a_reason_never_goes_without_a_cause() -> None:

@@ -49,12 +49,15 @@ def member(worker_id: int, incarnation: int = 0, host: str = "h1") -> Member:
 
 
 class World:
-    """One coordinator and what was said to it; `sent`, `reports` and `journal` collect the effects."""
+    """One coordinator and what was said to it; `sent`, `reports` and `journal` collect the effects. told: as the
+    coordinator has it."""
 
-    def __init__(self, *, journal: list[dict[str, Any]] | None = None, now: int = S, **config: Any) -> None:
+    def __init__(
+        self, *, journal: list[dict[str, Any]] | None = None, now: int = S, told: int | None = None, **config: Any
+    ) -> None:
         self.config = replace(CONFIG, **config)
         self.journal: list[dict[str, Any]] = list(journal or [])
-        self.coordinator = Coordinator(self.config, list(self.journal))
+        self.coordinator = Coordinator(self.config, list(self.journal), told)
         self.now = now
         self.sent: list[tuple[str, m.AnyMessage]] = []
         self.reports: list[Report] = []
@@ -228,12 +231,13 @@ class World:
             if self.now >= end:
                 return
 
-    def restart(self, journal: list[dict[str, Any]] | None = None) -> World:
+    def restart(self, journal: list[dict[str, Any]] | None = None, told: int | None = None) -> World:
         """The coordinator dies, and another begins from its journal."""
         kept = self.journal if journal is None else journal
         return World(
             journal=kept,
             now=self.now + S,
+            told=told,
             **{f: getattr(self.config, f) for f in CONFIG.__dataclass_fields__},
         )
 

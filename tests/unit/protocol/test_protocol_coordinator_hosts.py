@@ -8,6 +8,8 @@ from coordinator_harness import MS, S, World, drop, running
 from everstep.base.cause import Cause, Why
 from everstep.base.pool_wish import PoolWish
 from everstep.protocol import messages as m
+from everstep.protocol.coordinator.environment import Alarm
+from everstep.protocol.coordinator.liveness import agent_due
 from everstep.protocol.coordinator.types import HostRules, Tick
 
 
@@ -152,6 +154,28 @@ def test_a_silent_host_is_dead_at_the_floor_even_if_it_is_new(interval_ns: int |
         if world.plan.generation == 2:
             break
     assert world.plan.worker_ids == (0, 1) and world.now - silent_at <= 2200 * MS
+
+
+def test_a_host_that_seems_dead_gets_the_time_in_which_its_last_words_are_read() -> None:
+    world = two_hosts()
+    world._beat_all = lambda: world.beat(agent="a1")  # type: ignore[method-assign]
+    detector = world.coordinator.job.agents.known["a2"].detector
+    world.wait(detector._last_ns + detector._limits()[1] - world.now)
+    assert detector.suspicion(world.now).dead
+    world.wait(20 * MS - 1)
+    assert world.plan.generation == 1
+    world.wait(1)
+    assert world.plan.generation == 2 and world.plan.worker_ids == (0, 1)
+
+
+@pytest.mark.parametrize(("before_ns", "after_ns"), [(S, 0), (5 * MS, 0), (MS // 2, MS // 2)])
+def test_a_host_is_looked_at_when_it_could_be_suspected_or_a_millisecond_later(before_ns: int, after_ns: int) -> None:
+    job = two_hosts().coordinator.job
+    at = job.agents.known["a2"].detector.next_change_ns(job.env.now)
+    job.env.advance(at - before_ns)
+    job.env.alarms._at.clear()
+    agent_due(job, "a2")
+    assert job.env.alarms._at == {(Alarm.AGENT, "a2"): at + after_ns}
 
 
 def test_the_coordinator_s_own_absence_is_not_held_against_a_host_that_has_lost_its_connections() -> None:

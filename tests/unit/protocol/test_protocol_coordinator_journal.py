@@ -125,3 +125,41 @@ def test_the_lanes_are_those_that_the_script_joins_with() -> None:
     joins(world, 1, 8, incarnation=1)
     (refused,) = [said for name, said in world.sent if name == "w1.1" and isinstance(said, m.Dismissed)]
     assert refused.cause == Cause.CONFIG and refused.reason == "it joins with lanes=8, the job has lanes=4"
+
+
+def starts(world: World) -> list[tuple[int, int]]:
+    return [(r.fields["generation"], r.fields["step"]) for r in world.reports if r.kind == "generation_started"]
+
+
+@pytest.mark.parametrize(("told", "tells"), [(1, [(2, 5)]), (2, []), (None, [])])
+def test_a_plan_of_which_nobody_was_told_is_told_once_members_follow_it(
+    told: int | None, tells: list[tuple[int, int]]
+) -> None:
+    """The coordinator died between its journal and its report; the plan has reached its members, or has not."""
+    before = running(3)
+    first = before.plan
+    before.exited(1)
+    for follows in (first, before.plan):
+        world = before.restart(told=told)
+        world.agent(0, 2)
+        world.hello(0, plan=follows, step=5)
+        world.hello(2, plan=follows, step=5)
+        if follows is first:
+            assert not starts(world), "nobody follows it yet"
+        world.entered(0, 2, 6)
+        world.entered(2, 2, 6)
+        assert starts(world) == tells
+
+
+def test_a_switch_of_which_nobody_was_told_is_told() -> None:
+    before = running(3)
+    before.agent(0, 1, 2, 3)
+    before.command("scale", workers=2)
+    assert before.prepared is not None
+    before.progress(0, before.prepared.generation, 5)
+    assert before.plan is not None and before.plan.generation == 2
+    world = before.restart(told=1)
+    world.agent(0, 1)
+    for i in (0, 1):
+        world.hello(i, plan=before.plan, step=5)
+    assert starts(world) == [(2, 5)]

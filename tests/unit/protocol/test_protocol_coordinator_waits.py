@@ -321,3 +321,16 @@ def test_a_lane_that_nobody_computes_twice_alike_ends_the_job_as_failed() -> Non
     ended = world.coordinator.job.progress.ended
     assert ended is not None and (ended.state, ended.exit_code) == ("failed", 1)
     assert ended.reason.endswith("the newest checkpoint up to step 4 counts")
+
+
+def test_a_job_that_has_lost_all_state_waits_for_as_many_as_it_had_though_more_are_wanted() -> None:
+    """The hosts may have no room for the others, and these never come."""
+    world = running(3, on_failure="wait")
+    assert world.command("scale", workers=5).ok
+    for i in range(3):
+        world.exited(i)
+    for i in range(3):
+        assert world.plan is not None and world.plan.generation == 1
+        world.started(i, 1)
+        world.hello(i, 1)
+    assert world.plan.generation == 2 and world.plan.worker_ids == (0, 1, 2)

@@ -70,6 +70,25 @@ def test_an_agent_speaks_for_its_own_workers_alone() -> None:
     assert world.plan.worker_ids == (0, 1)
 
 
+def test_until_its_own_agent_is_back_no_other_host_speaks_for_a_worker() -> None:
+    """A coordinator without a journal learns from the worker alone where it runs."""
+    before = running(elsewhere=(2,))
+    world = before.restart([])
+    world.agent(2, name="a2", host="h2")
+    world.hello(0, plan=before.plan, step=5)
+    life = m.WorkerLife(worker_id=0, incarnation=0, pid=4)
+    for message in (
+        m.WorkerExited(agent_id="a2", worker_id=0, incarnation=0, **EXITED),
+        m.WorkerStarted(agent_id="a2", worker=life),
+        m.AgentHello(agent_id="a2", host="h2", workers=[life], slots=1),
+    ):
+        assert "about worker 0.0 from an agent of its host 'h1'" in verdict(world, "agent", "a2", message)
+    world.agent(0, 1)
+    assert "a1" not in world.closed and "worker_evicted" not in world.kinds()
+    world.exited(0)
+    assert world.report("worker_evicted")["worker_id"] == 0
+
+
 @pytest.mark.parametrize("role", roles.PEOPLE)
 def test_people_ask_for_what_their_token_is_for(role: str) -> None:
     for name, needed in roles.COMMANDS.items():

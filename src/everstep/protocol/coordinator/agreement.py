@@ -31,15 +31,16 @@ class Agreement:
 
     plan: in force; `NO_PLAN` before the first. prepared: the plan that the members will switch to. generation: the
     highest number given out or heard of. switched: the prepared generation whose start this life of the coordinator
-    has reported. entered: worker ids of the members that have settled in the plan in force. broken: why it cannot go
-    on; empty if it can. claims: plans that workers follow and this coordinator lacks.
+    has reported. told: the newest generation whose start any life has reported. entered: worker ids of the members that
+    have settled in the plan in force. broken: why it cannot go on; empty if it can. claims: plans that workers follow
+    and this coordinator lacks.
     """
 
     def __init__(self, env: Environment, membership: Membership) -> None:
         self.plan = NO_PLAN
         self.prepared: Plan | None = None
         self.generation = 0
-        self.switched = 0
+        self.switched = self.told = 0
         self.entered: set[int] = set()
         self.broken: list[Why] = []
         self.claims = Claims(env)
@@ -124,6 +125,10 @@ class Agreement:
             self.prepared = plan
         else:
             self.plan, self.prepared, self.entered, self.broken = plan, None, set(), []
+
+    def tell(self, generation: int) -> None:
+        """The start of this generation has been reported."""
+        self.told = generation
 
     def hear_of(self, generation: int) -> None:
         """A worker follows this generation: no other plan will get its number."""

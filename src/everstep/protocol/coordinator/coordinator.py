@@ -143,10 +143,14 @@ EVENTS: dict[type, Callable[[JobState, Any], None]] = {
 
 class Coordinator:
     """The only arbiter of membership and generations. journal: the entries of earlier lives of this coordinator,
-    oldest first; entries that make no sense are skipped, and reported."""
+    oldest first; entries that make no sense are skipped, and reported. told: the generation whose start they were the
+    last to report; None: that of the journal."""
 
-    def __init__(self, config: types.CoordinatorConfig, journal: Iterable[dict[str, Any]] = ()) -> None:
+    def __init__(
+        self, config: types.CoordinatorConfig, journal: Iterable[dict[str, Any]] = (), told: int | None = None
+    ) -> None:
         self.job, self._restored, self._aside = restore(config, journal)
+        self.job.agreement.tell(self.job.agreement.plan.generation if told is None else told)
         self._begun = False
         self._decided: tuple[int, ...] = ()  # the job's version when decisions were last made
 

@@ -23,9 +23,19 @@ def refusal(job: JobState, name: str, message: m.AnyMessage) -> str:
         worker = job.membership.alive(key)
         if speaker is not None and job.foreign(key, speaker):
             continue  # it says nothing about the life of that number on another host: its own is to end
-        if worker is not None and worker.agent_id not in (None, speaker):
+        if worker is None or speaker is None:
+            continue
+        if worker.agent_id not in (None, speaker):
             return f"expected {type(message).__name__} about worker {key} from its own agent {worker.agent_id!r}"
+        if worker.agent_id is None and worker.host and worker.host != _host_of(job, message, speaker):
+            return f"expected {type(message).__name__} about worker {key} from an agent of its host {worker.host!r}"
     return ""
+
+
+def _host_of(job: JobState, message: m.AnyMessage, agent_id: str) -> str:
+    """The host of the agent that sends this; "" if it has not said it."""
+    known = job.agents.known.get(agent_id)
+    return message.host if isinstance(message, m.AgentHello) else known.host if known is not None else ""
 
 
 def _lives(message: m.AnyMessage) -> Iterable[WorkerKey]:

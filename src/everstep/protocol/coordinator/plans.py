@@ -231,6 +231,7 @@ def prepare(
 def announce(job: JobState, old: Plan) -> None:
     """Report that the plan in force has taken the place of `old`."""
     plan = job.agreement.plan
+    job.agreement.tell(plan.generation)
     job.env.report(
         "generation_started",
         Why(plan.cause, plan.reason),
@@ -247,6 +248,13 @@ def announce(job: JobState, old: Plan) -> None:
         leader = plan.member(plan.leader(stage))
         if old.member(old.leader(stage)).key != leader.key:
             _announce_leader(job, plan, leader.key, stage)
+
+
+def announce_late(job: JobState) -> None:
+    """Members follow the plan in force: report its start, if the coordinator that has journaled it died before it did
+    so."""
+    if job.agreement.plan.generation > job.agreement.told:
+        announce(job, NO_PLAN)
 
 
 def _announce_leader(job: JobState, plan: Plan, leader: WorkerKey, stage: int) -> None:
@@ -316,9 +324,7 @@ def _regroup(job: JobState) -> None:
     if not survivors:
         _fall_back(job, Why(cause, text))
         return
-    needed = slots.least
-    if job.env.config.on_failure == "wait":
-        needed = max(needed, min(slots.expected(), len(agreement.plan.members)))
+    needed = _as_before(job) if job.env.config.on_failure == "wait" else slots.least
     lost = _lost_stages(job, survivors)
     members = survivors + _newcomers(job, len(survivors), needed, lost)
     if len(members) < needed:
@@ -339,6 +345,12 @@ def _regroup(job: JobState) -> None:
         lost = sorted({*lost, *job.progress.lost_stages})
     make_now(job, members, Why(cause, text), fresh=False)
     job.progress.lose(lost)
+
+
+def _as_before(job: JobState) -> int:
+    """As many members as the plan has, as far as they are wanted and their slots were not given up. More may be wanted
+    than the hosts have room for: nobody waits for those."""
+    return max(job.slots.least, min(job.slots.expected(), len(job.agreement.plan.members)))
 
 
 def _lost_stages(job: JobState, survivors: Sequence[Worker]) -> list[int]:
@@ -375,7 +387,7 @@ def _fall_back(job: JobState, why: Why) -> None:
     if ready:
         quorum.came()
     wait_for_all = job.env.config.on_failure == "wait"
-    expected = max(slots.least, slots.expected())
+    expected = _as_before(job) if wait_for_all else max(slots.least, slots.expected())
     enough = len(ready) >= expected or (len(ready) >= slots.least and not quorum.patient and not wait_for_all)
     text = f"every worker that held the training state is gone ({why.reason}): "
     generation = job.agreement.generation

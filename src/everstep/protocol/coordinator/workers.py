@@ -16,7 +16,7 @@ from everstep.protocol.coordinator.environment import SECOND_NS, Alarm, describe
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.links import WINDOW_NS
 from everstep.protocol.coordinator.membership import Agent, Worker
-from everstep.protocol.coordinator.plans import announce, order
+from everstep.protocol.coordinator.plans import announce, announce_late, order
 from everstep.protocol.following import PlanShown
 from everstep.protocol.messages_base import CellPart, CellSought
 
@@ -190,6 +190,7 @@ def _go_on(job: JobState, worker: Worker, hello: m.WorkerHello) -> None:
         return
     plan, prepared = agreement.plan, agreement.prepared
     if plan.has(worker.key) and known is plan:
+        announce_late(job)
         # Else that it has healed was told before a restart.
         if agreement.enter(worker.key.worker_id) and plan.generation == agreement.switched:
             _report_healed(job, worker, worker.step)
@@ -235,6 +236,7 @@ def entered(job: JobState, worker: Worker, message: m.GenerationEntered) -> None
     if not plan.has(worker.key):
         return
     if message.generation == plan.generation:
+        announce_late(job)
         job.progress.settled(plan, step, job.recovery.cause(plan.cause))
         if job.agreement.enter(worker.key.worker_id):
             _report_healed(job, worker, step)

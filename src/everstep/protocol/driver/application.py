@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from everstep.base.cause import Cause, Why
-from everstep.base.errors import check
+from everstep.base.errors import InvariantViolation
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.joint_feeds import Followers
@@ -132,7 +132,8 @@ class Application:
     def take(self, event: do.Ask) -> bytes | None:
         """Take an ask. Returns the data to be gathered for it, if any."""
         leaves = isinstance(event, do.HoldAsked | do.EndAsked)
-        check(self.ask is None or leaves, f"{event} before {self.ask} was answered")
+        if self.ask is not None and not leaves:
+            raise InvariantViolation(f"{event} before {self.ask} was answered")
         self.ask = event
         match event:
             case do.StepAsked():

@@ -26,6 +26,8 @@ class MachineQueue:
         """Hand events to the machine and queue its effects."""
         for event in events:
             effects = self._machine.handle(event)
+            if not effects:
+                continue
             kinds = {type(e) for e in effects}
             if step.Leave in kinds or step.Regroup in kinds:
                 self.drop_transfers()

@@ -76,7 +76,8 @@ class StageSection(msgspec.Struct, frozen=True, array_like=True):
     @property
     def runs(self) -> Runs:
         """The blocks of `owned`. Raises: InvariantViolation if these are no runs."""
-        check(len(self.owned) % 2 == 0, f"expected where runs of blocks begin and end, got {self.owned}")
+        if len(self.owned) % 2:
+            raise InvariantViolation(f"expected where runs of blocks begin and end, got {self.owned}")
         return tuple((lo, hi) for lo, hi in zip(self.owned[::2], self.owned[1::2], strict=True) if lo < hi)
 
 
@@ -207,10 +208,12 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record], rule: Nonfi
     workers: dict[int, int] = {}
     for worker_id, section in sections[-1].items():
         for report in section.lanes:
-            check(report.lane not in reports, f"lane {report.lane} of step {step} was counted twice")
+            if report.lane in reports:
+                raise InvariantViolation(f"lane {report.lane} of step {step} was counted twice")
             reports[report.lane] = report
             workers[report.lane] = worker_id
-    check(sorted(reports) == list(range(n_lanes)), f"step {step} lacks lanes: got {sorted(reports)} of {n_lanes}")
+    if sorted(reports) != list(range(n_lanes)):
+        raise InvariantViolation(f"step {step} lacks lanes: got {sorted(reports)} of {n_lanes}")
     lanes = tuple(reports[lane] for lane in range(n_lanes))
     used = {r.lane: r for r in lanes if r.count > 0}
     due = sorted((p for p in payloads.values() if p.save[0]), key=lambda p: END not in p.save[0])[:1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.base.errors import check
+from everstep.base.errors import InvariantViolation, check
 from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import (
     GatherWanted,
@@ -41,7 +41,8 @@ class Contributing:
 
     def asked_for(self, event: StepWanted | GatherWanted) -> list[StepEffect]:
         """The application asks for a step or a gather."""
-        check(self.asked is None, f"{event} before {self.asked} was answered")
+        if self.asked is not None:
+            raise InvariantViolation(f"{event} before {self.asked} was answered")
         early = self._known.decisions.answer_early() if isinstance(event, GatherWanted) else None
         if early is not None:
             return [early]

@@ -38,16 +38,19 @@ class Entering:
         self._known = known
         self._contributing = contributing
         self._holdings: dict[int, dict[int, Holding]] = {}  # by generation, this one and later
+        self._concluded: Settlement | None = None  # from those of this generation, once all have come
         self._copied = self._served = False
 
     def regroup(self) -> None:
         """A generation begins: statements of older ones are void."""
         self.entered = self._copied = self._served = False
+        self._concluded = None
         self._holdings = {g: h for g, h in self._holdings.items() if g >= self._known.plans.generation}
 
     def again(self) -> None:
         """The statements of this generation are void."""
         self.entered = False
+        self._concluded = None
         self._holdings.pop(self._known.plans.generation, None)
 
     # ---- what members hold
@@ -78,6 +81,12 @@ class Entering:
         stated = self._holdings.get(plans.generation, {})
         return {i: stated[i] for i in plans.current.worker_ids if i in stated}
 
+    def _conclude(self, holdings: Mapping[int, Holding]) -> Settlement:
+        """Where all go on: the holdings of all members say it, and none of them changes in this generation."""
+        if self._concluded is None:
+            self._concluded = settle(self._known.plans.current, holdings)
+        return self._concluded
+
     # ---- what follows
 
     def settle(self) -> list[StepEffect]:
@@ -91,7 +100,7 @@ class Entering:
             if known.held.sound != limit:
                 known.doubt(limit)  # this member's statement lacks its states up to that step
             return [SettleAnew(plans.generation, f"states later than that of step {limit} are tainted")]
-        settled = settle(plans.current, holdings)
+        settled = self._conclude(holdings)
         effects: list[StepEffect] = []
         if settled.target.step == known.step and mine in unaware(holdings, known.step + 1):
             effects.append(known.void())
@@ -138,7 +147,7 @@ class Entering:
         """The state that this worker had to get is here."""
         known, held, mine = self._known, self._known.held, self._known.me.worker_id
         generation, stated = known.plans.generation, self._stated()
-        settled = settle(known.plans.current, stated)
+        settled = self._conclude(stated)
         fits = (event.generation, event.position) == (generation, settled.target)
         check(fits, f"expected the state of {settled.target} in generation {generation}, got {event}")
         wanted, before = settled.wants[mine], known.decisions.position

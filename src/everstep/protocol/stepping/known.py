@@ -24,6 +24,7 @@ class Known:
         self.held = StatesHeld(digest)
         self.next = NextStep()
         self._before = self.held.blocks
+        self._whole: tuple[object, object, tuple[int, ...]] = None, None, ()  # stages, and what they follow from
 
     @property
     def step(self) -> int:
@@ -41,7 +42,10 @@ class Known:
     @property
     def stages(self) -> tuple[int, ...]:
         """Stages of whose state at the position this worker has its whole share; ascending."""
-        return tuple(stage for stage in self.held.present if not self.lacks(stage))
+        blocks, plan = self.held.blocks, self.plans.plan
+        if self._whole[0] is not blocks or self._whole[1] is not plan:  # each event asks, and few change it
+            self._whole = blocks, plan, tuple(stage for stage in self.held.present if not self.lacks(stage))
+        return self._whole[2]
 
     def holding(self) -> Holding:
         """What this worker holds now, as it is stated in the present plan. Raises: InvariantViolation without a

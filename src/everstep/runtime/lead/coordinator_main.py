@@ -27,7 +27,7 @@ from everstep.base.doors import is_loopback, parse_ports
 from everstep.base.errors import EverstepError, ProtocolError, check
 from everstep.base.given import read_json
 from everstep.base.plan import Plan
-from everstep.observe.events import EventLog
+from everstep.observe.events import EventLog, last_generation
 from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.coordinator.types import (
@@ -519,7 +519,7 @@ async def serve(place: Post) -> None:
     events = EventLog(run_dir / EVENTS_FILE)
     sudden = tenure is not None and tenure.sudden
     rules = coordinator_config(config, term, scripted_strikes(job), job, sudden=sudden)
-    coordinator = Coordinator(rules, journal.entries)
+    coordinator = Coordinator(rules, journal.entries, last_generation(events.path))
     board = Switchboard(job_facts(run_dir, job, 0 if place.owner else place.parent))
     server = ControlServer(coordinator, board, journal, events, token, Tls.of(shown), tenure)
     await listener.start_serving()
