@@ -54,11 +54,11 @@ class Skeleton:
         return [(name, id(p), p.untyped_storage()._cdata) for name, p in self.model.named_parameters()]
 
 
-class _Touched(TorchDispatchMode):
+class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether operations take these tensors."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._memory = {tensor.untyped_storage()._cdata for tensor in tensors}
         self.touched = False
 
