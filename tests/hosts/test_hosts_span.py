@@ -114,14 +114,16 @@ def test_a_coordinator_that_dies_knows_the_parts_again(on_hosts: HostJobs) -> No
 
 @pytest.mark.longer
 def test_no_host_holds_the_model(on_hosts: HostJobs) -> None:
-    """One host would have parameters, twice as much of the optimizer's, a step's sums, and eight boxes of a unit."""
-    job = on_hosts.head("--slots", "1", workers=1, steps=6, settings=SPANS, task="Matrices")
+    """One host would have parameters, twice as much of the optimizer's, a step's sums, and eight boxes of a unit. The
+    parameters are made on both, module by module."""
+    settings = {**SPANS, "meta_init": True}
+    job = on_hosts.head("--slots", "1", workers=1, steps=6, settings=settings, task="Matrices")
     on_hosts.agent(2, "--slots", "1")
     job.wait_for("step_committed", step=1)
     most = [0, 0]
     while not job.of_kind("step_committed") or job.of_kind("step_committed")[-1]["step"] < 5:
         most = [max(before, shared_bytes(host)) for before, host in zip(most, on_hosts.net.hosts, strict=False)]
         readable([], 0.02)
-    on_hosts.check(job)
+    on_hosts.jobs.check(job, "Matrices", {"steps": 6, "meta_init": True})
     whole = 4 * 4 * (64 * 512 + 12 * 512 * 512) + 8 * 4 * 512 * 512
     assert most[0] < 0.8 * whole and most[1] < 0.7 * whole, [one / whole for one in most]

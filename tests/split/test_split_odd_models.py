@@ -4,6 +4,7 @@ whom one is healed, and in two stages; or it is refused by name, before the star
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from typing import Any, ClassVar
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset
 import everstep
 from everstep import Task
 from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, TaskError
+from everstep.checkpoint.tensor_file import Aside
 from everstep.exact.extra_state import from_file, pack, unpack
 from everstep.exact.topology import select
 from everstep.script.unsupported import refuse_elsewhere
@@ -227,9 +229,11 @@ def test_extra_state_is_in_the_final_model_and_comes_back(make: Make, tmp_path: 
     write_final(tmp_path, model_tensors(model), "", "", STEPS)
     found = load_file(tmp_path / "final" / "model.safetensors")
     manifest = replica.state.manifest()
-    passed = _Passed(manifest, names_of(model, replica.state), None)
-    passed.seen.take([replica.state.read_block(n) for n in range(replica.state.n_blocks)])
-    collected = passed.tensors()
+    with closing(Aside(tmp_path)) as aside:
+        passed = _Passed(manifest, names_of(model, replica.state), None, aside)
+        passed.seen.take([replica.state.read_block(n) for n in range(replica.state.n_blocks)])
+        passed.seen.digests()
+        collected = {name: one.read() for name, one in passed.tensors().items()}
     assert all(torch.equal(found[name], collected[name]) for name in found) and found.keys() == collected.keys()
     fresh = Odd(make).build_model()
     fresh.load_state_dict({n: from_file(t) if n.endswith("_extra_state") else t for n, t in found.items()})

@@ -324,7 +324,7 @@ class NetworkConfig:
     )
     ports: str | None = key(
         None,
-        "ports that a firewall lets through: on a host two per worker, one for its agent, one for a standby; none: any",
+        "ports that a firewall lets through: 2 per worker (3 with cell.hosts), 1 per agent, 1 per standby; none: any",
         pattern=r"\d{1,5}-\d{1,5}",
         example="29500-29599",
     )

@@ -43,15 +43,16 @@ def parse_ports(text: str | None) -> PortRange | None:
     return PortRange(int(first), int(last))
 
 
-def check_ports(text: str | None, workers: int, beside: Sequence[str] = ()) -> None:
+def check_ports(text: str | None, workers: int, beside: Sequence[str] = (), *, spans: bool = False) -> None:
     """Check that the range has enough ports for `workers`, the number that may run on one host. beside: what else
-    listens there, at a port each.
+    listens there, at a port each. spans: each of them has a part on other hosts, and a port for these.
 
     Raises: ConfigError if it is too small; the message says how many are needed.
     """
-    found, needed = parse_ports(text), workers * PORTS_PER_WORKER + len(beside)
+    per_worker = PORTS_PER_WORKER + spans
+    found, needed = parse_ports(text), workers * per_worker + len(beside)
     if found is not None and found.size < needed:
-        each = ", ".join([f"{PORTS_PER_WORKER} for each", *(f"1 for {what}" for what in beside)])
+        each = ", ".join([f"{per_worker} for each", *(f"1 for {what}" for what in beside)])
         raise ConfigError(
             f"network.ports: expected at least {needed} ports for {workers} worker{'s' * (workers != 1)} on a host "
             f"({each}), got {found.size} ({found}): give a larger range"

@@ -8,7 +8,7 @@ each checkpoint as `application[NAMES]`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.reader import Checkpoint
+from everstep.checkpoint.tensor_file import Form, form_of
 from everstep.exact.digest import bytes_of
 from everstep.exact.extra_state import from_file, is_extra, keepers, to_file, unpack
 from everstep.exact.image import BLOCK_BYTES, StateEntry, pieces_of
@@ -48,9 +49,45 @@ class Weights:
     optimizer: dict[str, Any] | None = None
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of the model's tensors; a tied one counts once for each of its names."""
-        return sum(t.numel() * t.element_size() for t in self.model.values())
+    def forms(self) -> dict[str, Form]:
+        """What each of the model's tensors is like."""
+        return {name: form_of(tensor) for name, tensor in self.model.items()}
+
+    def each(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's tensors, one after the other, by their names."""
+        yield from self.model.items()
+
+
+class PassingWeights:
+    """The model of a checkpoint, whose tensors are read one by one: nobody has all of them. forms: as `Weights`."""
+
+    optimizer = None
+
+    def __init__(self, checkpoint: Checkpoint, progress: OnProgress = lambda done, total: None) -> None:
+        """Raises: as `read_weights`."""
+        self._checkpoint, self._progress = checkpoint, progress
+        entries = [e for e in checkpoint.manifest.entries if e.name.startswith(_MODEL)]
+        own = {e.name.removeprefix(_MODEL): e for e in entries}
+        names = _names(checkpoint.manifest, own)
+        small = [own[first] for first in {*names.values()} if is_extra(first)]
+        self._extra = {name.removeprefix(_MODEL): t for name, t in _passing(small, checkpoint)}
+        self._named: dict[str, list[str]] = {}
+        self.forms: dict[str, Form] = {}
+        for name, first in names.items():
+            entry = own[first]
+            self._named.setdefault(first, []).append(name)
+            extra = to_file(name, unpack(self._extra[first])) if is_extra(first) else None
+            self.forms[name] = (entry.dtype, entry.shape) if extra is None else form_of(extra)
+        self._entries = [own[first] for first in self._named if first not in self._extra]
+
+    def each(self) -> Iterator[tuple[str, Tensor]]:
+        """As `Weights.each`. Raises: CheckpointCorrupt; StoreError."""
+        for first, tensor in self._extra.items():
+            for name in self._named[first]:
+                yield name, to_file(name, unpack(tensor))
+        for stored, tensor in _passing(self._entries, self._checkpoint, self._progress):
+            for name in self._named[stored.removeprefix(_MODEL)]:
+                yield name, tensor
 
 
 def names_record(model: nn.Module) -> bytes:
@@ -70,15 +107,13 @@ def names_record(model: nn.Module) -> bytes:
     return json.dumps({"names": names}, separators=(",", ":")).encode()
 
 
-def adapter_tensors(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a model's LoRA adapter as the package `peft` names them in a file; empty if it has none.
-
-    model: as `state_dict` has it.
-    """
+def adapter_names(names: Iterable[str]) -> dict[str, str]:
+    """The weights of a model's LoRA adapter among these names of its `state_dict`, and how the package `peft` names
+    them in a file; empty if it has none."""
     prefix = "base_model.model."
     return {
-        prefix + name.removeprefix(prefix).replace(".default.", "."): tensor
-        for name, tensor in model.items()
+        name: prefix + name.removeprefix(prefix).replace(".default.", ".")
+        for name in names
         if ".lora_A." in name or ".lora_B." in name
     }
 
@@ -95,7 +130,7 @@ def read_weights(
     """
     manifest = checkpoint.manifest
     wanted = [e for e in manifest.entries if e.name.startswith(_MODEL) or optimizer]
-    tensors = _read(wanted, checkpoint, progress)
+    tensors = dict(_passing(wanted, checkpoint, progress))
     stored = {name.removeprefix(_MODEL): t for name, t in tensors.items() if name.startswith(_MODEL)}
     names = _names(manifest, stored)
     weights = Weights(
@@ -137,19 +172,27 @@ def _optimizer(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict
         raise CheckpointCorrupt(f"the optimizer's state is not as Everstep writes it: {error!r}") from error
 
 
-def _read(entries: Iterable[StateEntry], checkpoint: Checkpoint, progress: OnProgress) -> dict[str, Tensor]:
-    """The tensors of these entries, each in memory of its own; every block is read once."""
+def _passing(
+    entries: Iterable[StateEntry], checkpoint: Checkpoint, progress: OnProgress = lambda done, total: None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of these entries, each in memory of its own, as soon as it is whole; every block is read once."""
     ordered = sorted(entries, key=lambda e: e.offset)
     needed = sorted({block for e in ordered for block in e.blocks})
-    blocks = checkpoint.read_blocks(needed)
-    memory = [bytearray(e.nbytes) for e in ordered]
-    for count, (index, block) in enumerate(zip(needed, blocks, strict=True), 1):
+    memory: dict[int, bytearray] = {}
+    done = 0
+    for count, (index, block) in enumerate(zip(needed, checkpoint.read_blocks(needed), strict=True), 1):
         start = index * BLOCK_BYTES
         for k, lo, hi in pieces_of(ordered, index):
             offset = ordered[k].offset
-            memory[k][lo - offset : hi - offset] = block[lo - start : hi - start]
+            memory.setdefault(k, bytearray(ordered[k].nbytes))[lo - offset : hi - offset] = block[
+                lo - start : hi - start
+            ]
         progress(count * BLOCK_BYTES, len(needed) * BLOCK_BYTES)
-    return {e.name: tensor_of(e, m) for e, m in zip(ordered, memory, strict=True)}
+        while done < len(ordered) and ordered[done].stop <= start + BLOCK_BYTES:
+            yield ordered[done].name, tensor_of(ordered[done], memory.pop(done, bytearray()))
+            done += 1
+    for entry in ordered[done:]:  # without a byte
+        yield entry.name, tensor_of(entry, bytearray())
 
 
 def tensor_of(entry: StateEntry, memory: bytearray) -> Tensor:

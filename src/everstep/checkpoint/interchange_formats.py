@@ -12,19 +12,19 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from everstep.base.errors import ConfigError, StoreError
 from everstep.base.given import open_given, read_json
 from everstep.base.hub_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from everstep.checkpoint.interchange import Weights, adapter_tensors
+from everstep.checkpoint.interchange import PassingWeights, Weights, adapter_names
+from everstep.checkpoint.tensor_file import Form, TensorFile, bytes_in
 from everstep.exact.extra_state import from_file, is_extra, to_file
 
 SAFETENSORS, HF, DCP, TORCH = "safetensors", "hf", "dcp", "torch"
@@ -36,7 +36,7 @@ _SINGLE = "model.safetensors"
 
 
 def write_weights(
-    weights: Weights,
+    weights: Weights | PassingWeights,
     path: Path,
     kind: str,
     *,
@@ -45,6 +45,7 @@ def write_weights(
     beside: Mapping[str, bytes] | None = None,
 ) -> list[Path]:
     """Writes one of these formats to a path that does not exist yet; returns the files. All of it appears at once.
+    safetensors and Hugging Face's are written tensor by tensor; the others take `Weights` alone.
 
     hf_config: config.json, or a folder with one, that is copied beside. shard_bytes: of a Hugging Face shard.
     beside: further files of a Hugging Face folder; with the config of an adapter, the adapter's weights alone are
@@ -56,8 +57,8 @@ def write_weights(
         raise ConfigError(f"--format {kind} holds no optimizer state: use one of {', '.join(WITH_OPTIMIZER)}")
     if path.exists():
         raise ConfigError(f"{path} exists already: choose another --to")
-    writer: dict[str, Callable[[Weights, Path], None]] = {
-        SAFETENSORS: lambda w, p: save_file(_apart(w.model), p, {"format": "pt"}),
+    writer: dict[str, Callable[[Any, Path], None]] = {
+        SAFETENSORS: lambda w, p: _write_files(w, {p: {name: name for name in w.forms}}),
         TORCH: lambda w, p: torch.save(_nested(w, _as_state_dict(_apart(w.model))), p),
         DCP: _write_dcp,
         HF: lambda w, p: _write_hf(w, p, hf_config, shard_bytes, beside or {}),
@@ -136,22 +137,23 @@ def _write_dcp(weights: Weights, path: Path) -> None:
         save(_nested(weights, weights.model), storage_writer=FileSystemWriter(path), no_dist=True)
 
 
-def _write_hf(weights: Weights, path: Path, config: Path | None, shard_bytes: int, beside: Mapping[str, bytes]) -> None:
+def _write_hf(
+    weights: Weights | PassingWeights, path: Path, config: Path | None, shard_bytes: int, beside: Mapping[str, bytes]
+) -> None:
     path.mkdir()
     for name, content in beside.items():
         (path / name).write_bytes(content)
-    shards = _shards(weights.model, shard_bytes)
+    forms = weights.forms
+    shards = _shards(forms, shard_bytes)
     if ADAPTER_CONFIG in beside:
-        save_file(_apart(adapter_tensors(weights.model)), path / ADAPTER_WEIGHTS, {"format": "pt"})
+        _write_files(weights, {path / ADAPTER_WEIGHTS: adapter_names(forms)})
     elif len(shards) == 1:
-        save_file(_apart(shards[0]), path / _SINGLE, {"format": "pt"})
+        _write_files(weights, {path / _SINGLE: {name: name for name in forms}})
     else:
-        where: dict[str, str] = {}
-        for number, shard in enumerate(shards, 1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            save_file(_apart(shard), path / name, {"format": "pt"})
-            where |= dict.fromkeys(shard, name)
-        index = {"metadata": {"total_size": weights.size_bytes}, "weight_map": where}
+        files = {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
+        where = {name: file for file, shard in files.items() for name in shard}
+        _write_files(weights, {path / file: {name: name for name in shard} for file, shard in files.items()})
+        index = {"metadata": {"total_size": sum(map(bytes_in, forms.values()))}, "weight_map": where}
         (path / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     if config is not None:
         source = config / "config.json" if config.is_dir() else config
@@ -160,15 +162,28 @@ def _write_hf(weights: Weights, path: Path, config: Path | None, shard_bytes: in
         shutil.copyfile(source, path / "config.json")
 
 
-def _shards(tensors: Mapping[str, Tensor], limit_bytes: int) -> list[dict[str, Tensor]]:
-    shards: list[dict[str, Tensor]] = [{}]
+def _write_files(weights: Weights | PassingWeights, wanted: Mapping[Path, Mapping[str, str]]) -> None:
+    """wanted: by file, names of tensors and what they are called there."""
+    with ExitStack() as stack:
+        files: dict[str, tuple[TensorFile, str]] = {}
+        for path, names in wanted.items():
+            file = stack.enter_context(TensorFile(path, {names[name]: weights.forms[name] for name in names}))
+            files |= {name: (file, called) for name, called in names.items()}
+        for name, tensor in weights.each():
+            if name in files:
+                file, called = files[name]
+                file.put(called, tensor)
+
+
+def _shards(forms: Mapping[str, Form], limit_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
     size = 0
-    for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
+    for name, form in forms.items():
+        nbytes = bytes_in(form)
         if shards[-1] and size + nbytes > limit_bytes:
-            shards.append({})
+            shards.append([])
             size = 0
-        shards[-1][name] = tensor
+        shards[-1].append(name)
         size += nbytes
     return shards
 

@@ -113,7 +113,10 @@ class Checkpoint:
         """Reads blocks straight to where they go, and verifies them there."""
 
         def fill(begin: int, piece: Sequence[int]) -> None:
-            self._read_into(piece, [scatter.views(begin + k) for k in range(len(piece))], stage)
+            numbers = range(begin, begin + len(piece))
+            self._read_into(piece, [scatter.views(number) for number in numbers], stage)
+            for number in numbers:
+                scatter.written(number)
 
         for _ in self._in_order(blocks, fill):
             pass

@@ -70,6 +70,8 @@ class StageState:
             for view in scatter.views(index) if data is not None else ():
                 view[:] = data[at : at + len(view)]  # type: ignore[index]
                 at += len(view)
+            if data is not None:
+                scatter.written(index)
 
 
 class Vault:

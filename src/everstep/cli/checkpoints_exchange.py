@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,22 +83,24 @@ def export_command(
     found = choose(place, which)
     if not as_json:
         print(f"{found.name}: {origin_words(found)}", flush=True)
-    from everstep.checkpoint.interchange import read_weights
-    from everstep.checkpoint.interchange_formats import write_weights
+    from everstep.checkpoint.interchange import PassingWeights, read_weights
+    from everstep.checkpoint.interchange_formats import WITH_OPTIMIZER, write_weights
 
+    beside = _hub_files(checkpoint) if kind == "hf" and hf_config is None else {}
     with (
         vouched(found, place.store, key, target.absolute().parent) as source,
         progress_bar(f"reading step {found.step}", not as_json) as progress,
     ):
-        weights = read_weights(source, optimizer=optimizer, progress=progress)
-    beside = _hub_files(checkpoint) if kind == "hf" and hf_config is None else {}
-    files = write_weights(weights, target, kind, hf_config=hf_config, shard_bytes=shard_bytes, beside=beside)
-    size = sum(file.stat().st_size for file in files)
-    told = {"from": found.name, "step": found.step, "to": str(target), "format": kind, "tensors": len(weights.model)}
+        whole = kind in WITH_OPTIMIZER or optimizer
+        read = partial(read_weights, optimizer=optimizer) if whole else PassingWeights
+        weights = read(source, progress=progress)
+        files = write_weights(weights, target, kind, hf_config=hf_config, shard_bytes=shard_bytes, beside=beside)
+    size, count = sum(file.stat().st_size for file in files), len(weights.forms)
+    told = {"from": found.name, "step": found.step, "to": str(target), "format": kind, "tensors": count}
     told |= {"bytes": size, "files": list(map(str, files)), "optimizer": weights.optimizer is not None}
     told |= {"signed_by": found.signed_by, "verified": key is not None}
     right = ", with a valid signature" if key is not None else ""
-    _tell(told, as_json, f"{target}: {len(weights.model)} tensors of step {found.step}{right}, {size_text(size)}")
+    _tell(told, as_json, f"{target}: {count} tensors of step {found.step}{right}, {size_text(size)}")
     return 0
 
 

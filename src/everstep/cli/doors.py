@@ -105,4 +105,5 @@ def check_own_ports(config: Config, room: int | None, *, head: bool = False) -> 
     """
     workers = config.workers + config.spares
     beside = ["the job's head"] if head else []
-    check_ports(config.network.ports, 1 if room is None else min(room or workers, workers), beside)
+    most = 1 if room is None else min(room or workers, workers)
+    check_ports(config.network.ports, most, beside, spans=config.cell.hosts > 1)

@@ -251,15 +251,18 @@ def _cell(model: Model, split: Split, known: _Known) -> CellMemoryUse | None:
         return None
     runs = [range(k * lanes // split.workers, (k + 1) * lanes // split.workers) for k in range(split.workers)]
     sums = max(most_slots(run, lanes, cell.fsdp) for run in runs)
-    return of_cell(model, split, cell.ranks, known.exchanged, sums, cell.tp, known.shards)
+    whole = not cell.reshard_after_forward or cell.shards > 1
+    gathered = round(model.parameter_bytes) if whole else known.unit
+    return of_cell(model, split, cell.ranks, known.exchanged, sums, cell.tp, known.shards, cell.hosts, gathered)
 
 
 def _cell_lines(cell: CellMemoryUse, config: Config, room: int | None) -> list[str]:
     rows = [[kind, f"{size / GB:.3g}"] for kind, size in cell.per_rank_bytes.items() if size]
     rows.append(["together", f"{cell.total / GB:.4g}"])
     rows += [["fits", "yes" if cell.total <= room else "no"]] if room is not None else []
-    shape = CellShape(config.cell.fsdp, config.cell.tp)
-    return ["", f"each of the {cell.ranks} processes of a worker ({shape}), in GB", *aligned(rows)]
+    shape, hosts = CellShape(config.cell.fsdp, config.cell.tp), config.cell.hosts
+    where = f" on {hosts} hosts, of those on its head's" if hosts > 1 else ""
+    return ["", f"each of the {cell.ranks} processes of a worker ({shape}){where}, in GB", *aligned(rows)]
 
 
 class _Table(NamedTuple):
@@ -286,7 +289,8 @@ def _room(asked: Mapping[str, Any]) -> tuple[int | None, list[str]]:
 class _Known(NamedTuple):
     """A model and its job. optimizer: what it can update apart, None if unknown. staging: bytes for checkpoints that
     are not written yet. exchanged: bytes that the processes of one worker exchange at once. stages: of equal length,
-    each with as many workers. shards: bytes of the largest tensor of all shards that ranks exchange."""
+    each with as many workers. shards: bytes of the largest tensor of all shards that ranks exchange. unit: of the
+    largest unit's parameters."""
 
     model: Model
     workers: int
@@ -298,6 +302,7 @@ class _Known(NamedTuple):
     exchanged: int
     stages: int = 1
     shards: int = 0
+    unit: int = 0
 
 
 def _given(named: Mapping[str, str], asked: Mapping[str, Any]) -> _Known:
@@ -322,7 +327,9 @@ def _given(named: Mapping[str, str], asked: Mapping[str, Any]) -> _Known:
     if config.cell.fsdp > 1 and config.cell.least is None:
         assumed.append("a model of one unit, whose gradients are exchanged at once: give --set cell.wrap=N for smaller")
     model, exchanged = Model(count, 4.0 * count, _ADAM_BYTES * count), 4 * min(count, config.cell.least or count)
-    return _Known(model, config.workers, config.lanes, None, assumed, _staging(config), config, exchanged)
+    return _Known(
+        model, config.workers, config.lanes, None, assumed, _staging(config), config, exchanged, unit=4 * count
+    )
 
 
 def _set_by(asked: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -373,6 +380,7 @@ def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
         found.exchanged_bytes,
         config.stages,
         found.shard_bytes,
+        found.unit_bytes,
     )
 
 

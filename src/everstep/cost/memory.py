@@ -213,7 +213,15 @@ class CellMemoryUse:
 
 
 def of_cell(
-    model: Model, split: Split, ranks: int, exchanged: int, sums: int, degree: int = 1, shards: int = 0
+    model: Model,
+    split: Split,
+    ranks: int,
+    exchanged: int,
+    sums: int,
+    degree: int = 1,
+    shards: int = 0,
+    hosts: int = 1,
+    gathered: int = 0,
 ) -> CellMemoryUse:
     """Bytes of a process where each worker is so many of them (`cell.fsdp`, `cell.tp`). degree: of these compute each
     lane together.
@@ -226,19 +234,22 @@ def of_cell(
     - lanes: the sums, once for all. first: the first lane, computed twice, is whole in the head's `.grad`, or in that
       of each process that computes a lane with others.
     - shards: two boxes for each, shared, and what has come of all of them.
+    - hosts: that each worker is on; a process on its head's host is counted, where the sums are. gathered: of the
+      parameters that are computed with at a time, of which other hosts' come here (elsewhere).
     - gradients: of a process's own part, for its update; results: reduced ones, as for `of_ours` on one host.
     """
     check(ranks >= 1, f"expected at least one process in a worker, got {ranks}")
-    flat = 4.0 * model.parameters
+    flat, each = 4.0 * model.parameters, ranks / hosts
     found = {
         "parameters": model.parameter_bytes / ranks,
+        "elsewhere": gathered * (1.0 - 1.0 / hosts) / each,
         "optimizer": model.optimizer_bytes / ranks,
         "exchange": exchanged * (1.0 + 2.0 / degree),
-        "lanes": flat * sums / ranks,
+        "lanes": flat * sums / each,
         "gradients": flat / ranks,
-        "first": flat if degree > 1 else flat / ranks,
-        "results": flat / (split.workers * ranks),
-        "buffers": model.buffer_bytes * (1 + 1 / ranks),
+        "first": flat if degree > 1 else flat / each,
+        "results": flat / (split.workers * each),
+        "buffers": model.buffer_bytes * (1 + 1 / each),
         "activations": model.activation_bytes,
         "shards": shards * (1.0 + 2.0 / degree) if degree > 1 else 0.0,
         "process": WORKER_BYTES + JOB_BYTES / (split.workers * ranks),

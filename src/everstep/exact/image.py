@@ -31,7 +31,7 @@ from everstep.base.extents import Sizes, with_ends
 from everstep.exact.digest import bytes_of, digest_bytes
 from everstep.exact.jsonable import canonical
 from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, round_up
-from everstep.exact.state_memory import IN_MEMORY, StateMemory
+from everstep.exact.state_memory import IN_MEMORY, CopiesThere, StateMemory
 
 BLOCK_BYTES = BLOCK_ELEMENTS * 4
 _BLOCKS_AT_ONCE = 64
@@ -155,14 +155,15 @@ class Image:
         values: Mapping[str, Any],
         outline: Outline,
         memory: StateMemory = IN_MEMORY,
+        copied: CopiesThere | None = None,
     ) -> None:
         """data: the bytes of each entry, in order. They must not change while the image is read. memory: where they
-        lie."""
+        lie; copied: if that is a copy of which some is elsewhere."""
         self.entries = tuple(entries)
         self.values = values
         self.outline = outline
         self._data = list(data)
-        self._memory, self._let_go = memory, memory.let_go
+        self._there, self._let_go = memory.there if copied is None else copied.there, memory.let_go
         self.n_blocks = block_count(self.entries)
         self._digests: dict[int, str] = {}
 
@@ -192,7 +193,7 @@ class Image:
 
     def _bytes(self, k: int, lo: int, hi: int) -> memoryview:
         offset = self.entries[k].offset
-        return self._memory.there(self._data[k][lo - offset : hi - offset])
+        return self._there(self._data[k][lo - offset : hi - offset])
 
     def block_digest(self, index: int) -> str:
         """Digest of one block; reads only this block, and only the first time."""
@@ -212,9 +213,12 @@ class Image:
         hashes = [xxhash.xxh3_128() for _ in self.entries]
         blocks = []
         for index in range(self.n_blocks):
-            blocks.append(self.block_digest(index))
+            data, start = self.read_block(index), index * BLOCK_BYTES
+            if index not in self._digests:
+                self._digests[index] = digest_bytes(data)
+            blocks.append(self._digests[index])
             for k, lo, hi in pieces_of(self.entries, index):
-                hashes[k].update(self._bytes(k, lo, hi))
+                hashes[k].update(data[lo - start : hi - start])
             if index % _BLOCKS_AT_ONCE == 0:
                 self._let_go()
         return blocks, [h.hexdigest() for h in hashes]
@@ -238,7 +242,7 @@ class Image:
             plane = plane_at(self.outline.planes, entry.offset // BLOCK_BYTES) if planes is not None else None
             if planes is not None and plane is not None and plane.name not in planes:
                 continue
-            found.append((entry.name, entry.dtype, entry.shape, digest_bytes(self._memory.there(data))))
+            found.append((entry.name, entry.dtype, entry.shape, digest_bytes(self._there(data))))
             self._let_go()
         return sorted(found)
 
@@ -285,20 +289,37 @@ def entries_of(manifest: Mapping[str, Any]) -> tuple[StateEntry, ...]:
 
 
 class Scatter:
-    """Targets of the bytes of blocks: the memory of the entries; bytes between entries are discarded. Thread-safe."""
+    """Targets of the bytes of blocks: the memory of the entries; bytes between entries are discarded. `views`, then
+    `written` once they are right. Thread-safe."""
 
-    def __init__(self, entries: Sequence[StateEntry], targets: Sequence[memoryview]) -> None:
-        """targets: a byte view per entry; those of empty entries are not used."""
-        self._entries, self._targets = entries, targets
+    def __init__(
+        self, entries: Sequence[StateEntry], targets: Sequence[memoryview], memory: StateMemory = IN_MEMORY
+    ) -> None:
+        """targets: a byte view per entry; those of empty entries are not used. memory: that they lie in."""
+        self._entries, self._targets, self._memory = entries, targets, memory
+        self._sends: dict[int, list[Callable[[], None]]] = {}
 
     def views(self, index: int) -> list[memoryview]:
         """Writable views that cover block `index` from its first byte to its last, in order."""
-        at, found = index * BLOCK_BYTES, list[memoryview]()
+        at, found, sends = index * BLOCK_BYTES, list[memoryview](), list[Callable[[], None]]()
         for k, lo, hi in pieces_of(self._entries, index):
             offset = self._entries[k].offset
-            found += [memoryview(bytearray(lo - at)), self._targets[k][lo - offset : hi - offset]]
+            found.append(memoryview(bytearray(lo - at)))
+            for view, send in self._memory.landing(self._targets[k][lo - offset : hi - offset]):
+                found.append(view)
+                sends.append(send)
             at = hi
+        self._sends[index] = sends
         return [view for view in (*found, memoryview(bytearray((index + 1) * BLOCK_BYTES - at))) if view]
+
+    def written(self, index: int) -> None:
+        """The views of this block have its content."""
+        for send in self._sends.pop(index):
+            send()
+
+    def end(self) -> None:
+        """Raises: InvariantViolation if a block that was asked for was not written."""
+        check(not self._sends, f"{len(self._sends)} blocks were not written")
 
 
 def write_blocks(manifest: Mapping[str, Any], scatter: Scatter, blocks: BlockSource) -> None:
@@ -311,6 +332,7 @@ def write_blocks(manifest: Mapping[str, Any], scatter: Scatter, blocks: BlockSou
         if len(data) != BLOCK_BYTES or digest_bytes(data) != expected:
             raise CheckpointCorrupt(f"block {index} does not match its digest ({len(data)} bytes)")
         spread(data, scatter.views(index))
+        scatter.written(index)
 
 
 def spread(data: memoryview, views: Iterable[memoryview]) -> int:

@@ -1,4 +1,4 @@
-"""A state that passes by in blocks, and is nowhere as a whole: the digests of its entries, and the bytes of some."""
+"""A state that passes by in blocks, and is nowhere as a whole: the digests of its entries."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ PassedEntry = tuple[str, str, tuple[int, ...], str]
 
 
 class PassingState:
-    """Takes the blocks of a state once each, in ascending order. kept: bytes of some entries, by name."""
+    """Takes the blocks of a state once each, in ascending order."""
 
     def __init__(
         self,
         entries: Sequence[StateEntry],
         own: BlockSource | None = None,
-        kept: Callable[[str], bool] = lambda name: False,
+        told: Callable[[str, int, memoryview], None] = lambda name, at, data: None,
     ) -> None:
-        """own: gives the blocks that do not pass. kept: whether the bytes of an entry are kept, by its name."""
+        """own: gives the blocks that do not pass. told: is given the bytes of each entry, by its name, as they pass: so
+        many bytes after its begin."""
         self.entries = tuple(entries)
-        self.kept: dict[str, bytearray] = {e.name: bytearray(e.nbytes) for e in entries if kept(e.name)}
-        self._own, self._next = own, 0
+        self._own, self._next, self._told = own, 0, told
         self._hashes = [xxhash.xxh3_128() for _ in entries]
 
     def take(self, blocks: Sequence[memoryview | None]) -> None:
@@ -55,5 +55,4 @@ class PassingState:
         for k, lo, hi in pieces_of(self.entries, number):
             entry, piece = self.entries[k], block[lo - at : hi - at]
             self._hashes[k].update(piece)
-            if entry.name in self.kept:
-                self.kept[entry.name][lo - entry.offset : hi - entry.offset] = piece
+            self._told(entry.name, lo - entry.offset, piece)

@@ -44,6 +44,7 @@ class Snapshot:
         fits = arena is not None and arena.numel() >= size
         self._arena: SnapshotMemory | None = arena if fits else memory.flat(size)
         self._memory, self._let_go = memory, memory.let_go
+        self._there = None if memory.others is None else memory.others.copies(self._arena)  # type: ignore[arg-type]
         self._entries, self._take_back = tuple(entries), take_back
         self._later = [(k, tensors[k]) for k in sorted(set(range(len(entries))) - set(now))]
         self._copied = threading.Event()
@@ -53,7 +54,8 @@ class Snapshot:
         with torch.no_grad():
             for k in now:
                 self._copy(k, tensors[k])
-        self._image = Image(self._entries, [bytes_of(self._place(e)) for e in self._entries], values, outline, memory)
+        data = [bytes_of(self._place(e)) for e in self._entries]
+        self._image = Image(self._entries, data, values, outline, memory, self._there)
 
     def start(self) -> None:
         """Start copying and, after that, hashing."""
@@ -98,6 +100,8 @@ class Snapshot:
         arena, self._arena = self._arena, None
         if arena is not None:
             self._take_back(arena)
+        if self._there is not None:
+            self._there.drop()
 
     def _run(self) -> None:
         try:
@@ -117,6 +121,8 @@ class Snapshot:
     def _copy(self, k: int, tensor: Tensor) -> None:
         entry = self._entries[k]
         target = self._place(entry).view(tensor.dtype)
+        if self._there is not None and self._there.take(tensor, target):
+            return
         tensor = self._memory.whole(tensor)
         if tensor.is_contiguous():
             step = max(1, _PIECE_BYTES // tensor.element_size())

@@ -391,10 +391,7 @@ class ModelState:
 
     def load_with(self, manifest: Mapping[str, Any], fill: Callable[[Scatter], None]) -> None:
         """`load`, with a function `fill` that writes all blocks of the manifest to their places, and verifies them."""
-        with self.memory.writing():
-            self._load(manifest, fill)
-
-    def _load(self, manifest: Mapping[str, Any], fill: Callable[[Scatter], None]) -> None:
+        self.memory.changes()
         entries = entries_of(manifest)
         values = manifest["values"]
         self._image = None
@@ -409,7 +406,9 @@ class ModelState:
                 target = torch.empty(entry.shape, dtype=target.dtype)
                 tensors[entry.name] = target
             memory.append(bytes_of(target))
-        fill(Scatter(entries, memory))
+        scatter = Scatter(entries, memory, self.memory)
+        fill(scatter)
+        scatter.end()
         with torch.no_grad():
             for name, target in staged.items():
                 tensors[name] = target.copy_(tensors[name])
@@ -480,7 +479,8 @@ class ModelState:
             stays = not group.get("capturable") and not group.get("fused")
             return torch.empty(entry.shape, dtype=_dtype(entry), device="cpu" if stays else parameter.device)
         if entry.shape == tuple(parameter.shape):
-            return self.memory.make(parameter.detach().to(_dtype(entry)))
+            room = self.memory.room(parameter, key) if entry.dtype == "float32" else None
+            return self.memory.make(parameter.detach().to(_dtype(entry))) if room is None else room
         return torch.empty(entry.shape, dtype=_dtype(entry), device=parameter.device)
 
     def _load_optimizer(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from everstep.exact.layout import aligned_like
+
+Landing = tuple[memoryview, Callable[[], None]]
+"""Memory that is written, and what is to be called then."""
 
 
 class OtherHosts(Protocol):
@@ -23,8 +25,27 @@ class OtherHosts(Protocol):
     def whole(self, tensor: Tensor) -> Tensor:
         """A tensor, of which some may lie there: itself, or a copy."""
 
-    def writing(self) -> AbstractContextManager[None]:
-        """Inside, all of the state is written here."""
+    def landing(self, view: memoryview) -> list[Landing]:
+        """As `StateMemory.landing`."""
+
+    def copies(self, arena: Tensor) -> CopiesThere:
+        """A copy of the state, of which each of them keeps its part. arena: where the rest is."""
+
+    def let_go(self) -> None:
+        """All of the state is about to be another one."""
+
+
+class CopiesThere(Protocol):
+    """A copy of the state of which some lies with other hosts."""
+
+    def there(self, view: memoryview) -> memoryview:
+        """As of `OtherHosts`, of the copy."""
+
+    def take(self, tensor: Tensor, to: Tensor) -> bool:
+        """Copy a tensor of the state to its place; False if it lies here as a whole, and the caller is to do it."""
+
+    def drop(self) -> None:
+        """It is not read any more."""
 
 
 class StateMemory:
@@ -32,10 +53,15 @@ class StateMemory:
 
     where = "the device's memory"
     others: OtherHosts | None = None
+    _room: Callable[[Tensor, str], Tensor | None] | None = None
 
-    def share(self, others: OtherHosts) -> None:
-        """From now on these hold a part of it."""
-        self.others = others
+    def share(self, others: OtherHosts | None, room: Callable[[Tensor, str], Tensor | None]) -> None:
+        """From now on other processes have it, too, and these hosts hold a part of it. room: as of the method."""
+        self.others, self._room = others, room
+
+    def room(self, parameter: Tensor, key: str) -> Tensor | None:
+        """Where what an optimizer keeps for a parameter, under this key, has its place; None if any will do."""
+        return None if self._room is None else self._room(parameter, key)
 
     def there(self, view: memoryview) -> memoryview:
         """The content of this memory, wherever it lies."""
@@ -45,9 +71,14 @@ class StateMemory:
         """The content of a tensor of the state, wherever it lies."""
         return tensor if self.others is None else self.others.whole(tensor)
 
-    def writing(self) -> AbstractContextManager[None]:
-        """Inside, the state is written, wherever it lies."""
-        return nullcontext() if self.others is None else self.others.writing()
+    def landing(self, view: memoryview) -> list[Landing]:
+        """Where bytes are written that are to come into this memory."""
+        return [(view, _nothing)] if self.others is None else self.others.landing(view)
+
+    def changes(self) -> None:
+        """All of the state is about to be another one."""
+        if self.others is not None:
+            self.others.let_go()
 
     def make(self, like: Tensor) -> Tensor:
         """Memory for a tensor of the optimizer's state: of this shape and dtype, with these strides. Its content is
@@ -60,6 +91,10 @@ class StateMemory:
 
     def let_go(self) -> None:
         """Nothing of it is in use for now."""
+
+
+def _nothing() -> None:
+    pass
 
 
 IN_MEMORY = StateMemory()

@@ -84,7 +84,8 @@ class Deputy(Limb):
         return bytes(head.recv_bytes(MOST_BYTES))
 
     def _attached(self, **told: Any) -> dict[str, Any]:
-        """Make the memory for a stage, with the head's parameters, before this host's processes attach to it."""
+        """Make the memory for a stage, with the head's parameters if it has made them, before this host's processes
+        attach to it."""
         stage, size, note, parts = told["stage"], told["size"], told["note"], told["parts"]
         name, doors, _ = parts
         check(name == self._plan.name and tuple(doors) == self._plan.doors, f"this is a part of {self._plan.name}")
@@ -92,9 +93,9 @@ class Deputy(Limb):
             self._memories.pop(stage).close()
         memory = self._memories[stage] = CellMemory.create(size, self._plan.part * self._plan.each)
         lines = PartLines(self._plan, stage, self._context.call_peer)
-        first, extent = told["extent"]
+        wanted = [(PAGE, note), *([] if told["blank"] else [told["extent"]])]
         with memoryview(memory.memory) as whole:
-            for offset, count in ((PAGE, note), (first, extent)):
+            for offset, count in wanted:
                 with whole[offset : offset + count] as into:
                     lines.read(0, offset, into)
                 self.row.tick()

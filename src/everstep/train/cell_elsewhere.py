@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from bisect import bisect_right
+import threading
+from bisect import bisect_right, insort
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import count
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everstep.base.errors import CheckpointCorrupt
 from everstep.exact.digest import digest_with
+from everstep.exact.state_memory import Landing
 from everstep.parallel.cell_memory import CellMemory, SharedPlace
 from everstep.runtime.host.cell_doors import CellPlan, PartLines
 
@@ -77,9 +81,6 @@ class NoOthers:
         """A step's lanes begin, or begin again, with parameters of this version: have those here that are always to be,
         until `let_go`."""
 
-    def hold_all(self) -> None:
-        """Have all parameters here, until `let_go`."""
-
     def end_passes(self) -> None:
         """No pass of a unit is under way in this process."""
 
@@ -90,10 +91,10 @@ class NoOthers:
         """What the optimizer keeps for a parameter has this place, and nothing of it is here yet. runs: of elements, by
         rank."""
 
-    def writing(self, start: int = 0, stop: int = 1 << 62) -> AbstractContextManager[None]:
-        """Inside, all of this range of the memory is written here; afterwards each part has its own, and what had been
-        here of the others' is not theirs any more."""
-        return nullcontext()
+    def landing(self, view: memoryview) -> list[Landing]:
+        """Where bytes are written that are to come into this memory: there, or, where that lies elsewhere, in memory of
+        their own, which is sent."""
+        return [(view, _nothing)]
 
     def close(self) -> None:
         """The memory is not used any more."""
@@ -103,9 +104,16 @@ class OtherParts(NoOthers):
     """Of a worker that spans hosts, each part holds its own."""
 
     def __init__(
-        self, memory: CellMemory, lines: PartLines, parameters: Sequence[Sequence[OwnedRange]], notes: SharedPlace
+        self,
+        memory: CellMemory,
+        lines: PartLines,
+        parameters: Sequence[Sequence[OwnedRange]],
+        notes: SharedPlace,
+        *,
+        made: bool = True,
     ) -> None:
-        """parameters: ranges of each, by offset; all are here, in the first version. notes: place of `notes_bytes`."""
+        """parameters: ranges of each, by offset; made: all are here, in the first version. notes: place of
+        `notes_bytes`."""
         self.version = 1
         self._memory, self._lines = memory, lines
         self._own = lines.plan.part
@@ -120,8 +128,8 @@ class OtherParts(NoOthers):
         self._passes: UnitPasses | None = None
         self._end_digests = digest_with(self.whole)
         memory.tell_with(lines.tell)
-        self._versions.fill_(self.version)
-        self._guard(self._all, _READ)
+        self._versions.fill_(self.version if made else 0)
+        self._guard(self._all, _READ if made else _NOTHING)
 
     @property
     def plan(self) -> CellPlan:
@@ -158,9 +166,6 @@ class OtherParts(NoOthers):
         if not self._holds or version != self.version:
             self.version, self._holds = version, True
             self.use(self._always)
-
-    def hold_all(self) -> None:
-        self.use(range(len(self._parameters)))
 
     def use(self, numbers: Collection[int]) -> None:
         """Have these parameters here; a second time they are used twice."""
@@ -208,7 +213,7 @@ class OtherParts(NoOthers):
         """The content of this memory, of which some may lie elsewhere: itself, or a copy."""
         if not len(view):
             return view
-        at = np.frombuffer(view, np.uint8).ctypes.data - self._memory.address
+        at = _address(view) - self._memory.address
         return self._copy(at, at + len(view)) or view
 
     def whole(self, tensor: Tensor) -> Tensor:
@@ -224,37 +229,36 @@ class OtherParts(NoOthers):
 
     def _copy(self, start: int, stop: int) -> memoryview | None:
         """These bytes of the memory; None if all of them are this part's."""
-        found = _overlaps(self._all, start, stop)
-        if not found:
+        runs = list(self.runs(start, stop))
+        if all(part == self._own for part, _, _ in runs):
             return None
-        data, at = memoryview(bytearray(stop - start)), start
-        for one in found:
-            first, last = max(one.offset, start), min(one.stop, stop)
-            self._copy_own(data, at - start, at, first)
-            self._lines.read(one.part, first, data[first - start : last - start])
-            at = last
-        self._copy_own(data, at - start, at, stop)
+        data = memoryview(bytearray(stop - start))
+        for part, first, last in runs:
+            if part == self._own:
+                data[first - start : last - start] = ctypes.string_at(self._memory.address + first, last - first)
+            else:
+                self._lines.read(part, first, data[first - start : last - start])
         return data
 
-    def _copy_own(self, data: memoryview, into: int, first: int, last: int) -> None:
-        if last > first:
-            data[into : into + last - first] = ctypes.string_at(self._memory.address + first, last - first)
+    def landing(self, view: memoryview) -> list[Landing]:
+        if not len(view):
+            return [(view, _nothing)]
+        at, found = _address(view) - self._memory.address, list[Landing]()
+        for part, first, last in self.runs(at, at + len(view)):
+            if part == self._own:
+                found.append((view[first - at : last - at], _nothing))
+            else:
+                room = memoryview(bytearray(last - first))
+                found.append((room, partial(self._lines.write, part, first, room)))
+        return found
 
-    @contextmanager
-    def writing(self, start: int = 0, stop: int = 1 << 62) -> Iterator[None]:
-        found = _overlaps(self._all, start, stop)
-        if len(found) == len(self._all):
-            self.let_go()
-        self._guard(found, _WRITTEN)
-        try:
-            yield
-        finally:
-            with memoryview(self._memory.memory) as everything:
-                for one in found:
-                    with everything[one.offset : one.stop] as written:
-                        self._lines.write(one.part, one.offset, written)
-                    self._memory.free(one.offset, one.room)
-            self._guard(found, _NOTHING)
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The parts that hold what lies in a range of the memory: (part, from, to)."""
+        return _runs(self._all, self._own, start, stop)
+
+    def copies(self, arena: Tensor) -> PartCopies:
+        """A copy of the state, of which each part keeps what it holds. arena: where this one's is."""
+        return PartCopies(self, self._memory, self._lines, arena)
 
     # ----
 
@@ -267,6 +271,73 @@ class OtherParts(NoOthers):
             self._memory.guard(one.offset, one.room, access)
 
 
+class PartCopies:
+    """A copy of the state, of which each part keeps what it holds. Thread-safe once it is made."""
+
+    _numbers = count()
+
+    def __init__(self, parts: OtherParts, memory: CellMemory, lines: PartLines, arena: Tensor) -> None:
+        """arena: of this part, as large as the copy. What lies elsewhere has the same place there."""
+        self._parts, self._memory, self._lines, self._arena = parts, memory, lines, arena
+        self._number = next(self._numbers)
+        self._elsewhere: list[OwnedRange] = []
+        self._lock = threading.Lock()
+        self._dropped = False
+
+    def take(self, tensor: Tensor, to: Tensor) -> bool:
+        if not (tensor.is_contiguous() and tensor.numel()):
+            return False
+        start = tensor.data_ptr() - self._memory.address
+        runs = list(self._parts.runs(start, start + tensor.nbytes))
+        own, shift = self._parts.plan.part, to.data_ptr() - self._arena.data_ptr() - start
+        if all(part == own for part, _, _ in runs):
+            return False
+        for part, first, last in runs:
+            if part == own:
+                ctypes.memmove(self._arena.data_ptr() + shift + first, self._memory.address + first, last - first)
+            else:
+                self._lines.copy(part, self._number, self._arena.nbytes, first, first + shift, last - first)
+                insort(self._elsewhere, OwnedRange(first + shift, last + shift, part, last + shift))
+        return True
+
+    def there(self, view: memoryview) -> memoryview:
+        if not len(view):
+            return view
+        start = _address(view) - self._arena.data_ptr()
+        runs = list(_runs(self._elsewhere, self._parts.plan.part, start, start + len(view)))
+        if all(part == self._parts.plan.part for part, _, _ in runs):
+            return view
+        data = memoryview(bytearray(len(view)))
+        with self._lock:
+            if self._dropped:
+                raise CheckpointCorrupt("the snapshot was released")
+            for part, first, last in runs:
+                piece = data[first - start : last - start]
+                if part == self._parts.plan.part:
+                    piece[:] = view[first - start : last - start]
+                else:
+                    self._lines.copied(part, self._number, first, piece)
+        return data
+
+    def drop(self) -> None:
+        with self._lock:
+            self._dropped = True
+            for part in {one.part for one in self._elsewhere}:
+                self._lines.drop(part, self._number)
+
+
+def _runs(ranges: Sequence[OwnedRange], own: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    at = start
+    for one in _overlaps(ranges, start, stop):
+        first, last = max(one.offset, start), min(one.stop, stop)
+        if at < first:
+            yield own, at, first
+        yield one.part, first, last
+        at = last
+    if at < stop:
+        yield own, at, stop
+
+
 def _overlaps(ranges: Sequence[OwnedRange], start: int, stop: int) -> list[OwnedRange]:
     found = []
     for one in ranges[max(bisect_right(ranges, start, key=lambda one: one.offset) - 1, 0) :]:
@@ -275,6 +346,10 @@ def _overlaps(ranges: Sequence[OwnedRange], start: int, stop: int) -> list[Owned
         if one.stop > start:
             found.append(one)
     return found
+
+
+def _address(view: memoryview) -> int:
+    return np.frombuffer(view, np.uint8).ctypes.data
 
 
 def _nothing() -> None:

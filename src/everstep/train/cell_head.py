@@ -98,10 +98,6 @@ class CellHead:
         finished, self._finished = self._finished, []
         return [(report, None if said is None else LaneSaid(data=said[0], gave=said[1])) for report, said in finished]
 
-    def gather(self) -> None:
-        """Have all parameters here, for this process alone."""
-        self._stage.gather()
-
     def close(self) -> None:
         """Let go of the memory."""
         self._stage.close()

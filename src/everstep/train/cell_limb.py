@@ -85,11 +85,19 @@ class CellLimb:
         return {name: _answering(act) for name, act in acts.items()}
 
     def attach(
-        self, stage: int, path: str, size: int, likeness: str, note: int, extent: Sequence[int], parts: Sequence[Any]
+        self,
+        stage: int,
+        path: str,
+        size: int,
+        likeness: str,
+        note: int,
+        extent: Sequence[int],
+        parts: Sequence[Any],
+        blank: bool,
     ) -> dict[str, Any]:
         """Have a stage where the head has it. note: size of the head's about parameters that are not to be made again,
-        0: none. extent: where parameters lie. parts: of a worker that spans hosts, see `CellPlan`. Raises: ConfigError
-        if that is another one."""
+        0: none. extent: where parameters lie. parts: of a worker that spans hosts, see `CellPlan`. blank: parameters
+        have no values yet, and this process makes some. Raises: ConfigError if that is another one."""
         lines = self._lines(stage, parts)
         memory = CellMemory.attach(path, self._rank, size)
         if note:
@@ -107,7 +115,7 @@ class CellLimb:
             )
         store = CellStore(memory, places, self._row.tick)
         store.move_in(replica.everything)
-        held = self._held[stage] = StageAtLimb(replica, store, self._config, lines)
+        held = self._held[stage] = StageAtLimb(replica, store, self._config, lines, made=not blank)
         if self._stages.split:
             replica.lanes.passes[stage].share(held.shared.sums)
         else:

@@ -102,11 +102,6 @@ class CellStages:
         for number in set(self._stages).difference(held):
             self._stages.pop(number).close()
 
-    def gather(self) -> None:
-        """Have all parameters here, for this process alone."""
-        for stage in self._stages.values():
-            stage.gather()
-
     def close(self) -> None:
         """Let go of the memory."""
         self._let_go(())

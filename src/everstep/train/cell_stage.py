@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from everstep.base import errors
 from everstep.base.config import Config
@@ -25,9 +26,10 @@ from everstep.runtime.host.cell_doors import Deputies, PartLines
 from everstep.train.cell_beside import beside_lanes, groups_of
 from everstep.train.cell_elsewhere import OtherParts
 from everstep.train.cell_lanes import SharedLanes, places_of
-from everstep.train.cell_store import CellStore
+from everstep.train.cell_store import CellStore, give_back
 from everstep.train.cell_units import UnitsHere
 from everstep.train.cell_update import CellUpdate
+from everstep.train.optimizer_kind import tried_of
 from everstep.train.optimizer_update import refuse_in_cell
 from everstep.train.replica import StageReplica
 
@@ -44,13 +46,15 @@ class CellStage:
         Raises: ConfigError for what a cell cannot train.
         """
         parts = replica.parts
+        if parts.fill is not None:
+            _make_up(parts.optimizer, config.seed)
         refuse_in_cell(parts.optimizer, config.seed)
         _refuse_model(parts.model)
         self._head, self.replica, self.number = head, replica, replica.spec.stage
         self._ranks, self._config = config.cell.ranks, config
         places = places_of(replica, config)
         self.store = CellStore(CellMemory.create(places.size), places, tick, self._look)
-        self.store.move_in(replica.everything)
+        self.store.move_in(replica.everything, made=parts.fill is None)
         self._update = CellUpdate(parts.optimizer, self.store, self._ranks, replica.spec.tied)
         self._span(head.deputies)
         self.shared = SharedLanes(replica, config, self.store)
@@ -61,21 +65,21 @@ class CellStage:
         about |= {"extent": self.store.places.extent, "parts": []}
         if head.deputies is not None:
             about["parts"] = [head.deputies.plan.name, list(head.deputies.plan.doors), 0]
-        raise_first(head.command(ATTACH, stage=self.number, **about))
+        head.begin(ATTACH, stage=self.number, blank=parts.fill is not None, **about)
+        if parts.fill is not None:
+            fill(replica, self.store, self._update, config)
+        raise_first(head.answers())
         replica.share_updates(self)
 
     def _span(self, deputies: Deputies | None) -> None:
-        """If the worker spans hosts: have each part hold its own."""
-        if deputies is None:
-            return
+        """The state lies where all processes have it. If the worker spans hosts: have each part hold its own."""
         store, replica, number = self.store, self.replica, self.number
-        deputies.door.show(number, store.memory)
-        lines = PartLines(deputies.plan, number, deputies.call)
-        replica.state.memory.share(spread(store, lines, self._update, replica, self._config))
-
-    def gather(self) -> None:
-        """Have all parameters here."""
-        self.store.others.hold_all()
+        others = None
+        if deputies is not None:
+            deputies.door.show(number, store.memory)
+            lines = PartLines(deputies.plan, number, deputies.call)
+            others = spread(store, lines, self._update, replica, self._config, made=replica.parts.fill is None)
+        replica.state.memory.share(others, self._update.room)
 
     # ---- lanes
 
@@ -175,10 +179,35 @@ def limb_gradient(store: CellStore, replica: StageReplica, step: int, presence: 
     return Reduced(step, (Piece(0, numel, store.slot(0)),), presence, ())
 
 
-def spread(store: CellStore, lines: PartLines, update: CellUpdate, replica: StageReplica, config: Config) -> OtherParts:
+def fill(replica: StageReplica, store: CellStore, update: CellUpdate, config: Config) -> None:
+    """Make this process's share of the modules, and put what its host holds of them where all find it."""
+    named = dict(_named(replica))
+    each = config.cell.ranks // config.cell.hosts
+    part, number = divmod(store.rank, each)
+    shares, mine = update.shares(), range(part * each, (part + 1) * each)
+
+    def put(name: str, made: Tensor) -> None:
+        place = named.get(name)
+        if place is None:  # of another stage
+            return
+        runs = shares.get(place.data_ptr())
+        with torch.no_grad():
+            if config.cell.hosts == 1 or (runs is None and part == 0):
+                place.copy_(made)
+            for first, stop in (run for rank in mine for run in runs[rank]) if runs is not None else ():
+                place.view(-1)[first:stop].copy_(made.view(-1)[first:stop])
+
+    if replica.parts.fill is not None:
+        replica.parts.fill(put, number, each)
+    give_back()
+
+
+def spread(
+    store: CellStore, lines: PartLines, update: CellUpdate, replica: StageReplica, config: Config, *, made: bool
+) -> OtherParts:
     """Have each part of a worker that spans hosts hold its own. Parameters of others are here while units compute with
-    them, or for a whole step: shards of a module are computed without a call of it."""
-    others, units = store.spread(lines, update.shares()), replica.parts.units
+    them, or for a whole step: shards of a module are computed without a call of it. made: all parameters are here."""
+    others, units = store.spread(lines, update.shares(), made=made), replica.parts.units
     numbers = {store.memory.address + place.offset: n for n, place in enumerate(store.places.parameters)}
     by_unit = config.cell.reshard_after_forward and config.cell.shards == 1
     UnitsHere(replica.parts.model, units if by_unit else (), numbers, others)
@@ -198,6 +227,13 @@ def _named(replica: StageReplica) -> list[tuple[str, nn.Parameter]]:
     """All parameters with their names in the whole model, each leaf of a tie by its own."""
     own, share = replica.parts.model.named_parameters(remove_duplicate=False), replica.spec.share
     return [*own, *(() if share is None else share.foreign.items())]
+
+
+def _make_up(optimizer: Optimizer, seed: int) -> None:
+    """Random values for the parameters that the optimizer is tried with, while they have none."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in (p for group in tried_of(optimizer) for p in group):
+        parameter.detach().copy_(torch.randn(parameter.shape, generator=generator))
 
 
 def _refuse_model(model: nn.Module) -> None:

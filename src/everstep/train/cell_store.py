@@ -212,8 +212,9 @@ class CellStore:
         at = self.memory.address + self.places.extent[0]
         return self.write_note([self.places.extent, {name: one.data_ptr() - at for name, one in named if one.numel()}])
 
-    def move_in(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Put these parameters where all processes have them; the head's values are those that count."""
+    def move_in(self, parameters: Sequence[nn.Parameter], *, made: bool = True) -> None:
+        """Put these parameters where all processes have them; the head's values are those that count, if it has made
+        them."""
         moved = 0
         for group, place in zip(leaves_of(parameters), self.places.parameters, strict=True):
             first = group[0]
@@ -223,7 +224,7 @@ class CellStore:
                 give_back()
             flat = self.memory.tensor(place, first.dtype)
             shared = flat.as_strided(first.shape, first.stride(), 0) if first.numel() else first.detach()
-            if self.rank == 0 and first.numel():
+            if self.rank == 0 and first.numel() and made:
                 shared.copy_(first.detach())
             for leaf in group:
                 leaf.data = shared
@@ -256,14 +257,16 @@ class CellStore:
 
     # ---- of a worker that spans hosts
 
-    def spread(self, lines: PartLines, divided: Mapping[int, Sequence[Sequence[tuple[int, int]]]]) -> OtherParts:
-        """From now on each part holds its ranges of the parameters, which are all here. divided: elements that each
-        rank updates, by the addresses of their parameters; all others are the head's."""
+    def spread(
+        self, lines: PartLines, divided: Mapping[int, Sequence[Sequence[tuple[int, int]]]], *, made: bool
+    ) -> OtherParts:
+        """From now on each part holds its ranges of the parameters. divided: elements that each rank updates, by the
+        addresses of their parameters; all others are the head's. made: all parameters are here."""
         found = []
         for place in self.places.parameters:
             runs = divided.get(self.memory.address + place.offset)
             found.append(owned(lines.plan, place, runs, pages(place.offset + place.size)))
-        self.others = others = OtherParts(self.memory, lines, found, self.places.uses)
+        self.others = others = OtherParts(self.memory, lines, found, self.places.uses, made=made)
         return others
 
     def close(self) -> None:

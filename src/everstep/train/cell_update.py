@@ -7,7 +7,6 @@ follows at each of them. Parameters that cannot be cut are updated by the head a
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ class CellUpdate:
         self._optimizer, self._store = optimizer, store
         everything = [p for group in optimizer.param_groups for p in group["params"]]
         self._divided: list[Tensor] = [p for p in everything if divisible(p) and id(p) not in undivided]
+        self._number = {id(p): number for number, p in enumerate(self._divided)}
         self._places: dict[tuple[int, str], int] = {}
         self._used = 0
         self._shares = update_ranges([p.numel() for p in self._divided], ranks)
@@ -94,8 +94,9 @@ class CellUpdate:
                 if not self._is_shared(value):
                     offset = self._place(number, str(key), parameter)
                     shared = self._shared(parameter, offset)
-                    whole = runs == ((0, value.numel()),)
-                    with self._store.others.writing(offset, offset + value.nbytes) if whole else nullcontext():
+                    if runs == ((0, value.numel()),):
+                        self._write(value, shared)
+                    else:
                         _copy(value, shared, runs)
                     kept[key] = shared
                 found[str(key)] = ["shared", self._places[number, str(key)]]
@@ -105,6 +106,19 @@ class CellUpdate:
             else:
                 found[str(key)] = ["value", value]
         return found
+
+    def _write(self, value: Tensor, to: Tensor) -> None:
+        data, at = bytes_of(value), 0
+        for view, send in self._store.others.landing(bytes_of(to)):
+            view[:] = data[at : at + len(view)]
+            at += len(view)
+            send()
+
+    def room(self, parameter: Tensor, key: str) -> Tensor | None:
+        """Where what the optimizer keeps for a parameter, under this key, lies for all processes; None if each has its
+        own."""
+        number = self._number.get(id(parameter))
+        return None if number is None else self._shared(parameter, self._place(number, key, parameter))
 
     def _place(self, number: int, key: str, parameter: Tensor) -> int:
         if (number, key) not in self._places:

@@ -31,8 +31,8 @@ class Counted:
     lane's forward pass keeps for its backward pass. forward_flops: operations of that pass, 0 where it cannot be
     counted. units: where the model may be cut. optimizer: which parts it can update apart, None if that cannot be
     tried. assumed: what was taken for granted where it cannot be counted. exchanged_bytes: gradients that processes of
-    one worker exchange at once, by `cell.wrap`. shard_bytes: the largest tensor of all shards that ranks who compute a
-    lane together exchange; activations are those of one rank."""
+    one worker exchange at once, by `cell.wrap`; unit_bytes: of the largest unit. shard_bytes: the largest tensor of all
+    shards that ranks who compute a lane together exchange; activations are those of one rank."""
 
     parameters: int
     parameter_bytes: int
@@ -45,6 +45,7 @@ class Counted:
     assumed: tuple[str, ...]
     exchanged_bytes: int = 0
     shard_bytes: int = 0
+    unit_bytes: int = 0
 
 
 class _Shapes:
@@ -83,7 +84,7 @@ def count_task(task: Task, micro_batch: int) -> Counted:
         assumed.append(
             f"{_ASSUMED_OPTIMIZER} bytes per parameter for the optimizer, which cannot be counted ({_line(error)})"
         )
-    exchanged, units = _exchanged(task, model), _units(task, model)
+    (exchanged, unit), units = _exchanged(task, model), _units(task, model)
     shards, degree = task.config.cell.shards, task.config.cell.tp
     seen = _Shapes(shards)
     mesh = cut_into_shards(task, model, task.config) or ShardMesh(1)
@@ -105,6 +106,7 @@ def count_task(task: Task, micro_batch: int) -> Counted:
         tuple(assumed),
         exchanged,
         seen.largest,
+        unit,
     )
 
 
@@ -147,14 +149,18 @@ def _units(task: Task, model: nn.Module) -> int:
         return 1
 
 
-def _exchanged(task: Task, model: nn.Module) -> int:
+def _exchanged(task: Task, model: nn.Module) -> tuple[int, int]:
+    """Bytes of what is exchanged at once, and of the largest unit."""
     try:
         units = task.units(model) or [model]
         untie(model, units)
-        found = wrapped(GradientLayout.build(model, units), task.config.cell.least)
+        layout = GradientLayout.build(model, units)
+        found = [wrapped(layout, least) for least in (task.config.cell.least, None)]
     except Exception:
-        return sum(4 * p.numel() for p in model.parameters())
-    return 4 * max((one.stop - one.start for one in found), default=0)
+        whole = sum(4 * p.numel() for p in model.parameters())
+        return whole, whole
+    exchanged, unit = (4 * max((one.stop - one.start for one in some), default=0) for some in found)
+    return exchanged, unit
 
 
 def _of_forward(task: Task, model: nn.Module, micro_batch: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Results of a finished job: the model under its own names, and digests of everything.
 
 In a split job the job's leader copies the stages that it does not hold from their pools. Digests are functions of the
-merged manifest, so they are those of the unsplit job.
+merged manifest, so they are those of the unsplit job. All goes tensor by tensor: no process has the whole.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from everstep.base.below import drafted, placed
+from everstep.base.below import drafted, folder_of, placed
 from everstep.base.cause import Cause, Why
 from everstep.base.digests import DIGEST_VERSION
+from everstep.base.errors import check
 from everstep.base.hub_names import ADAPTER_WEIGHTS
 from everstep.base.plan import Plan
-from everstep.checkpoint.interchange import adapter_tensors, tensor_of
+from everstep.checkpoint.interchange import adapter_names, tensor_of
+from everstep.checkpoint.tensor_file import Aside, Form, TensorFile, form_of
 from everstep.exact import topology
 from everstep.exact.extra_state import is_extra, to_file, unpack
 from everstep.exact.image import Image, entries_of, rows_digest, sealed
@@ -37,9 +39,16 @@ from everstep.train.view import WorkerView
 _MODEL = "model/"
 
 
+class Lying(NamedTuple):
+    """A tensor that lies somewhere. read: gives it, when its turn has come."""
+
+    form: Form
+    read: Callable[[], Tensor]
+
+
 def write_final(
     run_dir: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Lying],
     model_digest: str,
     state_digest: str,
     step: int,
@@ -47,18 +56,24 @@ def write_final(
     left: bool = False,
 ) -> None:
     """Write final/model.safetensors and, last, final/digest.json. Atomic; all workers would write the same bytes. If
-    the model has an adapter by the package peft, the adapter is written apart, too.
+    the model has an adapter by the package peft, the adapter is written apart, too. One tensor is read at a time.
 
     tensors: by their names in the whole model's state_dict. left: the loop was left before the last step.
     """
     final = run_dir / "final"
     digest = {"version": DIGEST_VERSION, "step": step, "model": model_digest, "state": state_digest}
     digest |= {"left": True} if left else {}
-    adapter = adapter_tensors(tensors)
+    adapter = {other: tensors[name] for name, other in adapter_names(tensors).items()}
     if adapter:
-        _put(final / ADAPTER_WEIGHTS, lambda path: save_file(adapter, path, {"format": "pt"}))
-    _put(final / "model.safetensors", lambda path: save_file(dict(tensors), path, {"format": "pt"}))
+        _put(final / ADAPTER_WEIGHTS, partial(_write_each, adapter))
+    _put(final / "model.safetensors", partial(_write_each, tensors))
     _put(final / "digest.json", lambda path: path.write_bytes(json.dumps(digest, indent=2).encode() + b"\n"))
+
+
+def _write_each(tensors: Mapping[str, Lying], path: Path) -> None:
+    with TensorFile(path, {name: one.form for name, one in tensors.items()}) as file:
+        for name, one in tensors.items():
+            file.put(name, one.read())
 
 
 def _put(path: Path, write: Callable[[Path], object]) -> None:
@@ -69,24 +84,15 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
         placed(draft, path.name)
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """state_dict as contiguous CPU tensors that share no storage with each other, in a fixed order of names; extra
-    state, too. Those that the model has like this are its own: they change with it.
+def model_tensors(model: nn.Module, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Lying]:
+    """state_dict, in a fixed order of names; extra state, too. A tied parameter appears under each of its names, as in
+    the model's own state_dict. whole: gives the content of a tensor, wherever it lies."""
+    named = sorted(model.state_dict().items())
+    return {name: _lying(to_file(name, t) if is_extra(name) else t.detach(), whole) for name, t in named}
 
-    A tied parameter appears under each of its names, as in the model's own state_dict.
-    """
-    found: dict[str, Tensor] = {}
-    there: set[int] = set()
-    for name, tensor in sorted(model.state_dict().items()):
-        if is_extra(name):
-            found[name] = to_file(name, tensor)
-            continue
-        held = tensor.detach().cpu()
-        storage = held.untyped_storage()
-        alone = storage.nbytes() == held.nbytes and storage.data_ptr() not in there
-        found[name] = held if alone and held.is_contiguous() else held.clone().contiguous()
-        there.add(storage.data_ptr())
-    return found
+
+def _lying(tensor: Tensor, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Lying:
+    return Lying(form_of(tensor), lambda: whole(tensor))
 
 
 class Finisher:
@@ -108,18 +114,19 @@ class Finisher:
             model, state = self._view.stages.only.parts.model, self._view.stages.only.state
             _refuse_other({0: self._view.stages.only.compared(number)}, operation)
             digest = self._digest(operation)
-            write_final(run_dir, model_tensors(model), state.model_digest(), digest, number, left=left)
+            tensors = model_tensors(model, state.memory.whole)
+            write_final(run_dir, tensors, state.model_digest(), digest, number, left=left)
             return self._arrived(plan)
-        parts = self._collect(operation)
-        if not self._view.config.zero.stage:  # else others are looked at as members compare them
-            digests = {k: topology.state_digest(manifest, number) for k, (manifest, _) in enumerate(parts)}
-            _refuse_other(digests, operation)
-        merged = topology.merge([manifest for manifest, _ in parts])
-        tensors = {name: t for _, found in parts for name, t in found.items()}
-        ordered = {name: tensors[name] for name in sorted(tensors)}
-        write_final(
-            run_dir, ordered, topology.model_digest(merged), topology.state_digest(merged, number), number, left=left
-        )
+        with _aside(run_dir) as aside:
+            parts = self._collect(operation, aside)
+            if not self._view.config.zero.stage:  # else others are looked at as members compare them
+                digests = {k: topology.state_digest(manifest, number) for k, (manifest, _) in enumerate(parts)}
+                _refuse_other(digests, operation)
+            merged = topology.merge([manifest for manifest, _ in parts])
+            tensors = {name: one for _, found in parts for name, one in found.items()}
+            ordered = {name: tensors[name] for name in sorted(tensors)}
+            digest = topology.state_digest(merged, number)
+            write_final(run_dir, ordered, topology.model_digest(merged), digest, number, left=left)
         return self._arrived(plan)
 
     def _look(self, plan: Plan, number: int) -> None:
@@ -128,8 +135,9 @@ class Finisher:
         for stage in self._view.driver.machine.stages if self._view.link.run_dir is not None else ():
             if plan.leader(stage) != self._view.me:
                 continue
-            named = self._view.stages[stage].parts.model.named_parameters()
-            strange = [name for name, p in named if p.requires_grad and not bool(p.isfinite().all())]
+            replica = self._view.stages[stage]
+            trained = ((name, p) for name, p in replica.parts.model.named_parameters() if p.requires_grad)
+            strange = [name for name, p in trained if not bool(replica.state.memory.whole(p).isfinite().all())]
             if strange:
                 more = f" (and {len(strange) - 1} more)" if len(strange) > 1 else ""
                 reason = f"after step {number}, the last, {strange[0]}{more} is not finite: the weights are of no use"
@@ -152,19 +160,21 @@ class Finisher:
             return state.state_digest(operation.step)
         return rows_digest(passed[0].seen.rows(), passed[0].values, operation.step)
 
-    def _collect(self, operation: Finish) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
-        """All stages: manifests, and tensors by their names in the whole model's state_dict. Raises: as `_pass_by`."""
-        found: dict[int, tuple[dict[str, Any], dict[str, Tensor]]] = {}
-        for stage, passed in self._pass_by(operation).items():
+    def _collect(self, operation: Finish, aside: Aside) -> list[tuple[dict[str, Any], dict[str, Lying]]]:
+        """All stages: manifests, and tensors by their names in the whole model's state_dict. aside: where those go that
+        are not here. Raises: as `_pass_by`."""
+        found: dict[int, tuple[dict[str, Any], dict[str, Lying]]] = {}
+        for stage, passed in self._pass_by(operation, aside).items():
             found[stage] = passed.told(), passed.tensors()
         for stage in (k for k, there in self._view.driver.machine.held.items() if there.whole):
             replica = self._view.stages[stage]
             replica.lanes.settle_buffers()
-            found[stage] = replica.state.manifest(), model_tensors(replica.parts.model)
+            found[stage] = replica.state.manifest(), model_tensors(replica.parts.model, replica.state.memory.whole)
         return [found[stage] for stage in range(operation.plan.stages)]
 
-    def _pass_by(self, operation: Finish) -> dict[int, _Passed]:
-        """The stages that this worker lacks, or has in part, from others and from here.
+    def _pass_by(self, operation: Finish, aside: Aside | None = None) -> dict[int, _Passed]:
+        """The stages that this worker lacks, or has in part, from others and from here. aside: where tensors of a model
+        that is split go.
 
         Raises: CollectiveAborted; Unusable if no member has a stage.
         """
@@ -174,7 +184,7 @@ class Finisher:
             for stage, state in offer.states.items():
                 if stage not in found:
                     own = self._own(stage, operation)
-                    found[stage] = _Passed(state.manifest(), offer.names.get(stage, {}), own)
+                    found[stage] = _Passed(state.manifest(), offer.names.get(stage, {}), own, aside)
                 found[stage].seen.take(state.blocks)
         return found
 
@@ -190,33 +200,54 @@ class Finisher:
 class _Passed:
     """A stage that passes by. seen: what has passed; values: beside its tensors."""
 
-    def __init__(self, manifest: Mapping[str, Any], names: Mapping[str, str], own: Image | None) -> None:
+    def __init__(
+        self, manifest: Mapping[str, Any], names: Mapping[str, str], own: Image | None, aside: Aside | None
+    ) -> None:
         """manifest: of a member that has a part. names: entries by the names in the whole model's state_dict. own: the
-        part that is here.
+        part that is here. aside: where what has such a name goes.
 
         Raises: CheckpointCorrupt if the manifest does not match its digest; Unusable if it is not of the state here.
         """
         entries = entries_of(manifest)
         if own is not None and own.entries != entries:
             raise Unusable(Why(Cause.CORRUPT, "another member's state has other tensors than that of this one"), True)
-        read = own.read_block if own is not None else None
-        self.seen = PassingState(entries, read, lambda name: bool(names) and name.startswith(_MODEL))
+        wanted = set(names.values()) if aside is not None else set()
+        self._places = {e.name: (e, aside.room(e.nbytes)) for e in entries if aside is not None and e.name in wanted}
+        self.seen = PassingState(entries, own.read_block if own is not None else None, self._take)
         self.values = manifest["values"] if own is None else own.values
-        self._manifest, self._names = manifest, names
+        self._manifest, self._names, self._aside = manifest, names, aside
+
+    def _take(self, name: str, at: int, data: memoryview) -> None:
+        if self._aside is not None and name in self._places:
+            self._aside.write(self._places[name][1] + at, data)
 
     def told(self) -> dict[str, Any]:
         """The manifest with the digests of its entries as they passed, for who told it may have had a part of each."""
         body = {key: value for key, value in self._manifest.items() if key != "digest"}
         return sealed({**body, "digests": self.seen.digests()})
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Lying]:
         """Tensors of the model by their names in the whole model's state_dict."""
-        entries = {entry.name: entry for entry in self.seen.entries}
-        found = {name: tensor_of(entries[name], data) for name, data in self.seen.kept.items()}
-        return {
-            name: to_file(name, unpack(found[entry])) if is_extra(name) else found[entry].clone()
-            for name, entry in self._names.items()
-        }
+        found = {}
+        for name, entry_name in self._names.items():
+            entry, _ = self._places[entry_name]
+            read = partial(self._read, entry_name)
+            form = entry.dtype, entry.shape
+            found[name] = _lying(to_file(name, unpack(read()))) if is_extra(name) else Lying(form, read)
+        return found
+
+    def _read(self, name: str) -> Tensor:
+        entry, at = self._places[name]
+        check(self._aside is not None, "nothing was put aside")
+        return tensor_of(entry, self._aside.read(at, entry.nbytes))  # type: ignore[union-attr]
+
+
+@contextmanager
+def _aside(run_dir: Path) -> Iterator[Aside]:
+    """On the disk that final/ is on."""
+    with folder_of(run_dir / "final" / "model.safetensors", 1, make=True) as folder:
+        with closing(Aside(Path(f"/proc/self/fd/{folder}"))) as aside:
+            yield aside
 
 
 def _refuse_other(digests: Mapping[int, str], operation: Finish) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from everstep.data.loader import Recipe, fetch
 from everstep.data.reading import reading_of
 from everstep.exact.digest import named_digest
 from everstep.exact.seeding import build_seed, seed_all
+from everstep.exact.shard_sums import ShardMesh
 from everstep.placement.cuts import units_of
 from everstep.script.unsupported import refuse_group, refuse_unsupported
+from everstep.train.blank_model import Skeleton, blank_parameters
 from everstep.train.cell_head import CellHead
 from everstep.train.cell_passes import CellStages
 from everstep.train.composition import check_units
@@ -118,10 +121,32 @@ class BuiltTask:
         self._task, self._config = task, config
         self._leads_cell = config.cell.ranks > 1 and cell_rank == 0
         self._there: There | None = None
+        self._skeleton: Skeleton | None = None
 
     def take(self, there: There) -> None:
-        """Models that are made module by module have these parameters from now on, which another process has made."""
+        """Models that are made module by module have these parameters from now on, which another process has made, or
+        all make together."""
         self._there = there
+        self._skeleton = self._skeleton or self._bones()  # before the model, since a task may keep the last one
+
+    def _bones(self) -> Skeleton:
+        return Skeleton(partial(calling, self._task, "build_model"), partial(calling, self._task, "units"))
+
+    def _look(self) -> None:
+        """At the head of a cell, once: have parameters without values if making the other parts leaves them alone."""
+        if self._leads_cell and self._config.meta_init and self._skeleton is None:
+            seed_all(build_seed(self._config.seed))
+            self._skeleton = self._bones()
+            if self._skeleton.is_left_alone(self._beside):
+                self._there = blank_parameters()
+
+    def _beside(self, model: nn.Module) -> tuple[Any, Any, ShardMesh | None]:
+        """Optimizer, scheduler and mesh for a model."""
+        optimizer = calling(self._task, "build_optimizer", list(model.parameters()))
+        scheduler = calling(self._task, "build_scheduler", optimizer)
+        refuse_unsupported(model, optimizer, scheduler)
+        refuse_group()
+        return optimizer, scheduler, cut_into_shards(self._task, model, self._config)
 
     def order(self) -> AnyOrder:
         """The samples of each lane; call `make` before. Raises: ConfigError if they are read as a stream."""
@@ -134,23 +159,23 @@ class BuiltTask:
 
     def make(self, wanted: Iterable[int] | None = None) -> Parts:
         """All parts of the whole model, in their initial state. wanted: units to make, if made module by module."""
-        task = self._task
-        seed_all(build_seed(self._config.seed))
-        model, units = build_model(task, self._config, self.device, wanted, self._there)
+        task, config = self._task, self._config
+        self._look()
+        seed_all(build_seed(config.seed))
+        model, units = build_model(task, config, self.device, wanted, self._there)
         made = self._content(model)
         if self.dataset is None:
             self.dataset = calling(task, "build_dataset", "train")
-        optimizer = calling(task, "build_optimizer", list(model.parameters()))
-        scheduler = calling(task, "build_scheduler", optimizer)
-        refuse_unsupported(model, optimizer, scheduler)
-        refuse_group()
-        mesh = cut_into_shards(task, model, self._config)
-        as_made = made is not None and made == self._content(model)
-        return Parts(model, optimizer, scheduler, units, {"everstep.early_stop": self.early_stop}, mesh, as_made)
+        optimizer, scheduler, mesh = self._beside(model)
+        as_made, fill = made is not None and made == self._content(model), None
+        if self._there is not None and self._skeleton is not None:
+            as_made, fill = True, partial(self._skeleton.fill, config.seed, self.device, wanted)
+        extras = {"everstep.early_stop": self.early_stop}
+        return Parts(model, optimizer, scheduler, units, extras, mesh, as_made, fill)
 
     def _content(self, model: nn.Module) -> str | None:
         """Digest of the parameters that are made here, where the processes of a cell want to know."""
-        if not (self._leads_cell and self._config.meta_init):
+        if not (self._leads_cell and self._config.meta_init) or self._there is not None:
             return None
         return named_digest((name, p) for name, p in model.named_parameters() if not p.is_meta)
 

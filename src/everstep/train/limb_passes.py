@@ -24,7 +24,7 @@ from everstep.runtime.host.cell_doors import PartLines
 from everstep.train.cell_beside import take_beside
 from everstep.train.cell_course import CellCourse, CellTurn
 from everstep.train.cell_lanes import SharedLanes
-from everstep.train.cell_stage import spread
+from everstep.train.cell_stage import fill, spread
 from everstep.train.cell_store import CAME, GOES, CellStore
 from everstep.train.cell_update import CellUpdate
 from everstep.train.elastic import AnyOrder
@@ -36,13 +36,18 @@ from everstep.train.stage_lanes import batch_digest
 class StageAtLimb:
     """A limb's part of one stage."""
 
-    def __init__(self, replica: StageReplica, store: CellStore, config: Config, lines: PartLines | None = None) -> None:
-        """lines: to the other parts of a worker that spans hosts."""
+    def __init__(
+        self, replica: StageReplica, store: CellStore, config: Config, lines: PartLines | None, *, made: bool
+    ) -> None:
+        """lines: to the other parts of a worker that spans hosts. made: its head has made the parameters, else all do
+        so."""
         self.replica, self.store = replica, store
         optimizer = replica.parts.optimizer
         self.update = CellUpdate(optimizer, store, config.cell.ranks, replica.spec.tied)
         if lines is not None:
-            spread(store, lines, self.update, replica, config)
+            spread(store, lines, self.update, replica, config, made=made)
+        if not made:
+            fill(replica, store, self.update, config)
         self.shared = SharedLanes(replica, config, store)
 
     def begin_lanes(self, step: int, scale: float, beside: Mapping[str, Any]) -> None:

@@ -91,8 +91,6 @@ class Session:
         def finish(operation: do.Finish) -> bool:
             """No worker leaves before all have committed the last step and the leader has written final/."""
             last.at_end(operation)
-            if cell is not None:
-                cell.gather()
             updates.release(operation)  # proven by the gather
             return finisher.write(operation)
 

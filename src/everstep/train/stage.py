@@ -34,7 +34,9 @@ from everstep.train.task import Task, calling
 class Parts:
     """The user's objects: everything that is trained, and its companions. extras: more state to keep. mesh: of a model
     that is cut into virtual shards. as_made: whether parameters are known to be as their modules made them, one by one,
-    so that code that has run since has changed none. named: name of an optimizer that is alone in a list or dict."""
+    so that code that has run since has changed none. named: name of an optimizer that is alone in a list or dict. fill:
+    parameters have no values yet; gives those of modules, by name, to the first argument: from the module of a number
+    on, each so-manieth."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -44,6 +46,7 @@ class Parts:
     mesh: ShardMesh | None = None
     as_made: bool = False
     named: str = ""
+    fill: Callable[[Callable[[str, Tensor], None], int, int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -351,14 +354,9 @@ def build_by_module(
     with torch.device("meta"):
         model = build()
     units = list(units_of(model))
-    inside = {id(m) for unit in units for m in unit.modules()}
-    needed = {id(m) for m in model.modules()} - inside
-    needed |= {id(m) for k in (range(len(units)) if wanted is None else wanted) for m in units[k].modules()}
-    made: dict[int, nn.Parameter] = {}
     owners = _owners(model)
-    needed |= {
-        id(owners[id(p)]) for m in model.modules() if id(m) in needed for p in m._parameters.values() if p is not None
-    }
+    needed = _needed(model, units, wanted, owners)
+    made: dict[int, nn.Parameter] = {}
     with preserve_rng():
         for path, module in model.named_modules():
             if id(module) in needed:
@@ -368,6 +366,48 @@ def build_by_module(
             tied = {name: made[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in made}
             module._parameters.update(tied)
     return model, units
+
+
+def fill_by_module(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    seed: int,
+    device: torch.device,
+    wanted: Iterable[int] | None,
+    put: Callable[[str, Tensor], None],
+    first: int,
+    step: int,
+) -> None:
+    """Make each `step`-th module that `build_by_module` makes, from number `first` on, by itself; `put` takes its own
+    parameters by their names. model: on the meta device, and is so afterwards."""
+    owners = _owners(model)
+    needed = _needed(model, units, wanted, owners)
+    own = {
+        path: (module, names)
+        for path, module in model.named_modules()
+        if id(module) in needed
+        and (names := [name for name, p in module._parameters.items() if p is not None and owners[id(p)] is module])
+    }
+    for path, (module, names) in list(own.items())[first::step]:
+        parameters, buffers = dict(module._parameters), dict(module._buffers)
+        with preserve_rng():
+            _materialise(model, path, module, seed, device, owners, {}, None)
+        for name in names:
+            put(f"{path}.{name}" if path else name, module._parameters[name].detach())  # type: ignore[union-attr]
+        module._parameters.update(parameters)
+        module._buffers.update(buffers)
+
+
+def _needed(
+    model: nn.Module, units: Sequence[nn.Module], wanted: Iterable[int] | None, owners: Mapping[int, nn.Module]
+) -> set[int]:
+    """Ids of the modules that are made: outside of all units, of those wanted, and where their parameters are from."""
+    inside = {id(m) for unit in units for m in unit.modules()}
+    needed = {id(m) for m in model.modules()} - inside
+    needed |= {id(m) for k in (range(len(units)) if wanted is None else wanted) for m in units[k].modules()}
+    return needed | {
+        id(owners[id(p)]) for m in model.modules() if id(m) in needed for p in m._parameters.values() if p is not None
+    }
 
 
 def _owners(model: nn.Module) -> dict[int, nn.Module]:
@@ -397,7 +437,7 @@ def _materialise(
         if parameter is None:
             continue
         if owners[id(parameter)] is not module or id(parameter) in made:
-            ties[name] = made[id(parameter)]
+            ties[name] = made.get(id(parameter), parameter)
         else:
             found = None if there is None else there(f"{path}.{name}" if path else name, parameter)
             own = own or found is None

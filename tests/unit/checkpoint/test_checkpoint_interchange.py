@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError, StoreError
-from everstep.checkpoint.interchange import read_weights, take_weights
+from everstep.checkpoint.interchange import PassingWeights, read_weights, take_weights
 from everstep.checkpoint.interchange_formats import DCP, HF, SAFETENSORS, TORCH, load_weights, write_weights
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint
 from everstep.checkpoint.store import DirectoryStore
@@ -40,7 +40,8 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 
 
 def exported(checkpoint: Checkpoint, path: Path, kind: str, optimizer: bool = False) -> Path:
-    write_weights(read_weights(checkpoint, optimizer=optimizer), path, kind)
+    whole = optimizer or kind in (DCP, TORCH)
+    write_weights(read_weights(checkpoint, optimizer=optimizer) if whole else PassingWeights(checkpoint), path, kind)
     return path
 
 
@@ -146,7 +147,7 @@ def test_hugging_face_folder_is_loaded_by_transformers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config)
     config.save_pretrained(tmp_path / "config")
-    weights = read_weights(checkpoint_of(model, None, tmp_path / "checkpoint"))
+    weights = PassingWeights(checkpoint_of(model, None, tmp_path / "checkpoint"))
     for name, shard in (("one", 1 << 30), ("many", 4096)):
         write_weights(weights, tmp_path / name, HF, hf_config=tmp_path / "config", shard_bytes=shard)
         loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / name)
@@ -281,3 +282,6 @@ def test_altered_checkpoint_is_not_exported(tmp_path: Path) -> None:
     part.write_bytes(data)
     with pytest.raises(CheckpointCorrupt, match="does not match its digest"):
         read_weights(open_checkpoint(DirectoryStore(tmp_path), 5), optimizer=True)
+    with pytest.raises(CheckpointCorrupt, match="does not match its digest"):
+        exported(open_checkpoint(DirectoryStore(tmp_path), 5), tmp_path / "out", SAFETENSORS)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*partial"))

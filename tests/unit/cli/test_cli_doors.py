@@ -256,6 +256,9 @@ def test_how_many_ports_are_needed() -> None:
     check_ports("29500-29507", 4)
     with pytest.raises(ConfigError, match="expected at least 10 ports for 5 workers on a host"):
         check_ports("29500-29508", 5)
+    check_ports("29500-29512", 4, ["its agent"], spans=True)
+    with pytest.raises(ConfigError, match=r"at least 13 ports .*3 for each, 1 for its agent"):
+        check_ports("29500-29511", 4, ["its agent"], spans=True)
 
 
 def test_hosts_are_listed_with_the_head(

@@ -73,6 +73,21 @@ def test_processes_of_a_worker_are_counted_one_by_one(capsys: pytest.CaptureFixt
     assert "cell.fsdp: expected" in capsys.readouterr().err
 
 
+def test_processes_of_a_worker_on_several_hosts_have_less_of_the_state_on_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And parameters of the others while a unit computes, or for a step; the sums are on the head's host."""
+    four = ("transformer-text", "--set", "cell.fsdp=4", "--set")
+    one, two = (planned(capsys, *four, f"cell.hosts={n}")["cell"]["per_rank_bytes"] for n in (1, 2))
+    whole = planned(capsys, *four, "cell.hosts=2", "--set", "cell.reshard_after_forward=false")
+    assert one["parameters"] == two["parameters"] and one["elsewhere"] == 0 and two["lanes"] == 2 * one["lanes"]
+    assert 0 < two["elsewhere"] < whole["cell"]["per_rank_bytes"]["elsewhere"] == one["parameters"]
+    assert run_command(["plan", "memory", *four, "cell.hosts=2"]) == 0
+    assert "each of the 4 processes of a worker (cell.fsdp=4) on 2 hosts, of those on its head's, in GB" in (
+        capsys.readouterr().out
+    )
+
+
 TRANSFORMER = ("transformer-text", "--set", "cell.shards=4", "--set", "task.layers=1")
 
 

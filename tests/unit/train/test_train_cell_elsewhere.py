@@ -12,7 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from everstep.base.errors import CollectiveAborted
+from everstep.base.errors import CheckpointCorrupt, CollectiveAborted
+from everstep.exact.image import Image, Outline, StateEntry
+from everstep.exact.snapshot import Snapshot
+from everstep.exact.state_memory import StateMemory
 from everstep.parallel.cell_memory import CellMemory, SharedPlace
 from everstep.parallel.mapping import PAGE
 from everstep.runtime.host.cell_doors import CellDoor, CellPlan, PartLines
@@ -114,14 +117,47 @@ def test_what_lies_on_both_is_read_in_one(parts: list[Part]) -> None:
 
 def test_what_the_head_loads_goes_to_who_holds_it(parts: list[Part]) -> None:
     head, other = parts
-    with head.elsewhere.writing():
-        head.parameters.fill_(7)
-        head.state.fill_(8)
+    head.elsewhere.let_go()
+    for place, value in ((PARAMETERS, 7.0), (STATE, 8.0)):
+        with memoryview(head.memory.memory)[place.offset : place.offset + place.size] as view:
+            for into, send in head.elsewhere.landing(view):
+                into[:] = torch.full((len(into) // 4,), value).numpy().tobytes()
+                send()
+                into.release()
     assert torch.equal(other.parameters[FLOATS:], torch.full((3 * FLOATS,), 7.0))
     assert torch.equal(other.state[FLOATS:], torch.full((3 * FLOATS,), 8.0))
     assert killed_by(lambda: head.state[-1].item()) == signal.SIGSEGV
     other.elsewhere.hold(head.elsewhere.version)
     assert torch.equal(other.parameters, torch.full((4 * FLOATS,), 7.0))
+
+
+def test_a_copy_of_the_state_stays_with_who_holds_it(doors: list[CellDoor], parts: list[Part]) -> None:
+    head, other = parts
+    for part in parts:
+        part.elsewhere.let_go()
+    memory = StateMemory()
+    memory.share(head.elsewhere, lambda parameter, key: None)
+    tensors = [head.parameters, torch.ones(3), head.state]
+    entries = [
+        StateEntry(name, "float32", tuple(t.shape), at, t.nbytes)
+        for name, t, at in zip("abc", tensors, (0, 4 * PAGE, 5 * PAGE), strict=True)
+    ]
+    head.state[:FLOATS], other.state[FLOATS:] = 5, 6
+    live = Image.of_tensors(entries, tensors, {}, Outline(), memory)
+    wanted, manifest = bytes(live.read_block(0)), live.manifest
+    snapshot = Snapshot(entries, tensors, {}, Outline(), [1], None, lambda arena: None, memory)
+    snapshot.start()
+    assert snapshot.wait()
+    head.parameters[:FLOATS], other.state[FLOATS:] = 8, 9
+    assert bytes(snapshot.read_block(0)) == wanted and snapshot.manifest() == manifest
+    arena = snapshot._arena
+    assert arena is not None and not arena[PAGE : 4 * PAGE].any() and len(doors[1]._copies) == 1
+    kept = snapshot._image
+    snapshot.release()
+    head.lines.read(1, STATE.offset + PAGE, memoryview(bytearray(4)))  # the next word on the line of the last one
+    assert not doors[1]._copies
+    with pytest.raises(CheckpointCorrupt, match="was released"):
+        kept.read_block(0)
 
 
 def test_words_of_one_are_told_to_the_other(parts: list[Part]) -> None:

@@ -18,7 +18,7 @@ from everstep.base.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
 
-from everstep.checkpoint.interchange import adapter_tensors  # noqa: E402
+from everstep.checkpoint.interchange import adapter_names  # noqa: E402
 from everstep.train.final import model_tensors, write_final  # noqa: E402
 from everstep.zoo import decoder_units  # noqa: E402
 from everstep.zoo.hub_directory import keep_hub_files  # noqa: E402
@@ -90,7 +90,7 @@ def test_final_is_read_by_transformers(tmp_path: Path, data: str) -> None:
     tensors = model_tensors(task.build_model())
     write_final(tmp_path, tensors, "m", "s", 1)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final").state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert all(torch.equal(loaded[name], one.read()) for name, one in tensors.items())
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "final")
     assert tokenizer("w1 w2")["input_ids"] == [1, 2]
     (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
@@ -119,7 +119,7 @@ def test_adapter(tmp_path: Path, data: str, name: str) -> None:
     assert not (tmp_path / "final" / "config.json").exists()
     read = peft.PeftModel.from_pretrained(base, tmp_path / "final")
     assert torch.equal(read(input_ids=tokens).logits, model(input_ids=tokens).logits)
-    assert len(adapter_tensors(tensors)) == len(trained)
+    assert len(adapter_names(tensors)) == len(trained)
 
 
 def test_adapters_that_cannot_be_made(tmp_path: Path, data: str) -> None:

@@ -93,7 +93,8 @@ class AgentFiles:
         self._agents: dict[str, str] = {}
         if self._place.apart:
             beside = ["its agent", *(["the job's head"] if joining.parent else [])]
-            check_ports(config.network.ports, joining.room or config.workers + config.spares, beside)
+            most = joining.room or config.workers + config.spares
+            check_ports(config.network.ports, most, beside, spans=config.cell.hosts > 1)
             self._use_own(facts, joining)
         self.say()
 

@@ -25,7 +25,8 @@ def why_not(facts: JobFacts, config: Config, joining: Joining) -> str:
         return f"this host would not compute the same bits: {'; '.join(differing)}"
     try:
         check_slots(config.device, joining.room)
-        check_ports(config.network.ports, joining.room or config.workers + config.spares)
+        most = joining.room or config.workers + config.spares
+        check_ports(config.network.ports, most, spans=config.cell.hosts > 1)
     except ConfigError as error:
         return str(error)
     return cannot_strike(facts.strikes, (joining.host, joining.own))

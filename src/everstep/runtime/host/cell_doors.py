@@ -10,6 +10,7 @@ that is to live as long as the cell has ended, the cell is over, and this proces
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import queue
 import threading
@@ -28,6 +29,7 @@ _LOOK_S = 1.0
 _END_S = 5.0
 _MEET_S = 30.0
 _WRITTEN, _READ, _WRITE = "word", "read", "write"
+_COPY, _COPIED, _DROP = "copy", "copied", "drop"
 _MEMORY, _COMMANDS, _LIFE = "memory", "commands", "life"
 
 
@@ -67,6 +69,7 @@ class CellDoor:
     def __init__(self, address: str, key: bytes, tls: Tls | None) -> None:
         """key: of the role `peer`."""
         self._memories: dict[int, PartMemory] = {}
+        self._copies: dict[tuple[int, int], mmap.mmap] = {}
         self._name: str | None = None
         self._named, self._over = threading.Event(), threading.Event()
         self._came: queue.SimpleQueue[PeerConnection] = queue.SimpleQueue()
@@ -84,9 +87,10 @@ class CellDoor:
 
     def show(self, stage: int, memory: PartMemory | None) -> None:
         """Have others read and write a stage's memory; None: no more."""
-        if memory is None:
-            self._memories.pop(stage, None)
-        else:
+        self._memories.pop(stage, None)
+        for key in [key for key in list(self._copies) if key[0] == stage]:
+            self._copies.pop(key, None)
+        if memory is not None:
             self._memories[stage] = memory
 
     def commander(self, timeout_s: float) -> PeerConnection | None:
@@ -125,17 +129,35 @@ class CellDoor:
             what, *numbers = connection.recv_json()
             if what == _WRITTEN:
                 shown.receive(*numbers)
-                continue
-            offset, size = numbers
-            with memoryview(shown.memory) as whole:
-                if not 0 <= offset <= offset + size <= len(whole):
-                    raise ProtocolError(f"there are no {size} bytes at {offset} of {len(whole)}")
-                with whole[offset : offset + size] as part:
+            elif what == _COPY:
+                number, total, at, to, size = numbers
+                copy = self._copies.get((stage, number)) or mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE)
+                with _extent(shown.memory, at, size) as part, _extent(copy, to, size) as into:
+                    into[:] = part
+                self._copies[stage, number] = copy
+                connection.send_json(True)
+            elif what == _DROP:
+                self._copies.pop((stage, *numbers), None)
+            elif what == _COPIED:
+                number, at, size = numbers
+                with _extent(self._copies[stage, number], at, size) as part:
+                    connection.send_bytes([part])
+            else:
+                with _extent(shown.memory, *numbers) as part:
                     if what == _READ:
                         connection.send_bytes([part])
                     else:
                         connection.recv_into(part)
                         connection.send_json(True)
+
+
+@contextlib.contextmanager
+def _extent(memory: Any, offset: int, size: int) -> Iterator[memoryview]:
+    with memoryview(memory) as whole:
+        if not 0 <= offset <= offset + size <= len(whole):
+            raise ProtocolError(f"there are no {size} bytes at {offset} of {len(whole)}")
+        with whole[offset : offset + size] as part:
+            yield part
 
 
 def end_with(connection: PeerConnection, over: threading.Event) -> None:
@@ -163,10 +185,28 @@ class PartLines:
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         """Read so many bytes of a part's memory from there."""
+        self._fetch(part, [_READ], offset, into)
+
+    def copy(self, part: int, number: int, total: int, offset: int, to: int, size: int) -> None:
+        """Have a part copy bytes of its memory to a place in a copy of that number, which has so many bytes."""
+        with self._talking(part) as line:
+            line.send_json([_COPY, number, total, offset, to, size])
+            line.recv_json()
+
+    def copied(self, part: int, number: int, offset: int, into: memoryview) -> None:
+        """As `read`, of a copy."""
+        self._fetch(part, [_COPIED, number], offset, into)
+
+    def drop(self, part: int, number: int) -> None:
+        """A copy is not read any more."""
+        with self._talking(part) as line:
+            line.send_json([_DROP, number])
+
+    def _fetch(self, part: int, what: list[Any], offset: int, into: memoryview) -> None:
         for at in range(0, len(into), _PIECE_BYTES):
             piece = into[at : at + _PIECE_BYTES]
             with self._talking(part) as line:
-                line.send_json([_READ, offset + at, len(piece)])
+                line.send_json([*what, offset + at, len(piece)])
                 line.recv_into(piece)
 
     def write(self, part: int, offset: int, data: memoryview) -> None:
