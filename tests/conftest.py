@@ -24,6 +24,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # likewise, of nohup
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
+pytest_plugins = ("forked_files",)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite", action="store_true", help="write the golden texts of tests/traces anew")
@@ -78,6 +80,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.collect()
+    gc.set_threshold(50_000)  # tests leave few cycles: to look for them as often as usual takes an eighth of the time
 
 
 def _has_cuda() -> bool:

@@ -1,4 +1,4 @@
-"""Test files in several processes: `PYTHONPATH=tests pytest -p forked_files --forks 3`.
+"""Test files in several processes: `pytest --forks 3`.
 
 One process imports and collects everything; its forks take file after file. With xdist each process would import and
 collect all of it. Nothing that is imported may have started threads.
@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 import pytest
+
+from everstep.runtime.process import die_with_parent
 
 PATIENCE_S = 60.0
 """For a fork that was interrupted: it ends what its fixtures have started."""
@@ -52,10 +54,12 @@ class Forks:
         os.write(numbers, b"".join(number.to_bytes(2) for number in range(len(files))))
         os.close(numbers)
         self._ways: dict[Connection, int] = {}
+        parent = os.getpid()
         for number in range(count):
             ours, theirs = Pipe(duplex=False)
             pid = os.fork()
             if pid == 0:
+                die_with_parent(parent)
                 _be_fork(session, files, left, theirs, folder / f"fork{number}")
             theirs.close()
             self._ways[ours] = pid
@@ -85,11 +89,12 @@ class Forks:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
-    def _hear(self, way: Connection) -> None:
+    def _hear(self, way: Connection) -> bool:
+        """False: nothing will come any more."""
         try:
             kind, said = way.recv()
         except EOFError:
-            return
+            return False
         pid = self._ways[way]
         if kind == "report":
             self._hook.pytest_runtest_logreport(
@@ -102,10 +107,11 @@ class Forks:
             self._begun[pid] = nodeid if kind == "begins" else ""
             which = self._hook.pytest_runtest_logstart if kind == "begins" else self._hook.pytest_runtest_logfinish
             which(nodeid=nodeid, location=location)
+        return True
 
     def _gone(self, way: Connection) -> None:
-        while way.poll():
-            self._hear(way)
+        while way.poll() and self._hear(way):
+            pass
         pid = self._ways.pop(way)
         code, nodeid = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), self._begun.get(pid, "")
         if code or nodeid:
@@ -164,7 +170,10 @@ class Teller:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._way.send(("report", self._config.hook.pytest_report_to_serializable(config=self._config, report=report)))
 
-    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, **where: Any) -> None:
+    def pytest_warning_recorded(
+        self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: Any
+    ) -> None:
         one = warning_message
         plain = warnings.WarningMessage(str(one.message), one.category, one.filename, one.lineno)
+        where = {"when": when, "nodeid": nodeid, "location": location}
         self._way.send(("warning", {"warning_message": plain, **where}))
