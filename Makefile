@@ -70,9 +70,11 @@ split: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python tests/all_tiers.py
 
-# fast, split and sim in one: what they import is imported once.
+# fast, split and sim in one, those that take long first. What they import is imported once, and files end unevenly: one
+# process more than there are processors.
 computed: $(STAMP)
-	$(PYTEST) -n $(or $(filter-out auto,$(JOBS)),$(shell expr $$(nproc) + 1)) --dist loadfile tests/unit tests/property tests/traces tests/tidy tests/split tests/sim
+	$(PYTEST) --forks $(or $(filter-out auto,$(JOBS)),$(shell expr $$(nproc) + 1)) \
+	  tests/sim tests/split tests/property tests/unit/train tests/unit tests/traces tests/tidy
 
 # How often savers and uploaders are killed; the test of the latter belongs to integration, too.
 KILLS = 200

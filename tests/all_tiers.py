@@ -1,4 +1,4 @@
-"""`make test`: the tiers that compute, one after the other, beside the one that waits for processes; then hosts.
+"""`make test`: the tiers that compute, one after the other, beside those that mostly wait for processes.
 
 A tier is a target of the Makefile. One that passes leaves a stamp in build/test, in a folder named for what the tree
 holds and what is installed, and is not run again; with CI=true all are run. What a tier prints is kept there, too, and
@@ -25,10 +25,8 @@ STAMPS = ROOT / "build" / "test"
 MADE = {"build", "dist", "runs"}
 TIERS = {
     # They leave the processors to what waits: a process that is woken late looks like one that hangs.
-    "computing": (("lint",), ("types",), ("computed",), ("seeds",)),
-    "waiting": (("processes", "KILLS=20"),),
-    # Afterwards: its tests say how soon the loss of a host is noticed.
-    "alone": (("hosts",),),
+    "computing": (("lint",), ("types",), ("computed",)),
+    "waiting": (("processes", "KILLS=20"), ("hosts",), ("seeds",)),
 }
 
 
@@ -109,9 +107,8 @@ def main(names: list[str]) -> int:
     tiers, began_s = Tiers(folder, again=os.environ.get("CI") == "true"), time.monotonic()
     with ThreadPoolExecutor(len(TIERS)) as pool:
         try:
-            for kinds in (("computing", "waiting"), ("alone",)):
-                for done in [pool.submit(tiers.run, kind, set(names) or known) for kind in kinds]:
-                    done.result()
+            for done in [pool.submit(tiers.run, kind, set(names) or known) for kind in TIERS]:
+                done.result()
         except KeyboardInterrupt:
             tiers.end()
             return 130

@@ -18,7 +18,7 @@ def test_it_takes_what_is_right(target: FuzzTarget) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_it_takes_or_refuses_what_is_changed(target: FuzzTarget, data: st.DataObject) -> None:
     text = data.draw(changed(target.samples))

@@ -178,5 +178,4 @@ class OneBox(Cell):
     ],
 )
 def test_planted_bugs_are_noticed(bug: type[Cell], said: str) -> None:
-    found = {problem(bug, seed) for seed in range(SEEDS)} - {""}
-    assert found and any(said in one for one in found), found
+    assert any(said in problem(bug, seed) for seed in range(SEEDS))

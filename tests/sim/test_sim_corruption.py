@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from everstep.sim.computing import Reduction
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob, by_unit, cut_anew, flipped, leaf, undisturbed, update, wrong
 from everstep.sim.scenario import DRIFT, Verdict, simulate
-from everstep.sim.setups import Setup, set_up, set_up_split
+from everstep.sim.setups import Setup
 
 FLIP = SimFault("flip", 40)
 AT_ONCE = SimFault("flip", 5, "computing")
@@ -82,34 +83,19 @@ SCENARIOS = {
 }
 
 
-def runs(name: str, seeds: int = 24, start: int = 0, **makes: object) -> list[Verdict]:
-    return [simulate(start + seed, setup=SCENARIOS[name], **makes) for seed in range(seeds)]  # type: ignore[arg-type]
+def runs(name: str, seeds: int = 24, start: int = 0, **makes: object) -> Iterator[Verdict]:
+    return (simulate(start + seed, setup=SCENARIOS[name], **makes) for seed in range(seeds))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_promises_hold_and_nothing_escapes_where_nothing_else_happens(name):
-    first, more = runs(name, 16), runs(name, 6, start=110)
+    first, more = list(runs(name, 16)), list(runs(name, 6, start=110))
     failed = [str(o) for o in (*first, *more) if not o.ok]
     assert not failed, failed[0]
     assert sum(o.flipped for o in (*first, *more)) > len((*first, *more)) // 2
     assert any(o.found for o in (*first, *more))
     if len(SCENARIOS[name].faults) == 1:
         assert not [str(o) for o in first if o.unnoticed or (o.flipped and not o.found)]
-
-
-@pytest.mark.parametrize(("set_one_up", "split"), [(set_up, False), (set_up_split, True)])
-def test_seeds_meet_what_they_are_meant_to_meet(set_one_up, split):
-    """Most flips are found; a few are lost with their copy, or reach all copies before a comparison. A seed with a
-    worker that computes otherwise is left out: where that worker is alone in a pool, nobody can know."""
-    setups = {seed: set_one_up(seed) for seed in range(320)}
-    chosen = [n for n, one in setups.items() if one.differs is None and any(f.kind == "flip" for f in one.faults)]
-    outcomes = [simulate(seed, split=split) for seed in chosen]
-    failed = [str(o) for o in outcomes if not o.ok]
-    assert not failed, failed[0]
-    struck = [o for o in outcomes if o.flipped]
-    assert len(struck) > len(chosen) // 3
-    assert sum(o.found for o in struck) > len(struck) // 3
-    assert sum(o.unnoticed for o in struck) < len(struck) // 8
 
 
 def test_whoever_copies_the_last_state_compares_it_with_what_all_agreed_on():

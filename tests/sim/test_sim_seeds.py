@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from ordinary_seeds import meets_flips, ordinary
 
 from everstep.cli.main import run_command
 from everstep.protocol.driver.driver import Driver
@@ -26,7 +27,7 @@ CHUNK = 30
 
 @pytest.mark.parametrize("start", range(0, 300, CHUNK))
 def test_every_promise_holds(start):
-    failed = [str(outcome) for outcome in map(simulate, range(start, start + CHUNK)) if not outcome.ok]
+    failed = [str(outcome) for outcome in map(ordinary, range(start, start + CHUNK)) if not outcome.ok]
     assert not failed, "\n".join(failed) + "\nreplay: everstep sim --seed N --trace"
 
 
@@ -37,7 +38,7 @@ def test_the_seeds_meet_what_they_are_meant_to_meet():
     phases: set[str] = set()
     generations = 0
     for seed in range(80):
-        outcome = simulate(seed)
+        outcome = ordinary(seed)
         generations += outcome.generations
         for kind, count in outcome.reports.items():
             seen[kind] = seen.get(kind, 0) + count
@@ -47,6 +48,11 @@ def test_the_seeds_meet_what_they_are_meant_to_meet():
     for kind in ("worker_evicted", "worker_healed", "recovery_completed", "leader_changed", "job_completed", "waiting"):
         assert seen.get(kind, 0) > 0, seen
     assert len(kinds) >= 12 and phases >= set(PHASES)
+
+
+def test_most_flips_are_found():
+    setups = {seed: set_up(seed) for seed in range(300)}
+    meets_flips(False, {n: s.differs is None and any(f.kind == "flip" for f in s.faults) for n, s in setups.items()})
 
 
 def _differs(kind: str, setup: Setup) -> bool:
@@ -62,7 +68,7 @@ def test_each_fault_strikes_in_ordinary_seeds():
         while not seen[kind]:
             seed, split = next(drawn, (None, 0))
             assert seed is not None, f"no seed meets {kind}"
-            met = simulate(seed, split=bool(split)).seen
+            met = ordinary(seed, bool(split)).seen
             seen.update({name: n for (group, name), n in met.items() if group == "faults"})
 
 
@@ -102,14 +108,15 @@ def test_nobody_begins_with_another_initial_state():
             self._ends._unless_refused = lambda events: events
 
     for one in setups:
-        problems = [simulate(seed, setup=one, driver=BelievesItself).problem for seed in range(8)]
-        assert any("another state" in problem for problem in problems), problems
+        assert any("another state" in simulate(seed, setup=one, driver=BelievesItself).problem for seed in range(8)), (
+            one
+        )
 
 
 def test_a_stage_that_was_lost_is_built_anew_as_it_was():
     """It was by a worker whose initial state differed, and was compared with nothing."""
     drawn = [seed for seed in range(400) if set_up_split(seed).differs is not None][:12]
-    outcomes = [simulate(seed, split=True) for seed in drawn]
+    outcomes = [ordinary(seed, True) for seed in drawn]
     assert drawn and all(outcome.ok for outcome in outcomes), [str(o) for o in outcomes if not o.ok]
 
 

@@ -96,8 +96,8 @@ def test_the_command_prints_a_shorter_schedule_that_fails_in_the_same_way(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = partial(scenario.simulate, machine=machine_with(OneRecordTooFew))
-    seed = next(seed for seed in range(30) if len(broken(seed).setup.faults) > 2 and not broken(seed).ok)
-    first = broken(seed)
+    first = next(one for one in map(broken, range(30)) if len(one.setup.faults) > 2 and not one.ok)
+    seed = first.seed
     monkeypatch.setattr(scenario, "simulate", broken)
     assert scenario.run_shrunk(seed, "", most_runs=60) == 1
     lines = capsys.readouterr().out.splitlines()

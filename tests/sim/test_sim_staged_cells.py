@@ -151,4 +151,4 @@ class NoTurns(Pipeline):
 
 @pytest.mark.parametrize("bug", [NoGate, HeadAloneHears, NoTurns])
 def test_planted_bugs_are_noticed(bug: type[Pipeline]) -> None:
-    assert {problem(bug, seed) for seed in range(SEEDS)} - {""}
+    assert any(problem(bug, seed) for seed in range(SEEDS))

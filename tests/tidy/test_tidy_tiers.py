@@ -44,7 +44,7 @@ def test_a_failure_is_said_and_nothing_else_is_run_again(
     monkeypatch.setattr(all_tiers, "ROOT", tmp_path)
     monkeypatch.setattr(all_tiers, "STAMPS", tmp_path / "stamps")
     monkeypatch.setattr(all_tiers, "tree", lambda: "this")
-    tiers = {"computing": (("broken",), ("sound",)), "waiting": (("slow", "N=1"),), "alone": ()}
+    tiers = {"computing": (("broken",), ("sound",)), "waiting": (("slow", "N=1"),)}
     monkeypatch.setattr(all_tiers, "TIERS", tiers)
     monkeypatch.setenv("CI", "")
     assert all_tiers.main([]) == 1

@@ -10,6 +10,7 @@ different failure domains, and with as few moves as possible.
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -235,16 +236,17 @@ def spread(
     held += [[] for _ in range(segments - len(held))]
     room = _rooms(held, copies, ids, domains)
     for i in ids:
-        for _ in range(-room[i]):
+        if room[i] < 0:
             # Segments that no other worker gives away: otherwise a single worker that comes could not take them all.
-            most = [s for s in range(segments) if i in held[s]]
-            given = max(most, key=lambda s: (len(held[s]), _nearness(i, held[s], domains), s))
-            held[given].remove(i)
+            most = [(len(who), _nearness(i, who, domains), s) for s, who in enumerate(held) if i in who]
+            for *_, given in heapq.nlargest(-room[i], most):
+                held[given].remove(i)
     room = _rooms(held, copies, ids, domains)
     lacking = [who for who in held if len(who) < copies]
     for who in lacking:
         while len(who) < copies and (free := [i for i in ids if room[i] > 0 and i not in who]):
-            taker = min(free, key=lambda i: (_nearness(i, who, domains), -room[i], i))
+            crowd = Crowd(who, domains)
+            taker = min(free, key=lambda i: (crowd.near_worker(i), -room[i], i))
             who.append(taker)
             room[taker] -= 1
     for who in lacking:
