@@ -25,7 +25,6 @@ from everstep.protocol.moving.memory_retention import Retention, SnapshotKey
 from everstep.protocol.moving.taker import orders
 from everstep.protocol.step_types import Key, Record
 from everstep.sim.block_taking import SimTaking
-from everstep.sim.checks import require
 from everstep.sim.life import Life, SimCopy, nothing
 from everstep.sim.model import (
     NOTHING,
@@ -40,7 +39,7 @@ from everstep.sim.model import (
     without,
     wrong,
 )
-from everstep.sim.promises import freed
+from everstep.sim.promises import freed, require
 from everstep.sim.world import MS, SimConnection
 
 _MOST_BLOCKS = 6 * len(NOTHING)

@@ -171,7 +171,7 @@ class BuiltTask:
         if self._there is not None and self._skeleton is not None:
             as_made, fill = True, partial(self._skeleton.fill, config.seed, self.device, wanted)
         extras = {"everstep.early_stop": self.early_stop}
-        return Parts(model, optimizer, scheduler, units, extras, mesh, as_made, fill)
+        return Parts(model, optimizer, scheduler, units, extras, mesh, as_made, fill=fill)
 
     def _content(self, model: nn.Module) -> str | None:
         """Digest of the parameters that are made here, where the processes of a cell want to know."""
