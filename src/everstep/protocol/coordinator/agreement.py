@@ -31,16 +31,15 @@ class Agreement:
 
     plan: in force; `NO_PLAN` before the first. prepared: the plan that the members will switch to. generation: the
     highest number given out or heard of. switched: the prepared generation whose start this life of the coordinator
-    has reported. told: the newest generation whose start any life has reported. entered: worker ids of the members that
-    have settled in the plan in force. broken: why it cannot go on; empty if it can. claims: plans that workers follow
-    and this coordinator lacks.
+    has reported. entered: worker ids of the members that have settled in the plan in force. broken: why it cannot go
+    on; empty if it can. claims: plans that workers follow and this coordinator lacks.
     """
 
     def __init__(self, env: Environment, membership: Membership) -> None:
         self.plan = NO_PLAN
         self.prepared: Plan | None = None
         self.generation = 0
-        self.switched = self.told = 0
+        self.switched = 0
         self.entered: set[int] = set()
         self.broken: list[Why] = []
         self.claims = Claims(env)
@@ -126,10 +125,6 @@ class Agreement:
         else:
             self.plan, self.prepared, self.entered, self.broken = plan, None, set(), []
 
-    def tell(self, generation: int) -> None:
-        """The start of this generation has been reported."""
-        self.told = generation
-
     def hear_of(self, generation: int) -> None:
         """A worker follows this generation: no other plan will get its number."""
         if generation > self.generation:
@@ -199,10 +194,11 @@ class JobProgress:
     """step: the newest step known to be committed. step_times_ms: durations of the last steps. lost_stages: stages
     that lost their whole pool, until their source is reported. sound: states after this step are tainted, and no
     generation whose plan says so was entered yet; -1 if none is. voided: the newest generation that was entered with
-    such a plan. ended: how the job has ended, None if it has not."""
+    such a plan. told: the newest generation whose start any life of the coordinator has reported. ended: how the job
+    has ended, None if it has not."""
 
     def __init__(self, env: Environment, agreement: Agreement) -> None:
-        self.step = 0
+        self.step = self.told = 0
         self.step_times_ms: deque[float] = deque(maxlen=100)
         self.lost_stages: tuple[int, ...] = ()
         self.sound = -1
@@ -220,6 +216,10 @@ class JobProgress:
         self.step = max(self.step, step)
         if step_ms > 0:
             self.step_times_ms.append(step_ms)
+
+    def tell(self, generation: int) -> None:
+        """The start of this generation has been reported."""
+        self.told = generation
 
     # ---- set-backs
 

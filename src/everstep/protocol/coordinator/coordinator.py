@@ -150,7 +150,7 @@ class Coordinator:
         self, config: types.CoordinatorConfig, journal: Iterable[dict[str, Any]] = (), told: int | None = None
     ) -> None:
         self.job, self._restored, self._aside = restore(config, journal)
-        self.job.agreement.tell(self.job.agreement.plan.generation if told is None else told)
+        self.job.progress.tell(self.job.agreement.plan.generation if told is None else told)
         self._begun = False
         self._decided: tuple[int, ...] = ()  # the job's version when decisions were last made
 

@@ -231,7 +231,7 @@ def prepare(
 def announce(job: JobState, old: Plan) -> None:
     """Report that the plan in force has taken the place of `old`."""
     plan = job.agreement.plan
-    job.agreement.tell(plan.generation)
+    job.progress.tell(plan.generation)
     job.env.report(
         "generation_started",
         Why(plan.cause, plan.reason),
@@ -253,7 +253,7 @@ def announce(job: JobState, old: Plan) -> None:
 def announce_late(job: JobState) -> None:
     """Members follow the plan in force: report its start, if the coordinator that has journaled it died before it did
     so."""
-    if job.agreement.plan.generation > job.agreement.told:
+    if job.agreement.plan.generation > job.progress.told:
         announce(job, NO_PLAN)
 
 
