@@ -300,6 +300,7 @@ WRITES_ELSEWHERE = {
     "everstep.checkpoint.store": "blobs, by descriptors of the folders on their way",
     "everstep.checkpoint.keys": "a key, where a user says",
     "everstep.checkpoint.interchange_formats": "exports, where a user says",
+    "everstep.checkpoint.tensor_file": "those exports, and drafts that `drafted` made",
     "everstep.cli.report": "a page, where a user says",
     "everstep.data.token_stream": "a cache of tokens beside a data set",
     "everstep.parallel.cell_memory": "memory that the head of this worker has made, by its descriptor",

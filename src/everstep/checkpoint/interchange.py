@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.reader import Checkpoint
-from everstep.checkpoint.tensor_file import Form, form_of
+from everstep.checkpoint.tensor_file import TensorForm, form_of
 from everstep.exact.digest import bytes_of
 from everstep.exact.extra_state import from_file, is_extra, keepers, to_file, unpack
 from everstep.exact.image import BLOCK_BYTES, StateEntry, pieces_of
@@ -49,7 +49,7 @@ class Weights:
     optimizer: dict[str, Any] | None = None
 
     @property
-    def forms(self) -> dict[str, Form]:
+    def forms(self) -> dict[str, TensorForm]:
         """What each of the model's tensors is like."""
         return {name: form_of(tensor) for name, tensor in self.model.items()}
 
@@ -72,7 +72,7 @@ class PassingWeights:
         small = [own[first] for first in {*names.values()} if is_extra(first)]
         self._extra = {name.removeprefix(_MODEL): t for name, t in _passing(small, checkpoint)}
         self._named: dict[str, list[str]] = {}
-        self.forms: dict[str, Form] = {}
+        self.forms: dict[str, TensorForm] = {}
         for name, first in names.items():
             entry = own[first]
             self._named.setdefault(first, []).append(name)

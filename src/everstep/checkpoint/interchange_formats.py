@@ -24,7 +24,7 @@ from everstep.base.errors import ConfigError, StoreError
 from everstep.base.given import open_given, read_json
 from everstep.base.hub_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from everstep.checkpoint.interchange import PassingWeights, Weights, adapter_names
-from everstep.checkpoint.tensor_file import Form, TensorFile, bytes_in
+from everstep.checkpoint.tensor_file import TensorFile, TensorForm, bytes_in
 from everstep.exact.extra_state import from_file, is_extra, to_file
 
 SAFETENSORS, HF, DCP, TORCH = "safetensors", "hf", "dcp", "torch"
@@ -175,7 +175,7 @@ def _write_files(weights: Weights | PassingWeights, wanted: Mapping[Path, Mappin
                 file.put(called, tensor)
 
 
-def _shards(forms: Mapping[str, Form], limit_bytes: int) -> list[list[str]]:
+def _shards(forms: Mapping[str, TensorForm], limit_bytes: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     size = 0
     for name, form in forms.items():

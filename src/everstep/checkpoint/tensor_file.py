@@ -19,7 +19,7 @@ from torch import Tensor
 from everstep.base.errors import ConfigError, check
 from everstep.exact.digest import bytes_of
 
-Form = tuple[str, Sequence[int]]
+TensorForm = tuple[str, Sequence[int]]
 """dtype as torch calls it, and shape."""
 _KINDS = {
     "uint64": "U64",
@@ -45,12 +45,12 @@ _KINDS = {
 """Names of dtypes in the format, in the order of their tensors in a file."""
 
 
-def form_of(tensor: Tensor) -> Form:
+def form_of(tensor: Tensor) -> TensorForm:
     """What a tensor is like."""
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
-def bytes_in(form: Form) -> int:
+def bytes_in(form: TensorForm) -> int:
     """Bytes of a tensor like that."""
     return prod(form[1]) * getattr(torch, form[0]).itemsize  # type: ignore[no-any-return]
 
@@ -58,7 +58,7 @@ def bytes_in(form: Form) -> int:
 class TensorFile:
     """An open file, for all tensors of these forms. Entered, it is closed at the end, and all of it has to be there."""
 
-    def __init__(self, path: Path, forms: Mapping[str, Form]) -> None:
+    def __init__(self, path: Path, forms: Mapping[str, TensorForm]) -> None:
         """path: is made if it is not there. Raises: ConfigError for a dtype that the format does not have; OSError."""
         order = list(_KINDS)
         for name, (dtype, _) in forms.items():

@@ -165,7 +165,6 @@ class Image:
         self._data = list(data)
         self._there, self._let_go = memory.there if copied is None else copied.there, memory.let_go
         self.n_blocks = block_count(self.entries)
-        self._digests: dict[int, str] = {}
 
     @staticmethod
     def of_tensors(
@@ -195,12 +194,6 @@ class Image:
         offset = self.entries[k].offset
         return self._there(self._data[k][lo - offset : hi - offset])
 
-    def block_digest(self, index: int) -> str:
-        """Digest of one block; reads only this block, and only the first time."""
-        if index not in self._digests:
-            self._digests[index] = digest_bytes(self.read_block(index))
-        return self._digests[index]
-
     @cached_property
     def manifest(self) -> dict[str, Any]:
         """JSON: format, block_bytes, entries, digests (of each entry), groups, planes, transient, values, stage (only
@@ -214,9 +207,7 @@ class Image:
         blocks = []
         for index in range(self.n_blocks):
             data, start = self.read_block(index), index * BLOCK_BYTES
-            if index not in self._digests:
-                self._digests[index] = digest_bytes(data)
-            blocks.append(self._digests[index])
+            blocks.append(digest_bytes(data))
             for k, lo, hi in pieces_of(self.entries, index):
                 hashes[k].update(data[lo - start : hi - start])
             if index % _BLOCKS_AT_ONCE == 0:

@@ -24,7 +24,7 @@ from everstep.base.errors import check
 from everstep.base.hub_names import ADAPTER_WEIGHTS
 from everstep.base.plan import Plan
 from everstep.checkpoint.interchange import adapter_names, tensor_of
-from everstep.checkpoint.tensor_file import Aside, Form, TensorFile, form_of
+from everstep.checkpoint.tensor_file import Aside, TensorFile, TensorForm, form_of
 from everstep.exact import topology
 from everstep.exact.extra_state import is_extra, to_file, unpack
 from everstep.exact.image import Image, entries_of, rows_digest, sealed
@@ -42,7 +42,7 @@ _MODEL = "model/"
 class Lying(NamedTuple):
     """A tensor that lies somewhere. read: gives it, when its turn has come."""
 
-    form: Form
+    form: TensorForm
     read: Callable[[], Tensor]
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.exact.digest import digest_bytes
-from everstep.exact.image import FOREIGN, OUTSIDE, VALUES, Image, planes_of
-from everstep.exact.layout import BLOCK_ELEMENTS, untie
+from everstep.exact.image import FOREIGN, OUTSIDE, VALUES, planes_of
+from everstep.exact.layout import untie
 from everstep.exact.state import ModelState, Share
 from everstep.exact.topology import merge, merge_with_sources, select
 
@@ -90,22 +89,6 @@ def test_stages_make_up_the_whole(cuts: tuple[tuple[int, ...], ...]) -> None:
         assert [block for plane in planes_of(needed) for block in plane.grid()] == list(range(len(needed["blocks"])))
         other.load(needed, lambda i, blocks=blocks: state.read_block(blocks[i]))  # type: ignore[misc]
     assert merge([other.manifest() for other in others]) == whole
-
-
-def test_a_share_is_found_and_hashed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = trained()
-    read: list[int] = []
-    read_block = Image.read_block
-    monkeypatch.setattr(Image, "read_block", lambda self, index: (read.append(index), read_block(self, index))[1])
-    image = Image.of_tensors(*ModelState(model, optimizer, units=list(model))._collect())
-    plane = next(plane for plane in image.outline.planes if plane.name == "optimizer/exp_avg")
-    mine = [block for block, at in plane.grid().items() if 1 <= at < 4]
-    assert len(mine) == 3
-    digests = [image.block_digest(block) for block in (*mine, *mine)]
-    assert read == mine, "each is read once, and nothing else"
-    flat = torch.cat([optimizer.state[model[0].big]["exp_avg"], torch.zeros(1)])
-    assert digests[0] == digest_bytes(flat[BLOCK_ELEMENTS : 2 * BLOCK_ELEMENTS].numpy().tobytes())
-    assert [image.manifest["blocks"][block] for block in mine] == digests[:3]
 
 
 class Turned(nn.Module):
