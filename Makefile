@@ -70,10 +70,9 @@ split: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python tests/all_tiers.py
 
-# fast, split and sim in one, those that take long first. What they import is imported once, and files end unevenly: one
-# process more than there are processors.
+# fast, split and sim in one, those that take long first. Files end unevenly: one process more than there are processors.
 computed: $(STAMP)
-	$(PYTEST) --forks $(or $(filter-out auto,$(JOBS)),$(shell expr $$(nproc) + 1)) \
+	$(PYTEST) -n $(or $(filter-out auto,$(JOBS)),$(shell expr $$(nproc) + 1)) --dist loadfile --no-loadscope-reorder \
 	  tests/sim tests/split tests/property tests/unit/train tests/unit tests/traces tests/tidy
 
 # How often savers and uploaders are killed; the test of the latter belongs to integration, too.

@@ -24,8 +24,6 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # likewise, of nohup
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
-pytest_plugins = ("forked_files",)
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite", action="store_true", help="write the golden texts of tests/traces anew")
