@@ -26,11 +26,9 @@ class Course:
     """Progress of a job. `loss`: of the newest step, None if there is none or it is not finite; `strange`: steps
     without a finite loss. `rates`: samples, seconds, steps, and the
     sum of the squares of the seconds of each, by number of workers. `redo_to`: the last step that is
-    repeated now, 0 if none is; `began_again_ns`: when that began. `clean`: only a step follows the last one. `told`:
-    the newest step with an event of its own."""
+    repeated now, 0 if none is; `began_again_ns`: when that began. `clean`: only a step follows the last one."""
 
     step: int = 0
-    told: int = 0
     loss: float | None = None
     strange: Strange | None = None
     tokens_per_sample: float | None = None
@@ -51,7 +49,7 @@ class Course:
         self.redo_to = self.step if 0 < step < self.step else 0  # int refuses longer ones, and so the line
         self.steps_lost += max(0, self.step - step)
         again = self._go_back(step, time_ns)
-        self.step, self.last_step_ns, self.told = max(self.step, step), 0, step
+        self.step, self.last_step_ns, self.pace.told = max(self.step, step), 0, step
         self._begin(time_ns)
         self.strange = self.strange if self.step else None
         return again
@@ -63,7 +61,7 @@ class Course:
     def committed(self, event: Event, time_ns: int, members: int, settled: bool) -> Stretch | None:
         """Take in a committed step of so many members. settled: the next one follows upon it. Returns the time for
         which it was overdue, if it was."""
-        step = self.step = self.told = int(event["step"])
+        step = self.step = int(event["step"])
         loss = _float(event.get("loss"))
         self.loss = loss if loss is not None and math.isfinite(loss) else None
         empty = self.loss is None and not whole_number(event.get("samples"))

@@ -71,7 +71,7 @@ class Facts:
         if kind == "job_started" and self.account.begin_ns is not None:
             _not_running(self, time_ns)
         back = kind == "step_committed" and self.course.last_step_ns - time_ns > _SET_BACK_NS
-        if back and whole_number(event.get("step")) > self.course.told:  # one of an earlier step is only told late
+        if back and whole_number(event.get("step")) > self.course.pace.told:  # one of an earlier step is only told late
             self.told_ns = 0
             self.account.clock_set_back(time_ns)
         self.told_ns = max(self.told_ns, time_ns)
@@ -206,10 +206,6 @@ class Facts:
         condition.reason = f"worker {worker_id}: {condition.reason}"
         condition.fault_ns = min(condition.fault_ns or died_ns, died_ns)
 
-    def _waiting(self, event: Event, time_ns: int) -> None:
-        self.condition.wait(event, time_ns)
-        self._was_done(whole_number(event.get("step")))
-
     def _recovery_completed(self, event: Event, time_ns: int) -> None:
         recovery = recovery_of(event, time_ns)
         for part in recovery.phases:
@@ -284,6 +280,11 @@ def _commanded(facts: Facts, event: Event, time_ns: int) -> None:
         facts.condition.stops(event, time_ns)
 
 
+def _waits(facts: Facts, event: Event, time_ns: int) -> None:
+    facts.condition.wait(event, time_ns)
+    facts._was_done(whole_number(event.get("step")))
+
+
 def facts_of(events: Iterable[Event]) -> Facts:
     """Facts from these events."""
     facts = Facts()
@@ -303,7 +304,7 @@ _ACTS: dict[str, Callable[[Facts, Event, int], None]] = {
     "fallback": lambda facts, event, time_ns: facts.account.paint(
         *facts.course.fall_back(event, time_ns), "steps done again"
     ),
-    "waiting": Facts._waiting,
+    "waiting": _waits,
     "evaluated": Facts._evaluated,
     "logged": lambda facts, event, time_ns: facts.logged.take(event, whole_number(event.get("step")), time_ns),
     "checkpoint_completed": Facts._checkpoint,

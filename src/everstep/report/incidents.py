@@ -271,7 +271,8 @@ class Incidents:
         incident = self._strike(hit, min(died_ns, time_ns), step)
         if incident.suspect and incident.stood_ns and not event.get("died_unix_ns"):
             incident.begin_ns = min(incident.begin_ns, incident.stood_ns)
-        incident.suspect, incident.stood_ns, incident.planned_ns, incident.cause = False, 0, None, why
+        incident.suspect, incident.planned_ns, incident.cause = False, None, why
+        incident.stood_ns = 0
         if worker_id is not None:
             incident.lost |= {worker_id}
 

@@ -14,9 +14,10 @@ _UNKNOWN_S = 30.0
 
 class Pace:
     """Takes in commits, each with its time. All rates are of the newest `RECENT_STEPS` since training last began, or
-    went back: older steps, and the time in between, say nothing about the present speed."""
+    went back: older steps, and the time in between, say nothing about the present speed. told: the newest step."""
 
     def __init__(self) -> None:
+        self.told = 0
         self._recent: deque[tuple[int, int, int]] = deque(maxlen=RECENT_STEPS + 1)
         self._usual: deque[int] = deque(maxlen=RECENT_STEPS)
 
@@ -26,6 +27,7 @@ class Pace:
 
     def commit(self, time_ns: int, step: int, samples: int, clean: bool) -> None:
         """A step was committed. clean: nothing but the step itself lies between the commit before and this one."""
+        self.told = step
         if self._recent and time_ns <= self._recent[-1][0]:  # after going back, some are told late
             self._recent.clear()
         if clean and self._recent:
