@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from everstep.exact.attributes import looked_up, of_torch
 from everstep.exact.seeding import preserve_rng
-from everstep.train.optimizer_trial import Trial, beside, far, in_a_line, near, parameters_of, unfit
+from everstep.train.optimizer_trial import OptimizerTrial, beside, far, in_a_line, near, parameters_of, unfit
 
 _SAMPLE_ELEMENTS = 1 << 18
 _LARGEST_ELEMENTS, _LARGEST_SHARE = 1 << 20, 8
@@ -67,7 +67,7 @@ def kind_of(
     if all(p.grad is None and not (made_up and p.requires_grad) for p in parameters):
         return OptimizerKind("nothing", NO_GRADIENT)
     try:
-        first = Trial(optimizer, sample, seed, near(dealt), dealt=dealt, made_up=made_up)
+        first = OptimizerTrial(optimizer, sample, seed, near(dealt), dealt=dealt, made_up=made_up)
     except Exception as error:
         return OptimizerKind("nothing", f"it cannot be copied and updated: {in_a_line(error)}")
     stepped = {keys for p, keys in first.kept.items() if p.grad is not None or made_up}
@@ -84,13 +84,13 @@ def kind_of(
     return OptimizerKind("matrices", in_pieces, *more, follows=follows)
 
 
-def _ahead(optimizer: Optimizer, seed: int, dealt: bool) -> list[Trial]:
+def _ahead(optimizer: Optimizer, seed: int, dealt: bool) -> list[OptimizerTrial]:
     """Longer trials, with the smallest parameters; without those for which the optimizer gives up."""
-    sample, found = tried_of(optimizer, elements=0), list[Trial]()
+    sample, found = tried_of(optimizer, elements=0), list[OptimizerTrial]()
     for courses in ((far(sample, absent=True), far(sample, absent=False)), (unfit(sample),)):
         for course in courses:
             with suppress(Exception):
-                found.append(Trial(optimizer, sample, seed, course, dealt=dealt, made_up=True))
+                found.append(OptimizerTrial(optimizer, sample, seed, course, dealt=dealt, made_up=True))
                 break
     return found
 

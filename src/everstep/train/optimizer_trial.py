@@ -39,7 +39,7 @@ Owned = dict[Tensor, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class Course:
+class UpdateCourse:
     """Updates one after the other. gradient: of an update, a parameter's number and its first gradient; None: there is
     none. drawn: the first gradient is random; otherwise it is the present one, if there is one."""
 
@@ -48,21 +48,21 @@ class Course:
     drawn: bool = True
 
 
-def near(drawn: bool) -> Course:
+def near(drawn: bool) -> UpdateCourse:
     """Two updates with gradients like the present ones."""
-    return Course(2, lambda update, number, first: first * (-0.5) ** update, drawn)
+    return UpdateCourse(2, lambda update, number, first: first * (-0.5) ** update, drawn)
 
 
-def far(sample: Sequence[Sequence[Tensor]], absent: bool) -> Course:
+def far(sample: Sequence[Sequence[Tensor]], absent: bool) -> UpdateCourse:
     """As many updates as come before the next look, with gradients of all sizes, zeros among them. absent: or none."""
     sizes = [p.numel() for group in sample for p in group]
     updates = min(AHEAD, _ELEMENTS_AHEAD // max(1, sum(sizes)), _PARAMETERS_AHEAD // max(1, len(sizes)))
-    return Course(max(_LEAST_AHEAD, updates), partial(_varied, absent))
+    return UpdateCourse(max(_LEAST_AHEAD, updates), partial(_varied, absent))
 
 
-def unfit(sample: Sequence[Sequence[Tensor]]) -> Course:
+def unfit(sample: Sequence[Sequence[Tensor]]) -> UpdateCourse:
     """Gradients that are not finite in a single element, of one parameter after the other."""
-    return Course(1 + min(_MOST_UNFIT, sum(map(len, sample))), _not_finite)
+    return UpdateCourse(1 + min(_MOST_UNFIT, sum(map(len, sample))), _not_finite)
 
 
 def _varied(absent: bool, update: int, number: int, first: Tensor) -> Tensor | None:
@@ -91,7 +91,7 @@ def _memory(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)) if may_be_cut(tensor) else tensor.flatten()
 
 
-class Trial:
+class OptimizerTrial:
     """A course of a sample, updated whole. Nothing of the optimizer changes; all generators do.
 
     Raises: what the update of a copy raises.
@@ -102,7 +102,7 @@ class Trial:
         optimizer: Optimizer,
         sample: Sequence[Sequence[Tensor]],
         seed: int,
-        course: Course,
+        course: UpdateCourse,
         *,
         dealt: bool,
         made_up: bool,
