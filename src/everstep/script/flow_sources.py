@@ -57,7 +57,7 @@ class SyntaxTrees:
         code = frame.f_code
         top: Any = self.tree(code.co_filename) if code.co_name == "<module>" else self.function(code)
         best: ast.For | ast.While | None = None
-        for node in _inside(top) if top is not None else ():
+        for node in inside_of(top) if top is not None else ():
             if isinstance(node, ast.For | ast.While) and node.lineno <= frame.f_lineno <= (node.end_lineno or 0):
                 best = node if best is None or node.lineno >= best.lineno else best
         return best
@@ -67,7 +67,7 @@ class SyntaxTrees:
         code, loop = frame.f_code, self.loop(frame)
         top: Any = self.tree(code.co_filename) if code.co_name == "<module>" else self.function(code)
         until = loop.lineno if loop is not None else frame.f_lineno
-        for node in _inside(top) if top is not None else ():
+        for node in inside_of(top) if top is not None else ():
             if isinstance(node, ast.Call) and node.lineno < until and ast.unparse(node.func) in _LOADS and node.args:
                 yield ast.unparse(node.args[0])
                 found = _value(node.args[0], frame)
@@ -101,7 +101,7 @@ def calls_in_file(frame: types.FrameType, method: str) -> int:
     return sum(isinstance(func, ast.Attribute) and func.attr == method for func in calls)
 
 
-def _inside(top: ast.AST) -> list[ast.AST]:
+def inside_of(top: ast.AST) -> list[ast.AST]:
     """All nodes of this scope, without those of inner scopes."""
     found, left = [], list(ast.iter_child_nodes(top))
     while left:
@@ -118,7 +118,7 @@ def names_of(node: Function) -> frozenset[str]:
     parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     found = {a.arg for a in (*parameters, *(x for x in (arguments.vararg, arguments.kwarg) if x is not None))}
     others: set[str] = set()
-    for inner in _inside(node):
+    for inner in inside_of(node):
         if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store | ast.Del):
             found.add(inner.id)
         elif isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -41,6 +41,7 @@ from everstep.protocol.driver.operations import (
     JoinAsked,
     StepAsked,
 )
+from everstep.script.batch_names import unset_behind
 from everstep.script.flow_sources import calls_in_file, prepares
 from everstep.script.loop_guard import LoopGuard
 from everstep.script.reachable import loop_frames
@@ -61,6 +62,10 @@ _LOOP_SEED = 1 << 34
 _OF_RUN = frozenset({"_session", "model", "_stopped", "_logged", "_survey", "_guard", "loop", "remarks"})
 _UNDONE = (
     "the loop left step {number} before its batches were used up: iterate `for batch in step:` to its end in every step"
+)
+_UNSET = (
+    "line {line} reads {name}, which only the loop over a step's batches sets: a worker that is resumed or healed may "
+    "come there without a batch; use step.loss, or step.log and step.metrics, or set {name} before that loop"
 )
 _NOT_EXACT = (
     "batch is per_worker: the global batch follows the number of workers, so the result depends on which workers came "
@@ -330,6 +335,8 @@ class Run:
             with self._guard:
                 if not session.view.stages.split:
                     frames = loop_frames(sys._getframe())
+                    if frames and (found := unset_behind(frames[0])) is not None:
+                        raise Misused(_UNSET.format(name=found[0], line=found[1]))
                     session.loop.begin(not frames or prepares(frames[0]))
                     if frames and calls_in_file(frames[0], "backward") > 1:
                         session.view.stages.only.loop.expect_several()

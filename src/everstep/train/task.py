@@ -5,10 +5,7 @@ And how it is called: what it raises becomes one line that names the method and 
 
 from __future__ import annotations
 
-import ast
-import linecache
 import os
-import re
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -113,26 +110,6 @@ def place_of(error: BaseException) -> tuple[str, int]:
 
 
 def where(error: BaseException) -> str:
-    """`place_of` as " (file.py:12)", with why a name is missing that the batches set; "" if it is unknown."""
+    """`place_of` as " (file.py:12)"; "" if it is unknown."""
     file, line = place_of(error)
-    return f" ({file}:{line}){_unset(error, line)}" if line else ""
-
-
-def _unset(error: BaseException, line: int) -> str:
-    """Why a name is missing behind the loop over a step's batches, if only that loop sets it."""
-    name = re.search(r"'(\w+)'", str(error)) if isinstance(error, NameError) else None
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.lineno == line] if name else []
-    try:
-        tree = ast.parse("".join(linecache.getlines(frames[-1].filename))) if frames else ast.Module([], [])
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ""
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
-    around = [loop for loop in loops if loop.lineno <= line <= (loop.end_lineno or line)]
-    batches = [n for loop in around for n in ast.walk(loop) if isinstance(n, ast.For) and (n.end_lineno or line) < line]
-    stored = {n.id for loop in batches for n in ast.walk(loop) if isinstance(n, ast.Name) and type(n.ctx) is ast.Store}
-    if name is None or name[1] not in stored:
-        return ""
-    return (
-        f": a worker that is resumed or healed may come there without a batch: use step.loss or step.metrics, or set "
-        f"{name[1]} before the loop"
-    )
+    return f" ({file}:{line})" if line else ""

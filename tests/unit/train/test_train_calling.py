@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,15 +49,3 @@ def test_early_stop_stops_at_the_target_or_for_lack_of_progress() -> None:
 def test_early_stop_wants_its_metric() -> None:
     with pytest.raises(ConfigError, match=r"accuracy, loss.*'acc'"):
         EarlyStop(EarlyStopConfig("acc", "max", 3, 0.0, None)).observe({"accuracy": 1.0, "loss": 1.0})
-
-
-def test_a_name_that_only_the_batches_set_is_explained(tmp_path: Path) -> None:
-    script = tmp_path / "loop.py"
-    script.write_text("for step in [1]:\n    for x in []:\n        loss = x\n    print(loss)\n")
-    with pytest.raises(NameError) as raised:
-        exec(compile(script.read_text(), str(script), "exec"), {})
-    assert where(raised.value).startswith(" (loop.py:4): a worker that is resumed or healed may come there without a")
-    script.write_text("for step in [1]:\n    print(loss)\n")
-    with pytest.raises(NameError) as raised:
-        exec(compile(script.read_text(), str(script), "exec"), {})
-    assert where(raised.value) == " (loop.py:2)"
