@@ -15,7 +15,7 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 
-from everstep.base.errors import DeterminismError, EverstepError, InvariantViolation, Misused, TaskError, check
+from everstep.base.errors import DeterminismError, EverstepError, InvariantViolation, TaskError, check
 from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.buffers import BufferGuard
 from everstep.exact.digest import digest_bytes, named_digest
@@ -386,11 +386,11 @@ def _digest(parcel: Bundle | None) -> str:
 def measured(loss: Any, weight: float | Tensor | None, share: float) -> Scaled:
     """A lane's loss, comparable. weight None: `loss` is a mean, of a micro-batch that is `share` of a full one.
 
-    Raises: Misused if the loss is not a scalar tensor with a graph.
+    Raises: TaskError if the loss is not a scalar tensor with a graph.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise Misused(f"the loss must be a tensor with one element, got {got}; give its mean, or its sum and weight")
+        raise TaskError(f"the loss must be a tensor with one element, got {got}; give its mean, or its sum and weight")
     weighed = share if weight is None else float(weight)
     scaled = loss if weight is not None or share == 1.0 else loss * share
     value = float(scaled.detach())
