@@ -62,7 +62,7 @@ class Saving:
         there = (
             agreement.entered or trained or self._membership.in_grace
         )  # after a restart members are yet to come back
-        able = there and not quorum.starting_over and not quorum.waiting and agreement.survivors()
+        able = there and not quorum.starting_over and agreement.survivors()
         if not able or grace_ns <= 0:
             self._progress.end(state, why, exit_code)
         else:

@@ -326,7 +326,12 @@ def _regroup(job: JobState) -> None:
         return
     needed = _as_before(job) if job.env.config.on_failure == "wait" else slots.least
     lost = _lost_stages(job, survivors)
+    if job.saving.ending is not None and not lost:  # they only save their state
+        needed = agreement.plan.stages
     members = survivors + _newcomers(job, len(survivors), needed, lost)
+    if len(members) < needed and job.saving.ending is not None:
+        job.saving.end_with("no checkpoint: too few workers are left")
+        return
     if len(members) < needed:
         policy = "on_failure is 'wait'" if needed > slots.least else "min_workers is the least the job may run with"
         text = f"{text}. {len(members)} of {needed} workers are ready ({policy}): waiting for more"
@@ -417,7 +422,7 @@ def _held_step(job: JobState, worker: Worker) -> int:
 
 
 def quorum_due(job: JobState, about: Any) -> None:
-    """Give up if too few workers came for too long."""
+    """Give up if too few workers came for too long; members that are left save their state first."""
     agreement, waiting = job.agreement, job.quorum.waiting
     if (agreement.plan is not NO_PLAN and not agreement.broken) or not job.quorum.over():
         return
@@ -427,4 +432,4 @@ def quorum_due(job: JobState, about: Any) -> None:
     waited_s = job.env.config.quorum_wait_ns / 1e9
     came = f"{len(candidates(job))} of {job.slots.expected()} workers came"
     text = f"gave up after waiting {waited_s:g} s for workers: {waiting.reason if waiting else came}"
-    job.progress.end("failed", Why(Cause.QUORUM, text), WORKERS_MISSING)
+    job.saving.end_after_saving("failed", Why(Cause.QUORUM, text), WORKERS_MISSING, job.env.config.save_ns)
