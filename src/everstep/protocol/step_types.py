@@ -79,7 +79,8 @@ class Holding:
     are tainted, as far as it knows; -1: none is. fresh: its state was copied or read since it was last found to be
     that of all others. proven: it was seen to compute as others do. doubt: what it knows of members that compute
     differently. Digests of initial states, by stage: first: those that the members began with; built: those that it
-    has built, at step 0 only. stays_at: the step that its application wanted last, if it goes no further; -1: it does.
+    has built, at step 0 only. heard: the newest step of which its application has heard; -1: of none. stays_at: the
+    step that its application wanted last, if it goes no further; -1: it does.
     """
 
     position: Key
@@ -97,6 +98,7 @@ class Holding:
     fresh: bool = False
     proven: bool = False
     doubt: Doubt = field(default_factory=Doubt)
+    heard: int = -1
     stays_at: int = -1
 
     def live(self, stage: int) -> Extents:

@@ -294,6 +294,7 @@ class AgentProcess(Process):
         """No coordinator answers: it starts nothing any more, and its workers save and leave by themselves."""
         self.ended = True
         for _, worker in sorted(self.workers.items()):
+            worker.site.disk.staying.add(worker.me)
             worker.later(0, worker.handle, do.EndOrdered(why))
 
     def lose_fork_server(self) -> None:

@@ -197,8 +197,9 @@ class SimSaver:
 
     def _at_one_moment(self, operation: do.SaveLast, past: bool) -> None:
         """Check that what loops do between two steps has been done by all that save, or by none; but for a loop that
-        has raised, and those that were not left after the same step."""
-        if self.life.driver.halfway or operation.plan.cause is Cause.LEFT:
+        has raised or was told to end, and those that were not left after the same step."""
+        staying = self.life.site.disk.staying
+        if operation.plan.cause is Cause.LEFT or any(member.key in staying for member in operation.plan.members):
             return
         first = self.life.site.disk.past.setdefault((operation.step, operation.generation), past)
         require(first == past, "P1", f"{self.life.me} saves step {operation.step}, past it: {past}; another: {first}")

@@ -79,6 +79,8 @@ class Disk:
         self.damaged: set[int] = set()
         self.saving: dict[int, set[int]] = {}
         """Workers that have begun the last checkpoint, which has a part of each, by step."""
+        self.staying: set[WorkerKey] = set()
+        """Workers whose loops go no further: they have raised, or were told to end."""
         self.past: dict[tuple[int, int], bool] = {}
         """Whether the loops of those that save are done with the step, by step and generation."""
         self.records: dict[int, Mapping[int, Record]] = {}
@@ -130,7 +132,7 @@ class Disk:
     def cut_anew(self, job: SimJob) -> None:
         """Read complete checkpoints as stages of another cut from now on; incomplete ones are dropped."""
         self.parts = {step: cut_anew(parts, job) for step, parts in self.parts.items()}
-        self._asking, self._said, self.saving = {}, {}, {}
+        self._asking, self._said, self.saving, self.past = {}, {}, {}, {}
 
     def damage(self) -> None:
         """Damage the newest complete checkpoint."""

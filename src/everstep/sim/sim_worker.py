@@ -91,6 +91,7 @@ class Loop:
     def _hold(self) -> None:
         """Stay for a while: the state that it holds may be needed."""
         life, until_ns = self.life, self.life.world.now_ns + _HOLD_NS
+        life.site.disk.staying.add(life.me)
         cause = Cause.NONFINITE if self._fatal else Cause.EXCEPTION
         life.later(_HOLD_NS, life.handle, do.TimePassed())
         life.handle(do.HoldAsked(life.last_words(cause, self.raised, holds=True, fatal=self._fatal), until_ns))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from driver_harness import Worker, at, gather_records, joiner, member, member_worker, plan, records_of, ticket
 
@@ -620,13 +622,45 @@ def test_a_loop_that_has_not_heard_of_the_step_goes_on_to_the_next_before_it_is_
     w.agree()
     w.hear(plan(2, (0, 1), save="stop"))
     w.done(1002)
-    w.settle(w1=at(2))
+    w.settle(w1=replace(at(2), heard=2))
     assert do.Stepped(2) in w.out and w.op is None, "the other's loop may have changed the state after the step"
     w.ask(do.StepAsked(3))
     assert isinstance(w.op, do.SaveLast) and w.op.save.past
     w.done("somewhere")
     w.done()
     assert isinstance(w.op, do.Compute) and w.op.step == 3
+
+
+def saved_at(**other: object) -> Worker:
+    """Worker 0, whose loop has not heard of step 2, in a plan that asks for a checkpoint. other: of worker 1."""
+    w = Worker(plan(1, (0, 1)), saving=SavingRules(on=True))
+    w.step(1)
+    w.to_agree(2)
+    w.agree()
+    w.hear(plan(2, (0, 1), save="stop"))
+    w.done(1002)
+    w.settle(w1=replace(at(2), **other))
+    return w
+
+
+def test_if_no_loop_has_heard_of_the_step_all_are_saved_where_they_are() -> None:
+    w = saved_at(heard=1)
+    assert isinstance(w.op, do.SaveLast) and not w.op.save.past
+
+
+def test_if_a_loop_never_goes_on_the_others_are_saved_where_it_is() -> None:
+    w = saved_at(heard=2, stays_at=2)
+    assert isinstance(w.op, do.SaveLast) and not w.op.save.past
+    assert saved_at(heard=2, stays_at=3).op is None, "it has raised in the next step"
+
+
+def test_a_plan_that_came_meanwhile_goes_before_the_checkpoint_of_an_older_one() -> None:
+    w = saved_at(heard=2)
+    w.hear(plan(3, (0, 1), save="stop"))
+    w.ask(do.StepAsked(3))
+    assert not isinstance(w.op, do.SaveLast)
+    w.settle(w1=replace(at(2), heard=2))
+    assert isinstance(w.op, do.SaveLast) and w.op.generation == 3 and w.op.save.past
 
 
 def test_nobody_but_the_main_tells_of_it() -> None:

@@ -299,7 +299,7 @@ def test_holdings_go_through_the_wire() -> None:
     w.hear(plan(2, (0, 1)))
     w.ask(do.StepAsked(1))
     w.done(do.Opened())
-    assert decode_holding(w.op.payload) == Holding(Key(0, 0), {}, 0, lacking=(0, 2))
+    assert decode_holding(w.op.payload) == Holding(Key(0, 0), {}, 0, lacking=(0, 2), heard=0)
     w.done({i: encode(Record(0, b"")) if i > 5 else w.op.payload for i in (0, 1)})
     assert isinstance(w.op, do.Compute)
     stamped = AgreePayload([]).stamped(4, 3, Due())

@@ -100,7 +100,7 @@ class Application:
     def answerable(self) -> bool:
         """Whether the ask can be answered now in a way that lets the application go on."""
         ask, known = self.ask, self._last.gathers.known
-        if self.ended or not self.settled or isinstance(ask, do.HoldAsked):
+        if self.ended or self._last.ends_job or not self.settled or isinstance(ask, do.HoldAsked):
             return False
         match ask:
             case do.StepAsked(step=wanted) if not self._jumped:

@@ -75,11 +75,6 @@ class Driver:
         """Whether this worker was healed or resumed since all states were alike."""
         return self._parts.comparing.fresh
 
-    @property
-    def halfway(self) -> bool:
-        """Whether this worker's application has raised, or a loop never will be done with the step where all are."""
-        return self._parts.application.holds or self._parts.settler.halfway
-
     def in_memory(self, number: int) -> bool:
         """Whether a member stated, when this generation settled, that it has the state of this step in memory."""
         return self._parts.settler.in_memory(number)
@@ -133,7 +128,6 @@ class Driver:
             self._parts.out.put(do.DropLanes())
             self._queue.feed(step.StepLeft())
         data = application.take(event)
-        self._effects.save_last()
         if data is not None:
             self._effects.gather(data)
         elif isinstance(application.ask, do.StepAsked) and self.ended is None:
@@ -156,6 +150,8 @@ class Driver:
         while self._parts.application.ask is not None and self._parts.out.operation is None:
             if self._hearing:
                 self._hearing.take()
+            elif self._effects.save_last():
+                return
             elif self._queue:
                 self._effects.carry_out(self._queue.next())
             else:

@@ -34,7 +34,7 @@ class MachineEffects:
         return {
             step.Leave: lambda e: settler.leave(e.generation),
             step.Regroup: lambda e: self._open(e.plan),
-            step.SendHolding: lambda e: settler.state_holding(self._stays_at()),
+            step.SendHolding: lambda e: settler.state_holding(*self._loop()),
             step.SettleAnew: lambda e: settler.settle_again(Why(Cause.CORRUPT, e.reason)),
             step.ServeState: settler.serve,
             step.FetchState: settler.fetch,
@@ -52,11 +52,13 @@ class MachineEffects:
 
     # ---- generations
 
-    def _stays_at(self) -> int:
-        """As in `Holding`: it has raised, or all have agreed to end the job."""
-        application = self._parts.application
+    def _loop(self) -> tuple[int, int]:
+        """heard and stays_at as in `Holding`. A loop stays that has raised, or if all have agreed to end the job."""
+        application, asked = self._parts.application, self._parts.application.asked
         over = application.holds or self._parts.saver.ending.agreed is not None
-        return application.asked if over else -1
+        waits = isinstance(application.ask, do.StepAsked | do.EndAsked | do.JoinAsked)
+        heard = min(asked, self._parts.machine.step) if application.holds else asked - waits
+        return heard, asked if over else -1
 
     def _open(self, plan: Plan) -> None:
         parts, self._saves_for = self._parts, None
@@ -82,23 +84,21 @@ class MachineEffects:
         parts.saver.entered(parts.settler.positions)
         plan = parts.machine.current_plan()
         self._saves_for = plan if plan.save else None
-        self.save_last()
 
-    def save_last(self) -> None:
+    def save_last(self) -> bool:
         """Begin the last checkpoint, if the plan asks for one. A worker whose application can be answered waits for
         its next ask: the loops of others may have done what this one is about to do, and have changed the state. If
-        one never will, the others stay where it is."""
+        one never will, or none has begun, all stay where they are. Returns whether it has begun."""
         parts, application, saver, plan = self._parts, self._parts.application, self._parts.saver, self._saves_for
-        if plan is None or application.ask is None or not application.settled:
-            return
-        if application.answerable and not parts.settler.halfway:
-            return
+        if plan is None or not application.settled or (application.answerable and parts.settler.goes_on):
+            return False
         self._saves_for = None
         if saver.on:
             save = None if application.ended else saver.boundary(Why(plan.cause, plan.save), past=application.past)
             parts.out.start(do.SaveLast, plan.generation, plan, parts.machine.step, save)
         else:
             parts.out.start(do.Linger, plan.generation)
+        return True
 
     # ---- steps and gathers
 

@@ -352,7 +352,7 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     first: dict[int, str] = {}
     built: dict[int, str] = {}
     standing: tuple[bool, bool, Doubt | None] = (False, False, None)  # fresh, proven, doubt
-    stays_at: int = -1
+    loop: tuple[int, int] = (-1, -1)  # heard, stays_at
 
 
 _held = msgspec.msgpack.Decoder(_Held)
@@ -360,7 +360,7 @@ _held = msgspec.msgpack.Decoder(_Held)
 
 _ALIKE = (
     *("gradient_step", "digest", "records", "lacking", "disk", "sound"),
-    *("first", "built", "stays_at"),
+    *("first", "built"),
 )
 _BLOCKS = ("stages", "snapshots", "gradients")
 
@@ -390,6 +390,7 @@ def encode_holding(holding: Holding) -> bytes:
     """A holding for the exchange in which members settle."""
     alike = {name: getattr(holding, name) for name in _ALIKE}
     alike |= {name: {k: there.encoded() for k, there in getattr(holding, name).items()} for name in _BLOCKS}
+    alike["loop"] = holding.heard, holding.stays_at
     alike["standing"] = holding.fresh, holding.proven, holding.doubt if holding.doubt.step else None
     return msgspec.msgpack.encode(_Held(position=holding.position, **alike))
 
@@ -404,4 +405,5 @@ def decode_holding(data: bytes) -> Holding:
     alike = {name: getattr(held, name) for name in _ALIKE} | blocks
     alike["fresh"], alike["proven"], doubt = held.standing
     alike["doubt"] = doubt or Doubt()
+    alike["heard"], alike["stays_at"] = held.loop
     return Holding(position=Key(*held.position), **alike)

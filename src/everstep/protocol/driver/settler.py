@@ -65,9 +65,12 @@ class Settler:
         return {worker_id: holding.position for worker_id, holding in self._stated.items()}
 
     @property
-    def halfway(self) -> bool:
-        """Whether a member's loop is not done with the step where all are, and never will be."""
-        return any(0 <= holding.stays_at <= self._machine.step for holding in self._stated.values())
+    def goes_on(self) -> bool:
+        """Whether all loops come to where they ask for the next step: one has heard of the step where all are, and none
+        stays before it is done with that."""
+        at, stated = self._machine.step, self._stated.values()
+        stays = any(one.stays_at >= 0 and (one.stays_at <= at or one.position.step > at) for one in stated)
+        return not stays and any(one.heard >= at for one in stated)
 
     # ---- regroup
 
@@ -95,14 +98,13 @@ class Settler:
         self._first.begin(result.built)
         return [step.LanesLost(operation.step, result.lost)]
 
-    def state_holding(self, stays_at: int) -> None:
-        """Start the exchange in which every member states what it holds. stays_at: as in `Holding`."""
+    def state_holding(self, heard: int, stays_at: int) -> None:
+        """Start the exchange in which every member states what it holds. heard, stays_at: as in `Holding`."""
         first = self._first
         holding = replace(self._machine.holding(), disk=self._disk, first=first.agreed, built=first.built)
         probing = self._probing
-        holding = replace(
-            holding, fresh=self._comparing.fresh, proven=probing.seen, doubt=probing.doubt, stays_at=stays_at
-        )
+        holding = replace(holding, fresh=self._comparing.fresh, proven=probing.seen, doubt=probing.doubt)
+        holding = replace(holding, heard=heard, stays_at=stays_at)
         self._out.start(do.Exchange, self._machine.generation, SETTLE, encode_holding(holding))
 
     def all_stated(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> Iterable[step.StepEvent]:
