@@ -1,88 +1,124 @@
-"""Names that only the loop over a step's batches sets, and that the code behind it reads: a worker that is resumed or
-healed may come to that code without a batch.
+"""Names that only the loop over a step's batches sets, and that the code behind it needs: a worker that is resumed or
+healed may come to that code without a batch. In doubt nothing is said.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from everstep.script.flow_sources import SyntaxTrees, inside_of
 
 _OWN_NAMES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_OWN_CODE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_CATCH = {"NameError", "UnboundLocalError", "Exception", "BaseException"}
+_ASK_NAMES = {"locals", "globals", "vars"}
+Need = tuple[str, int]
 
 
-def unset_behind(frame: types.FrameType) -> tuple[str, int] | None:
-    """The first such name in the loop over steps that this frame is in, and its line; None if there is none."""
+def unset_behind(frame: types.FrameType) -> Need | None:
+    """The first such name in the loop over steps that this frame is about to enter, and its line; None if there is
+    none. What the frame knows already has a value."""
     trees, code = SyntaxTrees(), frame.f_code
     loop, module = trees.loop(frame), code.co_name == "<module>"
-    scope = trees.tree(code.co_filename) if module else trees.function(code)
-    if not isinstance(loop, ast.For) or scope is None:
+    if not isinstance(loop, ast.For):
         return None
     steps = set(_stored([loop.target]))
-    batches = [n for n in inside_of(loop) if isinstance(n, ast.For) and steps & set(_loaded(n.iter))]
-    if not batches:
-        return None
-    begin, end = min(n.lineno for n in batches), max(n.end_lineno or n.lineno for n in batches)
-    known = set(_stored(n for n in inside_of(scope) if isinstance(n, ast.Name) and n.lineno < begin))
-    known |= _named_otherwise(scope) | set(dir(builtins) if module else ())
-    tail = [n for n in loop.body if n.lineno > end] + [n for one in batches for n in one.orelse]
-    return next(_reads_first(tail, set(_stored(batches)) - known), None)
+    batches = [n for n in inside_of(loop) if isinstance(n, ast.For) and _goes_over(n.iter, steps)]
+    own = None if module else {*code.co_varnames, *code.co_cellvars}
+    given = {
+        name for name in _stored([part for n in batches for part in (n.target, *n.body)]) if own is None or name in own
+    }
+    return next(_Round(batches, given - steps - set(frame.f_locals)).needs(loop.body), None)
 
 
-def _named_otherwise(scope: ast.AST) -> set[str]:
-    """Names that a scope has without an assignment: parameters, functions, classes, imports, and those of others."""
-    nodes = [*inside_of(scope), *(ast.walk(scope.args) if isinstance(scope, ast.FunctionDef) else ())]
-    found = {node.arg for node in nodes if isinstance(node, ast.arg)}
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Global | ast.Nonlocal):
-            found |= set(node.names)
-    return found
+class _Round:
+    """A round of the loop over steps, without batches. unset: names that have no value there so far."""
+
+    def __init__(self, batches: Collection[ast.For], unset: set[str]) -> None:
+        self._batches = batches
+        self._changed = set(_stored([part for n in batches for part in n.body]))
+        self._unset = unset
+
+    def needs(self, nodes: Iterable[ast.AST]) -> Iterator[Need]:
+        """Needs of names that are unset, in the order in which code runs. What is set in one branch counts as set."""
+        for node in nodes:
+            if isinstance(node, ast.Name):
+                if node.id in self._unset and not isinstance(node.ctx, ast.Store):
+                    yield node.id, node.lineno
+                self._unset.discard(node.id)
+            elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                if node.target.id in self._unset:
+                    yield node.target.id, node.lineno
+                yield from self.needs([node.value])
+            elif isinstance(node, ast.If) and self._is_guard(node.test):
+                yield from self.needs([node.test, *node.orelse])
+            elif isinstance(node, ast.Try) and any(_catches(handler) for handler in node.handlers):
+                yield from self.needs([*node.handlers, *node.orelse, *node.finalbody])
+            elif isinstance(node, _OWN_NAMES):
+                hidden = set(_stored(one.target for one in node.generators)) & self._unset
+                self._unset -= hidden
+                yield from self.needs(ast.iter_child_nodes(node))
+                self._unset |= hidden
+            else:
+                self._unset -= _named_by(node)
+                yield from self.needs(self._in_order(node))
+
+    def _in_order(self, node: ast.AST) -> Sequence[ast.AST]:
+        """Parts of a node that run, in their order."""
+        match node:
+            case ast.For() if node in self._batches:
+                return [node.iter, *node.orelse]
+            case ast.For():
+                return [node.iter, node.target, *node.body, *node.orelse]
+            case ast.Assign():
+                return [node.value, *node.targets]
+            case ast.AnnAssign() | ast.NamedExpr():
+                return [*([node.value] if node.value is not None else []), node.target]
+        return [] if isinstance(node, _OWN_CODE) else list(ast.iter_child_nodes(node))
+
+    def _is_guard(self, test: ast.expr) -> bool:
+        """Whether a condition may ask if there was a batch: by a name that batches change, or by all names."""
+        names = {n.id for n in ast.walk(test) if isinstance(n, ast.Name)}
+        return bool(names & (self._changed - self._unset)) or bool(names & _ASK_NAMES)
 
 
-def _reads_first(nodes: Iterable[ast.AST], given: set[str]) -> Iterator[tuple[str, int]]:
-    """Reads of these names in the order in which code runs, but for those that it has set itself before."""
-    for node in nodes:
-        if isinstance(node, ast.Name):
-            if node.id in given and not isinstance(node.ctx, ast.Store):
-                yield node.id, node.lineno
-            elif isinstance(node.ctx, ast.Store):
-                given.discard(node.id)
-        elif isinstance(node, ast.AugAssign):
-            if isinstance(node.target, ast.Name) and node.target.id in given:
-                yield node.target.id, node.lineno
-            yield from _reads_first([node.value, node.target], given)
-        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from _reads_first([*([node.value] if node.value is not None else []), *targets], given)
-        elif isinstance(node, ast.For):
-            yield from _reads_first([node.iter, node.target, *node.body, *node.orelse], given)
-        elif isinstance(node, _OWN_NAMES):
-            hidden = set(_stored(one.target for one in node.generators))
-            yield from _reads_first(ast.iter_child_nodes(node), given - hidden)
-        elif isinstance(node, ast.If):
-            yield from _reads_first([node.test], given)
-            branches = set(given), set(given)
-            for body, left in zip((node.body, node.orelse), branches, strict=True):
-                yield from _reads_first(body, left)
-            given &= branches[0] | branches[1]
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            yield from _reads_first(ast.iter_child_nodes(node), given)
+def _goes_over(iterated: ast.expr, steps: set[str]) -> bool:
+    """Whether a step itself is gone through here, and not one of its attributes, or a range up to its number."""
+    match iterated:
+        case ast.Name(id=name):
+            return name in steps
+        case ast.NamedExpr(value=value):
+            return _goes_over(value, steps)
+        case ast.Call(func=ast.Name(id="range")):
+            return False
+        case ast.Call(args=args):
+            return any(_goes_over(one, steps) for one in args)
+    return False
+
+
+def _catches(handler: ast.ExceptHandler) -> bool:
+    return handler.type is None or bool(_CATCH & {n.id for n in ast.walk(handler.type) if isinstance(n, ast.Name)})
+
+
+def _named_by(node: ast.AST) -> set[str]:
+    """Names that a node sets which are no names of its own kind in the tree."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            return {name}
+        case ast.MatchMapping(rest=str(name)):
+            return {name}
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return {(alias.asname or alias.name).split(".")[0] for alias in names}
+    return set()
 
 
 def _stored(nodes: Iterable[ast.AST]) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        if not isinstance(node, _OWN_NAMES):
+        if not isinstance(node, (*_OWN_NAMES, *_OWN_CODE)):
             yield from _stored(ast.iter_child_nodes(node))
-
-
-def _loaded(node: ast.AST) -> Iterator[str]:
-    return (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))

@@ -64,8 +64,8 @@ _UNDONE = (
     "the loop left step {number} before its batches were used up: iterate `for batch in step:` to its end in every step"
 )
 _UNSET = (
-    "line {line} reads {name}, which only the loop over a step's batches sets: a worker that is resumed or healed may "
-    "come there without a batch; use step.loss, or step.log and step.metrics, or set {name} before that loop"
+    "{file}:{line} needs {name}, which only the loop over a step's batches sets: a worker that is resumed or healed "
+    "may come there without a batch; use step.loss, or step.log and step.metrics, or set {name} before that loop"
 )
 _NOT_EXACT = (
     "batch is per_worker: the global batch follows the number of workers, so the result depends on which workers came "
@@ -336,7 +336,8 @@ class Run:
                 if not session.view.stages.split:
                     frames = loop_frames(sys._getframe())
                     if frames and (found := unset_behind(frames[0])) is not None:
-                        raise Misused(_UNSET.format(name=found[0], line=found[1]))
+                        file = os.path.basename(frames[0].f_code.co_filename)
+                        raise Misused(_UNSET.format(file=file, name=found[0], line=found[1]))
                     session.loop.begin(not frames or prepares(frames[0]))
                     if frames and calls_in_file(frames[0], "backward") > 1:
                         session.view.stages.only.loop.expect_several()
