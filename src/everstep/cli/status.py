@@ -27,6 +27,7 @@ from everstep.runtime.files.run_lock import is_locked
 from everstep.runtime.link.address import COORDINATOR_FILE, read_address
 
 _PATIENCE_S = 5.0
+_OVER = ("completed", "failed", "interrupted")
 _LAST_INCIDENTS = 20
 _SHOWN_INCIDENTS = 6
 
@@ -67,6 +68,9 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         for worker in live["workers"]:
             worker["step"] = max(worker["step"], live["step"] if worker["lanes"] else 0)
     live = live or _from_files(run_dir, history, running)
+    if live["state"] in _OVER:  # nothing computes, or has these process ids
+        for worker in live["workers"]:
+            worker.update(pid=None, pids=[None] * len(worker.get("pids", ())), samples_per_s=0.0)
     folder = checkpoint_dir(run_dir, job)
     step = step_seen(folder)
     newest = {"step": step, "path": f"{folder}/step-{step:010d}"} if step else None
@@ -172,14 +176,13 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
     _print_incidents(status["incidents"])
     if not status["workers"]:
         return
-    over = status["state"] in ("completed", "failed", "interrupted")  # then nothing computes, or has these process ids
     lines = [("worker", "role", "stage", "lanes", "step", "samples/s", "pid", "host")]
     for w in status["workers"]:
         lanes = ",".join(str(lane) for lane in w["lanes"]) or "-"
         stage = ",".join(map(str, w["stages"])) or "-"
         name = f"{w['worker_id']}.{w['incarnation']}"
-        speed = f"{w['samples_per_s']:.1f}" if w["samples_per_s"] and not over else "-"
-        lines.append((name, w["role"], stage, lanes, str(w["step"]), speed, "-" if over else str(w["pid"]), w["host"]))
+        speed = f"{w['samples_per_s']:.1f}" if w["samples_per_s"] else "-"
+        lines.append((name, w["role"], stage, lanes, str(w["step"]), speed, str(w["pid"] or "-"), w["host"]))
     print("\n".join(aligned(lines)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,14 @@ from everstep.cli.seconds import Seconds
 from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console
 from everstep.dashboard.feed import RunFeed
 from everstep.dashboard.run_view import WorkerRow, head, worker_rows
+from everstep.report.facts import SET_BACK_NS
 from everstep.report.headline import Headline
 from everstep.report.words import shortened, size_text, time_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from everstep.report.told_facts import Line
 
 _STYLES = {"leader": "bold blue", "standby": "cyan", "healing": "yellow", "suspect": "yellow", "dead": "bold red"}
 _STYLES |= {"ended": "dim", "left": "dim"}
@@ -87,10 +90,22 @@ def picture(feed: RunFeed, sort: str, most: int, width: int) -> RenderableType:
     for one in feed.history.incidents(feed.running)[-1:]:
         parts.append(Text(shortened(f"last {one.kind}: {one.line()}", width), style="yellow", no_wrap=True))
     parts.append(_table(rows, sort, most, width))
-    for line in sorted(list(feed.history.facts.log)[-5:], key=lambda line: line.time_ns):
+    for line in in_order(list(feed.history.facts.log)[-5:]):
         clock = time.strftime("%H:%M:%S", time.localtime(line.time_ns / 1e9))
         parts.append(Text(shortened(f"{clock} {line.text}", width), style="dim", no_wrap=True))
     return Group(*parts)
+
+
+def in_order(lines: Sequence[Line]) -> list[Line]:
+    """Lines in the order of time, as some are told a little late; but what follows a clock's being set back stays
+    behind what was before."""
+    kept: list[tuple[int, int, Line]] = []
+    clocks, newest_ns = 0, 0
+    for line in lines:
+        back = newest_ns - line.time_ns > SET_BACK_NS
+        clocks, newest_ns = clocks + back, line.time_ns if back else max(newest_ns, line.time_ns)
+        kept.append((clocks, line.time_ns, line))
+    return [line for _, _, line in sorted(kept, key=lambda one: one[:2])]
 
 
 def _numbers(facts: dict[str, Any]) -> str:

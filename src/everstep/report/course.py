@@ -16,7 +16,6 @@ from everstep.report.words import Event, known, number, one_line, whole_number
 _STEP_RULES = ("last", "mean", "min", "max", "last", "sum", "last")
 _MOST_METRICS = 16
 _MEASURED_STEPS = 10
-_BREAK_S = 60.0  # a step that stood still for so long says nothing about the present speed
 Again = tuple[int, int]
 """Begin and end of the time in which repeated steps were done first, in ns."""
 
@@ -56,7 +55,7 @@ class Course:
 
     def _begin(self, time_ns: int) -> None:
         self.clean, self.began_again_ns = False, time_ns
-        self.pace.begin()
+        self.pace.begin(time_ns)
 
     def committed(self, event: Event, time_ns: int, members: int, settled: bool) -> Stretch | None:
         """Take in a committed step of so many members. settled: the next one follows upon it. Returns the time for
@@ -73,17 +72,15 @@ class Course:
         self.tokens_per_sample = tokens / samples if tokens > 0 and samples > 0 else None
         self.steps.add(step, (time_ns / 1e9, loss, loss, loss, lr, samples, members))
         passed_s = (time_ns - self.last_step_ns) / 1e9 if self.last_step_ns else 0.0
-        late = passed_s > 1.0 and self.pace.stands_still(passed_s)
-        clean = self.clean and passed_s > 0.0 and not late
-        if clean:
+        late = self.pace.was_late(passed_s)
+        clean = self.clean and passed_s > 0.0
+        if clean and not late:
             entry = self.rates.setdefault(members, [0.0, 0.0, 0.0, 0.0])
             entry[0] += samples
             entry[1] += passed_s
             entry[2] += 1
             entry[3] += passed_s * passed_s
         stalled = self.standstill(time_ns) if late and not self.redo_to else None
-        if late and passed_s > _BREAK_S:
-            self.pace.begin()
         self.pace.commit(time_ns, step, samples, clean)
         self.clean, self.last_step_ns = settled, time_ns
         self.redo_to = self.redo_to if step < self.redo_to else 0

@@ -35,7 +35,7 @@ from everstep.report.words import (
 
 _MOST_LOG = 4000
 _LATELY_NS = 60_000_000_000
-_SET_BACK_NS = 10_000_000_000  # hosts may differ by less
+SET_BACK_NS = 10_000_000_000  # hosts may differ by less
 _MARKED = {"fault_injected": "fault", "worker_evicted": "evicted", "leader_changed": "leader"}
 _MARKED |= {"coordinator_restarted": "coordinator", "fallback": "fallback", "worker_healed": "healed"}
 
@@ -70,7 +70,7 @@ class Facts:
             return
         if kind == "job_started" and self.account.begin_ns is not None:
             _not_running(self, time_ns)
-        back = kind == "step_committed" and self.course.last_step_ns - time_ns > _SET_BACK_NS
+        back = kind == "step_committed" and self.course.last_step_ns - time_ns > SET_BACK_NS
         if back and whole_number(event.get("step")) > self.course.pace.told:  # one of an earlier step is only told late
             self.told_ns = 0
             self.account.clock_set_back(time_ns)
@@ -180,6 +180,8 @@ class Facts:
         if cause(event) in (Cause.INTERRUPTED, Cause.PREEMPTED):
             condition.stops(event, time_ns)
         self.course.clean = False
+        if not self.course.last_step_ns:
+            self.course.pace.begin(time_ns)
         self._was_done(whole_number(event.get("step")))
         condition.end_of_waiting(time_ns)
         if condition.state == "waiting":

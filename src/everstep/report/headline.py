@@ -30,6 +30,7 @@ _KILLS_LATELY_S = 600.0
 _BEYOND_HELP = 30.0
 _MANY_LEFT_OUT = 3
 _LONG_SAVE_S = 10.0
+_WHERE = {"disk": "", "object": " in the object store"}
 _PASSIVE = ("reduce", "agree", "transfer", "settle", "idle", "stall")
 
 
@@ -396,15 +397,13 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
     failed = next((c for c in newest.values() if not c.ok), None)
     if failed is not None:
         saved, ago = facts.checkpoint_step, span(_s(failed.time_ns, now))
-        where = {"disk": "", "object": " in the object store"}.get(failed.tier, f" in {failed.tier}")
+        where = _WHERE.get(failed.tier, f" in {failed.tier}")
         whole = f"The newest whole one is of step {saved}." if saved else "There is no other."
         text = f"the checkpoint of step {failed.step}{where} failed {ago} ago: {failed.reason}."
         return Headline("warning", f"Training goes on, but {text}", whole)
-    left_out = list(takewhile(lambda c: c.skipped and c.cause is Cause.BUSY, reversed(facts.checkpoints)))
-    if len(left_out) >= _MANY_LEFT_OUT and _s(left_out[-1].time_ns, now) > _LONG_SAVE_S:
-        text = f"Training goes on, but the last {len(left_out)} checkpoints were left out: {left_out[0].reason}."
-        saved = facts.checkpoint_step
-        return Headline("warning", text, f"The newest whole one is of step {saved}." if saved else "There is no other.")
+    left_out = next(filter(None, (_left_out(facts, now, tier) for tier in _WHERE)), None)
+    if left_out is not None:
+        return left_out
     if facts.full is not None and disk_trouble(facts, now):
         return Headline(
             "warning",
@@ -412,6 +411,18 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
             "Training goes on.",
         )
     return None
+
+
+def _left_out(facts: Facts, now: Now, tier: str) -> Headline | None:
+    """The newest checkpoints of this tier were left out, one after the other, for long."""
+    newest = (c for c in reversed(facts.checkpoints) if c.tier == tier)
+    left_out = list(takewhile(lambda c: c.skipped and c.cause is Cause.BUSY, newest))
+    if len(left_out) < _MANY_LEFT_OUT or _s(left_out[-1].time_ns, now) <= _LONG_SAVE_S:
+        return None
+    said = f"the last {len(left_out)} checkpoints{_WHERE[tier]} were left out: {left_out[0].reason}."
+    saved = max((c.step for c in facts.checkpoints if c.ok and c.tier != "memory"), default=0)
+    whole = f"The newest whole one is of step {saved}." if saved else "There is no other."
+    return Headline("warning", f"Training goes on, but {said}", whole)
 
 
 def _fewer(facts: Facts, now: Now) -> Headline | None:

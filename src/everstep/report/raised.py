@@ -49,7 +49,8 @@ def _struck(facts: Facts, worker_id: int | None) -> str:
     newest = facts.incidents.newest
     hits = newest.struck.values() if newest is not None else ()
     others = [hit.who for hit in hits if hit.cause is Cause.EXCEPTION and hit.who != f"worker {worker_id}"]
-    return f"in worker {worker_id}" + (f", as in {', '.join(sorted(others)[:6])}" if others else "")
+    others.sort(key=lambda who: (len(who), who))  # worker 2 before worker 10
+    return f"in worker {worker_id}" + (f", as in {', '.join(others[:6])}" if others else "")
 
 
 def _own_frame(traceback: str) -> str:

@@ -233,6 +233,18 @@ def test_status_of_a_job_that_no_coordinator_answers_for(tmp_path: Path) -> None
     assert (read_status(run_dir)["state"], read_status(run_dir)["step"]) == ("completed", 3)
 
 
+def test_nobody_has_the_process_ids_of_a_job_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = job_dir(tmp_path)
+    log = EventLog(run_dir / "events.jsonl")
+    log.write("job_started", step=0, workers=1)
+    log.write("worker_joined", worker_id=0, incarnation=0, pid=4711, pids=[4711, 4712], host="here")
+    log.write("job_failed", state="failed", reason="a worker crashed", exit_code=1)
+    (worker,) = read_status(run_dir)["workers"]
+    assert (worker["pid"], worker["pids"], [one["pid"] for one in worker["cell"]]) == (None, [None] * 2, [None] * 2)
+    assert run_command(["status", str(run_dir)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[-2:] == ["-", "here"]
+
+
 def test_nobody_to_scale_or_drain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = job_dir(tmp_path)
     for argv in (["scale", str(run_dir), "--workers", "2"], ["drain", str(run_dir), "0"]):

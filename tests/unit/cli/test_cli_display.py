@@ -232,6 +232,21 @@ def test_a_narrow_terminal_has_fewer_columns_and_whole_numbers(tmp_path: Path, w
     assert all("step" in row for row in (rows[0], rows[3]))
 
 
+def test_top_keeps_what_is_newest_last_though_the_clock_is_set_back(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    from everstep.cli.top import picture
+    from everstep.dashboard.feed import RunFeed
+
+    at = {"old": 3600.0, "told late": 3599.5, "new": 10.0, "newest": 12.0, "also told late": 11.0}
+    told = [event("warning", at_s, cause="disk", reason=name) for name, at_s in at.items()]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (*JOB[:4], *told)))
+    said = io.StringIO()
+    Console(file=said, width=80).print(picture(RunFeed(tmp_path, logs=False), "worker", 9, 80))
+    shown = [line.rpartition("warning: ")[2].strip() for line in said.getvalue().splitlines()[-5:]]
+    assert shown == ["told late", "old", "new", "also told late", "newest"]
+
+
 def test_json_lines_are_those_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(path)

@@ -27,6 +27,8 @@ STOPPED = {"cause": "interrupted", "state": "interrupted", "exit_code": 130, "re
 FULL = {"cause": "disk", "reason": "rows of the ledger cannot be written: No space left on device"}
 FAILED = {"cause": "disk", "tier": "disk", "step": 9, "reason": "No space left on device"}
 BUSY = {"cause": "busy", "tier": "disk", "step": 9, "reason": "that of step 3 is still being written, since 9 s"}
+TIERS = (("skipped", BUSY), ("completed", {"tier": "memory", "step": 9}))
+STORE = {"tier": "object"}
 RAISED = [
     event("worker_evicted", 5.8, worker_id=i, incarnation=0, cause="exception", reason="ValueError: 17") for i in (0, 1)
 ]
@@ -269,6 +271,20 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
             "the last 5 checkpoints were left out: that of step 3 is still being written, since 9 s.",
             "There is no other",
         ),
+    ),
+    "a disk that is so for long, with copies in memory": (
+        [*trained(), *(event(f"checkpoint_{kind}", -6 + 3 * n, **more) for n in range(5) for kind, more in TIERS)],
+        6.8,
+        {},
+        "warning",
+        ("the last 5 checkpoints were left out: that of step 3 is still being written, since 9 s.", "no other"),
+    ),
+    "an object store that is so for long": (
+        [*trained(), SAVED, *(event("checkpoint_skipped", -6 + 3 * n, **BUSY | STORE) for n in range(5)), SAVED],
+        5.8,
+        {},
+        "warning",
+        ("the last 5 checkpoints in the object store were left out: that of step 3", "newest whole one is of step 6"),
     ),
     "waiting for workers": ([*trained(), TOO_FEW], 10, {"gives_up_s": 600.0}, "warning", ("Waiting for 4 s: 1 of 4",)),
     "all have raised, and nothing is to be done again": (

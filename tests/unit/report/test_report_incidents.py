@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +292,7 @@ def test_speed_is_that_of_now() -> None:
     assert pace.eta_s(5, 15) == 10.0
     pace.commit(4 * S, 6, 10, clean=False)  # told late, with another time
     assert (pace.samples_per_s(), pace.eta_s(6, 15)) == (None, None)
-    pace.begin()
+    pace.begin(5 * S)
     assert (pace.samples_per_s(), pace.usual_s) == (None, 1.0)
 
 
@@ -312,6 +313,52 @@ def test_a_standstill_is_not_training() -> None:
     assert sum(seconds.values()) == pytest.approx(16.0)
     (open_one,) = facts.under_way(T0 + 30 * S)
     assert (open_one.use, open_one.end_ns - open_one.begin_ns) == ("stalled", pytest.approx(13.7 * S, rel=1e-6))
+
+
+def paced(each: list[float]) -> list[dict[str, Any]]:
+    """4 workers; steps of so many seconds each, from 2.5 s on."""
+    return [*trained()[:6], *(commit(n, at) for n, at in enumerate(accumulate(each, initial=2.5)) if n)]
+
+
+@pytest.mark.parametrize(
+    ("fast", "slow_s", "rate"),
+    [([], 40.0, 0.98), ([], 70.0, 0.98), ([0.5] * 40, 2.5, 0.87), ([20.0] * 40, 90.0, 0.88)],
+)
+def test_steps_that_are_slow_for_good_are_the_usual_ones(
+    fast: list[float], slow_s: float, rate: float, tmp_path: Path
+) -> None:
+    events = paced([*fast, *[slow_s] * 100])
+    write_events(tmp_path, events)
+    assert (History(tmp_path).load().goodput(False) or 0) > rate
+    course = facts_of(events).course
+    assert course.pace.usual_s == pytest.approx(slow_s)
+    assert course.pace.samples_per_s() == pytest.approx(8 / slow_s)
+    assert course.eta_s(len(fast) + 110) == pytest.approx(10 * slow_s)
+    assert course.rates[4][2] >= 80, "steps that the speed of so many workers is of"
+    for count in (len(fast) + 100,) if fast else (1, 2, 3, 100):  # after step 1, only that one is known
+        told = events[: 6 + count]
+        said = headline(facts_of(told), Now(told[-1]["time_unix_ns"] + round(0.9 * slow_s * S)))
+        assert said.text == f"All is well: step {count}, 4 of 4 workers."
+
+
+def test_a_job_that_slows_down_has_a_speed_after_the_second_slow_step() -> None:
+    facts = facts_of(paced([20.0] * 40 + [90.0] * 2))
+    assert (present_speed(facts), facts.course.eta_s(52)) == (pytest.approx(8 / 90), pytest.approx(900))
+
+
+def test_one_standstill_changes_neither_the_usual_time_nor_the_speed() -> None:
+    before, after = [0.5] * 20, [0.5] * 5
+    hung = facts_of(paced(before))
+    said = headline(hung, Now(hung.course.last_step_ns + 59 * S))
+    assert (said.level, said.text) == ("warning", "No step for 59 s (usually 0.5 s): no fault has been noticed yet.")
+    for stood_s in (60.0, 61.0):
+        facts = facts_of(paced([*before, stood_s, *after]))
+        assert facts.account.seconds()["stalled"] == pytest.approx(stood_s - 0.5)
+        assert facts.course.pace.usual_s == pytest.approx(0.5)
+        assert facts.course.rates[4][2] == len(before) + len(after) - 1
+    assert present_speed(facts) == pytest.approx(16)
+    again = facts_of(paced([*before, 70.0, *after, 70.0, *after]))
+    assert again.account.seconds()["stalled"] == pytest.approx(139)
 
 
 def test_what_a_recovery_takes_is_counted_from_the_fault_on_until_it_is_over() -> None:

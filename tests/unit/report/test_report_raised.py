@@ -72,6 +72,14 @@ def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
     assert raised_lines(tmp_path, failed_run(tmp_path, bare, end=killed).facts) == []
 
 
+def test_others_that_raised_are_named_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    raised = [event("worker_evicted", 6, worker_id=i, incarnation=0, **RAISED) for i in (10, 2, 1, 3)]
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker-1.jsonl").write_text(record(6.6, "critical", "ValueError: x", exception="damaged"))
+    said = raised_lines(tmp_path, facts_of([*trained([[1, 2, 3, 10]]), *raised, FAILED]))
+    assert said[1] == "in step 11, in worker 1, as in worker 2, worker 3, worker 10"
+
+
 def test_the_lines_of_a_run_say_an_exception_once() -> None:
     text = RAISED["reason"]
     lines = Sentences()
