@@ -336,7 +336,7 @@ class Run:
                 if not session.view.stages.split:
                     frames = loop_frames(sys._getframe())
                     if frames and (found := unset_behind(frames[0])) is not None:
-                        raise Misused(_UNSET.format(name=found[0], line=found[1]))
+                        raise Misused(_UNSET.format(name=found[0], line=found[1]), found[1])
                     session.loop.begin(not frames or prepares(frames[0]))
                     if frames and calls_in_file(frames[0], "backward") > 1:
                         session.view.stages.only.loop.expect_several()
