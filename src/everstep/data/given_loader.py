@@ -179,9 +179,9 @@ def _told(sampler: Any, name: str, size: int) -> int | None:
     most = max(_TIMES_LONGER * size, _SEEMS_INFINITE) * _LONGER_IF_TOLD
     try:
         told = len(sampler)
-    except (TypeError, NotImplementedError):  # it has no length, or says by this that it does not know
+    except (TypeError, RuntimeError):  # it has none, or says by this that it does not know
         return None
-    except (ValueError, OverflowError, RuntimeError) as error:
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"the sampler {name} does not say how many indices it has ({error}): {_JOBS_OWN}") from None
     if told > most:
         raise ConfigError(
