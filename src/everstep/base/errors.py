@@ -109,9 +109,13 @@ class TaskError(EverstepError):
 
 
 class Misused(TaskError):
-    """The user's code does something that a job cannot carry."""
+    """The user's code does something that a job cannot carry. line: where, if the traceback does not show it."""
 
     exit_code = 2
+
+    def __init__(self, text: str, line: int = 0) -> None:
+        super().__init__(text)
+        self.line = line
 
 
 class Uncarried(EverstepError):

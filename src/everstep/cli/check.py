@@ -217,7 +217,9 @@ def _print(target: str, report: dict[str, Any]) -> None:
         where = f"{finding['file']}:{finding['line']}: " if finding["line"] else ""
         where += f"changed in line {finding['changed']}: " if finding.get("changed") else ""
         weight = "" if finding.get("refused", True) else " (listed only: the job starts anyway)"
-        print(f"{where}{finding['object']}: {finding['says']}; {finding['remedy']}{weight}")
+        about = "" if where and finding["object"] == finding["file"] else f"{finding['object']}: "
+        remedy = f"; {finding['remedy']}" if finding["remedy"] else ""
+        print(f"{where}{about}{finding['says']}{remedy}{weight}")
     for said in report["covered"]:
         print(f"  covered: {said}")
     for said in report["not_covered"]:

@@ -6,7 +6,7 @@ Apart from the loader of lanes because nothing is loaded through the user's own:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
@@ -72,7 +72,7 @@ def read_data(data: Any, collate: Collate | None) -> GivenData:
     Raises: ConfigError, in one line, for a loader that cannot be followed.
     """
     if not isinstance(data, DataLoader):
-        _refuse_several(data)
+        _refuse_several(data, collate)
         return GivenData(data, collate or default_collate)
     name = type(data).__name__
     if collate is not None and collate is not data.collate_fn:
@@ -109,7 +109,7 @@ def read_data(data: Any, collate: Collate | None) -> GivenData:
     return GivenData(Subset(data.dataset, order), data.collate_fn, data.batch_size, settings, kept)
 
 
-def _refuse_several(data: Any) -> None:
+def _refuse_several(data: Any, collate: Collate | None) -> None:
     """Raises: ConfigError for several loaders, or tensors that belong together, where one dataset is expected."""
     items = list(data.values()) if isinstance(data, dict) else data if isinstance(data, list | tuple) else []
     if any(isinstance(item, DataLoader) for item in items[:8]):
@@ -117,11 +117,23 @@ def _refuse_several(data: Any) -> None:
             f"dataset: expected one dataset or DataLoader, got {len(items)} in a {type(data).__name__}: give one whose "
             "samples hold the items of all (torch.utils.data.StackDataset)"
         )
-    if isinstance(data, tuple | dict) and 1 <= len(items) <= 8 and all(isinstance(item, Tensor) for item in items):
+    if 1 <= len(items) <= 8 and all(isinstance(item, Tensor) for item in items) and _belong_together(data, collate):
         raise ConfigError(
             f"dataset: expected samples, got {len(items)} tensors in a {type(data).__name__}: give "
             "torch.utils.data.TensorDataset of them"
         )
+
+
+def _belong_together(data: Any, collate: Collate | None) -> bool:
+    """Whether tensors hold one sample in each row, rather than being samples: they have equally many rows, and names,
+    or no batch can be stacked of them."""
+    tensors: list[Tensor] = list(data.values()) if isinstance(data, dict) else list(data)
+    if len({tensor.shape[:1] for tensor in tensors}) > 1 or not tensors[0].ndim or len(tensors[0]) <= 1:
+        return False
+    if isinstance(data, dict):
+        return all(isinstance(key, str) for key in data)
+    kinds = {(tensor.shape, tensor.dtype) for tensor in tensors}
+    return isinstance(data, tuple) and len(kinds) > 1 and collate in (None, default_collate)
 
 
 def _shuffles(dataset: Any, sampler: Any) -> bool | None:
@@ -144,32 +156,38 @@ def _fixed_order(sampler: Any, dataset: Any) -> Sequence[int]:
             f"the sampler {name} follows set_epoch, so its order cannot be told from the step alone: {_JOBS_OWN}"
         )
     size = len(dataset)
-    most = _most_indices(sampler, name, size)
+    told = _told(sampler, name, size)
+    most = max(_TIMES_LONGER * size, _SEEMS_INFINITE) if told is None else told
     with preserve_rng():
-        passes = [array("q", islice(_indices(sampler, name, size), most + 1)) for _ in range(2)]
-    if len(passes[0]) > most:
-        more = f"more indices than its length, {most}" if isinstance(sampler, Sized) else f"{most} indices, and more"
-        raise ConfigError(f"the sampler {name} gives {more}: expected one that ends, give it another or {_JOBS_OWN}")
-    if passes[0] != passes[1]:
+        first = array("q", islice(_indices(sampler, name, size), most + 1))
+        again = array("q", islice(_indices(sampler, name, size), most + 1)) if len(first) <= most else first
+    if len(first) > most:
+        more = f"{most} indices, and more: expected one that ends, and a __len__ for so many"
+        more = more if told is None else f"more indices than its length, {most}: expected one that ends"
+        raise ConfigError(f"the sampler {name} gives {more}: give it another or {_JOBS_OWN}")
+    if first != again:
         raise ConfigError(
             f"the sampler {name} gives another order in each pass, so a worker that is resumed or healed would train "
             "on other samples: give the DataLoader torch.utils.data.Subset(dataset, list(sampler)) with shuffle=True "
             "instead of dataset and sampler, or seed the sampler's generator in its __iter__"
         )
-    return passes[0]
+    return first
 
 
-def _most_indices(sampler: Any, name: str, size: int) -> int:
-    """How many indices the sampler says that it has; where it does not, as many as none that ends gives."""
-    longest = max(_TIMES_LONGER * size, _SEEMS_INFINITE)
-    if not isinstance(sampler, Sized):
-        return longest
+def _told(sampler: Any, name: str, size: int) -> int | None:
+    """How many indices the sampler says that it has; None if it does not."""
+    most = max(_TIMES_LONGER * size, _SEEMS_INFINITE) * _LONGER_IF_TOLD
     try:
         told = len(sampler)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # infinity, for one
+    except (TypeError, RuntimeError):  # it has none, or says by this that it does not know
+        return None
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"the sampler {name} does not say how many indices it has ({error}): {_JOBS_OWN}") from None
-    if told > longest * _LONGER_IF_TOLD:
-        raise ConfigError(f"the sampler {name} says that it has {told} indices: expected one that ends, or {_JOBS_OWN}")
+    if told > most:
+        raise ConfigError(
+            f"the sampler {name} says that it has {told} indices: expected at most {most} for {size} samples, or "
+            f"{_JOBS_OWN}"
+        )
     return told
 
 

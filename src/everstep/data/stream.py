@@ -36,6 +36,7 @@ _MARKS = 4
 NO_MORE = object()
 """The value after the last sample of a pass."""
 _ONLY_READER = {"RANK": "0", "WORLD_SIZE": "1"}
+_OF_CONTAINERS = tuple(type(each) for each in (iter([]), iter(()), iter({}.values()), iter({}.items())))
 _PLAIN = bool | int | float | complex | str | bytes | None
 
 
@@ -91,7 +92,10 @@ class Stream:
             return Stream(given, size, seed, _encoded(given.state_dict(), type(given).__name__))
         shares = type(given).__module__ in ("builtins", "itertools")  # a shallow copy goes on in the same iterator
         try:
-            copy.deepcopy(given) if shares else copy.copy(given)
+            if isinstance(given, _OF_CONTAINERS):  # its shallow copy does not; copying all that it holds takes long
+                copy.deepcopy(next(copy.copy(given), None))
+            else:
+                copy.deepcopy(given) if shares else copy.copy(given)
         except Exception:
             raise ConfigError(_not_twice(given)) from None
         return Stream(given, size, seed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -163,7 +164,11 @@ def first_write(rows: Sequence[LineRow]) -> Divergence | None:
     return None
 
 
-_RESTRUCTURES = ("add_module", "add_param_group", "append", "insert", "extend", "pop", "remove", "set_submodule")
+_OF_LISTS = ("append", "insert", "extend", "pop")
+_TRAINED, _FIRST_GIVEN = ("model", "optimizer"), 2
+_TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+_CHANGED = re.compile(r"module (.+?) \(|(.+?) of module (.+?) got |the optimizer's groups")
+"""What a refusal (`exact.structure`) says of modules, parameters and groups; else it is of "a gradient hook", say."""
 
 
 def where_written(name: str, file: str, line: int) -> int:
@@ -172,23 +177,71 @@ def where_written(name: str, file: str, line: int) -> int:
     return min(lines, key=lambda k: (abs(k - line), k)) if lines else line
 
 
-def where_restructured(file: str, line: int) -> Divergence | None:
-    """The first line in a loop around `line` that sets an item or attribute to a new object, or registers or removes a
-    hook, a module or a group; None if there is none."""
+def where_restructured(file: str, line: int, says: str) -> Divergence | None:
+    """The first line in a loop around `line` that does what the refusal says: registers a hook, a module or a group, or
+    sets or removes the part of the model or optimizer that it names; None if no line surely does. says: the refusal."""
     tree = SyntaxTrees().tree(file)
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)] if tree is not None else []
-    found: dict[int, str] = {}
-    for node in (node for loop in loops if loop.lineno <= line <= (loop.end_lineno or line) for node in ast.walk(loop)):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            if isinstance(node.targets[0], ast.Subscript | ast.Attribute):
-                found.setdefault(node.lineno, ast.unparse(node.targets[0]))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _restructures(node.func.attr):
-            found.setdefault(node.lineno, ast.unparse(node.func.value))
+    if tree is None:
+        return None
+    told = _CHANGED.match(says)
+    named = " ".join(filter(None, told.groups())) or "params param_groups" if told is not None else ""
+    words, kind = set(re.findall(r"\w+", named)), " ".join(says.split()[:3]) if told is None else ""
+    given = set(_given_names(tree))
+    loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and n.lineno <= line <= (n.end_lineno or line)]
+    ours, others, changed = dict[int, str](), dict[int, str](), dict[int, str]()
+    for node in (node for loop in loops for node in ast.walk(loop)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            method, thing = node.func.attr, node.func.value
+            if _registers(method, words, kind):
+                (ours if _is_part(thing, given) else others).setdefault(node.lineno, ast.unparse(thing))
+            elif method in _OF_LISTS and _is_named(thing, given, words):
+                changed.setdefault(node.lineno, ast.unparse(thing))
+        elif _is_set(node) and _is_named(node, given, words):
+            changed.setdefault(node.lineno, ast.unparse(node))
+    found = ours or changed or others
     return Divergence(found[min(found)], file, min(found), True) if found else None
 
 
-def _restructures(method: str) -> bool:
-    return method in _RESTRUCTURES or method.startswith("register_")
+def _given_names(tree: ast.Module) -> Iterator[str]:
+    """Names of models and optimizers that calls of `join` were given, dotted as they are there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _dotted(node.func).split(".")[-1] == "join":
+            keywords = [k.value for k in node.keywords if k.arg in _TRAINED]
+            for inner in (n for argument in [*node.args[:_FIRST_GIVEN], *keywords] for n in ast.walk(argument)):
+                if isinstance(inner, ast.Name | ast.Attribute) and (name := _dotted(inner)) != "self":
+                    yield name
+
+
+def _registers(method: str, words: set[str], hook: str) -> bool:
+    """Whether a method of this name does what the words tell of, to whatever module or parameter. hook: its kind."""
+    if hook:
+        tensors = method in _TENSOR_HOOKS
+        return tensors if hook.startswith("a gradient") else "register_" in method and "hook" in method and not tensors
+    if "param_groups" in words:
+        return method == "add_param_group"
+    others = method.startswith("register_") and "hook" not in method and method != "register_buffer"
+    return others or method in ("add_module", "set_submodule")
+
+
+def _is_set(node: ast.AST) -> bool:
+    return isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load)
+
+
+def _is_named(node: Any, given: set[str], words: set[str]) -> bool:
+    """Whether it is a given thing, or a part of one whose last name, or number, is among the words."""
+    while isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
+        node = node.value  # which of them is not written there
+    last = node.slice.value if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) else None
+    last = node.attr if isinstance(node, ast.Attribute) else last
+    return _dotted(node) in given or (str(last) in words and _is_part(node, given))
+
+
+def _is_part(node: Any, given: set[str]) -> bool:
+    while _dotted(node) not in given:
+        if not isinstance(node, ast.Subscript | ast.Attribute):
+            return False
+        node = node.value
+    return True
 
 
 # ---- names on lines

@@ -64,7 +64,7 @@ _UNDONE = (
     "the loop left step {number} before its batches were used up: iterate `for batch in step:` to its end in every step"
 )
 _UNSET = (
-    "{file}:{line} needs {name}, which only the loop over a step's batches sets: a worker that is resumed or healed "
+    "line {line} of {file} needs {name}, which only the loop over a step's batches sets: a worker that is resumed or healed "
     "may come there without a batch; use step.loss, or step.log and step.metrics, or set {name} before that loop"
 )
 _NOT_EXACT = (
@@ -336,8 +336,8 @@ class Run:
                 if not session.view.stages.split:
                     frames = loop_frames(sys._getframe())
                     if frames and (found := unset_behind(frames[0])) is not None:
-                        file = os.path.basename(frames[0].f_code.co_filename)
-                        raise Misused(_UNSET.format(file=file, name=found[0], line=found[1]))
+                        (name, line), file = found, os.path.basename(frames[0].f_code.co_filename)
+                        raise Misused(_UNSET.format(file=file, name=name, line=line), line)
                     session.loop.begin(not frames or prepares(frames[0]))
                     if frames and calls_in_file(frames[0], "backward") > 1:
                         session.view.stages.only.loop.expect_several()

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, default_collate
 
-from everstep.base.errors import ConfigError, EverstepError, TaskError
+from everstep.base.errors import ConfigError, EverstepError, Misused, TaskError
 from everstep.exact.shard_sums import ShardMesh
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -102,11 +102,13 @@ def calling(task: Task, method: str, *arguments: Any) -> Any:
 
 
 def place_of(error: BaseException) -> tuple[str, int]:
-    """File and line of the user's own code that an exception has passed last; else of any code; ("", 0) if of none."""
+    """File and line of the user's own code that an exception has passed last, or that it names; else of any code;
+    ("", 0) if of none."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith((_PACKAGE, "<")) and "site-packages" not in f.filename]
     found = (own or list(frames))[-1:]
-    return (os.path.basename(found[0].filename), found[0].lineno or 0) if found else ("", 0)
+    told = error.line if isinstance(error, Misused) else 0
+    return (os.path.basename(found[0].filename), told or found[0].lineno or 0) if found else ("", 0)
 
 
 def where(error: BaseException) -> str:

@@ -49,6 +49,7 @@ _OF_STATE = ("IndexError", "KeyError", "StoreError", "CheckpointCorrupt", "BlobM
 """Errors that may follow from a cursor that was set beside a state of another step."""
 _BUFFER = "do not write to it in the forward pass; change it after the batches, from step.number or step.metrics"
 _OF_LANES = ("DeterminismError", "LaneCarried", "TaskError", "Misused", "Uncarried")
+_TOLD_TWICE = ("DeterminismError", "LaneCarried")
 _KEPT = "keep no values from batch to batch, or only in buffers of the model"
 
 
@@ -208,11 +209,14 @@ class Trials:
     def _refused(self, first: Sighting) -> Finding:
         """The finding for Everstep's own objection, at the line that causes it if following the lines shows it."""
         file, line = first.place
-        name, followed = file or os.path.basename(self.what.script), bool(first.buffer) or first.kind in _OF_LANES
-        remedy = _TWICE if followed else "see its message"
+        script = self.what.script
+        name, followed = file or os.path.basename(script), bool(first.buffer) or first.kind in _OF_LANES
+        remedy = _TWICE if first.kind in _TOLD_TWICE else ""
         plain = Finding("refused", name, "", True, remedy, file, line, first.error)
-        if first.kind == Restructured.__name__ and (at := where_restructured(file, line)):
-            return Finding("refused", at.object, "", True, remedy, file, at.line, first.error)
+        if first.kind == Restructured.__name__:
+            whole = script if os.path.basename(script) == file else file
+            at = where_restructured(whole, line, first.error)
+            return plain if at is None else replace(plain, object=at.object, line=at.line)
         if not followed:
             return plain
         with self._lives(LifeWatch(trace="lane", buffer=first.buffer, setting=Setting())) as lives:

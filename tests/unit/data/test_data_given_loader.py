@@ -134,11 +134,28 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "endless": (lambda: DataLoader(DATA, 4, sampler=Endless()), "the sampler Endless gives 1048576 indices, and more"),  # type: ignore[arg-type]
     "as good as endless": (
         lambda: DataLoader(DATA, 4, sampler=Sized(1 << 40)),  # type: ignore[arg-type]
-        "the sampler Sized says that it has 1099511627776 indices",
+        "the sampler Sized says that it has 1099511627776 indices: expected at most 16777216 for 12 samples, or use",
     ),
     "infinity": (
         lambda: DataLoader(DATA, 4, sampler=Sized(float("inf"))),  # type: ignore[arg-type]
+        "the sampler Sized gives 1048576 indices, and more",
+    ),
+    "many": (
+        lambda: DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True, num_samples=20_000_000)),
+        "the sampler RandomSampler says that it has 20000000 indices: expected at most 16777216 for 12 samples",
+    ),
+    "no length at all": (
+        lambda: DataLoader(DATA, 4, sampler=Sized(-1)),  # type: ignore[arg-type]
         "the sampler Sized does not say how many indices it has",
+    ),
+    "tensors by name": (
+        lambda: {"x": torch.ones(12, 2), "y": torch.ones(12)},
+        "dataset: expected samples, got 2 tensors in a dict: give torch.utils.data.TensorDataset",
+    ),
+    "one by name": (lambda: {"x": torch.ones(12, 2)}, "dataset: expected samples, got 1 tensors in a dict"),
+    "of other numbers": (
+        lambda: (torch.ones(12), torch.ones(12, dtype=torch.int64)),
+        "dataset: expected samples, got 2 tensors in a tuple",
     ),
     "two loaders": (lambda: [DataLoader(DATA, 4)] * 2, "dataset: expected one dataset or DataLoader, got 2 in a list"),
     "loaders by name": (lambda: {"a": DataLoader(DATA, 4)}, "dataset: expected one dataset or DataLoader, got 1 in a"),
@@ -160,6 +177,38 @@ def test_what_cannot_be_followed_is_refused_in_one_line(case: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read_data(loader(), None)
     assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
+
+
+SAMPLES: dict[str, Any] = {
+    "a dict by index": {0: torch.ones(12), 1: torch.zeros(12)},
+    "names, and other sizes": {"0": torch.ones(12), "1": torch.zeros(11)},
+    "a tuple": (torch.ones(12, 2), torch.zeros(12, 2)),
+    "a tuple of numbers": (torch.tensor(1.0), torch.tensor(2.0)),
+    "a tuple of one row": (torch.ones(1, 2), torch.zeros(1, 3)),
+    "a tuple of other sizes": (torch.ones(12), torch.zeros(11)),
+}
+
+
+@pytest.mark.parametrize("case", SAMPLES)
+def test_tensors_that_may_be_samples_are_taken(case: str) -> None:
+    assert read_data(SAMPLES[case], None).dataset is SAMPLES[case]
+
+
+def test_samples_of_other_shapes_need_a_collate() -> None:
+    pictures = (torch.ones(3, 4, 4), torch.ones(3, 5, 5))
+    assert read_data(pictures, list).dataset is pictures
+    with pytest.raises(ConfigError, match="got 2 tensors in a tuple"):
+        read_data(pictures, None)
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, TypeError])
+def test_a_sampler_that_does_not_know_its_length_is_read_to_its_end(error: type[Exception]) -> None:
+    class Unknown(Ordered):
+        def __len__(self) -> int:
+            raise error
+
+    found = read_data(DataLoader(DATA, 2, sampler=Unknown([3, 1])), None)  # type: ignore[arg-type]
+    assert [int(found.dataset[k]) for k in range(len(found.dataset))] == [3, 1]
 
 
 def test_collate_is_given_once() -> None:

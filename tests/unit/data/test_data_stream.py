@@ -15,7 +15,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from everstep.base.errors import ConfigError, TaskError
 from everstep.data.reading import by_index, first_samples, reading_of
-from everstep.data.stream import MOST_STATE_BYTES, Front, Stream, StreamMark, StreamReader, check_starts_over, count
+from everstep.data.stream import (
+    MOST_STATE_BYTES,
+    NO_MORE,
+    Front,
+    Stream,
+    StreamMark,
+    StreamReader,
+    check_starts_over,
+    count,
+)
 
 N = 37
 
@@ -130,6 +139,28 @@ def test_an_iterator_that_shares_another_is_read_once(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match=f"a {type(given).__name__}, which can be read only once"):
                 Stream.of(given, None, 5)
     assert told(reader(map(int, ["7", "8"]), None).read(0, 1)) == "8"
+
+
+class Copied:
+    """times: how often one of its kind was copied."""
+
+    times: ClassVar[int] = 0
+
+    def __deepcopy__(self, memo: Any) -> Copied:
+        Copied.times += 1
+        return self
+
+
+@pytest.mark.parametrize("given", [list, tuple, lambda items: dict(enumerate(items)).values()])
+def test_an_iterator_of_a_container_is_not_copied_to_see_whether_it_can_be(given: Any) -> None:
+    Copied.times, items = 0, iter(given([Copied() for _ in range(9)]))
+    next(items)
+    stream = Stream.of(items, None, 5)
+    assert Copied.times == 1
+    for _ in range(2):
+        assert len(list(iter(stream.open(0).next, NO_MORE))) == 8
+    with pytest.raises(ConfigError, match="which can be read only once"):
+        Stream.of(iter(given([(n for n in range(3)) for _ in range(2)])), None, 5)
 
 
 def test_a_place_that_is_not_told_rightly_costs_a_pass_and_no_bit(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
-from everstep.cli.check import answer
+from everstep.base.errors import Misused
+from everstep.cli.check import _print, answer
 from everstep.cli.check_jobs import deaths, lanes_of
-from everstep.train.rehearsal import stood_at
+from everstep.train.rehearsal import Judgement, Rehearsal, Rehearsed, Sighting, stood_at
+from everstep.train.task import place_of
+from everstep.train.trials import Trials
 from rehearsed_scripts import Loop
 from sampling import mostly_longer
 
@@ -95,3 +98,41 @@ def test_a_reading_that_is_used_without_a_name_is_found(tmp_path: Path) -> None:
     (found,) = checked(tmp_path, text)["findings"]
     assert found["object"] == "time.perf_counter"
     assert "perf_counter" in text.splitlines()[found["line"] - 1]
+
+
+def refused(script: Path, kind: str, says: str, line: int) -> list[str]:
+    """Rows that a check prints of a script that Everstep itself refuses."""
+    what = Rehearsed(str(script), (), str(script.parent))
+    seen = Sighting(error=says, known=True, kind=kind, place=(script.name, line))
+    unused: Any = None
+    found = Trials(what, unused, unused, 1.0).findings(Judgement(refused=says, seen=seen), Rehearsal(what, unused))
+    return [f"{f.object}:{f.line}" for f in found] + [f.remedy for f in found]
+
+
+def test_a_changed_module_is_told_with_its_line_wherever_the_script_is(tmp_path: Path) -> None:
+    script = tmp_path / "elsewhere.py"
+    script.write_text("run = join(model, optimizer)\nfor step in run:\n    group['lr'] = lr()\n    model.head = new()")
+    says = "module head (Linear) was made a ReLU in the loop; do it before the loop"
+    assert refused(script, "Restructured", says, 2) == ["model.head:4", ""]
+    script.write_text("for step in run:\n    group['lr'] = lr()\n    change(model)")
+    assert refused(script, "Restructured", says, 1) == ["elsewhere.py:1", ""]
+
+
+@pytest.mark.longer
+def test_what_is_read_behind_the_batches_is_told_with_its_line(tmp_path: Path) -> None:
+    text = Loop("unset", batch="got = x", after="print(got)").text
+    (found,) = checked(tmp_path, text)["findings"]
+    assert text.splitlines()[found["line"] - 1] == "    print(got)" and not found["remedy"]
+    assert found["says"].startswith(f"line {found['line']} reads got, which only the loop")
+
+
+def test_a_refusal_is_told_alone_and_with_the_line_that_it_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Misused) as told:
+        raise Misused("line 12 reads loss", 12)
+    assert place_of(told.value) == (Path(__file__).name, 12)
+    row = {"object": "train.py", "file": "train.py", "line": 12, "says": "line 12 reads loss", "remedy": ""}
+    _print("train.py", {"findings": [row, {**row, "line": 0}], "covered": [], "not_covered": []})
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "train.py:12: line 12 reads loss",
+        "train.py: line 12 reads loss",
+    ]
