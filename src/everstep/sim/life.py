@@ -130,7 +130,7 @@ class Disk:
     def cut_anew(self, job: SimJob) -> None:
         """Read complete checkpoints as stages of another cut from now on; incomplete ones are dropped."""
         self.parts = {step: cut_anew(parts, job) for step, parts in self.parts.items()}
-        self._asking, self._said, self.saving = {}, {}, {}
+        self._asking, self._said, self.saving, self.past = {}, {}, {}, {}
 
     def damage(self) -> None:
         """Damage the newest complete checkpoint."""
