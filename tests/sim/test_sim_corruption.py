@@ -18,6 +18,7 @@ from everstep.protocol.stepping.known import Known
 from everstep.protocol.stepping.switching import Switching
 from everstep.sim.computing import Reduction
 from everstep.sim.faults import SimFault
+from everstep.sim.life import Disk
 from everstep.sim.model import SimJob, by_unit, cut_anew, flipped, leaf, undisturbed, update, wrong
 from everstep.sim.scenario import DRIFT, Verdict, simulate
 from everstep.sim.setups import Setup
@@ -254,3 +255,10 @@ def test_what_descends_from_a_flipped_bit_is_marked_and_nothing_else():
     cut = cut_anew(states, SimJob(2, 4, stages=1, units=2))
     assert by_unit(cut) == by_unit(states) and cut == undisturbed(SimJob(2, 4, units=2))[0][1]
     assert wrong(update(states[1], 2, leaf(bad, 2, 0))) and not wrong(update(states[1], 2, leaf(states[0], 2, 0)))
+
+
+def test_a_checkpoint_that_another_cut_left_incomplete_is_begun_anew():
+    disk = Disk(None)
+    disk.saving[4], disk.past[4, 1] = {0}, True
+    disk.cut_anew(SimJob(2, 4, stages=1, units=2))
+    assert not disk.saving and not disk.past

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -62,7 +62,11 @@ COMMON = ("time_unix_ns", "kind", "generation", "step", "worker_id", "incarnatio
 _MAX_STEP = 10**10 - 1
 MOST_LINE_BYTES = 8 << 20
 """Longer lines are none of ours."""
+MOST_SEARCHED_BYTES = 256 << 20
+"""Some million events; a coordinator that takes over does not look farther back."""
 _TAIL_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 20
+_STARTED = b'_started"'
 _MOST_SHOWN = 24
 _START = b'{"time_unix_ns":'
 MOST_WAITING_BYTES = 4 << 20
@@ -286,15 +290,43 @@ def last_committed_step(path: str | os.PathLike[str]) -> int:
     return max(steps, default=0)
 
 
-def last_generation(path: str | os.PathLike[str]) -> int:
-    """Generation of the last `generation_started` since the last `job_started`, 0 if none; reads from the end."""
-    size, found, whole = _TAIL_BYTES, list[dict[str, Any]](), False
-    while not found and not whole:
-        events, whole = _newest(path, size)
-        found = [event for event in events if event["kind"] in ("job_started", "generation_started")]
-        size *= 4
-    generation = found[-1].get("generation") if found and found[-1]["kind"] == "generation_started" else 0
-    return generation if type(generation) is int else 0
+def last_generation(path: str | os.PathLike[str]) -> int | None:
+    """Generation of the last `generation_started` since the last `job_started`, 0 if none; None if nobody can say: the
+    file cannot be read, or both lie farther back than `MOST_SEARCHED_BYTES`. Such events are rare, so only lines that
+    may be one are parsed."""
+    try:
+        with open_given(path) as file:
+            end = file.seek(0, os.SEEK_END)
+            least = max(0, end - MOST_SEARCHED_BYTES)
+            for line in _starts(file, least, end):
+                for event in parse_events(line):
+                    if event["kind"] in ("job_started", "generation_started"):
+                        generation = event.get("generation") if event["kind"] == "generation_started" else 0
+                        return generation if type(generation) is int else 0
+            return None if least else 0
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except OSError:
+        return None
+
+
+def _starts(file: BinaryIO, least: int, end: int) -> Iterator[bytes]:
+    """Lines between two positions that may tell of the start of a job or of a generation, the last one first."""
+    rest, skipping = b"", False  # the end of a line whose begin is farther back; its begin is one of a line too long
+    while end > least:
+        begin = max(least, end - _BLOCK_BYTES)
+        file.seek(begin)
+        data, end = file.read(end - begin), begin
+        if skipping:
+            data = data[: data.rfind(b"\n") + 1]
+            skipping = not data
+        rest, _, lines = (data + rest).partition(b"\n") if begin else (b"", b"", data + rest)
+        if len(rest) > MOST_LINE_BYTES:
+            rest, skipping = b"", True
+        before = len(lines)
+        while (found := lines.rfind(_STARTED, 0, before)) >= 0:
+            before, after = lines.rfind(b"\n", 0, found) + 1, lines.find(b"\n", found)
+            yield lines[before : after if after >= 0 else None]
 
 
 def told_lately(path: str | os.PathLike[str]) -> set[tuple[str, int]]:

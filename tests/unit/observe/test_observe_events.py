@@ -13,6 +13,7 @@ import pytest
 from everstep.base.cause import Cause
 from everstep.observe.events import (
     COMMON,
+    MOST_LINE_BYTES,
     EventLog,
     follow,
     format_event,
@@ -188,6 +189,54 @@ def test_the_generation_that_was_told_last_is_that_of_the_last_run(tmp_path: Pat
     assert last_generation(log.path) == 0
     log.write("generation_started", generation=1)
     assert last_generation(log.path) == 1
+
+
+def test_the_generation_that_was_told_last_is_found_among_what_only_looks_so(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write("generation_started", generation=7)
+    log.write("logged", job_started=1, text='"kind":"generation_started"', kinds=["generation_started"])
+    log.write("generation_started", generation=1 << 60)
+    whole = log.path.read_bytes()
+    later = format_event("generation_started", 1, {"generation": 8})
+    for more, told in [
+        (b"", 7),
+        (later[:-9], 7),
+        (later[:-1], 8),
+        (b"null\n[]\n" + later.replace(b":", b" : "), 8),
+        (later[:40] + later, 8),
+        (later + b"x" * (MOST_LINE_BYTES + 10) + later, 8),
+        (b'"job_started" ' * (MOST_LINE_BYTES // 10) + b"\n", 7),
+    ]:
+        log.path.write_bytes(whole + more)
+        assert last_generation(log.path) == told, more[:50]
+
+
+def test_the_generation_that_was_told_last_is_found_wherever_a_block_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = format_event("generation_started", 1, {"generation": 5})
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(format_event("job_started", 1, {"step": 0}) + line + format_event("warning", 1, {}))
+    for size in range(1, 2 * len(line)):
+        monkeypatch.setattr("everstep.observe.events._BLOCK_BYTES", size)
+        assert last_generation(path) == 5
+
+
+def test_nobody_knows_the_generation_that_was_told_last_if_the_file_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    path.symlink_to(tmp_path / "other")
+    assert last_generation(path) is None
+    path.unlink()
+    path.mkdir()
+    assert last_generation(path) is None
+    path.rmdir()
+    log = EventLog(path)
+    for kind in ("generation_started", "warning"):
+        log.write(kind, generation=3)
+    monkeypatch.setattr("everstep.observe.events.MOST_SEARCHED_BYTES", path.stat().st_size - 1)
+    assert last_generation(path) is None, "it lies too far back"
 
 
 def test_a_reason_never_goes_without_a_cause() -> None:

@@ -153,6 +153,7 @@ def test_a_plan_of_which_nobody_was_told_is_told_once_members_follow_it(
 
 def test_a_switch_of_which_nobody_was_told_is_told() -> None:
     before = running(3)
+    first = before.plan
     before.agent(0, 1, 2, 3)
     before.command("scale", workers=2)
     assert before.prepared is not None
@@ -163,3 +164,16 @@ def test_a_switch_of_which_nobody_was_told_is_told() -> None:
     for i in (0, 1):
         world.hello(i, plan=before.plan, step=5)
     assert starts(world) == [(2, 5)]
+    assert world.coordinator.job.agreement.before == first
+
+
+@pytest.mark.parametrize(("told", "changes"), [(1, [1]), (2, []), (None, []), (0, [])])
+def test_a_plan_that_is_told_late_also_tells_of_its_leader(told: int | None, changes: list[int]) -> None:
+    """Unless it is unknown who led before, as far as anybody was told."""
+    before = running(3)
+    before.exited(0)
+    world = before.restart(told=told)
+    world.agent(1, 2)
+    for i in (1, 2):
+        world.hello(i, plan=before.plan, step=5)
+    assert [r.fields["worker_id"] for r in world.reports if r.kind == "leader_changed"] == changes

@@ -163,3 +163,10 @@ def test_an_end_that_was_decided_and_not_told_is_told_once_by_the_next_coordinat
         report_end(log, ended)
     found = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()][2:]
     assert [(one["kind"], one["step"], one["reason"]) for one in found] == [(f"job_{state}", 7, "said so")]
+
+
+def test_an_end_is_told_to_nobody_where_the_events_cannot_be_read(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.path.mkdir()
+    report_end(log, JobEnded(state="failed", cause=Cause.NONFINITE, reason="said so", exit_code=1))
+    assert not list(log.path.iterdir())

@@ -29,14 +29,14 @@ NO_PLAN = Plan(generation=0, reason="", cause=Cause.UNKNOWN, members=(), seats=(
 class Agreement:
     """The plans that the workers follow.
 
-    plan: in force; `NO_PLAN` before the first. prepared: the plan that the members will switch to. generation: the
-    highest number given out or heard of. switched: the prepared generation whose start this life of the coordinator
-    has reported. entered: worker ids of the members that have settled in the plan in force. broken: why it cannot go
-    on; empty if it can. claims: plans that workers follow and this coordinator lacks.
+    plan: in force; `NO_PLAN` before the first. before: in force before that. prepared: the plan that the members will
+    switch to. generation: the highest number given out or heard of. switched: the prepared generation whose start this
+    life of the coordinator has reported. entered: worker ids of the members that have settled in the plan in force.
+    broken: why it cannot go on; empty if it can. claims: plans that workers follow and this coordinator lacks.
     """
 
     def __init__(self, env: Environment, membership: Membership) -> None:
-        self.plan = NO_PLAN
+        self.plan = self.before = NO_PLAN
         self.prepared: Plan | None = None
         self.generation = 0
         self.switched = 0
@@ -123,7 +123,7 @@ class Agreement:
         if prepared:
             self.prepared = plan
         else:
-            self.plan, self.prepared, self.entered, self.broken = plan, None, set(), []
+            self.before, self.plan, self.prepared, self.entered, self.broken = self.plan, plan, None, set(), []
 
     def hear_of(self, generation: int) -> None:
         """A worker follows this generation: no other plan will get its number."""
@@ -135,9 +135,9 @@ class Agreement:
         """The members now follow the prepared plan. Returns the plan before it."""
         self._env.change()
         self._env.persist("entered", generation=plan.generation)
-        old, self.plan, self.prepared, self.entered = self.plan, plan, None, set()
+        self.before, self.plan, self.prepared, self.entered = self.plan, plan, None, set()
         self.switched = plan.generation
-        return old
+        return self.before
 
     # ---- what becomes of the plan
 
@@ -170,11 +170,11 @@ class Agreement:
 
     def replay_entered(self, generation: int) -> Plan:
         """The journal says that the members switched to the prepared plan. Returns the plan before it, or none."""
-        found, old = self.prepared, self.plan
+        found = self.prepared
         if found is None or found.generation != generation:
             return NO_PLAN
-        self.plan, self.prepared = found, None
-        return old
+        self.before, self.plan, self.prepared = self.plan, found, None
+        return self.before
 
 
 def check_seats(plan: Plan) -> None:

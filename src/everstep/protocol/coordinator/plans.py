@@ -253,8 +253,9 @@ def announce(job: JobState, old: Plan) -> None:
 def announce_late(job: JobState) -> None:
     """Members follow the plan in force: report its start, if the coordinator that has journaled it died before it did
     so."""
-    if job.agreement.plan.generation > job.progress.told:
-        announce(job, NO_PLAN)
+    agreement, told = job.agreement, job.progress.told
+    if agreement.plan.generation > told:
+        announce(job, agreement.before if agreement.before.generation == told else NO_PLAN)
 
 
 def _announce_leader(job: JobState, plan: Plan, leader: WorkerKey, stage: int) -> None:

@@ -519,7 +519,8 @@ async def serve(place: Post) -> None:
     events = EventLog(run_dir / EVENTS_FILE)
     sudden = tenure is not None and tenure.sudden
     rules = coordinator_config(config, term, scripted_strikes(job), job, sudden=sudden)
-    coordinator = Coordinator(rules, journal.entries, last_generation(events.path))
+    told = await asyncio.to_thread(last_generation, events.path) if journal.entries else None
+    coordinator = Coordinator(rules, journal.entries, told)
     board = Switchboard(job_facts(run_dir, job, 0 if place.owner else place.parent))
     server = ControlServer(coordinator, board, journal, events, token, Tls.of(shown), tenure)
     await listener.start_serving()

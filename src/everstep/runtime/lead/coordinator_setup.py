@@ -125,12 +125,11 @@ def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
 
 def report_end(events: EventLog, ended: JobEnded) -> None:
     """Write the event of the job's end, if the coordinator that had decided it died before it told it."""
-    told = {kind for kind, _ in told_lately(events.path)}
+    try:
+        told, step = {kind for kind, _ in told_lately(events.path)}, last_committed_step(events.path)
+    except OSError:
+        return  # where nobody can read it is no place for it
     if not told & {"job_completed", "job_failed"}:
         kind = "job_completed" if ended.state == "completed" else "job_failed"
-        said: dict[str, Any] = {
-            "state": ended.state,
-            "exit_code": ended.exit_code,
-            "step": last_committed_step(events.path),
-        }
+        said: dict[str, Any] = {"state": ended.state, "exit_code": ended.exit_code, "step": step}
         events.write(kind, time_unix_ns=None, cause=ended.cause, reason=ended.reason, **said)
