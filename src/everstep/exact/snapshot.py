@@ -22,6 +22,7 @@ SnapshotMemory = Tensor
 """Flat uint8 host memory that the next snapshot uses again: touching fresh memory costs more than copying."""
 
 _PIECE_BYTES = 4 << 20
+_FIRST_BYTES = 64
 
 
 class Snapshot:
@@ -43,6 +44,7 @@ class Snapshot:
         size = max((e.stop for e in entries), default=0)
         fits = arena is not None and arena.numel() >= size
         self._arena: SnapshotMemory | None = arena if fits else memory.flat(size)
+        self._fresh = not fits  # it reads as zeros, and takes no memory where nothing is written
         self._memory, self._let_go = memory, memory.let_go
         self._there = None if memory.others is None else memory.others.copies(self._arena)  # type: ignore[arg-type]
         self._entries, self._take_back = tuple(entries), take_back
@@ -127,13 +129,22 @@ class Snapshot:
         if tensor.is_contiguous():
             step = max(1, _PIECE_BYTES // tensor.element_size())
             for to, source in zip(target.unsafe_split(step), tensor.reshape(-1).unsafe_split(step), strict=True):
-                to.copy_(source)
+                if not (self._fresh and _zeros(source)):  # such as what others hold of a divided state
+                    to.copy_(source)
         else:
             target.view(tensor.shape).copy_(tensor)
 
     def _place(self, entry: StateEntry) -> Tensor:
         arena: Tensor = self._arena  # type: ignore[assignment]
         return arena[entry.offset : entry.stop]
+
+
+def _zeros(piece: Tensor) -> bool:
+    """Whether all bytes of flat host memory are zero; mostly the first ones tell."""
+    if piece.device.type != "cpu":
+        return False
+    data = piece.view(torch.uint8)
+    return not (data[:_FIRST_BYTES].any() or data.any())
 
 
 class StandingState:

@@ -20,6 +20,7 @@ from everstep.base.ports import Piece, Reduced
 from everstep.exact.extra_state import has_extra_state
 from everstep.exact.pieces import Ranges
 from everstep.parallel.cell_memory import CellMemory, PassBroken
+from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.driver.records import LaneReport
 from everstep.runtime.host.cell import Head
 from everstep.runtime.host.cell_doors import Deputies, PartLines
@@ -48,7 +49,7 @@ class CellStage:
         parts = replica.parts
         if parts.fill is not None:
             _make_up(parts.optimizer, config.seed)
-        refuse_in_cell(parts.optimizer, config.seed)
+        refuse_in_cell(parts.optimizer, config.seed, unfit=NonfiniteRule.of(config).applies)
         _refuse_model(parts.model)
         self._head, self.replica, self.number = head, replica, replica.spec.stage
         self._ranks, self._config = config.cell.ranks, config

@@ -16,6 +16,7 @@ from everstep.data.reading import first_samples
 from everstep.exact.layout import GradientLayout, untie
 from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.wrapping import wrapped
+from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.train.optimizer_kind import OptimizerKind, kind_of
 from everstep.train.stage import cut_into_shards
 from everstep.train.task import Task
@@ -131,7 +132,8 @@ def _kind(task: Task, parameters: list[nn.Parameter]) -> OptimizerKind | None:
     for parameter in made:
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
     try:
-        return kind_of(task.build_optimizer(made), seed=0, dealt=True, ahead=True)
+        unfit = NonfiniteRule.of(task.config).applies
+        return kind_of(task.build_optimizer(made), seed=0, dealt=True, ahead=True, unfit=unfit)
     except Exception:
         return None
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,12 +13,23 @@ from torch.optim import Optimizer
 
 from everstep.exact.attributes import looked_up, of_torch
 from everstep.exact.seeding import preserve_rng
-from everstep.train.optimizer_trial import OptimizerTrial, beside, far, in_a_line, near, parameters_of, unfit
+from everstep.train.optimizer_trial import (
+    OptimizerTrial,
+    beside,
+    far,
+    in_a_line,
+    near,
+    no_room,
+    parameters_of,
+    unfit,
+)
+
+log = logging.getLogger(__name__)
 
 _SAMPLE_ELEMENTS = 1 << 18
 _LARGEST_ELEMENTS, _LARGEST_SHARE = 1 << 20, 8
-"""The largest parameter is tried if it has no more elements than that, or no greater share of all: an optimizer may
-treat large ones in another way."""
+"""The largest parameter is tried if it has no more elements than that, for an optimizer may treat large ones in another
+way; when the kind of one that is not torch's is first found out, also if it has no greater share of all."""
 _LEAST_ELEMENTS = 64
 NO_GRADIENT = "no parameter has a gradient"
 """Why nothing can be found out."""
@@ -45,22 +56,47 @@ class OptimizerKind(NamedTuple):
         return not (less or (self.at_once and not before.at_once) or (before.follows and not self.follows))
 
 
-def expected_kind(optimizer: Optimizer, seed: int) -> OptimizerKind:
+def expected_kind(optimizer: Optimizer, seed: int, unfit: bool = True) -> OptimizerKind:
     """The kind of an optimizer whose state is to be dealt out, before it has made an update: with random gradients.
-    Nothing of it changes."""
+    Nothing of it changes. unfit: gradients that are not finite may reach it. Raises: MemoryError."""
     with preserve_rng():
-        return kind_of(optimizer, seed, dealt=True, made_up=True, ahead=True)
+        return kind_of(optimizer, seed, dealt=True, made_up=True, ahead=True, unfit=unfit)
 
 
 def kind_of(
-    optimizer: Optimizer, seed: int, *, dealt: bool = False, made_up: bool = False, ahead: bool = False
+    optimizer: Optimizer,
+    seed: int,
+    *,
+    dealt: bool = False,
+    made_up: bool = False,
+    ahead: bool = False,
+    unfit: bool = True,
+    known: bool = False,
 ) -> OptimizerKind:
     """The kind of this optimizer, whose parameters have gradients. Nothing of it changes; all generators do. dealt: of
     parameters that are not `divisible` all owners update all (bits of narrow types depend on where a piece ends, in
     float32 they do not). Of gradients and of the state only some elements are there then, the rest is undefined: random
     numbers take the place of these, and zeros of those. made_up: random ones of gradients that are not there, too.
-    ahead: of one that is not torch's, the updates that follow are tried, too, for some of the parameters."""
-    sample = tried_of(optimizer)
+    ahead: of one that is not torch's, the updates that follow are tried, too, for some of the parameters. unfit: with
+    gradients that are not finite, too. known: its kind was found before.
+
+    Raises: MemoryError if there is no room for the copies, which says nothing of the optimizer.
+    """
+    try:
+        return _kind_of(optimizer, seed, dealt, made_up, (ahead, unfit), known)
+    except Exception as error:
+        if not no_room(error):
+            raise
+        raise MemoryError(
+            f"no room for copies of some parameters of {type(optimizer).__name__}, on which it is tried whether its "
+            f"state may be updated in parts: {in_a_line(error)}"
+        ) from error
+
+
+def _kind_of(
+    optimizer: Optimizer, seed: int, dealt: bool, made_up: bool, ahead: tuple[bool, bool], known: bool
+) -> OptimizerKind:
+    sample = tried_of(optimizer, known=known)
     parameters = [p for group in sample for p in group]
     if name := looked_up(optimizer):
         return OptimizerKind("nothing", f"it knows some of its parameters by self.{name}")
@@ -69,10 +105,12 @@ def kind_of(
     try:
         first = OptimizerTrial(optimizer, sample, seed, near(dealt), dealt=dealt, made_up=made_up)
     except Exception as error:
+        if no_room(error):
+            raise
         return OptimizerKind("nothing", f"it cannot be copied and updated: {in_a_line(error)}")
     stepped = {keys for p, keys in first.kept.items() if p.grad is not None or made_up}
     uniform = len(stepped) < 2 and None not in stepped
-    trials = [first, *(_ahead(optimizer, seed, dealt) if ahead and not of_torch(optimizer) else ())]
+    trials = [first, *(_ahead(optimizer, seed, dealt, ahead[1]) if ahead[0] and not of_torch(optimizer) else ())]
     at_once = any(beside(trial.whole) != beside(optimizer) for trial in trials)
     more = at_once, _state_bytes(optimizer, first.whole), uniform
     in_pieces = next(filter(None, (trial.in_pieces() for trial in trials)), "")
@@ -84,26 +122,37 @@ def kind_of(
     return OptimizerKind("matrices", in_pieces, *more, follows=follows)
 
 
-def _ahead(optimizer: Optimizer, seed: int, dealt: bool) -> list[OptimizerTrial]:
+def _ahead(optimizer: Optimizer, seed: int, dealt: bool, strange: bool) -> list[OptimizerTrial]:
     """Longer trials, with the smallest parameters; without those for which the optimizer gives up."""
     sample, found = tried_of(optimizer, elements=0), list[OptimizerTrial]()
-    for courses in ((far(sample, absent=True), far(sample, absent=False)), (unfit(sample),)):
+    several = [(far(sample, absent=True), far(sample, absent=False)), *([(unfit(sample),)] if strange else [])]
+    log.info(
+        "copies of the optimizer %s make %d updates several times, of %d elements, to find out what it will be like",
+        type(optimizer).__name__,
+        sum(courses[0].updates for courses in several),
+        sum(p.numel() for group in sample for p in group),
+    )
+    for courses in several:
         for course in courses:
-            with suppress(Exception):
+            try:
                 found.append(OptimizerTrial(optimizer, sample, seed, course, dealt=dealt, made_up=True))
                 break
+            except Exception as error:
+                if no_room(error):
+                    raise
     return found
 
 
-def tried_of(optimizer: Optimizer, elements: int = _SAMPLE_ELEMENTS) -> list[list[Tensor]]:
+def tried_of(optimizer: Optimizer, elements: int = _SAMPLE_ELEMENTS, *, known: bool = False) -> list[list[Tensor]]:
     """Trained parameters to try, by group: the smallest of each number of dimensions, for optimizers go by that (if
     possible of `_LEAST_ELEMENTS`, so that it can be cut); and the largest ones for which there is room. elements: of
-    all together, if these are more; 0: the smallest ones alone."""
+    all together, if these are more; 0: the smallest ones alone. known: its kind was found before."""
     groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
     alike = [[p for p in group if p.dim() == n] for group in groups for n in sorted({p.dim() for p in group})]
     chosen = {id(min(some, key=lambda p: (p.numel() < _LEAST_ELEMENTS, p.numel()))) for some in alike}
     ordered = sorted((p for group in groups for p in group), key=torch.Tensor.numel, reverse=True)
-    most = max(_LARGEST_ELEMENTS, sum(p.numel() for p in ordered) // _LARGEST_SHARE)
+    share = 0 if known or of_torch(optimizer) else sum(p.numel() for p in ordered) // _LARGEST_SHARE
+    most = max(_LARGEST_ELEMENTS, share)
     chosen |= {id(p) for p in ordered[:1] if elements and p.numel() <= most}
     room = elements - sum(p.numel() for p in ordered if id(p) in chosen)
     for parameter in ordered if elements else ():

@@ -9,7 +9,9 @@ ones by the norm of all.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -34,6 +36,9 @@ AHEAD = 104
 _LEAST_AHEAD = 8
 _ELEMENTS_AHEAD, _PARAMETERS_AHEAD = 1 << 24, 16 * AHEAD
 """Elements, and parameters, that a long course updates at the most, one after the other."""
+_LEAST_LARGE, _COST_AHEAD = 2, 1 << 34
+"""Updates of all matrices, however large, and the cost of them that a long course may have beyond that, one after the
+other: elements to the power of 1.5 each, as of a product or a decomposition (two updates of 2048 x 2048)."""
 _MOST_UNFIT = 16
 Owned = dict[Tensor, list[tuple[int, int]]]
 
@@ -41,11 +46,13 @@ Owned = dict[Tensor, list[tuple[int, int]]]
 @dataclass(frozen=True)
 class UpdateCourse:
     """Updates one after the other. gradient: of an update, a parameter's number and its first gradient; None: there is
-    none. drawn: the first gradient is random; otherwise it is the present one, if there is one."""
+    none. drawn: the first gradient is random; otherwise it is the present one, if there is one. of: which gradients
+    they are, as a sentence goes on; "" for ordinary ones."""
 
     updates: int
     gradient: Callable[[int, int, Tensor], Tensor | None]
     drawn: bool = True
+    of: str = ""
 
 
 def near(drawn: bool) -> UpdateCourse:
@@ -54,19 +61,32 @@ def near(drawn: bool) -> UpdateCourse:
 
 
 def far(sample: Sequence[Sequence[Tensor]], absent: bool) -> UpdateCourse:
-    """As many updates as come before the next look, with gradients of all sizes, zeros among them. absent: or none."""
+    """As many updates as come before the next look, with gradients of all sizes, zeros among them. absent: or none; so
+    large matrices have them in the first updates alone, else all go no further than these."""
     sizes = [p.numel() for group in sample for p in group]
     updates = min(AHEAD, _ELEMENTS_AHEAD // max(1, sum(sizes)), _PARAMETERS_AHEAD // max(1, len(sizes)))
-    return UpdateCourse(max(_LEAST_AHEAD, updates), partial(_varied, absent))
+    updates, large = max(_LEAST_AHEAD, updates), _of_matrices(sample)
+    course = partial(_varied, large if absent else 0)
+    return UpdateCourse(updates if absent else min(updates, large), course, of=", in later updates or with other sizes")
 
 
 def unfit(sample: Sequence[Sequence[Tensor]]) -> UpdateCourse:
     """Gradients that are not finite in a single element, of one parameter after the other."""
-    return UpdateCourse(1 + min(_MOST_UNFIT, sum(map(len, sample))), _not_finite)
+    updates = min(1 + min(_MOST_UNFIT, sum(map(len, sample))), _of_matrices(sample))
+    return UpdateCourse(
+        updates, _not_finite, of=", with gradients that are not finite: on_nonfinite=skip keeps those away"
+    )
 
 
-def _varied(absent: bool, update: int, number: int, first: Tensor) -> Tensor | None:
-    if absent and update and (update + number) % 7 == 0:
+def _of_matrices(sample: Sequence[Sequence[Tensor]]) -> int:
+    """How many updates the matrices of a sample may have."""
+    cost = sum(int(p.numel() ** 1.5) for group in sample for p in group if p.dim() > 1)
+    return max(_LEAST_LARGE, _COST_AHEAD // max(1, cost))
+
+
+def _varied(large: int, update: int, number: int, first: Tensor) -> Tensor | None:
+    """large: updates in which matrices have gradients, where some parameters may have none; 0: all have some."""
+    if large and ((update and (update + number) % 7 == 0) or (update >= large and first.dim() > 1)):
         return None
     found = torch.empty_like(first).copy_(first * (-1) ** update * 10.0 ** (update * 5 % 9 - 4))
     flat, size = _memory(found), found.numel()
@@ -161,10 +181,11 @@ class OptimizerTrial:
                     if self._dealt and pieces is not None and parameter.grad is not None:
                         _spoil(parameter.grad, pieces.get(parameter, ()), seed)
             seed_all(derive(seed, update, 0))
-            if pieces is None:
-                twin.step()
-            else:
-                PieceUpdate(twin).make([pieces])
+            with redirect_stdout(io.TextIOWrapper(io.BytesIO())):  # what the user's step prints is for nobody
+                if pieces is None:
+                    twin.step()
+                else:
+                    PieceUpdate(twin).make([pieces])
         return twin, copies
 
     def _differs(self, owned: Sequence[Owned]) -> str:
@@ -173,13 +194,15 @@ class OptimizerTrial:
             try:
                 twin, copies = self._updated(pieces, derive(self._seed, number, 1))
             except Exception as error:
-                return f"a part cannot be updated alone: {in_a_line(error)}"
+                if no_room(error):
+                    raise
+                return f"a part cannot be updated alone{self._course.of}: {in_a_line(error)}"
             if beside(twin) != beside(self.whole):
-                return "the groups or attributes of the optimizer would differ"
+                return f"the groups or attributes of the optimizer would differ{self._course.of}"
             for original, mine, theirs in zip(self._parameters, copies, self._copies, strict=True):
                 if original in pieces:
                     for what in _unlike((twin, mine), (self.whole, theirs), pieces[original]):
-                        return f"{what} of a parameter of shape {tuple(mine.shape)} would differ"
+                        return f"{what} of a parameter of shape {tuple(mine.shape)} would differ{self._course.of}"
         return ""
 
 
@@ -253,6 +276,12 @@ def _digest(tensor: Tensor) -> str:
     """All that is no number counts as one: which of them comes of two is up to the machine's vectors."""
     odd = tensor.isnan() if tensor.is_floating_point() and tensor.layout is torch.strided else None
     return tensor_digest(tensor if odd is None or not odd.any() else tensor.detach().masked_fill(odd, torch.nan))
+
+
+def no_room(error: BaseException) -> bool:
+    """Whether it says that there is not enough memory."""
+    of_allocator = isinstance(error, RuntimeError | OSError) and "t allocate memory" in str(error)  # can't or cannot
+    return of_allocator or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def in_a_line(error: Exception) -> str:

@@ -51,18 +51,24 @@ class OptimizerUpdate:
     """
 
     def __init__(
-        self, optimizer: Optimizer, memory: StateMemory, every: int = 0, kind: OptimizerKind | None = None
+        self,
+        optimizer: Optimizer,
+        memory: StateMemory,
+        every: int = 0,
+        kind: OptimizerKind | None = None,
+        *,
+        unfit: bool = True,
     ) -> None:
         """every: steps between looks at what the optimizer is like, where that matters; 0: in the first updates alone.
-        kind: what it was like before them, if that is known."""
-        self._every, self._looks = every, _FIRST_LOOKS
+        kind: what it was like before them, if that is known. unfit: gradients that are not finite may reach it."""
+        self._every, self._looks, self._unfit = every, _FIRST_LOOKS, unfit
         self.kind = kind
         self.dealt: Dealt | None = None
         self.proven = self.under_way = self._guarded = False
         self._slow = ""
         self._optimizer, self._memory = optimizer, memory
         self._took_long, self._before = 0, time.monotonic()
-        self._ahead = 0  # the step up to which updates were tried
+        self._ahead = AHEAD if kind else 0  # the step up to which updates were tried
 
     def prove(self) -> None:
         """Note that an update was found to be deterministic elsewhere."""
@@ -91,7 +97,8 @@ class OptimizerUpdate:
         if isinstance(memory, ModelFile):
             self._refuse_hooks("zero.offload_params", "gradients are put into place for one part after the other")
             if not self.proven or self._looks_now(step):  # at these parameters, below
-                give(_whole(chain.from_iterable((*sample_of(optimizer), *tried_of(optimizer)))))
+                tried = tried_of(optimizer, known=self._known)
+                give(_whole(chain.from_iterable((*sample_of(optimizer), *tried))))
         probe = (
             None
             if self.proven or isinstance(optimizer, OptimizerSet)
@@ -132,6 +139,10 @@ class OptimizerUpdate:
             if probe is not None:
                 probe.compare(step)
 
+    @property
+    def _known(self) -> bool:
+        return self.kind is not None and self.kind.why != NO_GRADIENT
+
     def _looks_now(self, step: int) -> bool:
         return bool(self._looks or (self._every and step % self._every == 0))
 
@@ -150,8 +161,16 @@ class OptimizerUpdate:
         before, memory = self.kind, self._memory
         if not self._looks_now(step):
             return
-        far = step + self._every > self._ahead
-        found = kind_of(self._optimizer, seed, dealt=self.dealt is not None, ahead=far)
+        far = step + min(self._every, AHEAD - _FIRST_LOOKS) > self._ahead
+        how = {"dealt": self.dealt is not None, "ahead": far, "unfit": self._unfit, "known": self._known}
+        try:
+            found = kind_of(self._optimizer, seed, **how)
+        except MemoryError as error:
+            if not self._known:
+                raise
+            log.warning("step %d: the optimizer is taken to be as it was before: %s", step, error)
+            self._looks = max(self._looks - 1, 0)
+            return
         if found.why == NO_GRADIENT:
             self.kind = before or found
             return
@@ -273,9 +292,10 @@ def _given(calls: Iterable[Ranges], give: Callable[[Ranges], None]) -> Iterator[
         yield ranges
 
 
-def refuse_undivided(optimizer: Optimizer, seed: int, stage: int) -> OptimizerKind:
-    """The kind of an optimizer whose state members divide at this stage of ZeRO. Raises: ConfigError if they cannot."""
-    kind = expected_kind(optimizer, seed)
+def refuse_undivided(optimizer: Optimizer, seed: int, stage: int, *, unfit: bool = True) -> OptimizerKind:
+    """The kind of an optimizer whose state members divide at this stage of ZeRO. unfit: gradients that are not finite
+    may reach it. Raises: ConfigError if they cannot. MemoryError."""
+    kind = expected_kind(optimizer, seed, unfit)
     if kind.divides == "nothing" and kind.why != NO_GRADIENT:
         raise ConfigError(
             f"zero.stage={stage} divides the state of the optimizer, which {type(optimizer).__name__} does not allow: "
@@ -292,10 +312,11 @@ def refuse_undivided(optimizer: Optimizer, seed: int, stage: int) -> OptimizerKi
     return kind
 
 
-def refuse_in_cell(optimizer: Optimizer, seed: int) -> None:
-    """Raises: ConfigError for an optimizer that the processes of a worker cannot update together."""
+def refuse_in_cell(optimizer: Optimizer, seed: int, *, unfit: bool = True) -> None:
+    """unfit: gradients that are not finite may reach it. Raises: ConfigError for an optimizer that the processes of a
+    worker cannot update together. MemoryError."""
     name = type(optimizer).__name__
-    kind = expected_kind(optimizer, seed)
+    kind = expected_kind(optimizer, seed, unfit)
     if kind.divides != "elements" and kind.why != NO_GRADIENT:
         raise ConfigError(
             f"cell.fsdp divides the elements that {name} updates, which it does not allow: an update of a part differs "

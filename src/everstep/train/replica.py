@@ -28,6 +28,7 @@ from everstep.exact.settings import Settings
 from everstep.exact.several import OptimizerSet, optimizers_of
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.comparing import PART
+from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.driver.records import SETTING_BYTES, StageSection, StepOutcome, segment_name
 from everstep.protocol.step_types import LaneSaid
 from everstep.script.loop_guard import refused
@@ -106,8 +107,9 @@ class StageReplica:
                 "zero: the state of one optimizer alone can be divided or kept elsewhere, and join was given several: "
                 "set zero.stage=0 and zero.offload=none, or give one optimizer with several groups"
             )
-        kind = refuse_undivided(parts.optimizer, config.seed, config.zero.stage) if config.zero.stage else None
-        self.update = OptimizerUpdate(parts.optimizer, memory, config.verify_every, kind)
+        stage, unfit = config.zero.stage, NonfiniteRule.of(config).applies
+        kind = refuse_undivided(parts.optimizer, config.seed, stage, unfit=unfit) if stage else None
+        self.update = OptimizerUpdate(parts.optimizer, memory, config.verify_every, kind, unfit=unfit)
         everything = (parts.model, parts.optimizer, parts.scheduler, extras, parts.units, spec.share, settings, memory)
         self.state = ModelState(
             *everything, divides=None if kind is None else kind.divides if kind.follows else "nothing"

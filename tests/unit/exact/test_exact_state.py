@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -354,3 +355,35 @@ def test_a_failing_snapshot_says_so() -> None:
     snapshot.start()
     with pytest.raises(IndexError):
         snapshot.wait()
+
+
+def _anonymous_mb() -> float:
+    rows = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(row.split()[1]) for row in rows if row.startswith("Anonymous:")) / 1024
+
+
+def test_a_snapshot_takes_no_memory_for_what_reads_as_zeros_and_overwrites_what_was_there_before() -> None:
+    """Of a divided state others hold the rest, which reads as zeros here."""
+    model = nn.Module()
+    model.register_parameter("p", nn.Parameter(torch.zeros(16 << 20)))
+    state, size = ModelState(model), 4 << 20
+    with torch.no_grad():
+        model.p[-1], model.p[3 << 20] = 1.0, -0.0  # in two pieces of sixteen
+    before = _anonymous_mb()
+    snapshot = state.clone_snapshot()
+    snapshot.start()
+    manifest = snapshot.manifest()
+    assert _anonymous_mb() - before < 24
+    assert manifest["blocks"] == state.manifest()["blocks"]
+    with torch.no_grad():
+        model.p[:size], model.p[size:] = 3.0, 0.0
+    snapshot.release()
+    again = state.clone_snapshot()
+    again.start()
+    assert again.wait()
+    again.release()
+    with torch.no_grad():
+        model.p.zero_()
+    last = state.clone_snapshot()
+    last.start()
+    assert not any(any(last.read_block(n)) for n in range(0, last.n_blocks, 15)), "the memory of the one before"

@@ -100,3 +100,8 @@ def test_who_has_the_state_from_a_checkpoint_goes_on_and_counts() -> None:
     assert w.out[-1] == do.Arrived(5)
     w.to_agree(6)
     assert says(w) == 2
+
+
+def test_what_is_not_finite_reaches_the_optimizer_where_it_is_only_warned_of_and_not_scaled() -> None:
+    rules = (NonfiniteRule(), STOP, TWO, NonfiniteRule("warn", 10), NonfiniteRule("warn", 10, scaled=True))
+    assert [rule.applies for rule in rules] == [True, False, False, True, False]

@@ -12,8 +12,11 @@ from torch import nn, optim
 import optimizers_divided as cases
 from everstep.base.errors import ConfigError
 from everstep.exact.pieces import calls_of
-from everstep.train.optimizer_kind import expected_kind, kind_of
-from everstep.train.optimizer_update import refuse_in_cell
+from everstep.train import optimizer_kind
+from everstep.train.optimizer_kind import expected_kind, kind_of, tried_of
+from everstep.train.optimizer_trial import AHEAD, far, unfit
+from everstep.train.optimizer_update import refuse_in_cell, refuse_undivided
+from odd_optimizers import Finite
 
 SHAPES = ((300, 200), (7,), (16, 3, 3, 3), (1000, 70), (1,), ())
 ELEMENTS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD")
@@ -205,3 +208,76 @@ def test_an_optimizer_that_skips_a_part_without_elements_is_not_for_a_cell() -> 
     with pytest.raises(ConfigError, match=r"SkipsEmpty, which keeps nothing for them: set cell.fsdp=1"):
         refuse_in_cell(SkipsEmpty(parameters, lr=0.1, momentum=0.9), 1)
     refuse_in_cell(torch.optim.SGD(parameters, lr=0.1, momentum=0.9), 1)
+
+
+def test_a_large_parameter_is_copied_once_and_of_optimizers_of_torch_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_kind, "_LARGEST_ELEMENTS", 100)
+    large, small = nn.Parameter(torch.ones(20, 10)), [nn.Parameter(torch.ones(20, 5)) for _ in range(20)]
+    own, of_torch = cases.Lion([large, *small]), optim.AdamW([large, *small])
+
+    def tried(optimizer: optim.Optimizer, **known: bool) -> bool:
+        return any(p is large for group in tried_of(optimizer, 100, **known) for p in group)
+
+    assert tried(own) and not tried(own, known=True) and not tried(of_torch)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("alloc: can't allocate memory: 9 bytes"),
+    ],
+)
+def test_where_there_is_no_room_for_a_trial_nothing_is_said_of_the_optimizer(error: Exception) -> None:
+    """calls: the update in which the memory is used up: of the whole, of a part, and of a longer trial."""
+    for calls in (1, 3, 9):
+        numbers = iter(range(1, 1000))
+
+        class Hungry(cases.Lion):
+            def step(self, closure: Any = None, numbers: Any = numbers, calls: int = calls) -> Any:
+                if next(numbers) == calls:
+                    raise error
+                return super().step()
+
+        with pytest.raises(MemoryError, match=r"no room for copies of some parameters of Hungry"):
+            expected_kind(Hungry([nn.Parameter(torch.ones(8, 16)), nn.Parameter(torch.ones(99))]), 3)
+
+
+def test_gradients_that_never_reach_an_optimizer_are_not_tried_and_a_refusal_says_which_differed() -> None:
+    def made() -> optim.Optimizer:
+        return Finite([nn.Parameter(torch.ones(8, 16)), nn.Parameter(torch.ones(99))])
+
+    with pytest.raises(ConfigError, match=r"would differ, with gradients that are not finite: on_nonfinite=skip keeps"):
+        refuse_undivided(made(), 3, 1)
+    assert refuse_undivided(made(), 3, 1, unfit=False).divides == "elements"
+
+
+def test_large_matrices_have_gradients_in_the_first_updates_of_a_long_trial_alone() -> None:
+    small, large = [torch.ones(8, 16), torch.ones(99)], [torch.empty(4096, 4096, device="meta"), torch.ones(99)]
+    assert far([small], absent=True).updates == far([small], absent=False).updates == AHEAD
+    course = far([large], absent=True)
+    assert course.updates == 8 and far([large], absent=False).updates == unfit([[*large, *large]]).updates == 2
+    matrix, vector = (
+        [course.gradient(k, n, first) is not None for k in range(8)]
+        for n, first in enumerate((torch.ones(9, 9), torch.ones(9)))
+    )
+    assert matrix == [True, True, *[False] * 6] and sum(vector) == 7
+
+
+def test_what_an_optimizer_prints_in_a_trial_is_not_shown_and_a_long_one_is_announced(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Talks(cases.Lion):
+        def step(self, closure: Any = None) -> Any:
+            print("an update")
+            return super().step()
+
+    optimizer = Talks([nn.Parameter(torch.ones(8, 16)), nn.Parameter(torch.ones(99))])
+    with caplog.at_level("INFO", optimizer_kind.log.name):
+        assert expected_kind(optimizer, 3).divides == "elements"
+    assert capsys.readouterr().out == ""
+    (said,) = caplog.records
+    assert said.getMessage().startswith("copies of the optimizer Talks make 107 updates several times, of 227 elements")
+    optimizer.step()
+    assert capsys.readouterr().out == "an update\n"

@@ -176,6 +176,44 @@ def test_what_an_optimizer_is_like_is_looked_at_first_and_then_every_so_many_ste
     assert seen == looked
 
 
+@pytest.mark.parametrize(
+    ("every", "kind", "begins", "far"),
+    [
+        (100, None, 1, [1, 100, 200, 300, 400]),
+        (100, ELEMENTS, 1, [100, 200, 300, 400]),  # it was tried when it was built
+        (100, ELEMENTS, 951, [951, 1000, 1100, 1200, 1300]),  # but not from here on
+        (400, ELEMENTS, 1, [400]),
+        (400, None, 1, [1, 400]),
+        (0, ELEMENTS, 1, []),
+        (0, None, 1, [1]),
+    ],
+)
+def test_an_optimizer_is_tried_ahead_where_it_was_not_before(
+    monkeypatch: pytest.MonkeyPatch, every: int, kind: OptimizerKind | None, begins: int, far: list[int]
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(
+        optimizer_update, "kind_of", lambda _, seed, ahead, **how: (seen.append(seed) if ahead else 0) or ELEMENTS
+    )
+    update = OptimizerUpdate(DividedMember().optimizer, StateMemory(), every, kind)
+    for step in range(begins, begins + 400):
+        update._find_kind(step, step)
+    assert seen == far
+
+
+def test_a_look_for_which_there_is_no_room_changes_nothing(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def full(*_: Any, **how: Any) -> OptimizerKind:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(optimizer_update, "kind_of", full)
+    member = DividedMember()
+    update = OptimizerUpdate(member.optimizer, StateMemory(), 1, ELEMENTS)
+    make(member, update, 1, divided(member))
+    assert update.kind == ELEMENTS and "step 1: the optimizer is taken to be as it was before: no room" in caplog.text
+    with pytest.raises(MemoryError, match="no room"):
+        make(member, OptimizerUpdate(member.optimizer, StateMemory()), 1, divided(member))
+
+
 def test_an_optimizer_that_has_changed_ends_the_job_by_name(looks: list[OptimizerKind]) -> None:
     larger, silent = ELEMENTS._replace(state_bytes=99), OptimizerKind("nothing", NO_GRADIENT)
     looks[:] = [ELEMENTS, larger, silent, ELEMENTS._replace(at_once=True)]

@@ -26,6 +26,11 @@ class NonfiniteRule:
         """The rule in the config."""
         return NonfiniteRule(config.on_nonfinite, config.nonfinite_limit, config.precision == "fp16")
 
+    @property
+    def applies(self) -> bool:
+        """Whether gradients that are not finite may reach the optimizer."""
+        return self.on_nonfinite == "warn" and not self.scaled
+
 
 APPLIED = NonfiniteRule()
 """The rule that applies all updates and ends no job."""
