@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everstep.base.own_pages import own_pages
 from everstep.exact.layout import ALIGN_BYTES, round_up
-from everstep.exact.state_memory import own_pages
 from everstep.train.stage import There, fill_by_module
 from everstep.train.touched import memory_in, watched
 
