@@ -85,6 +85,10 @@ class TensorFile:
         check(len(data) == size, f"{name} has {size} bytes, not {len(data)}")
         _write(self._fd, self._begin + at, data)
 
+    def sync(self) -> None:
+        """Wait until what was written is on the disk. Raises: OSError."""
+        os.fdatasync(self._fd)
+
     def __enter__(self) -> TensorFile:
         return self
 
