@@ -37,8 +37,8 @@ class Parts:
     """The user's objects: everything that is trained, and its companions. extras: more state to keep. mesh: of a model
     that is cut into virtual shards. as_made: whether parameters are known to be as their modules made them, one by one,
     so that code that has run since has changed none. named: name of an optimizer that is alone in a list or dict. fill:
-    parameters have no values yet; gives those of modules, by name, to the first argument: from the module of a number
-    on, each so-manieth."""
+    parameters have no values yet; gives those of every `step`-th module, beginning with number `first`, by name, to the
+    first argument; `first` and `step` are the others."""
 
     model: nn.Module
     optimizer: Optimizer
