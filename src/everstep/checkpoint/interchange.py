@@ -184,9 +184,9 @@ def _passing(
         start = index * BLOCK_BYTES
         for k, lo, hi in pieces_of(ordered, index):
             offset = ordered[k].offset
-            memory.setdefault(k, bytearray(ordered[k].nbytes))[lo - offset : hi - offset] = block[
-                lo - start : hi - start
-            ]
+            if k not in memory:
+                memory[k] = bytearray(ordered[k].nbytes)
+            memory[k][lo - offset : hi - offset] = block[lo - start : hi - start]
         progress(count * BLOCK_BYTES, len(needed) * BLOCK_BYTES)
         while done < len(ordered) and ordered[done].stop <= start + BLOCK_BYTES:
             yield ordered[done].name, tensor_of(ordered[done], memory.pop(done, bytearray()))

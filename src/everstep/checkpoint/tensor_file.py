@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -40,9 +41,22 @@ _KINDS = {
     "float8_e5m2": "F8_E5M2",
     "int8": "I8",
     "uint8": "U8",
+    "float4_e2m1fn_x2": "F4",
     "bool": "BOOL",
 }
 """Names of dtypes in the format, in the order of their tensors in a file."""
+
+
+_IN_PAIRS = "float4_e2m1fn_x2"
+"""Two numbers are one element for torch, and two for the format."""
+_HALVES = {"complex128": "float64", "complex32": "float16"}
+
+
+def refuse_dtype(name: str, dtype: str) -> None:
+    """dtype: as torch calls it. Raises: ConfigError if the format does not have it."""
+    if dtype not in _KINDS:
+        how = f"two {_HALVES[dtype]} tensors" if dtype in _HALVES else "a tensor of another dtype"
+        raise ConfigError(f"{name} has dtype {dtype}, which safetensors files cannot hold: store it as {how}")
 
 
 def form_of(tensor: Tensor) -> TensorForm:
@@ -56,34 +70,42 @@ def bytes_in(form: TensorForm) -> int:
 
 
 class TensorFile:
-    """An open file, for all tensors of these forms. Entered, it is closed at the end, and all of it has to be there."""
+    """A file for all tensors of these forms. Entered, all of it has to be there at the end. It is open only while it is
+    written, for there may be more of them than a process may have open."""
 
     def __init__(self, path: Path, forms: Mapping[str, TensorForm]) -> None:
         """path: is made if it is not there. Raises: ConfigError for a dtype that the format does not have; OSError."""
         order = list(_KINDS)
         for name, (dtype, _) in forms.items():
-            if dtype not in _KINDS:
-                raise ConfigError(f"a safetensors file holds no {dtype}, which {name} is")
+            refuse_dtype(name, dtype)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._missing: dict[str, tuple[int, int]] = {}
         at = 0
         for name in sorted(forms, key=lambda name: (order.index(forms[name][0]), name)):
             (dtype, shape), size = forms[name], bytes_in(forms[name])
-            header[name] = {"dtype": _KINDS[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+            listed = [*shape[:-1], shape[-1] * 2] if dtype == _IN_PAIRS and shape else list(shape)
+            header[name] = {"dtype": _KINDS[dtype], "shape": listed, "data_offsets": [at, at + size]}
             self._missing[name] = at, size
             at += size
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         head = struct.pack("<Q", len(text)) + text
         self._begin = len(head)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        _write(self._fd, 0, memoryview(head))
+        self._path = path
+        with self._open(os.O_CREAT) as fd:
+            _write(fd, 0, memoryview(head))
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Write one tensor. Raises: OSError."""
         data, (at, size) = bytes_of(tensor), self._missing.pop(name)
         check(len(data) == size, f"{name} has {size} bytes, not {len(data)}")
-        _write(self._fd, self._begin + at, data)
+        with self._open() as fd:
+            _write(fd, self._begin + at, data)
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk. Raises: OSError."""
+        with self._open() as fd:
+            os.fdatasync(fd)
 
     def __enter__(self) -> TensorFile:
         return self
@@ -91,8 +113,15 @@ class TensorFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._fd)
         check(error is not None or not self._missing, f"{next(iter(self._missing), '')} was not written")
+
+    @contextmanager
+    def _open(self, flags: int = 0) -> Iterator[int]:
+        fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
 
 class Aside:

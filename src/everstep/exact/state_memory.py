@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from everstep.base.own_pages import own_pages
 from everstep.exact.layout import aligned_like
 
 Landing = tuple[memoryview, Callable[[], None]]
@@ -99,11 +100,6 @@ def _nothing() -> None:
 
 IN_MEMORY = StateMemory()
 """Where all of it is here."""
-
-
-def own_pages(nbytes: int) -> memoryview:
-    """Zeros, in pages of their own: malloc would keep what a copy of a state took, for it keeps all freed memory."""
-    return memoryview(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def give_back(tensor: Tensor, kept: Sequence[tuple[int, int]]) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from everstep.base.errors import EverstepError, MembershipError, check
+from everstep.base.own_pages import NORESERVE
 from everstep.parallel.mapping import PAGE, Mapping, load_fence, pages
 
 _WORDS_AT = 1024
@@ -90,7 +91,7 @@ class CellMemory(Mapping):
 
     def copied(self, extent: SharedPlace) -> mmap.mmap:
         """A mapping of whole pages whose content is shared until this process writes it: writes are its own."""
-        flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+        flags, access = mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         return mmap.mmap(self._fd, extent.size, flags=flags, prot=access, offset=extent.offset)
 
     # ---- waiting for each other

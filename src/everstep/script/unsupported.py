@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
 from everstep.base.errors import ConfigError
+from everstep.checkpoint.tensor_file import form_of, refuse_dtype
 from everstep.exact.extra_state import refuse_uncarried
 from everstep.exact.layout import memory_of
 from everstep.exact.several import optimizers_of, schedulers_of
@@ -53,9 +54,19 @@ def refuse_unsupported(model: Any, optimizer: Any, scheduler: Any) -> None:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
         _refuse_tensor(name, tensor)
+    _refuse_unwritable(model)
     if not any(tensor.is_meta for _, tensor in tensors):  # else it was built to be looked at
         _refuse_shared_memory(tensors)
         refuse_uncarried(model)
+
+
+def _refuse_unwritable(model: nn.Module) -> None:
+    """Raises: ConfigError naming what final/, which is written after the last step, could not hold."""
+    for path, module in model.named_modules():
+        kept = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in (*module._parameters.items(), *kept.items()):
+            if tensor is not None:
+                refuse_dtype(f"{path}.{name}" if path else name, form_of(tensor)[0])
 
 
 def refuse_scaler(extras: Mapping[str, Any]) -> None:

@@ -11,18 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from everstep.base.own_pages import own_pages
 from everstep.exact.layout import ALIGN_BYTES, round_up
-from everstep.exact.state_memory import own_pages
 from everstep.train.stage import There, fill_by_module
+from everstep.train.touched import memory_in, watched
 
 Put = Callable[[str, Tensor], None]
 """Takes a parameter that was made, by its name."""
 _ARENA_BYTES = 64 << 20
-_aten = torch.ops.aten
-_HARMLESS = {_aten.detach.default, _aten.empty_like.default, _aten.zeros_like.default}
 
 
 class Skeleton:
@@ -36,37 +33,22 @@ class Skeleton:
     def fill(
         self, seed: int, device: torch.device, wanted: Iterable[int] | None, put: Put, first: int, step: int
     ) -> None:
-        """Make each so-manieth module from this one on, one after the other. seed, device, wanted: as of
-        `build_by_module`."""
+        """Make every `step`-th module, beginning with number `first`, one after the other. seed, device, wanted: as
+        of `build_by_module`."""
         fill_by_module(self.model, self._units, seed, device, wanted, put, first, step)
 
     def is_left_alone(self, act: Callable[[nn.Module], Any]) -> bool:
         """Whether this neither reads the values of the model's parameters nor writes them."""
         before = self._facts()
         try:
-            with _Touched(self.model.parameters()) as seen:
+            with watched(memory_in(self.model.parameters())) as seen:
                 act(self.model)
-        except Exception:  # where there are values it says what is wrong
+        except Exception:  # the real call will raise the same error and say what is wrong
             return False
         return not seen.touched and self._facts() == before
 
     def _facts(self) -> list[tuple[object, ...]]:
         return [(name, id(p), p.untyped_storage()._cdata) for name, p in self.model.named_parameters()]
-
-
-class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether operations take these tensors."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._memory = {tensor.untyped_storage()._cdata for tensor in tensors}
-        self.touched = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if func not in _HARMLESS and any(one.untyped_storage()._cdata in self._memory for one in given):
-            self.touched = True
-        return func(*args, **(kwargs or {}))
 
 
 def blank_parameters() -> There:
@@ -80,6 +62,6 @@ def blank_parameters() -> There:
             arena, used = own_pages(max(size, _ARENA_BYTES)), 0
         flat = torch.frombuffer(arena, dtype=like.dtype, count=max(like.numel(), 1), offset=used)
         used += size
-        return flat.as_strided(like.shape, like.stride(), 0)
+        return flat.as_strided(like.shape, torch.empty_like(like).stride(), 0)
 
     return place

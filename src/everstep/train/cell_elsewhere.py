@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+import weakref
 from bisect import bisect_right, insort
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
@@ -283,8 +284,10 @@ class PartCopies:
         self._elsewhere: list[OwnedRange] = []
         self._lock = threading.Lock()
         self._dropped = False
+        self._gone = weakref.finalize(self, _gone, parts.plan, self._number, self._elsewhere)
 
     def take(self, tensor: Tensor, to: Tensor) -> bool:
+        self._lines.drop()
         if not (tensor.is_contiguous() and tensor.numel()):
             return False
         start = tensor.data_ptr() - self._memory.address
@@ -322,8 +325,14 @@ class PartCopies:
     def drop(self) -> None:
         with self._lock:
             self._dropped = True
-            for part in {one.part for one in self._elsewhere}:
-                self._lines.drop(part, self._number)
+        self._gone()
+        self._lines.drop()
+
+
+def _gone(plan: CellPlan, number: int, elsewhere: Sequence[OwnedRange]) -> None:
+    """Nobody reads this copy any more. Maybe the garbage collector says so, at any point of any thread: others are told
+    later."""
+    plan.dropped.extend((part, number) for part in {one.part for one in elsewhere})
 
 
 def _runs(ranges: Sequence[OwnedRange], own: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

@@ -195,8 +195,9 @@ def fill(replica: StageReplica, store: CellStore, update: CellUpdate, config: Co
         with torch.no_grad():
             if config.cell.hosts == 1 or (runs is None and part == 0):
                 place.copy_(made)
-            for first, stop in (run for rank in mine for run in runs[rank]) if runs is not None else ():
-                place.view(-1)[first:stop].copy_(made.view(-1)[first:stop])
+            elif runs is not None:
+                for first, stop in (run for rank in mine for run in runs[rank]):
+                    place.view(-1)[first:stop].copy_(made.view(-1)[first:stop])
 
     if replica.parts.fill is not None:
         replica.parts.fill(put, number, each)

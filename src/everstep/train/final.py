@@ -24,7 +24,7 @@ from everstep.base.errors import check
 from everstep.base.hub_names import ADAPTER_WEIGHTS
 from everstep.base.plan import Plan
 from everstep.checkpoint.interchange import adapter_names, tensor_of
-from everstep.checkpoint.tensor_file import Aside, TensorFile, TensorForm, form_of
+from everstep.checkpoint.tensor_file import Aside, TensorFile, TensorForm, bytes_in, form_of
 from everstep.exact import topology
 from everstep.exact.extra_state import is_extra, to_file, unpack
 from everstep.exact.image import Image, entries_of, rows_digest, sealed
@@ -37,6 +37,7 @@ from everstep.train.taking import Copier
 from everstep.train.view import WorkerView
 
 _MODEL = "model/"
+_SYNCED_BYTES = 1 << 30
 
 
 class Lying(NamedTuple):
@@ -54,26 +55,34 @@ def write_final(
     step: int,
     *,
     left: bool = False,
+    tick: Callable[[], None] = lambda: None,
 ) -> None:
     """Write final/model.safetensors and, last, final/digest.json. Atomic; all workers would write the same bytes. If
     the model has an adapter by the package peft, the adapter is written apart, too. One tensor is read at a time.
 
     tensors: by their names in the whole model's state_dict. left: the loop was left before the last step.
+    tick: called after each tensor.
     """
     final = run_dir / "final"
     digest = {"version": DIGEST_VERSION, "step": step, "model": model_digest, "state": state_digest}
     digest |= {"left": True} if left else {}
     adapter = {other: tensors[name] for name, other in adapter_names(tensors).items()}
     if adapter:
-        _put(final / ADAPTER_WEIGHTS, partial(_write_each, adapter))
-    _put(final / "model.safetensors", partial(_write_each, tensors))
+        _put(final / ADAPTER_WEIGHTS, partial(_write_each, adapter, tick))
+    _put(final / "model.safetensors", partial(_write_each, tensors, tick))
     _put(final / "digest.json", lambda path: path.write_bytes(json.dumps(digest, indent=2).encode() + b"\n"))
 
 
-def _write_each(tensors: Mapping[str, Lying], path: Path) -> None:
+def _write_each(tensors: Mapping[str, Lying], tick: Callable[[], None], path: Path) -> None:
     with TensorFile(path, {name: one.form for name, one in tensors.items()}) as file:
+        waiting = 0
         for name, one in tensors.items():
             file.put(name, one.read())
+            waiting += bytes_in(one.form)
+            if waiting > _SYNCED_BYTES:  # or the end would take as long as a slow disk needs for what memory holds
+                file.sync()
+                waiting = 0
+            tick()
 
 
 def _put(path: Path, write: Callable[[Path], object]) -> None:
@@ -115,7 +124,7 @@ class Finisher:
             _refuse_other({0: self._view.stages.only.compared(number)}, operation)
             digest = self._digest(operation)
             tensors = model_tensors(model, state.memory.whole)
-            write_final(run_dir, tensors, state.model_digest(), digest, number, left=left)
+            write_final(run_dir, tensors, state.model_digest(), digest, number, left=left, tick=self._view.tick)
             return self._arrived(plan)
         with _aside(run_dir) as aside:
             parts = self._collect(operation, aside)
@@ -126,7 +135,9 @@ class Finisher:
             tensors = {name: one for _, found in parts for name, one in found.items()}
             ordered = {name: tensors[name] for name in sorted(tensors)}
             digest = topology.state_digest(merged, number)
-            write_final(run_dir, ordered, topology.model_digest(merged), digest, number, left=left)
+            write_final(
+                run_dir, ordered, topology.model_digest(merged), digest, number, left=left, tick=self._view.tick
+            )
         return self._arrived(plan)
 
     def _look(self, plan: Plan, number: int) -> None:
@@ -244,10 +255,16 @@ class _Passed:
 
 @contextmanager
 def _aside(run_dir: Path) -> Iterator[Aside]:
-    """On the disk that final/ is on."""
-    with folder_of(run_dir / "final" / "model.safetensors", 1, make=True) as folder:
-        with closing(Aside(Path(f"/proc/self/fd/{folder}"))) as aside:
-            yield aside
+    """On the disk that final/ is on. Raises: OSError, which names that."""
+    path = run_dir / "final"
+    with folder_of(path / "model.safetensors", 1, make=True) as folder:
+        try:
+            with closing(Aside(Path(f"/proc/self/fd/{folder}"))) as aside:
+                yield aside
+        except OSError as error:
+            if error.filename is not None and not str(error.filename).startswith("/proc/self/fd/"):
+                raise
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _refuse_other(digests: Mapping[int, str], operation: Finish) -> None:

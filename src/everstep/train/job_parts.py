@@ -34,6 +34,7 @@ from everstep.train.saving import Whole
 from everstep.train.session import Session
 from everstep.train.stage import Parts, There, build_model, chosen_cut, cut_into_shards, cut_out
 from everstep.train.task import Task, calling
+from everstep.train.touched import memory_in, watched
 from everstep.train.trainer import EarlyStop
 from everstep.train.view import Stages
 from everstep.train.worker_link import WorkerLink
@@ -162,16 +163,33 @@ class BuiltTask:
         task, config = self._task, self._config
         self._look()
         seed_all(build_seed(config.seed))
-        model, units = build_model(task, config, self.device, wanted, self._there)
+        blank = self._leads_cell and self._there is not None
+        model, units = build_model(task, config, self.device, wanted, self._there, blank=blank)
         made = self._content(model)
-        if self.dataset is None:
-            self.dataset = calling(task, "build_dataset", "train")
+        if self.dataset is None and not self._finds_data(model if blank else None):
+            self._there = None
+            return self.make(wanted)
         optimizer, scheduler, mesh = self._beside(model)
         as_made, fill = made is not None and made == self._content(model), None
         if self._there is not None and self._skeleton is not None:
             as_made, fill = True, partial(self._skeleton.fill, config.seed, self.device, wanted)
         extras = {"everstep.early_stop": self.early_stop}
         return Parts(model, optimizer, scheduler, units, extras, mesh, as_made, fill=fill)
+
+    def _finds_data(self, blank: nn.Module | None) -> bool:
+        """Build the dataset; False if that takes values of parameters, of a model that has none yet."""
+        if blank is None:
+            self.dataset = calling(self._task, "build_dataset", "train")
+            return True
+        with watched(memory_in(blank.parameters())) as seen:
+            try:
+                self.dataset = calling(self._task, "build_dataset", "train")
+            except Exception:
+                if not seen.touched:
+                    raise
+        if seen.touched:
+            self.dataset = None
+        return not seen.touched
 
     def _content(self, model: nn.Module) -> str | None:
         """Digest of the parameters that are made here, where the processes of a cell want to know."""

@@ -7,7 +7,8 @@ job; then the parts of other stages are dropped, and their memory with them. Nam
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.state import Share
 from everstep.placement.cuts import ModelCut, choose, of_sizes
 from everstep.train.task import Task, calling
+from everstep.train.touched import memory_in, watched
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Parts:
     """The user's objects: everything that is trained, and its companions. extras: more state to keep. mesh: of a model
     that is cut into virtual shards. as_made: whether parameters are known to be as their modules made them, one by one,
     so that code that has run since has changed none. named: name of an optimizer that is alone in a list or dict. fill:
-    parameters have no values yet; gives those of modules, by name, to the first argument: from the module of a number
-    on, each so-manieth."""
+    parameters have no values yet; gives those of every `step`-th module, beginning with number `first`, by name, to the
+    first argument; `first` and `step` are the others."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -98,13 +100,19 @@ class StageSpec:
 
 
 def build_model(
-    task: Task, config: Config, device: torch.device, wanted: Iterable[int] | None = None, there: There | None = None
+    task: Task,
+    config: Config,
+    device: torch.device,
+    wanted: Iterable[int] | None = None,
+    there: There | None = None,
+    *,
+    blank: bool = False,
 ) -> tuple[nn.Module, list[nn.Module]]:
-    """The task's model and its units; with `meta_init` made module by module, and only the units `wanted`. there: as of
-    `build_by_module`."""
+    """The task's model and its units; with `meta_init` made module by module, and only the units `wanted`. there,
+    blank: as of `build_by_module`."""
     if config.meta_init:
         build, units_of = partial(calling, task, "build_model"), partial(calling, task, "units")
-        return build_by_module(build, units_of, config.seed, device, wanted, there)
+        return build_by_module(build, units_of, config.seed, device, wanted, there, blank=blank)
     model = calling(task, "build_model").to(device)
     return model, calling(task, "units", model)
 
@@ -338,9 +346,11 @@ def build_by_module(
     device: torch.device,
     wanted: Iterable[int] | None = None,
     there: There | None = None,
+    *,
+    blank: bool = False,
 ) -> tuple[nn.Module, list[nn.Module]]:
     """The model and its units. Only the units `wanted` (all by default), and modules outside all units, take memory.
-    there: where another process has made a parameter already.
+    there: where another process has made a parameter already; blank: or will make it, and there are no values yet.
 
     Every module is initialised under generators seeded from the job's seed and the module's own path, so its initial
     values do not depend on which other modules are made here: the same bits in every topology.
@@ -349,7 +359,8 @@ def build_by_module(
     `reset_parameters()`, then by the model's `_init_weights(module)`, as far as they exist. A tied parameter keeps the
     values of its first module.
 
-    Raises: ConfigError naming a module that has parameters or buffers of its own and neither of the two.
+    Raises: ConfigError naming a module that has parameters or buffers of its own and neither of the two, or whose
+    initialiser takes values of an earlier module where they are `blank`.
     """
     with torch.device("meta"):
         model = build()
@@ -357,10 +368,14 @@ def build_by_module(
     owners = _owners(model)
     needed = _needed(model, units, wanted, owners)
     made: dict[int, nn.Parameter] = {}
+    without = set[int]()
     with preserve_rng():
         for path, module in model.named_modules():
             if id(module) in needed:
-                _materialise(model, path, module, seed, device, owners, made, there)
+                with _left_alone(without, path, module):
+                    _materialise(model, path, module, seed, device, owners, made, there)
+                if blank:
+                    without |= memory_in(module.parameters(recurse=False))
     for module in model.modules():  # modules that are not made stay tied to made ones, so that every stage sees the tie
         if id(module) not in needed:
             tied = {name: made[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in made}
@@ -379,23 +394,53 @@ def fill_by_module(
     step: int,
 ) -> None:
     """Make each `step`-th module that `build_by_module` makes, from number `first` on, by itself; `put` takes its own
-    parameters by their names. model: on the meta device, and is so afterwards."""
+    parameters by their names. model: on the meta device, and is so afterwards.
+
+    Raises: ConfigError as `build_by_module`, also for buffers of an earlier module."""
     owners = _owners(model)
     needed = _needed(model, units, wanted, owners)
-    own = {
-        path: (module, names)
-        for path, module in model.named_modules()
-        if id(module) in needed
-        and (names := [name for name, p in module._parameters.items() if p is not None and owners[id(p)] is module])
-    }
-    for path, (module, names) in list(own.items())[first::step]:
+    number, without = 0, set[int]()
+    for path, module in model.named_modules():
+        if id(module) not in needed:
+            continue
+        names = [name for name, p in module._parameters.items() if p is not None and owners[id(p)] is module]
+        mine = bool(names) and number % step == first
+        number += bool(names)
         parameters, buffers = dict(module._parameters), dict(module._buffers)
-        with preserve_rng():
+        tensors = [one for one in (*parameters.values(), *buffers.values()) if one is not None]
+        if not mine:
+            without |= memory_in(tensors)
+            continue
+        with preserve_rng(), _left_alone(without, path, module):
             _materialise(model, path, module, seed, device, owners, {}, None)
         for name in names:
             put(f"{path}.{name}" if path else name, module._parameters[name].detach())  # type: ignore[union-attr]
         module._parameters.update(parameters)
         module._buffers.update(buffers)
+        without |= memory_in(tensors)
+
+
+@contextmanager
+def _left_alone(without: Set[int], path: str, module: nn.Module) -> Iterator[None]:
+    """A module is made, while earlier modules, which would have values if one process made all, have none in this
+    memory. Later ones have none either way. Raises: ConfigError if its initialiser takes some."""
+    if not without:
+        yield
+        return
+    failed: Exception | None = None
+    with watched(without) as seen:
+        try:
+            yield
+        except Exception as error:
+            if not seen.touched:
+                raise
+            failed = error
+    if seen.touched:
+        raise ConfigError(
+            f"meta_init: initialising module {path or 'at the top'} ({type(module).__name__}) reads or writes "
+            "parameters or buffers of another module, which may be made by another process of this worker: have it use "
+            "its own, or set meta_init to false"
+        ) from failed
 
 
 def _needed(

@@ -19,11 +19,11 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError
 from everstep.base.extents import NONE, WHOLE, Extents, Sizes
+from everstep.base.own_pages import own_pages
 from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.checkpoint.vault import StageState
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, sizes_of
-from everstep.exact.state_memory import own_pages
 from everstep.placement.shards import share as share_of
 from everstep.protocol.driver.hearing import FOREVER
 from everstep.protocol.driver.operations import Keep

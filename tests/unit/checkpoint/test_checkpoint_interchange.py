@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError, StoreError
+from everstep.checkpoint import interchange
 from everstep.checkpoint.interchange import PassingWeights, read_weights, take_weights
 from everstep.checkpoint.interchange_formats import DCP, HF, SAFETENSORS, TORCH, load_weights, write_weights
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint
@@ -53,6 +54,19 @@ def test_state_is_the_models_own(checkpoint: Checkpoint) -> None:
 
 def test_safetensors(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert_same(load_file(exported(checkpoint, tmp_path / "m.safetensors", SAFETENSORS)), expected())
+
+
+def test_the_memory_of_a_tensor_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def counted(size: int = 0) -> bytearray:
+        made.append(size)
+        return bytearray(size)
+
+    model = torch.nn.Linear(512, 1024, bias=False)  # eight blocks
+    monkeypatch.setattr(interchange, "bytearray", counted, raising=False)
+    assert_same(read_weights(checkpoint_of(model, None, tmp_path / "checkpoint")).model, model.state_dict())
+    assert made.count(model.weight.nbytes) == 1
 
 
 def test_torch_save(checkpoint: Checkpoint, tmp_path: Path) -> None:

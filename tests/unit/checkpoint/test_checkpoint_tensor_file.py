@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -12,9 +13,12 @@ from safetensors.torch import load_file, save_file
 from everstep.base.errors import ConfigError, InvariantViolation
 from everstep.checkpoint.tensor_file import _KINDS, Aside, TensorFile, form_of
 
+PAIRS = "float4_e2m1fn_x2"
+
 
 def test_its_bytes_are_those_of_the_package(tmp_path: Path) -> None:
-    tensors = {f"of {kind}": torch.arange(6).reshape(2, 3).to(getattr(torch, kind)) for kind in _KINDS}
+    tensors = {f"of {kind}": torch.arange(6).reshape(2, 3).to(getattr(torch, kind)) for kind in _KINDS if kind != PAIRS}
+    tensors |= {"pairs": torch.arange(6, dtype=torch.uint8).reshape(2, 3).view(getattr(torch, PAIRS))}
     tensors |= {"é\"'\\": torch.tensor(-0.0), "none": torch.empty(0, 4), "turned": torch.arange(6.0).view(2, 3).t()}
     with TensorFile(tmp_path / "mine", {name: form_of(t) for name, t in tensors.items()}) as file:
         for name, tensor in tensors.items():
@@ -31,7 +35,7 @@ def test_all_of_it_has_to_be_there(tmp_path: Path) -> None:
     file = TensorFile(tmp_path / "file", {"a": ("float32", (2,)), "b": ("float32", (1,))})
     with pytest.raises(InvariantViolation, match="b was not written"), file:
         file.put("a", torch.zeros(2))
-    with pytest.raises(ConfigError, match="holds no complex128, which c is"):
+    with pytest.raises(ConfigError, match=r"c has dtype complex128, .* cannot hold: store it as two float64 tensors"):
         TensorFile(tmp_path / "file", {"c": ("complex128", (2,))})
 
 
@@ -44,3 +48,12 @@ def test_what_is_put_aside_comes_back(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
         with pytest.raises(InvariantViolation, match="were not put aside"):
             aside.read(second, 3)
+
+
+def test_it_is_open_only_while_it_is_written(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    file = TensorFile(tmp_path / "file", {"a": ("float32", (2,))})
+    with file:
+        assert len(os.listdir("/proc/self/fd")) == before
+        file.put("a", torch.zeros(2))
+    assert len(os.listdir("/proc/self/fd")) == before

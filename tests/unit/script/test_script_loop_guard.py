@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +111,18 @@ def test_a_task_has_one_optimizer_and_a_scheduler_that_counts_steps() -> None:
         refuse_unsupported(MODEL, [SGD, SGD], None)
     with pytest.raises(ConfigError, match="ReduceLROnPlateau needs a metric"):
         refuse_unsupported(MODEL, SGD, torch.optim.lr_scheduler.ReduceLROnPlateau(SGD))
+
+
+def test_what_the_file_of_weights_cannot_hold_is_refused_before_the_start() -> None:
+    for kept in (False, True):
+        model = nn.Sequential(nn.Linear(2, 2))
+        model[0].register_buffer("c", torch.zeros(2, dtype=torch.complex128), persistent=kept)
+        with (
+            pytest.raises(ConfigError, match=r"0\.c has dtype complex128, which safetensors files cannot hold")
+            if kept
+            else contextlib.nullcontext()
+        ):
+            refuse_unsupported(model, torch.optim.SGD(model.parameters()), None)
 
 
 @pytest.mark.parametrize(("model", "optimizer", "scheduler", "text"), WRONG)

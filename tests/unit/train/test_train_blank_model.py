@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from everstep.base.config import load_config
+from everstep.base.errors import ConfigError
+from everstep.train import job_parts
 from everstep.train.blank_model import Skeleton, blank_parameters
+from everstep.train.job_parts import BuiltTask
 from everstep.train.stage import build_by_module
+from everstep.train.task import Task
 
 CPU = torch.device("cpu")
 
@@ -90,3 +96,114 @@ def changes(parameter: nn.Parameter) -> None:
 )
 def test_who_reads_or_writes_values_is_noticed(act: Callable[[nn.Module], Any], *, alone: bool) -> None:
     assert Skeleton(Model, units_of).is_left_alone(act) == alone
+
+
+class Follower(nn.Module):
+    """Has values that depend on those of another module, which it hides from torch."""
+
+    def __init__(self, other: nn.Module, *, buffer: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 8))
+        if buffer:
+            self.register_buffer("scale", torch.empty(8, 8))
+        self.other = (other,)
+
+    def reset_parameters(self) -> None:
+        self.weight.copy_(self.other[0].weight)
+        if hasattr(self, "scale"):
+            self.scale.copy_(self.other[0].weight)
+
+
+class Reader(Follower):
+    """As that, by numpy, which no operation of torch sees."""
+
+    def reset_parameters(self) -> None:
+        self.weight.fill_(float(self.other[0].weight.detach().numpy().sum()))
+
+
+def children(model: Any) -> list[nn.Module]:
+    return list(model.children())
+
+
+@pytest.mark.parametrize("kind", [Follower, Reader])
+def test_an_initialiser_that_takes_what_another_process_makes_is_refused(kind: Any) -> None:
+    def build() -> nn.Module:
+        first = nn.Linear(8, 8)
+        return nn.Sequential(first, kind(first, buffer=True))
+
+    wanted = f"module 1 .{kind.__name__}. reads or writes parameters or buffers of another"
+    with pytest.raises(ConfigError, match=wanted):
+        build_by_module(build, children, 7, CPU, there=blank_parameters(), blank=True)
+    for first in (0, 1):
+        with pytest.raises(ConfigError, match=wanted) if first else contextlib.nullcontext():
+            Skeleton(build, children).fill(7, CPU, None, lambda name, tensor: None, first, 2)
+    model, _ = build_by_module(build, children, 7, CPU)
+    assert kind is Reader or torch.equal(model[1].weight, model[0].weight)  # type: ignore[index, union-attr]
+
+
+def test_a_later_module_has_no_values_either_way() -> None:
+    def build() -> nn.Module:
+        last = nn.Linear(8, 8)
+        return nn.Sequential(Writer(last, buffer=True), last)
+
+    wanted = build_by_module(build, children, 7, CPU)[0].state_dict()
+    model, _ = build_by_module(build, children, 7, CPU, there=blank_parameters(), blank=True)
+    assert torch.equal(model.state_dict()["0.scale"], wanted["0.scale"])
+    found: dict[str, Tensor] = {}
+    Skeleton(build, children).fill(7, CPU, None, lambda name, tensor: found.update({name: tensor.clone()}), 0, 1)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items()) and len(found) == 3
+
+
+class Writer(Follower):
+    """Sets the other's values, too."""
+
+    def reset_parameters(self) -> None:
+        for parameter in (self.weight, self.scale, self.other[0].weight):
+            nn.init.normal_(parameter)
+
+
+def test_places_are_laid_out_as_parameters_that_are_made() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(6, 4)
+        model.weight = nn.Parameter(torch.empty(4, 12)[:, ::2])
+        return model
+
+    wanted = build_by_module(build, lambda model: [model], 7, CPU)[0].weight
+    place = build_by_module(build, lambda model: [model], 7, CPU, there=blank_parameters(), blank=True)[0].weight
+    assert place.stride() == wanted.stride() == (6, 1)  # type: ignore[union-attr, operator]
+
+
+class ReadingTask(Task):
+    """Its data depend on the model that it has made."""
+
+    def __init__(self, *, reads: bool) -> None:
+        self.reads, self.data = reads, list[float]()
+
+    def build_model(self) -> nn.Module:
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        return self.model
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return children(model)
+
+    def build_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+    def build_dataset(self, split: str) -> Any:
+        self.data.append(float(self.model[0].weight.detach().numpy().sum()) if self.reads else 1.0)
+        return self.data[-1:]
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_data_made_of_the_model_are_made_of_its_values(monkeypatch: pytest.MonkeyPatch, *, reads: bool) -> None:
+    monkeypatch.setattr(job_parts, "prepare_torch", lambda *_: CPU)
+    alone, task = ReadingTask(reads=reads), ReadingTask(reads=reads)
+    single = BuiltTask(alone, load_config([("test", {"meta_init": True})]), 0)
+    built = BuiltTask(task, load_config([("test", {"meta_init": True, "cell.fsdp": 2})]), 0)
+    single.make()
+    parts = built.make()
+    assert built.dataset == single.dataset != [0.0] and len(task.data) == 1 + reads
+    assert (parts.fill is None) == reads

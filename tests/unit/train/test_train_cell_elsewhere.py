@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
+import gc
 import os
+import re
 import signal
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from everstep.base.errors import CheckpointCorrupt, CollectiveAborted
+from everstep.base.own_pages import own_pages
 from everstep.exact.image import Image, Outline, StateEntry
 from everstep.exact.snapshot import Snapshot
 from everstep.exact.state_memory import StateMemory
 from everstep.parallel.cell_memory import CellMemory, SharedPlace
 from everstep.parallel.mapping import PAGE
+from everstep.runtime.host import cell_doors
 from everstep.runtime.host.cell_doors import CellDoor, CellPlan, PartLines
 from everstep.runtime.link.peer import PeerConnection, peer_connect
 from everstep.train.cell_elsewhere import OtherParts, notes_bytes, owned
@@ -131,10 +139,8 @@ def test_what_the_head_loads_goes_to_who_holds_it(parts: list[Part]) -> None:
     assert torch.equal(other.parameters, torch.full((4 * FLOATS,), 7.0))
 
 
-def test_a_copy_of_the_state_stays_with_who_holds_it(doors: list[CellDoor], parts: list[Part]) -> None:
-    head, other = parts
-    for part in parts:
-        part.elsewhere.let_go()
+def state_of(head: Part) -> tuple[list[StateEntry], list[Tensor], StateMemory]:
+    """Of a head: parameters, three numbers of its own, and the optimizer's."""
     memory = StateMemory()
     memory.share(head.elsewhere, lambda parameter, key: None)
     tensors = [head.parameters, torch.ones(3), head.state]
@@ -142,12 +148,26 @@ def test_a_copy_of_the_state_stays_with_who_holds_it(doors: list[CellDoor], part
         StateEntry(name, "float32", tuple(t.shape), at, t.nbytes)
         for name, t, at in zip("abc", tensors, (0, 4 * PAGE, 5 * PAGE), strict=True)
     ]
-    head.state[:FLOATS], other.state[FLOATS:] = 5, 6
-    live = Image.of_tensors(entries, tensors, {}, Outline(), memory)
-    wanted, manifest = bytes(live.read_block(0)), live.manifest
+    return entries, tensors, memory
+
+
+def taken(head: Part) -> Snapshot:
+    entries, tensors, memory = state_of(head)
     snapshot = Snapshot(entries, tensors, {}, Outline(), [1], None, lambda arena: None, memory)
     snapshot.start()
     assert snapshot.wait()
+    return snapshot
+
+
+def test_a_copy_of_the_state_stays_with_who_holds_it(doors: list[CellDoor], parts: list[Part]) -> None:
+    head, other = parts
+    for part in parts:
+        part.elsewhere.let_go()
+    entries, tensors, memory = state_of(head)
+    head.state[:FLOATS], other.state[FLOATS:] = 5, 6
+    live = Image.of_tensors(entries, tensors, {}, Outline(), memory)
+    wanted, manifest = bytes(live.read_block(0)), live.manifest
+    snapshot = taken(head)
     head.parameters[:FLOATS], other.state[FLOATS:] = 8, 9
     assert bytes(snapshot.read_block(0)) == wanted and snapshot.manifest() == manifest
     arena = snapshot._arena
@@ -158,6 +178,58 @@ def test_a_copy_of_the_state_stays_with_who_holds_it(doors: list[CellDoor], part
     assert not doors[1]._copies
     with pytest.raises(CheckpointCorrupt, match="was released"):
         kept.read_block(0)
+
+
+def test_a_copy_that_nobody_has_any_more_is_dropped_with_the_next_one(doors: list[CellDoor], parts: list[Part]) -> None:
+    snapshot = taken(parts[0])
+    _ = snapshot.manifest()
+    (first,) = doors[1]._copies
+    gone = weakref.ref(snapshot._there)  # type: ignore[arg-type]
+    snapshot._thread.join()  # type: ignore[union-attr]
+    del snapshot
+    gc.collect()
+    assert gone() is None and list(doors[1]._copies) == [first]  # the collector says nothing to anybody
+    snapshot = taken(parts[0])
+    (second,) = doors[1]._copies
+    assert second != first
+    snapshot.release()
+
+
+def test_a_copy_outlives_the_memory_that_it_was_made_of(doors: list[CellDoor], parts: list[Part]) -> None:
+    snapshot = taken(parts[0])
+    wanted = bytes(snapshot.read_block(0))
+    memory = CellMemory.create(10 * PAGE, 1)
+    doors[1].show(0, memory)
+    parts[0].lines.close()
+    assert bytes(snapshot.read_block(0)) == wanted
+    memory.close()
+    doors[1]._copies.clear()
+    with pytest.raises(CheckpointCorrupt, match="part 1 of this worker has no copy"):
+        snapshot.read_block(0)
+    snapshot.release()
+
+
+def test_no_room_for_a_copy_is_told_by_name(parts: list[Part], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(nbytes: int) -> memoryview:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(cell_doors, "own_pages", full)
+    with pytest.raises(OSError, match=r"part 1 of this worker, at 127.0.0.1:\d+: no \d+ bytes for a copy") as told:
+        taken(parts[0])
+    assert told.value.errno == errno.ENOMEM
+
+
+@pytest.mark.skipif(Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2", reason="all memory is set aside")
+def test_memory_for_copies_is_not_set_aside(parts: list[Part]) -> None:
+    copied = parts[0].memory.copied(PARAMETERS)
+    for memory in (own_pages(PAGE), memoryview(copied)):
+        at, flags, inside = np.frombuffer(memory, np.uint8).ctypes.data, "", False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if place := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                inside = int(place[1], 16) <= at < int(place[2], 16)
+            elif inside and line.startswith("VmFlags:"):
+                flags = line
+        assert "nr" in flags.split()
 
 
 def test_words_of_one_are_told_to_the_other(parts: list[Part]) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from everstep.train.final import Lying, model_tensors, write_final
+from everstep.train.final import Lying, _aside, model_tensors, write_final
 
 MODEL = nn.Linear(3, 2)
 
@@ -23,6 +23,17 @@ def test_weights_that_did_not_fit_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space"):
         write_final(tmp_path, {**tensors, "weight": Lying(tensors["weight"].form, full)}, "m", "s", 7)
     assert list((tmp_path / "final").iterdir()) == []
-    write_final(tmp_path, tensors, "m", "s", 7)
+    ticks: list[int] = []
+    write_final(tmp_path, tensors, "m", "s", 7, tick=lambda: ticks.append(1))
+    assert len(ticks) == len(tensors) == 2
     assert sorted(path.name for path in (tmp_path / "final").iterdir()) == ["digest.json", "model.safetensors"]
     assert torch.equal(load_file(tmp_path / "final" / "model.safetensors")["weight"], MODEL.weight)
+
+
+def test_what_is_put_aside_names_the_folder_that_is_full(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space") as told, _aside(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert told.value.filename == str(tmp_path / "final")
+    with pytest.raises(OSError, match="No space") as told, _aside(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device", "elsewhere")
+    assert told.value.filename == "elsewhere"

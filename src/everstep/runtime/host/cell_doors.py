@@ -10,16 +10,17 @@ that is to live as long as the cell has ended, the cell is over, and this proces
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from everstep.base.cause import Cause
-from everstep.base.errors import CollectiveAborted, EverstepError, ProtocolError
+from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, EverstepError, ProtocolError
+from everstep.base.own_pages import own_pages
 from everstep.runtime.link.peer import PeerConnection, PeerServer
 from everstep.runtime.link.tls import Tls
 
@@ -51,12 +52,14 @@ class PartMemory(Protocol):
 @dataclass(frozen=True)
 class CellPlan:
     """A worker that spans hosts, as one of its parts sees it. name: of this very life of it; part: number of this part,
-    0 for the head's; doors: the addresses of all parts' doors; each: processes of a part."""
+    0 for the head's; doors: the addresses of all parts' doors; each: processes of a part. dropped: (part,
+    number) of copies that nobody reads any more, which the part is to be told."""
 
     name: str
     part: int
     doors: tuple[str, ...]
     each: int
+    dropped: deque[tuple[int, int]] = field(default_factory=deque, compare=False, repr=False)
 
     def part_of(self, rank: int) -> int:
         """The part that has this process of the worker."""
@@ -69,7 +72,7 @@ class CellDoor:
     def __init__(self, address: str, key: bytes, tls: Tls | None) -> None:
         """key: of the role `peer`."""
         self._memories: dict[int, PartMemory] = {}
-        self._copies: dict[tuple[int, int], mmap.mmap] = {}
+        self._copies: dict[int, memoryview] = {}
         self._name: str | None = None
         self._named, self._over = threading.Event(), threading.Event()
         self._came: queue.SimpleQueue[PeerConnection] = queue.SimpleQueue()
@@ -86,10 +89,9 @@ class CellDoor:
         self._named.set()
 
     def show(self, stage: int, memory: PartMemory | None) -> None:
-        """Have others read and write a stage's memory; None: no more."""
+        """Have others read and write a stage's memory; None: no more. Copies of another that it had stay until they are
+        dropped."""
         self._memories.pop(stage, None)
-        for key in [key for key in list(self._copies) if key[0] == stage]:
-            self._copies.pop(key, None)
         if memory is not None:
             self._memories[stage] = memory
 
@@ -130,18 +132,16 @@ class CellDoor:
             if what == _WRITTEN:
                 shown.receive(*numbers)
             elif what == _COPY:
-                number, total, at, to, size = numbers
-                copy = self._copies.get((stage, number)) or mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE)
-                with _extent(shown.memory, at, size) as part, _extent(copy, to, size) as into:
-                    into[:] = part
-                self._copies[stage, number] = copy
-                connection.send_json(True)
+                connection.send_json(self._copy(shown, *numbers))
             elif what == _DROP:
-                self._copies.pop((stage, *numbers), None)
+                self._copies.pop(*numbers, None)
             elif what == _COPIED:
                 number, at, size = numbers
-                with _extent(self._copies[stage, number], at, size) as part:
-                    connection.send_bytes([part])
+                copy = self._copies.get(number)
+                connection.send_json(copy is not None)
+                if copy is not None:
+                    with _extent(copy, at, size) as part:
+                        connection.send_bytes([part])
             else:
                 with _extent(shown.memory, *numbers) as part:
                     if what == _READ:
@@ -149,6 +149,17 @@ class CellDoor:
                     else:
                         connection.recv_into(part)
                         connection.send_json(True)
+
+    def _copy(self, shown: PartMemory, number: int, total: int, at: int, to: int, size: int) -> list[Any]:
+        """Copy bytes into a copy, which is made if there is none of that number; returns [] or what the system says."""
+        if number not in self._copies:
+            try:
+                self._copies[number] = own_pages(total)
+            except OSError as error:
+                return [error.errno, f"no {total} bytes for a copy of the state: {error.strerror}"]
+        with _extent(shown.memory, at, size) as part, _extent(self._copies[number], to, size) as into:
+            into[:] = part
+        return []
 
 
 @contextlib.contextmanager
@@ -188,26 +199,37 @@ class PartLines:
         self._fetch(part, [_READ], offset, into)
 
     def copy(self, part: int, number: int, total: int, offset: int, to: int, size: int) -> None:
-        """Have a part copy bytes of its memory to a place in a copy of that number, which has so many bytes."""
+        """Have a part copy bytes of its memory to a place in a copy of that number, which has so many bytes. Raises:
+        OSError if it has no room for that."""
         with self._talking(part) as line:
             line.send_json([_COPY, number, total, offset, to, size])
-            line.recv_json()
+            problem = line.recv_json()
+        if problem:
+            number, text = problem
+            raise OSError(number, f"part {part} of this worker, at {self.plan.doors[part]}: {text}")
 
     def copied(self, part: int, number: int, offset: int, into: memoryview) -> None:
-        """As `read`, of a copy."""
+        """As `read`, of a copy. Raises: CheckpointCorrupt if the part has none of that number."""
         self._fetch(part, [_COPIED, number], offset, into)
 
-    def drop(self, part: int, number: int) -> None:
-        """A copy is not read any more."""
-        with self._talking(part) as line:
-            line.send_json([_DROP, number])
+    def drop(self) -> None:
+        """Tell the others of all copies in `CellPlan.dropped`."""
+        with contextlib.suppress(IndexError):
+            while True:
+                part, number = self.plan.dropped.popleft()
+                with self._talking(part) as line:
+                    line.send_json([_DROP, number])
 
     def _fetch(self, part: int, what: list[Any], offset: int, into: memoryview) -> None:
         for at in range(0, len(into), _PIECE_BYTES):
             piece = into[at : at + _PIECE_BYTES]
             with self._talking(part) as line:
                 line.send_json([*what, offset + at, len(piece)])
-                line.recv_into(piece)
+                there = what[0] != _COPIED or line.recv_json()
+                if there:
+                    line.recv_into(piece)
+            if not there:
+                raise CheckpointCorrupt(f"part {part} of this worker has no copy {what[1]} of the state")
 
     def write(self, part: int, offset: int, data: memoryview) -> None:
         """Write bytes there; they are there afterwards."""
