@@ -196,7 +196,7 @@ def where_restructured(file: str, line: int, says: str) -> Divergence | None:
                 (ours if _is_part(thing, given) else others).setdefault(node.lineno, ast.unparse(thing))
             elif method in _OF_LISTS and _is_named(thing, given, words):
                 changed.setdefault(node.lineno, ast.unparse(thing))
-        elif _is_set(node) and _is_named(node, given, words):
+        elif isinstance(node, ast.expr) and _is_set(node) and _is_named(node, given, words):
             changed.setdefault(node.lineno, ast.unparse(node))
     found = ours or changed or others
     return Divergence(found[min(found)], file, min(found), True) if found else None

@@ -64,8 +64,8 @@ _UNDONE = (
     "the loop left step {number} before its batches were used up: iterate `for batch in step:` to its end in every step"
 )
 _UNSET = (
-    "line {line} of {file} needs {name}, which only the loop over a step's batches sets: a worker that is resumed or healed "
-    "may come there without a batch; use step.loss, or step.log and step.metrics, or set {name} before that loop"
+    "line {line} of {file} needs {name}, which only the loop over a step's batches sets: a worker that is resumed or "
+    "healed may come there without a batch; use step.loss, or step.log and step.metrics, or set {name} before that loop"
 )
 _NOT_EXACT = (
     "batch is per_worker: the global batch follows the number of workers, so the result depends on which workers came "
