@@ -61,7 +61,8 @@ class StageState:
         self.blocks.clear()
 
     def load_into(self, state: ModelState) -> None:
-        """Raises: CheckpointCorrupt if it does not fit."""
+        """Each block is let go once it is in its place, so that the state is not here twice. Raises: CheckpointCorrupt
+        if it does not fit."""
         state.load_with(self.made_of, self._fill)
 
     def _fill(self, scatter: Scatter) -> None:
@@ -72,6 +73,7 @@ class StageState:
                 at += len(view)
             if data is not None:
                 scatter.written(index)
+                self.blocks[index] = None
 
 
 class Vault:

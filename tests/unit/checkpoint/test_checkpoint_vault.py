@@ -124,3 +124,18 @@ def test_who_still_reads_what_has_gone_is_told_so() -> None:
     vault.clear()
     with pytest.raises(CheckpointCorrupt, match="released"):
         made.read_block(0)
+
+
+def test_blocks_that_came_go_one_after_the_other_as_they_are_loaded() -> None:
+    state, mine, left = make_state(1), make_state(2), list[int]()
+
+    class Came(list[memoryview | None]):
+        def __setitem__(self, index: object, block: object) -> None:
+            super().__setitem__(index, block)  # type: ignore[call-overload]
+            left.append(sum(block is not None for block in self))
+
+    n = state.n_blocks
+    came = StageState(state.manifest(), Came(memoryview(bytes(state.read_block(k))) for k in range(n)))
+    came.load_into(mine)
+    assert left == list(range(n))[::-1] and came.n_blocks == n
+    assert mine.manifest() == state.manifest()
