@@ -134,7 +134,7 @@ class CellDoor:
             elif what == _COPY:
                 connection.send_json(self._copy(shown, *numbers))
             elif what == _DROP:
-                self._copies.pop(*numbers, None)
+                self._copies.pop(numbers[0], None)
             elif what == _COPIED:
                 number, at, size = numbers
                 copy = self._copies.get(number)
