@@ -155,7 +155,7 @@ class Client:
         self._inflate, self._take = inflate, partial(take, self)
 
     async def connect(self, host: str, port: int, token: bytes) -> None:
-        name = f"agent-{self.number}" if self.role == AGENT else f"{self.number}.0"
+        name = f"host-{self.number}" if self.role == AGENT else f"{self.number}.0"
         key = role_token(token, self.role, name if self.role == WORKER else "")
         self.line = Line(key, self.role, name, self._inflate, self._take)
         await asyncio.get_running_loop().create_connection(lambda: self.line, host, port)
@@ -256,7 +256,7 @@ class Crowd:
         live = [i for i in self.of(number) if i in self.live]
         lives = [m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + i) for i in live]
         host = f"host-{number}"
-        agent.send(m.AgentHello(agent_id=f"agent-{number}", host=host, workers=lives, slots=each, room=each))
+        agent.send(m.AgentHello(agent_id=host, host=host, workers=lives, slots=each, room=each))
 
     def say_hello(self) -> None:
         """The hellos of all workers."""
@@ -290,7 +290,7 @@ class Crowd:
                 for i in self.of(number)
                 if i in self.live
             ]
-            beat = m.Heartbeat(agent_id=f"agent-{number}", seq=seq, rtt_ms=0.2, workers=pulses)
+            beat = m.Heartbeat(agent_id=f"host-{number}", seq=seq, rtt_ms=0.2, workers=pulses)
             self.agents[number].send(beat)
             seq += 1
 
@@ -325,7 +325,7 @@ class Crowd:
     def evict(self, victim: int) -> None:
         """The agent's word that this worker died."""
         message = m.WorkerExited(
-            agent_id=f"agent-{victim // self.place.each}",
+            agent_id=f"host-{victim // self.place.each}",
             worker_id=victim,
             incarnation=0,
             reason="killed by SIGKILL",

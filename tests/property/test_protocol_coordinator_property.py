@@ -27,7 +27,7 @@ names = st.sampled_from(["a1", "a2", "w0", "w1", "w2", "w3", "c1"])
 
 
 def member_of(worker: int, life: int) -> m.Member:
-    return m.Member(worker, life, "h1", 1000 + 10 * worker + life, f"h1:{worker}")
+    return m.Member(worker, life, "a1", 1000 + 10 * worker + life, f"a1:{worker}")
 
 
 @st.composite
@@ -43,7 +43,7 @@ def any_message(draw) -> m.AnyMessage:
     return draw(
         st.sampled_from(
             [
-                m.AgentHello(agent_id="a1", host="h1", workers=listed, slots=4),
+                m.AgentHello(agent_id="a1", host="a1", workers=listed, slots=4),
                 m.Heartbeat(agent_id="a1", seq=1, rtt_ms=1.0, workers=[pulse]),
                 m.WorkerStarted(agent_id="a1", worker=m.WorkerLife(**who, pid=1)),
                 m.WorkerExited(agent_id="a1", **who, reason="killed", died_unix_ns=1),

@@ -228,7 +228,7 @@ class AgentProcess(Process):
         self.seq = 0
         self._told_ns = 0
         self.ended = False
-        self.client = SimControlClient(self, control.dial, f"agent {self.name}", self._hello, self._deliver)
+        self.client = SimControlClient(self, control.dial, f"agent {self.host}", self._hello, self._deliver)
         for worker_id in self.slots:
             self.start(worker_id)
         self.client.begin()
@@ -240,7 +240,7 @@ class AgentProcess(Process):
         rack = f"rack{self.control.hosts.index(self.host) // 2}"
         return [
             wire.AgentHello(
-                agent_id=self.name,
+                agent_id=self.host,
                 host=self.host,
                 workers=lives,
                 slots=0 if self.control.rules.shared else len(self.slots),
@@ -266,14 +266,14 @@ class AgentProcess(Process):
             return
         worker = self.control.new_worker(worker_id, self)
         self.workers[worker_id] = worker
-        self.client.send(wire.WorkerStarted(agent_id=self.name, worker=_life(worker)))
+        self.client.send(wire.WorkerStarted(agent_id=self.host, worker=_life(worker)))
 
     def give_up(self, worker: SimWorker) -> None:
         """Give up a slot: it gets no other life, unless a smaller one is asked for."""
         slot, why = worker.me.worker_id, "it died again and again"
         ranks = self.ranks.get(slot, self.control.rules.degree)
         self.lost[slot] = wire.SlotLost(
-            agent_id=self.name, worker_id=slot, cause=Cause.CRASH_LOOP, reason=why, ranks=ranks
+            agent_id=self.host, worker_id=slot, cause=Cause.CRASH_LOOP, reason=why, ranks=ranks
         )
         worker.die("it died once too often")
         self.client.send(self.lost[slot])
@@ -282,12 +282,12 @@ class AgentProcess(Process):
         """Its host is to leave in order."""
         if self.alive and not self.ended:
             self.leaving = True
-            self.client.send(wire.HostLeaving(agent_id=self.name))
+            self.client.send(wire.HostLeaving(agent_id=self.host))
 
     def fail(self, reason: str) -> None:
         """Its host can do nothing more for the job."""
         if self.alive and not self.ended:
-            self.failed = wire.HostFailed(agent_id=self.name, reason=reason, cause=Cause.DISK)
+            self.failed = wire.HostFailed(agent_id=self.host, reason=reason, cause=Cause.DISK)
             self.client.send(self.failed)
 
     def end_alone(self, why: Why) -> None:
@@ -321,7 +321,7 @@ class AgentProcess(Process):
         """waitpid returned."""
         self.client.send(
             wire.WorkerExited(
-                agent_id=self.name,
+                agent_id=self.host,
                 worker_id=key.worker_id,
                 incarnation=key.incarnation,
                 cause=cause,
@@ -340,7 +340,7 @@ class AgentProcess(Process):
 
     def _answer_drained(self) -> None:
         if self.drained and not self.workers:
-            self.client.send(wire.HostEmptied(agent_id=self.name))
+            self.client.send(wire.HostEmptied(agent_id=self.host))
 
     def _heartbeat(self) -> None:
         self.later(HEARTBEAT_NS, self._heartbeat)
@@ -349,7 +349,7 @@ class AgentProcess(Process):
         waited_ms, self._told_ns = (self.waited_ns - self._told_ns) // MS, self.waited_ns
         self.client.send(
             wire.Heartbeat(
-                agent_id=self.name, seq=self.seq, rtt_ms=float(self.seq > 1), workers=pulses, waited_ms=waited_ms
+                agent_id=self.host, seq=self.seq, rtt_ms=float(self.seq > 1), workers=pulses, waited_ms=waited_ms
             )
         )
 
@@ -374,7 +374,7 @@ class AgentProcess(Process):
             case wire.ProbeHosts(number=number, addresses=addresses):
                 silent = [host for host in sorted(addresses) if not self.world.reachable(self.host, host)]
                 self.world.seen["hosts", "silent" if silent else "answer"] += 1
-                self.client.send(wire.HostsProbed(agent_id=self.name, number=number, silent=silent))
+                self.client.send(wire.HostsProbed(agent_id=self.host, number=number, silent=silent))
             case wire.JobEnded():
                 self.ended = True
             case wire.AgentRefused():
@@ -577,10 +577,9 @@ class Control:
         heard = {a.host for a in self.agents.values() if a.alive and self.world.reachable(a.host, CONTROL_HOST)}
         return cause is Cause.HOST_LOST and worker is not None and bool(heard - {worker.host})
 
-    def running(self, agent: str) -> list[WorkerKey]:
-        """Live workers of this agent, by its name."""
-        found = [a for a in self.agents.values() if a.name == agent]
-        return [w.me for a in found for _, w in sorted(a.workers.items()) if w.alive]
+    def running(self, host: str) -> list[WorkerKey]:
+        """Live workers of this host's agent."""
+        return [w.me for _, w in sorted(self.agents[host].workers.items()) if w.alive] if host in self.agents else []
 
     def live_workers(self) -> list[SimWorker]:
         """Live workers, by key."""

@@ -395,7 +395,7 @@ def _host(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
 def _drain_host(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """The workers of a host leave in order, and then its agent; the host comes back later."""
     host = injector.host(fault)
-    injector.control.command("drain", {"host": injector.control.agents[host].name})
+    injector.control.command("drain", {"host": host})
     injector.world.later(fault.for_ms * MS + SECOND // 2, injector.control.boot, host)
 
 

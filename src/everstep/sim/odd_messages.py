@@ -70,14 +70,14 @@ def _foul(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
         case 0:
             one.ties.client.send(wire.JobEnded(state="failed", cause=FOUL, reason=_SAID, exit_code=1))
         case 1:
-            one.ties.client.send(wire.HostFailed(agent_id=agent.name, cause=FOUL, reason=_SAID))
+            one.ties.client.send(wire.HostFailed(agent_id=agent.host, cause=FOUL, reason=_SAID))
         case 2 if one is not other:
             one.ties.client.send(other.last_words(FOUL, _SAID))
         case 3 if elsewhere:
             life = elsewhere[fault.pick % len(elsewhere)].me
             agent.client.send(
                 wire.WorkerExited(
-                    agent_id=agent.name,
+                    agent_id=agent.host,
                     worker_id=life.worker_id,
                     incarnation=life.incarnation,
                     cause=FOUL,
@@ -162,8 +162,8 @@ def _first_words(injector: SimInjector, fault: SimFault, worker: SimWorker | Non
         SimControlClient(one, control.dial, f"worker {one.me}", lambda: said, nothing).begin()
         one.later(fault.for_ms * MS // 20, one.end, Cause.EXCEPTION, words)
     elif agent.alive:
-        leaves = wire.HostLeaving(agent_id=agent.name)
-        link = SimControlClient(agent, control.dial, f"agent {agent.name}", lambda: [leaves], nothing)
+        leaves = wire.HostLeaving(agent_id=agent.host)
+        link = SimControlClient(agent, control.dial, f"agent {agent.host}", lambda: [leaves], nothing)
         link.begin()
         agent.later(400 * MS, link.close)
 

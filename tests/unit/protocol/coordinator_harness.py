@@ -44,8 +44,8 @@ CONFIG = CoordinatorConfig(
 )
 
 
-def member(worker_id: int, incarnation: int = 0, host: str = "h1") -> Member:
-    return Member(worker_id, incarnation, host, 1000 + 10 * worker_id + incarnation, f"h1:{7000 + worker_id}", "")
+def member(worker_id: int, incarnation: int = 0, host: str = "a1") -> Member:
+    return Member(worker_id, incarnation, host, 1000 + 10 * worker_id + incarnation, f"a1:{7000 + worker_id}", "")
 
 
 class World:
@@ -95,7 +95,7 @@ class World:
     def say(self, name: str, message: m.AnyMessage) -> list[Any]:
         return self.handle(Received(name, message))
 
-    def agent(self, *workers: int | tuple[int, int], name: str = "a1", host: str = "h1", slots: int = 0) -> None:
+    def agent(self, *workers: int | tuple[int, int], name: str = "a1", host: str = "a1", slots: int = 0) -> None:
         lives = [w if isinstance(w, tuple) else (w, 0) for w in workers]
         listed = [m.WorkerLife(worker_id=i, incarnation=n, pid=1000 + 10 * i + n) for i, n in lives]
         self.connect(name, "agent")
@@ -108,7 +108,7 @@ class World:
         *,
         plan: Plan | None = None,
         step: int = 0,
-        host: str = "h1",
+        host: str = "a1",
         shows: bool = True,
     ) -> str:
         """plan: that it follows; it shows that where it is asked, unless it does not (`shows`)."""
@@ -271,11 +271,11 @@ class World:
 
 
 def running(workers: int = 3, *, elsewhere: Sequence[int] = (), **config: Any) -> World:
-    """A job in generation 1 that computes step 1. elsewhere: these run under an agent a2 on a host h2."""
+    """A job in generation 1 that computes step 1. elsewhere: these run under an agent a2 on a host a2."""
     world = World(workers=workers, **config)
     world.agent(*(i for i in range(workers) if i not in elsewhere))
     if elsewhere:
-        world.agent(*elsewhere, name="a2", host="h2")
+        world.agent(*elsewhere, name="a2", host="a2")
     for i in range(workers):
         world.hello(i)
     for i in range(workers):

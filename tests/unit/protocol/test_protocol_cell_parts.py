@@ -38,7 +38,7 @@ class Parts:
         self.world = World(**{"workers": 1, "slots": 2, "hosts": rules, **config})
         for i in range(hosts):
             self.world.connect(f"a{i}", "agent")
-            self.world.say(f"a{i}", m.AgentHello(agent_id=f"a{i}", host=f"h{i}", workers=[], slots=0, room=1))
+            self.world.say(f"a{i}", m.AgentHello(agent_id=f"a{i}", host=f"a{i}", workers=[], slots=0, room=1))
 
     def looks(self, worker_id: int, host: int, incarnation: int = 0, cell: tuple[CellPart, ...] = ()) -> str:
         """A life begins, and says so. Returns its connection."""
@@ -46,7 +46,7 @@ class Parts:
         self.world.say(f"a{host}", m.WorkerStarted(agent_id=f"a{host}", worker=life))
         name = f"p{worker_id}.{incarnation}"
         self.world.connect(name, "worker")
-        about = {"worker_id": worker_id, "incarnation": incarnation, "address": f"h{host}:1"}
+        about = {"worker_id": worker_id, "incarnation": incarnation, "address": f"a{host}:1"}
         self.world.say(name, CellSought(**about, cell=list(cell)))
         return name
 
@@ -58,7 +58,7 @@ class Parts:
         """The head of a cell says hello, and trains."""
         name = f"w{worker_id}.{incarnation}"
         self.world.connect(name, "worker")
-        said = replace(member(worker_id, host=f"h{host}"), incarnation=incarnation)
+        said = replace(member(worker_id, host=f"a{host}"), incarnation=incarnation)
         self.world.say(name, m.WorkerHello(member=said, step=0))
 
 
@@ -110,7 +110,7 @@ def test_a_restarted_coordinator_learns_of_cells_from_their_parts() -> None:
         life = m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + i)
         parts.world.say(f"a{i}", m.WorkerStarted(agent_id=f"a{i}", worker=life))
     parts.ready(0, 0)
-    parts.looks(1, 1, cell=(CellPart(0, 0, "h0:1"), CellPart(1, 0, "h1:1")))
+    parts.looks(1, 1, cell=(CellPart(0, 0, "a0:1"), CellPart(1, 0, "a1:1")))
     parts.world.clear()
     parts.world.exited(1, agent="a1")
     assert parts.world.last(m.KillWorker, "a0").worker_id == 0
@@ -125,7 +125,7 @@ def test_the_number_of_workers_is_fixed() -> None:
 
 def test_a_part_whose_head_died_while_there_was_no_coordinator_ends() -> None:
     parts = Parts(2)
-    parts.looks(1, 1, cell=(CellPart(0, 0, "h0:1"), CellPart(1, 0, "h1:1")))
+    parts.looks(1, 1, cell=(CellPart(0, 0, "a0:1"), CellPart(1, 0, "a1:1")))
     parts.world.clear()
     parts.looks(0, 0, 1)
     assert parts.world.last(m.KillWorker, "a1").worker_id == 1
@@ -136,5 +136,5 @@ def test_a_part_whose_head_died_while_there_was_no_coordinator_ends() -> None:
 def test_a_part_of_a_head_that_has_a_newer_life_is_sent_away() -> None:
     parts = Parts(2)
     parts.looks(0, 0, 1)
-    name = parts.looks(1, 1, cell=(CellPart(0, 0, "h0:1"), CellPart(1, 0, "h1:1")))
+    name = parts.looks(1, 1, cell=(CellPart(0, 0, "a0:1"), CellPart(1, 0, "a1:1")))
     assert parts.world.last(m.Dismissed, name).drained is False

@@ -20,10 +20,10 @@ def running(**config: Any) -> World:
     world = World(workers=2, **config)
     lives = [m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + 10 * i, limbs=(LIMBS[i],)) for i in LIMBS]
     world.connect("a1", "agent")
-    world.say("a1", m.AgentHello(agent_id="a1", host="h1", workers=lives, slots=2))
+    world.say("a1", m.AgentHello(agent_id="a1", host="a1", workers=lives, slots=2))
     for i, pid in LIMBS.items():
         world.connect(f"w{i}.0", "worker")
-        cell = replace(member(i), limbs=(Rank(pid, f"h1:{9000 + i}", f"segment-{i}"),))
+        cell = replace(member(i), limbs=(Rank(pid, f"a1:{9000 + i}", f"segment-{i}"),))
         world.say(f"w{i}.0", m.WorkerHello(member=cell, step=0))
     for i in LIMBS:
         world.entered(i, 1, 1)
@@ -44,7 +44,7 @@ def test_a_plan_names_the_ranks_of_its_members() -> None:
     world = running()
     told = world.last(m.PlanNow, "w1.0")
     assert isinstance(told, m.PlanNow)
-    assert told.plan.member(0).limbs == (Rank(1005, "h1:9000", "segment-0"),)
+    assert told.plan.member(0).limbs == (Rank(1005, "a1:9000", "segment-0"),)
     assert m.decode(m.encode(told)) == told
     assert listed_pids(world) == [(1000, [1000, 1005]), (1010, [1010, 1015])]
     joined = [r.fields["pids"] for r in world.reports if r.kind == "worker_joined"]
@@ -133,7 +133,7 @@ def test_an_agent_that_says_it_once_more_is_told_once_more() -> None:
     world.clear()
     lives = [m.WorkerLife(worker_id=0, incarnation=0, pid=1000, limbs=(1005,))]
     world.connect("a1", "agent")
-    world.say("a1", m.AgentHello(agent_id="a1", host="h1", workers=lives, slots=2, lost=[lost()]))
+    world.say("a1", m.AgentHello(agent_id="a1", host="a1", workers=lives, slots=2, lost=[lost()]))
     assert not shapes(world) and not world.coordinator.job.slots.lost
     assert world.last(m.SetSlots, "a1").ranks == [2, 1]
 

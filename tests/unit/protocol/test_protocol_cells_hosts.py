@@ -21,10 +21,10 @@ def spread(*, spares: int = 0, **config: Any) -> World:
     world = World(**{"workers": 2, "slots": 2 + spares, "hosts": HOSTS, **config})
     for i in range(2 + spares):
         world.connect(f"a{i}", "agent")
-        world.say(f"a{i}", m.AgentHello(agent_id=f"a{i}", host=f"h{i}", workers=[], slots=0, room=1))
+        world.say(f"a{i}", m.AgentHello(agent_id=f"a{i}", host=f"a{i}", workers=[], slots=0, room=1))
     for i in range(2 + spares):
         assert world.last(m.SetSlots, f"a{i}").worker_ids == [i]
-        cell = (Rank(1005 + 10 * i, f"h{i}:9000", ""),)
+        cell = (Rank(1005 + 10 * i, f"a{i}:9000", ""),)
         world.say(
             f"a{i}",
             m.WorkerStarted(
@@ -33,7 +33,7 @@ def spread(*, spares: int = 0, **config: Any) -> World:
             ),
         )
         world.connect(f"w{i}.0", "worker")
-        world.say(f"w{i}.0", m.WorkerHello(member=replace(member(i, host=f"h{i}"), limbs=cell), step=0))
+        world.say(f"w{i}.0", m.WorkerHello(member=replace(member(i, host=f"a{i}"), limbs=cell), step=0))
     for i in range(2):
         world.entered(i, 1, 1)
     world.clear()
@@ -103,11 +103,11 @@ def test_slots_are_shared_out_where_a_plan_is_adopted_while_hosts_are_awaited() 
     world = spread(hosts=replace(HOSTS, least=2))
     again = world.restart(journal=[])
     again.sees = True
-    again.hello(0, plan=world.plan, host="h0")
+    again.hello(0, plan=world.plan, host="a0")
     assert again.plan == world.plan and again.report("waiting")["reason"].startswith("hosts.min: 0 of 2")
     lives = {0: [m.WorkerLife(worker_id=0, incarnation=0, pid=1000, limbs=(1005,))], 1: []}
     for i in (0, 1):
         again.connect(f"a{i}", "agent")
-        again.say(f"a{i}", m.AgentHello(agent_id=f"a{i}", host=f"h{i}", workers=lives[i], slots=0, room=1))
+        again.say(f"a{i}", m.AgentHello(agent_id=f"a{i}", host=f"a{i}", workers=lives[i], slots=0, room=1))
     again.wait(60 * S)
     assert again.last(m.SetSlots, "a1").worker_ids == [1]

@@ -499,8 +499,8 @@ def test_a_fatal_error_fails_the_job_at_once():
 
 def test_a_silent_host_is_suspected_and_then_evicted():
     world = World(workers=2, hang_limit_ns=None)
-    world.agent(0, name="a1", host="h1")
-    world.agent(1, name="a2", host="h2")
+    world.agent(0, name="a1", host="a1")
+    world.agent(1, name="a2", host="a2")
     world.hello(0)
     world.hello(1)
     for _ in range(5):
@@ -606,10 +606,10 @@ def test_a_returning_member_is_told_the_plan_it_missed():
 
 def two_hosts() -> World:
     world = World(workers=2, quorum_wait_ns=60 * S)
-    world.agent(0, name="a1", host="h1")
-    world.agent(1, name="a2", host="h2")
+    world.agent(0, name="a1", host="a1")
+    world.agent(1, name="a2", host="a2")
     world.hello(0)
-    world.hello(1, host="h2")
+    world.hello(1, host="a2")
     world.wait(3 * S)
     world.clear()
     return world
@@ -620,7 +620,7 @@ def test_workers_outlive_their_agents_connection_up_to_the_ceiling():
     drop(world, "a2")
     world.wait(9 * S)
     assert world.plan.generation == 1
-    world.agent(1, name="a2", host="h2")
+    world.agent(1, name="a2", host="a2")
     world.wait(9 * S)
     assert world.plan.generation == 1
     drop(world, "a2")
@@ -634,7 +634,7 @@ def test_silence_of_all_who_hold_the_state_is_waited_out():
     drop(world, "a1")
     world.wait(50 * S)
     assert world.plan.worker_ids == (0,) and "worker_suspected" in world.kinds()
-    world.agent(0, name="a1", host="h1")
+    world.agent(0, name="a1", host="a1")
     world.wait(30 * S)
     assert world.plan.worker_ids == (0,)
     drop(world, "a1")
@@ -647,15 +647,15 @@ def test_a_slot_that_another_host_runs_is_not_taken_over_by_a_newer_life(first):
     """A host that was away while its slot was given to another starts the slot's next life when it can."""
     world = two_hosts()
     if first == "agent":
-        world.agent((1, 3), name="a3", host="h3")
-    newer = world.hello(1, 3, host="h3")
+        world.agent((1, 3), name="a3", host="a3")
+    newer = world.hello(1, 3, host="a3")
     said = world.last(m.Dismissed, newer)
-    assert said.reason == "slot 1 runs on host h2, as incarnation 0" and said.cause is Cause.REPLACED
+    assert said.reason == "slot 1 runs on host a2, as incarnation 0" and said.cause is Cause.REPLACED
     assert world.plan.generation == 1 and "worker_evicted" not in world.kinds()
     world.exited(1, agent="a2")
     assert world.plan.worker_ids == (0,)
     world.entered(0, world.plan.generation, 1)
-    world.hello(1, 4, host="h3")  # nothing speaks against it any more
+    world.hello(1, 4, host="a3")  # nothing speaks against it any more
     assert world.last(m.Heal, "w1.4") is not None
 
 
@@ -663,12 +663,12 @@ def test_after_a_restart_a_slot_is_the_host_s_that_ran_it():
     """The other host's agent comes back first."""
     world = two_hosts()
     again = World(journal=world.journal, now=world.now, workers=2, quorum_wait_ns=60 * S)
-    again.agent((1, 1), name="a3", host="h3")
-    assert again.last(m.Dismissed, again.hello(1, 1, host="h3")) is not None
-    again.agent(0, name="a1", host="h1")
-    again.agent(1, name="a2", host="h2")
+    again.agent((1, 1), name="a3", host="a3")
+    assert again.last(m.Dismissed, again.hello(1, 1, host="a3")) is not None
+    again.agent(0, name="a1", host="a1")
+    again.agent(1, name="a2", host="a2")
     again.hello(0, plan=world.plan)
-    again.hello(1, plan=world.plan, host="h2")
+    again.hello(1, plan=world.plan, host="a2")
     again.wait(3 * S)
     assert "worker_evicted" not in again.kinds() and again.plan.generation == 1
 
@@ -676,7 +676,7 @@ def test_after_a_restart_a_slot_is_the_host_s_that_ran_it():
 def test_only_the_host_that_has_a_slot_can_give_it_up():
     world = two_hosts()
     world.connect("a3", "agent")
-    world.say("a3", m.AgentHello(agent_id="a3", host="h3", workers=[], slots=1))
+    world.say("a3", m.AgentHello(agent_id="a3", host="a3", workers=[], slots=1))
     lost = {"worker_id": 1, "reason": "it ends at once", "cause": Cause.EXITED}
     world.say("a3", m.SlotLost(agent_id="a3", **lost))
     assert "warning" not in world.kinds()
@@ -687,7 +687,7 @@ def test_only_the_host_that_has_a_slot_can_give_it_up():
 def test_what_an_agent_has_given_up_is_heard_again_in_its_hello():
     world = two_hosts()
     lost = m.SlotLost(agent_id="a2", worker_id=1, reason="it ends at once", cause=Cause.EXITED)
-    hello = m.AgentHello(agent_id="a2", host="h2", workers=[], slots=1, lost=[lost])
+    hello = m.AgentHello(agent_id="a2", host="a2", workers=[], slots=1, lost=[lost])
     world.connect("a2-again", "agent")
     world.say("a2-again", hello)
     assert world.report("warning")["reason"] == "its slot was given up: it ends at once"
@@ -695,7 +695,7 @@ def test_what_an_agent_has_given_up_is_heard_again_in_its_hello():
     world.say("a2-again", hello)
     assert world.kinds().count("warning") == told, "it is known"
     failed = m.HostFailed(agent_id="a2", reason="no fork server", cause=Cause.CRASH_LOOP)
-    world.say("a2-again", m.AgentHello(agent_id="a2", host="h2", workers=[], slots=1, failed=failed))
+    world.say("a2-again", m.AgentHello(agent_id="a2", host="a2", workers=[], slots=1, failed=failed))
     assert world.report("job_failed")["reason"] == "no fork server"
 
 
@@ -741,8 +741,8 @@ def test_the_coordinators_own_absence_is_nobodys_silence():
 def test_nor_is_it_that_of_one_host_among_others():
     world = World()
     world.agent(0, 1)
-    world.agent(2, name="a2", host="h2")
-    for i, host in enumerate(("h1", "h1", "h2")):
+    world.agent(2, name="a2", host="a2")
+    for i, host in enumerate(("a1", "a1", "a2")):
         world.hello(i, host=host)
     for i in range(3):
         world.entered(i, 1, 1)
@@ -803,7 +803,7 @@ def test_what_changes_nothing_costs_no_decision():
 
 def test_slots_of_an_agent_without_workers_are_handed_on_when_it_is_given_up():
     world = running(2)
-    world.agent(name="a2", host="h2", slots=1)
+    world.agent(name="a2", host="a2", slots=1)
     world.command("scale", workers=3)
     [slots] = world.messages(m.SetSlots, "a2")
     world.clear()

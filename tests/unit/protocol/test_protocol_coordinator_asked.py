@@ -110,14 +110,14 @@ def test_after_the_end_it_is_told_that() -> None:
 def test_after_a_restart_all_workers_of_an_agent_are_treated_alike() -> None:
     """Those of a host that does not come back are given up together, when the others had the time to come back."""
     before = World(workers=4)
-    before.agent(0, 1, name="a1", host="h1")
-    before.agent(2, 3, name="a2", host="h2")
+    before.agent(0, 1, name="a1", host="a1")
+    before.agent(2, 3, name="a2", host="a2")
     for i in range(4):
-        before.hello(i, host="h1" if i < 2 else "h2")
+        before.hello(i, host="a1" if i < 2 else "a2")
     for i in range(4):
         before.entered(i, 1, 1)
     world = before.restart()
-    world.agent(0, 1, name="a1", host="h1")
+    world.agent(0, 1, name="a1", host="a1")
     for i in range(2):
         world.hello(i, plan=before.plan, step=4)
     world.wait(3 * S)

@@ -98,8 +98,8 @@ def test_of_so_many_segments_of_a_ticket_where_few_have_all(workers: int, copies
 
 def test_spares_stay_out_while_nobody_is_missing_and_then_get_their_part() -> None:
     world = divided(3, 2)
-    world.agent(3, name="a2", host="h2")
-    world.hello(3, host="h2")
+    world.agent(3, name="a2", host="a2")
+    world.hello(3, host="a2")
     world.wait(5_000_000_000)
     assert world.plan is not None and world.plan.generation == 1
     world.exited(1)

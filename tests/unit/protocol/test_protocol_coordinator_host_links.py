@@ -11,9 +11,9 @@ def three_hosts(**config: object) -> World:
     """Two workers on each of three hosts, 0 and 1 on the first."""
     world = World(workers=6, **config)
     for k in range(3):
-        world.agent(2 * k, 2 * k + 1, name=f"a{k + 1}", host=f"h{k + 1}")
+        world.agent(2 * k, 2 * k + 1, name=f"a{k + 1}", host=f"a{k + 1}")
     for i in range(6):
-        world.hello(i, host=f"h{i // 2 + 1}")
+        world.hello(i, host=f"a{i // 2 + 1}")
     for i in range(6):
         world.entered(i, 1, 1)
     world.clear()
@@ -33,12 +33,12 @@ def test_of_two_hosts_that_do_not_reach_each_other_one_leaves_and_stays_outside_
     for i in range(6):
         world.entered(i, 2, 2)
     break_link(world, 2, (4, 2), (5, 2), (2, 4))
-    assert world.plan.worker_ids == (0, 1, 4, 5), "host h2, of which nobody reaches 4 and 5"
+    assert world.plan.worker_ids == (0, 1, 4, 5), "host a2, of which nobody reaches 4 and 5"
     for i in (0, 1, 4, 5):
         world.entered(i, world.plan.generation, 2)
     for i in (2, 3):
         world.started(i, 1, agent="a2")
-        world.hello(i, 1, host="h2")
+        world.hello(i, 1, host="a2")
     assert world.last(m.Heal, "w2.1") is None
     world.exited(5, agent="a3")  # and nobody takes it in at once instead
     assert world.plan.worker_ids == (0, 1, 4)
@@ -66,7 +66,7 @@ def stating(world: World) -> World:
         lives = [m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + i) for i in (2 * k, 2 * k + 1)]
         about = {"address": f"10.0.0.{k + 1}"}
         world.say(
-            name, m.AgentHello(agent_id=name, host=f"h{k + 1}", workers=lives, slots=0, process=name, about=about)
+            name, m.AgentHello(agent_id=name, host=f"a{k + 1}", workers=lives, slots=0, process=name, about=about)
         )
     world.clear()
     return world
@@ -76,9 +76,9 @@ def test_hosts_of_accused_links_are_probed_and_one_leaves_at_once_if_they_do_not
     world = stating(three_hosts())
     break_link(world, 1, (4, 2))
     asked = {name: world.last(m.ProbeHosts, name) for name in ("a2", "a3")}
-    assert list(asked["a3"].addresses) == ["h2"] and list(asked["a2"].addresses) == ["h3"]
+    assert list(asked["a3"].addresses) == ["a2"] and list(asked["a2"].addresses) == ["a3"]
     assert world.last(m.ProbeHosts, "a1") is None and world.plan.generation == 1, "it is decided when they have looked"
-    world.say("a3", m.HostsProbed(agent_id="a3", number=asked["a3"].number, silent=["h2"]))
+    world.say("a3", m.HostsProbed(agent_id="a3", number=asked["a3"].number, silent=["a2"]))
     world.say("a2", m.HostsProbed(agent_id="a2", number=asked["a2"].number, silent=[]))
     world.wait(MS)
     assert world.plan.generation == 2 and world.plan.worker_ids == (0, 1, 4, 5), (
@@ -90,7 +90,7 @@ def test_hosts_of_accused_links_are_probed_and_one_leaves_at_once_if_they_do_not
 def test_hosts_that_answer_may_fail_once_and_one_that_does_not_look_is_not_waited_for() -> None:
     world = stating(three_hosts())
     break_link(world, 1, (4, 2))
-    for name, other in (("a2", "h3"), ("a3", "h2")):
+    for name, other in (("a2", "a3"), ("a3", "a2")):
         number = world.last(m.ProbeHosts, name).number
         world.say("a1", m.HostsProbed(agent_id="a1", number=number, silent=[other]))  # not the one that was asked
         world.say(name, m.HostsProbed(agent_id=name, number=number, silent=[]))
@@ -130,7 +130,7 @@ def test_who_is_kept_out_is_looked_at_again_though_another_pair_of_hosts_was_soo
     for i in (0, 1):
         world.entered(i, world.plan.generation, 3)
     world.started(4, 1, agent="a3")
-    world.hello(4, 1, host="h3")
+    world.hello(4, 1, host="a3")
     world.wait(16 * S)
     assert world.last(m.Heal, "w4.1") is None
     world.wait(6 * S)

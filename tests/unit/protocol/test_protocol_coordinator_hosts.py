@@ -68,9 +68,9 @@ def test_a_host_that_is_back_in_time_keeps_its_workers() -> None:
     for name in ("a2", "w2.0", "w3.0"):
         drop(world, name)
     world.wait(800 * MS)
-    world.agent(2, 3, name="a2", host="h2")
-    world.hello(2, host="h2", plan=world.plan)
-    world.hello(3, host="h2", plan=world.plan)
+    world.agent(2, 3, name="a2", host="a2")
+    world.hello(2, host="a2", plan=world.plan)
+    world.hello(3, host="a2", plan=world.plan)
     world.wait(10 * S)
     assert world.plan.generation == 1 and "worker_evicted" not in world.kinds()
 
@@ -118,8 +118,8 @@ def test_if_it_comes_back_the_others_go_on_with_it() -> None:
         drop(world, name)
     world.exited(1)
     world.wait(500 * MS)
-    world.agent(2, 3, name="a2", host="h2")
-    world.hello(2, host="h2", plan=world.plan)
+    world.agent(2, 3, name="a2", host="a2")
+    world.hello(2, host="a2", plan=world.plan)
     assert world.plan.generation == 2 and world.plan.worker_ids == (0, 2, 3)
 
 
@@ -456,7 +456,7 @@ def test_a_restart_of_the_coordinator_does_not_forget_who_is_drained() -> None:
         hello = m.AgentHello(agent_id=name, host=name, workers=lives, slots=2, room=2, process="p")
         world.say(name, hello)
     for i in (0, 1):
-        world.hello(i, plan=before.plan, step=5)
+        world.hello(i, host="h1", plan=before.plan, step=5)
     world.wait(5 * S)
     assert world.last(m.SetSlots, "h2").worker_ids == []
     empty(world, "h2")
@@ -745,17 +745,17 @@ def test_the_time_of_a_round_trip_is_one_that_was_measured_and_that_of_most_of_t
 def test_slots_of_a_host_that_has_yet_to_come_back_count_once_it_has_said_how_many_there_are() -> None:
     world = World(workers=2, min_workers=2)
     world.agent(0, 1)
-    world.agent(2, 3, name="a2", host="h2")
+    world.agent(2, 3, name="a2", host="a2")
     for worker in (0, 1):
         world.hello(worker)
     world.entered(0, 1, 1)
-    world.hello(3, host="h2")
+    world.hello(3, host="a2")
     world.exited(1)
     assert world.plan is not None and world.plan.worker_ids == (0, 3)
     again = world.restart()
     again.agent(0, 1)
     assert again.coordinator.job.slots.ids() == {0, 1, 3}
-    again.agent(2, 3, name="a2", host="h2")
+    again.agent(2, 3, name="a2", host="a2")
     assert again.coordinator.job.slots.ids() == {0, 1, 2, 3}
 
 

@@ -22,7 +22,7 @@ class Doors:
         effects = self._handle(event)
         for effect in effects:
             if isinstance(effect, Knock):
-                assert effect.address == f"h1:{7000 + effect.key.worker_id}"
+                assert effect.address == f"a1:{7000 + effect.key.worker_id}"
                 self.knocked.append(effect.key.worker_id)
                 if effect.key.worker_id in self._dead | self._living:
                     self._world.handle(Knocked(effect.key, effect.key.worker_id in self._living))
@@ -79,7 +79,7 @@ def test_where_nobody_is_heard_it_is_the_coordinator_that_is_cut_off() -> None:
 def test_who_alone_holds_the_state_is_waited_for() -> None:
     """A kernel that refuses may be another's: on the way something may say that nobody is there."""
     world = running(4, elsewhere=(0, 1, 2, 3), quorum_wait_ns=60 * S)
-    world.agent(name="a1", host="h1")
+    world.agent(name="a1", host="a1")
     world.wait(20 * S)
     Doors(world, {0, 1, 2, 3}, set())
     for name in ("a2", *(f"w{i}.0" for i in range(4))):

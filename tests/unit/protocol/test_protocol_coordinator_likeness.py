@@ -31,7 +31,7 @@ class Told(World):
         return effects
 
     def come(
-        self, worker: int, kernels: Kernels | None = OURS, code: Code | None = CODE, life: int = 0, host: str = "h1"
+        self, worker: int, kernels: Kernels | None = OURS, code: Code | None = CODE, life: int = 0, host: str = "a1"
     ) -> str:
         name = f"w{worker}.{life}"
         self.connect(name, "worker")
@@ -46,11 +46,11 @@ class Told(World):
 
 
 def two_hosts(**config: Any) -> Told:
-    """Workers 0 and 1 are to run on h1, worker 2 on h2; h3 has room."""
+    """Workers 0 and 1 are to run on a1, worker 2 on a2; a3 has room."""
     world = Told(workers=3, slots=3, **config)
     for name in ("a1", "a2", "a3"):
         world.connect(name, "agent")
-        host = f"h{name[1]}"
+        host = f"a{name[1]}"
         world.say(name, m.AgentHello(agent_id=name, host=host, workers=[], slots=0, room=2))
     for worker, agent in ((0, "a1"), (1, "a1"), (2, "a2")):
         world.started(worker, 0, agent)
@@ -70,7 +70,7 @@ def test_a_host_with_other_kernels_is_sent_away_and_the_job_goes_on() -> None:
     world = two_hosts()
     world.come(0)
     assert world.remembered["numerics"] == told(OURS)
-    world.come(2, THEIRS, host="h2")
+    world.come(2, THEIRS, host="a2")
     refused = sent_away(world)
     assert refused.cause == Cause.NONDETERMINISTIC
     assert "a CPU by AVX2, the job with a CPU by AVX512" in refused.reason and "numerics.changed=warn" in refused.reason
@@ -80,37 +80,37 @@ def test_a_host_with_an_older_file_is_sent_away_and_the_job_goes_on() -> None:
     world = two_hosts()
     world.come(0)
     assert world.remembered["code"] == told(CODE)
-    world.come(2, code=OLDER, host="h2")
-    assert "helper.py is 2222222222222222 on host h2, 1111111111111111 in the job" in sent_away(world).reason
+    world.come(2, code=OLDER, host="a2")
+    assert "helper.py is 2222222222222222 on host a2, 1111111111111111 in the job" in sent_away(world).reason
 
 
 def test_the_only_host_is_sent_away_too_and_others_may_still_come() -> None:
     """The job's own process ends the job if that host is its own."""
     world = Told(workers=2, slots=2, hosts=HostRules(alike=Alike(kernels=OURS)))
-    world.agent(name="a1", host="h1")
+    world.agent(name="a1", host="a1")
     world.come(0, THEIRS)
     assert "a CPU by AVX2, the job with a CPU by AVX512" in world.last(m.AgentRefused, "a1").reason
     assert world.over() is None and not world.remembered
-    world.agent(name="a2", host="h2")
+    world.agent(name="a2", host="a2")
     assert world.last(m.SetSlots, "a2").worker_ids == [0, 1]
 
 
 def test_with_warn_other_kernels_are_told_once_and_are_the_jobs_from_then_on() -> None:
     world = Told(workers=2, slots=2, hosts=HostRules(alike=Alike(kernels=OURS, warns=True)))
-    world.agent(name="a1", host="h1")
+    world.agent(name="a1", host="a1")
     world.come(0, THEIRS)
     world.come(1, THEIRS)
     assert world.over() is None and world.remembered["numerics"] == told(THEIRS)
     assert len(world.warnings()) == 1 and "no longer exact" in world.warnings()[0]
     mixed = two_hosts(hosts=HostRules(alike=Alike(warns=True)))
     mixed.come(0)
-    mixed.come(2, THEIRS, host="h2")
+    mixed.come(2, THEIRS, host="a2")
     assert mixed.remembered["numerics"] == told(OURS) and len(mixed.warnings()) == 1
 
 
 def begun(min_workers: int = 1, **config: Any) -> Told:
     world = Told(workers=2, slots=2, min_workers=min_workers, **config)
-    world.agent(name="a1", host="h1")
+    world.agent(name="a1", host="a1")
     for worker in (0, 1):
         world.started(worker, 0)
         world.come(worker)
@@ -156,7 +156,7 @@ def test_what_is_imported_late_counts_like_all_else() -> None:
 
 def test_code_that_was_edited_between_two_runs_is_told() -> None:
     world = Told(workers=1, slots=1, hosts=HostRules(alike=Alike(before=OLDER)))
-    world.agent(name="a1", host="h1")
+    world.agent(name="a1", host="a1")
     world.come(0)
     assert world.over() is None and len(world.warnings()) == 1
     assert "helper.py is 1111111111111111 now, 2222222222222222 when it ran last" in world.warnings()[0]
@@ -164,7 +164,7 @@ def test_code_that_was_edited_between_two_runs_is_told() -> None:
 
 def test_the_next_coordinator_knows_it_from_the_file() -> None:
     world = Told(workers=2, slots=2, hosts=HostRules(alike=Alike(kernels=OURS, code=CODE)))
-    world.agent(name="a1", host="h1")
+    world.agent(name="a1", host="a1")
     world.come(0, code=OLDER)
     assert world.last(m.AgentRefused, "a1")
 
@@ -201,7 +201,7 @@ def test_a_lane_says_nothing_of_the_other_slots_of_a_host() -> None:
 
 def test_if_a_lane_differs_in_all_slots_of_a_host_it_is_sent_away() -> None:
     world = two_hosts()
-    for worker, host in ((0, "h1"), (1, "h1"), (2, "h2")):
+    for worker, host in ((0, "a1"), (1, "a1"), (2, "a2")):
         world.come(worker, host=host)
         world.entered(worker, 1, 1)
     differ(world, 0, 1, says=2)
@@ -211,7 +211,7 @@ def test_if_a_lane_differs_in_all_slots_of_a_host_it_is_sent_away() -> None:
 
 def test_what_several_compute_otherwise_is_said_once() -> None:
     world = Told(workers=3, slots=3)
-    world.agent(name="a1", host="h1")
+    world.agent(name="a1", host="a1")
     for worker in range(3):
         world.started(worker, 0)
         world.come(worker)

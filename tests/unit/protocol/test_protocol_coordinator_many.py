@@ -49,9 +49,9 @@ class _Job:
         ids = range(host * self.size.each, (host + 1) * self.size.each)
         lives = [m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + i) for i in ids]
         labels = {"rack": f"r{host * 5 % self.size.racks}", "zone": f"z{host % 2}"} if self.size.racks else {}
-        hello = m.AgentHello(agent_id=f"a{host}", host=f"h{host}", workers=lives, slots=self.size.each, domains=labels)
-        self._handle(Connected(f"a{host}", "agent"))
-        self._handle(Received(f"a{host}", hello))
+        hello = m.AgentHello(agent_id=f"h{host}", host=f"h{host}", workers=lives, slots=self.size.each, domains=labels)
+        self._handle(Connected(f"h{host}", "agent"))
+        self._handle(Received(f"h{host}", hello))
 
     def _hello(self, worker_id: int) -> None:
         host = worker_id // self.size.each
@@ -62,7 +62,7 @@ class _Job:
 
     def lose(self, worker_id: int) -> None:
         """Its agent says that it is dead."""
-        agent = f"a{worker_id // self.size.each}"
+        agent = f"h{worker_id // self.size.each}"
         life = {"worker_id": worker_id, "incarnation": 0, "died_unix_ns": None}
         died = m.WorkerExited(agent_id=agent, **life, cause=Cause.KILLED, reason="killed")
         self._handle(Received(agent, died))

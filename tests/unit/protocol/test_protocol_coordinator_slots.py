@@ -126,11 +126,11 @@ def test_the_jobs_process_hears_how_it_ended_also_when_it_comes_later() -> None:
 
 
 def before_one_agent() -> World:
-    """Slots are shared out, and the agent of h2, which runs worker 0, has not been heard yet."""
+    """Slots are shared out, and the agent of a2, which runs worker 0, has not been heard yet."""
     world = World(workers=3, on_failure="shrink")
     world.agent(1, 2)
     for i in range(3):
-        world.hello(i, host="h1" if i else "h2")
+        world.hello(i, host="a1" if i else "a2")
     for i in range(3):
         world.entered(i, 1, 1)
     world.exited(2)
@@ -141,7 +141,7 @@ def before_one_agent() -> World:
 def test_a_slot_is_not_given_away_while_a_life_of_it_is_there_that_no_agent_speaks_for_yet() -> None:
     world = before_one_agent()
     assert world.last(m.SetSlots, "a1").worker_ids == [1]
-    world.agent(0, name="a2", host="h2")
+    world.agent(0, name="a2", host="a2")
     assert world.last(m.SetSlots, "a2").worker_ids == [0] and world.last(m.KillWorker) is None
 
 
@@ -149,16 +149,16 @@ def test_it_goes_to_who_speaks_for_the_host_whichever_agent_has_the_fewest() -> 
     """Its own agent has been heard before, but not of this life."""
     world = World(workers=2, on_failure="shrink", min_workers=1)
     world.agent(1, 2)
-    world.agent(3, 4, 5, name="a2", host="h2")
+    world.agent(3, 4, 5, name="a2", host="a2")
     for i in range(2):
-        world.hello(i, host="h1" if i else "h2")
+        world.hello(i, host="a1" if i else "a2")
     assert world.command("scale", workers=1).ok and 0 in world.last(m.SetSlots, "a2").worker_ids
 
 
 def test_it_is_free_when_that_life_is_over() -> None:
     world = World(workers=2)
     world.agent(1)
-    world.hello(0, host="h2")
+    world.hello(0, host="a2")
     world.hello(1)
     assert world.command("scale", workers=3).ok and world.last(m.SetSlots, "a1").worker_ids == [1, 2]
     drop(world, "w0.0")
@@ -173,7 +173,7 @@ def test_a_life_that_nobody_speaks_for_has_a_second_from_its_last_connection_on(
     world.agent(1)
     world.hello(1)
     for _ in range(2):
-        world.hello(0, host="h2")
+        world.hello(0, host="a2")
         drop(world, "w0.0")
         world.wait(600 * MS)
         assert "worker_evicted" not in world.kinds()
@@ -185,7 +185,7 @@ def only_elsewhere() -> World:
     """An agent is there, and the job's one worker on a host whose own agent has not been heard."""
     world = World(workers=1)
     world.agent(1)
-    world.hello(0, host="h2")
+    world.hello(0, host="a2")
     return world
 
 
@@ -194,7 +194,7 @@ def test_a_life_without_a_connection_is_over_if_the_agent_of_its_host_does_not_r
     world = only_elsewhere()
     world.entered(0, 1, 1)
     drop(world, "w0.0")
-    newcomer(world, "h2")
+    newcomer(world, "a2")
     assert "worker_evicted" not in world.kinds(), "it may be about to connect again"
     world.wait(2 * S)
     assert world.report("worker_evicted")["worker_id"] == 0
@@ -205,14 +205,14 @@ def test_a_life_that_the_agent_of_its_host_runs_may_be_without_a_connection() ->
     world = only_elsewhere()
     world.entered(0, 1, 1)
     drop(world, "w0.0")
-    world.agent(0, name="a2", host="h2")
+    world.agent(0, name="a2", host="a2")
     world.wait(60 * S)
     assert "worker_evicted" not in world.kinds()
 
 
 def test_what_the_agent_of_its_host_runs_counts_as_it_says_it_afterwards() -> None:
     world = only_elsewhere()
-    newcomer(world, "h2")
+    newcomer(world, "a2")
     world.wait(100 * MS)
     drop(world, "w0.0")
     world.next_beat = world.now + 3 * S
@@ -225,11 +225,11 @@ def test_what_the_agent_of_its_host_runs_counts_as_it_says_it_afterwards() -> No
 def test_of_an_agent_that_is_away_nobody_knows_what_it_runs() -> None:
     world = only_elsewhere()
     world.entered(0, 1, 1)
-    newcomer(world, "h2")
-    drop(world, "h2")
+    newcomer(world, "a2")
+    drop(world, "a2")
     drop(world, "w0.0")
     world.wait(900 * MS)
-    world.agent(0, name="h2", host="h2")
+    world.agent(0, name="a2", host="a2")
     world.wait(60 * S)
     assert "worker_evicted" not in world.kinds()
 
@@ -242,7 +242,7 @@ def test_after_a_restart_nobody_waits_for_lives_that_the_agents_of_their_hosts_d
     again.agent(1)
     again.wait(5 * S)
     assert "worker_evicted" not in again.kinds(), "its host is silent"
-    newcomer(again, "h2")
+    newcomer(again, "a2")
     again.wait(60 * S)
     assert (
         again.report("worker_evicted")["worker_id"] == 0

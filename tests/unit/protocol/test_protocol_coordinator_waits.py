@@ -31,11 +31,11 @@ def arrive(world: World, name: str) -> None:
 def test_hosts_that_were_there_and_are_missing_again_are_waited_for_anew() -> None:
     """The alarm of the first wait rings early, and is set again."""
     world = World(workers=2, slots=2, hosts=HostRules(least=2, wait_ns=50 * S))
-    arrive(world, "h1")
+    arrive(world, "a1")
     world.wait(30 * S)
-    arrive(world, "h2")
+    arrive(world, "a2")
     world.wait(S)
-    drop(world, "h2")
+    drop(world, "a2")
     world.wait(49 * S)
     assert world.coordinator.job.progress.ended is None
     world.wait(2 * S)
@@ -44,11 +44,11 @@ def test_hosts_that_were_there_and_are_missing_again_are_waited_for_anew() -> No
 
 
 def test_a_wait_for_one_host_names_it_alone_and_says_if_none_is_there() -> None:
-    world = World(workers=2, slots=2, hosts=HostRules(named={0: "h2", 1: "h1"}))
-    arrive(world, "h1")
+    world = World(workers=2, slots=2, hosts=HostRules(named={0: "a2", 1: "a1"}))
+    arrive(world, "a1")
     text = world.report("waiting")["reason"]
-    assert "worker 0 is to run on host 'h2'" in text and text.endswith("has not joined: the hosts are h1")
-    alone = World(workers=2, slots=2, hosts=HostRules(named={0: "h2", 1: "h1"}))
+    assert "worker 0 is to run on host 'a2'" in text and text.endswith("has not joined: the hosts are a1")
+    alone = World(workers=2, slots=2, hosts=HostRules(named={0: "a2", 1: "a1"}))
     alone.wait(MS)
     assert alone.report("waiting")["reason"].endswith("and 1 more workers wait for theirs: the hosts are none")
 
@@ -106,15 +106,15 @@ def test_who_is_near_to_the_living_of_a_short_pool_comes_last() -> None:
     """It would die with them."""
     world = World(workers=4, stages=2, wish=PoolWish(homes=((0, 1), (2, 3))))
     for i in range(4):
-        world.agent(i, name=f"a{i}", host=f"h{i}")
-    world.agent(4, name="a4", host="h3")
-    world.agent(5, name="a5", host="h5")
+        world.agent(i, name=f"a{i}", host=f"a{i}")
+    world.agent(4, name="a4", host="a3")
+    world.agent(5, name="a5", host="a5")
     for i in range(4):
-        world.hello(i, host=f"h{i}")
+        world.hello(i, host=f"a{i}")
     for i in range(4):
         world.entered(i, 1, 1)
-    world.hello(4, host="h3")
-    world.hello(5, host="h5")
+    world.hello(4, host="a3")
+    world.hello(5, host="a5")
     world.exited(1, agent="a1")
     for i in (0, 2, 3):
         world.entered(i, 2, 1)
@@ -196,7 +196,7 @@ def test_what_a_kernel_said_before_a_worker_was_back_counts_no_more() -> None:
 
     lose()
     world.handle(Knocked(WorkerKey(2, 0), False))
-    world.agent(2, 3, name="a2", host="h2")
+    world.agent(2, 3, name="a2", host="a2")
     for i in (2, 3):
         world.hello(i, plan=world.plan)
     world.wait(S)
@@ -214,8 +214,8 @@ class Linked:
         self.env = Environment(World().config)
         self.env.advance(S)
         self.broken: list[Why] = []
-        self.there = [self.worker(i, f"h{i // 2}") for i in range(4)]
-        members = tuple(Member(i, 0, f"h{i // 2}") for i in range(4))
+        self.there = [self.worker(i, f"a{i // 2}") for i in range(4)]
+        members = tuple(Member(i, 0, f"a{i // 2}") for i in range(4))
         plan = Plan(1, "", members, tuple(Seat(i, 0, "active", ()) for i in range(4)), 4)
         self.agreement: Any = SimpleNamespace(
             plan=plan, broken=[], entered=set(), survivors=lambda: self.there, break_off=self.broken.append
@@ -243,12 +243,12 @@ def test_only_hosts_that_did_not_reach_a_members_host_are_kept_out_for_a_while()
         found.accuse(1, 3)
         leaving = found.links.close_window()
     assert [worker.key.worker_id for worker, _ in leaving] == [2, 3]
-    assert found.links.kept_out("h1") and not found.links.kept_out("h2")
+    assert found.links.kept_out("a1") and not found.links.kept_out("a2")
     assert found.env.alarms.next_ns is not None
     found.there = found.there[2:]
-    assert not found.links.kept_out("h1") and found.links.kept_out("h0"), "it reaches itself"
+    assert not found.links.kept_out("a1") and found.links.kept_out("a0"), "it reaches itself"
     found.env.advance(S + APART_NS)
-    assert not found.links.kept_out("h0")
+    assert not found.links.kept_out("a0")
 
 
 def test_accusations_count_between_members_alone() -> None:
@@ -288,15 +288,15 @@ def test_a_worker_that_has_left_is_something_to_decide_about() -> None:
 
 def test_a_host_that_may_not_leave_hears_so_once_and_may_ask_again() -> None:
     world = World(workers=2, slots=2, min_workers=2)
-    arrive(world, "h1")
+    arrive(world, "a1")
     for i in (0, 1):
-        world.started(i, 0, agent="h1")
-        world.hello(i, host="h1")
+        world.started(i, 0, agent="a1")
+        world.hello(i, host="a1")
     for times in (1, 2):
-        world.say("h1", m.HostLeaving(agent_id="h1"))
+        world.say("a1", m.HostLeaving(agent_id="a1"))
         world.entered(times - 1, 1, 1)
         world.wait(S)
-        assert len(world.messages(m.HostKept, "h1")) == times
+        assert len(world.messages(m.HostKept, "a1")) == times
 
 
 def test_pools_that_lack_nobody_get_nobody() -> None:

@@ -139,9 +139,9 @@ def test_of_hosts_that_are_gone_the_last_hundred_are_known() -> None:
     env = Environment(CONFIG)
     agents = Agents(env)
     for n in range(GONE_MOST + 1):
-        agents.watch(f"h{n}", f"h{n}")
-        agents.remove(f"h{n}")
-    assert len(agents.gone) == GONE_MOST and "h0" not in agents.gone and "h1" in agents.gone
+        agents.watch(f"a{n}", f"a{n}")
+        agents.remove(f"a{n}")
+    assert len(agents.gone) == GONE_MOST and "a0" not in agents.gone and "a1" in agents.gone
 
 
 def test_nobody_leaves_a_pool_of_one() -> None:

@@ -102,8 +102,8 @@ def test_an_agent_that_waits_for_processors_is_given_longer() -> None:
     for waited_ms, given_up in ((0, True), (3_000, False)):
         world = World(workers=2, hang_limit_ns=None)
         for worker, agent in ((0, "a1"), (1, "a2")):
-            world.agent(worker, name=agent, host=f"h{worker}")
-            world.hello(worker)
+            world.agent(worker, name=agent, host=agent)
+            world.hello(worker, host=agent)
         for _ in range(20):
             world.now += S
             world.beat(agent="a1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from coordinator_harness import World, member, running
 
+from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as m
 from everstep.protocol import roles
 from everstep.protocol.coordinator import user_commands
@@ -51,15 +52,16 @@ def test_a_worker_speaks_for_its_own_life_alone() -> None:
     assert verdict(world, "worker", "1.0", hello) == ""
 
 
+LIFE = m.WorkerLife(worker_id=0, incarnation=0, pid=4)
+OWN = m.WorkerLife(worker_id=2, incarnation=0, pid=1020)
+HUNG = m.WorkerPulse(worker_id=0, incarnation=0, step=1, phase="load", still_ms=10**9, samples_per_s=0.0)
+
+
 def test_an_agent_speaks_for_its_own_workers_alone() -> None:
     world = running(elsewhere=(2,))
-    life = m.WorkerLife(worker_id=0, incarnation=0, pid=4)
-    pulse = m.WorkerPulse(worker_id=0, incarnation=0, step=1, phase="load", still_ms=10**9, samples_per_s=0.0)
     foreign = [
         m.WorkerExited(agent_id="a2", worker_id=0, incarnation=0, **EXITED),
-        m.WorkerStarted(agent_id="a2", worker=life),
-        m.Heartbeat(agent_id="a2", seq=1, rtt_ms=0.0, workers=[pulse]),
-        m.AgentHello(agent_id="a2", host="h2", workers=[life], slots=1),
+        m.WorkerStarted(agent_id="a2", worker=LIFE),
     ]
     for message in foreign:
         assert "about worker 0.0 from its own agent 'a1'" in verdict(world, "agent", "a2", message)
@@ -74,19 +76,46 @@ def test_until_its_own_agent_is_back_no_other_host_speaks_for_a_worker() -> None
     """A coordinator without a journal learns from the worker alone where it runs."""
     before = running(elsewhere=(2,))
     world = before.restart([])
-    world.agent(2, name="a2", host="h2")
+    world.agent(2, name="a2", host="a2")
     world.hello(0, plan=before.plan, step=5)
-    life = m.WorkerLife(worker_id=0, incarnation=0, pid=4)
     for message in (
         m.WorkerExited(agent_id="a2", worker_id=0, incarnation=0, **EXITED),
-        m.WorkerStarted(agent_id="a2", worker=life),
-        m.AgentHello(agent_id="a2", host="h2", workers=[life], slots=1),
+        m.WorkerStarted(agent_id="a2", worker=LIFE),
     ):
-        assert "about worker 0.0 from an agent of its host 'h1'" in verdict(world, "agent", "a2", message)
+        assert "about worker 0.0 from the agent of its host 'a1'" in verdict(world, "agent", "a2", message)
+    for name in ("a2", "a3"):
+        named = m.AgentHello(agent_id=name, host="a1", workers=[LIFE], slots=1)
+        reason = f"from an agent that has its host's name, {name!r} named host 'a1'"
+        assert reason in verdict(world, "agent", name, named)
+    lists_others(world)
+    assert "a1" not in world.coordinator.job.agents.known
     world.agent(0, 1)
     assert "a1" not in world.closed and "worker_evicted" not in world.kinds()
     world.exited(0)
     assert world.report("worker_evicted")["worker_id"] == 0
+
+
+def lists_others(world: World) -> None:
+    """Agent a2 says hello and sends a heartbeat, each with worker 0 of another host beside its own."""
+    pulse = m.WorkerPulse(worker_id=2, incarnation=0, step=7, phase="load", still_ms=0, samples_per_s=0.0)
+    hello = m.AgentHello(agent_id="a2", host="a2", workers=[LIFE, OWN], slots=1)
+    assert verdict(world, "agent", "a2", hello) == ""
+    for seq in (1, 2):
+        world.say("x", m.Heartbeat(agent_id="a2", seq=seq, rtt_ms=0.0, workers=[HUNG, pulse]))
+    job = world.coordinator.job
+    assert "x" not in world.closed[-1:] and world.last(m.KillWorker) is None
+    assert job.agents.known["a2"].lives == {WorkerKey(2, 0)} and job.membership.workers[2].step == 7
+    assert job.membership.workers[0].agent_id != "a2" and not {"worker_suspected", "worker_evicted"} & set(
+        world.kinds()
+    )
+
+
+def test_in_an_agents_lists_workers_of_others_are_passed_over() -> None:
+    world = running(elsewhere=(2,))
+    lists_others(world)
+    world.say("x", m.Heartbeat(agent_id="a2", seq=3, rtt_ms=0.0, workers=[HUNG]))
+    world.say("x", m.WorkerExited(agent_id="a2", worker_id=2, incarnation=0, **EXITED))
+    assert world.plan.worker_ids == (0, 1)
 
 
 @pytest.mark.parametrize("role", roles.PEOPLE)

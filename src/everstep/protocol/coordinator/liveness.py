@@ -16,6 +16,7 @@ from everstep.protocol.coordinator import hosts
 from everstep.protocol.coordinator.environment import MILLISECOND_NS, SECOND_NS, Alarm, describe
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Agent, Worker
+from everstep.protocol.coordinator.permits import spoken_for
 from everstep.protocol.coordinator.profiles import STANDSTILL_NS
 from everstep.protocol.coordinator.types import Disconnected
 from everstep.protocol.coordinator.workers import (
@@ -82,9 +83,12 @@ def agent_hello(job: JobState, connection: str, hello: m.AgentHello) -> None:
 def _saw_life(job: JobState, agent: Agent, life: m.WorkerLife) -> None:
     """An agent says that it runs this process."""
     key = WorkerKey(life.worker_id, life.incarnation)
+    foreign = job.foreign(key, agent.agent_id)
+    if not foreign and spoken_for(job, key, agent.agent_id):
+        return
     agent.runs(key)
     membership = job.membership
-    if job.foreign(key, agent.agent_id):
+    if foreign:
         kill_life(job, agent, key, Why(Cause.REPLACED, _OTHERS))
         return
     if membership.is_fenced(key):
@@ -176,6 +180,8 @@ def heartbeat(job: JobState, agent: Agent, message: m.Heartbeat) -> None:
         if job.foreign(key, agent.agent_id):
             if not agent.lets_go(key, now):
                 kill_life(job, agent, key, Why(Cause.REPLACED, _OTHERS))
+            continue
+        if spoken_for(job, key, agent.agent_id):
             continue
         worker = membership.alive(key)
         if worker is not None:

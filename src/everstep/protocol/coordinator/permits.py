@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as m
 from everstep.protocol import roles
@@ -16,35 +14,29 @@ def refusal(job: JobState, name: str, message: m.AnyMessage) -> str:
     if connection is None:
         return ""
     refused = roles.refusal(connection.role, connection.who, message)
-    if refused or connection.role != roles.AGENT:
+    if refused or not isinstance(message, m.FromAgent):
         return refused
-    speaker = message.agent_id if isinstance(message, m.FromAgent) else None
-    for key in _lives(message):
-        worker = job.membership.alive(key)
-        if speaker is not None and job.foreign(key, speaker):
-            continue  # it says nothing about the life of that number on another host: its own is to end
-        if worker is None or speaker is None:
-            continue
-        if worker.agent_id not in (None, speaker):
-            return f"expected {type(message).__name__} about worker {key} from its own agent {worker.agent_id!r}"
-        if worker.agent_id is None and worker.host and worker.host != _host_of(job, message, speaker):
-            return f"expected {type(message).__name__} about worker {key} from an agent of its host {worker.host!r}"
-    return ""
-
-
-def _host_of(job: JobState, message: m.AnyMessage, agent_id: str) -> str:
-    """The host of the agent that sends this; "" if it has not said it."""
-    known = job.agents.known.get(agent_id)
-    return message.host if isinstance(message, m.AgentHello) else known.host if known is not None else ""
-
-
-def _lives(message: m.AnyMessage) -> Iterable[WorkerKey]:
-    """The lives that an agent's message speaks for."""
+    kind, speaker = type(message).__name__, message.agent_id
     match message:
-        case m.Heartbeat(workers=said) | m.AgentHello(workers=said):
-            return [WorkerKey(life.worker_id, life.incarnation) for life in said]
+        case m.AgentHello(host=host) if host != speaker:
+            return f"expected {kind} from an agent that has its host's name, {speaker!r} named host {host!r}"
         case m.WorkerStarted(worker=life):
-            return [WorkerKey(life.worker_id, life.incarnation)]
+            key = WorkerKey(life.worker_id, life.incarnation)
         case m.WorkerExited():
-            return [WorkerKey(message.worker_id, message.incarnation)]
-    return ()
+            key = WorkerKey(message.worker_id, message.incarnation)
+        case _:
+            return ""
+    if job.foreign(key, speaker):
+        return ""  # it says nothing about the life of that number on another host: its own is to end
+    another = spoken_for(job, key, speaker)
+    return f"expected {kind} about worker {key} from {another}" if another else ""
+
+
+def spoken_for(job: JobState, key: WorkerKey, agent_id: str) -> str:
+    """Which agent but this one speaks for a life, in words; "" if this one may."""
+    worker = job.membership.alive(key)
+    if worker is None or worker.agent_id == agent_id:
+        return ""
+    if worker.agent_id is not None:
+        return f"its own agent {worker.agent_id!r}"
+    return f"the agent of its host {worker.host!r}" if worker.host not in ("", agent_id) else ""
