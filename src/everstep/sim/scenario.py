@@ -303,13 +303,12 @@ class Simulation:
         return ""
 
     def _check_told(self) -> None:
-        """Check that the plan with which the job was completed has been told, if members have settled in it and the
-        coordinator lived to tell the end."""
-        told, plan = self.control.site.last_generation, self.control.coordinator.machine.job.agreement.plan
-        machines = [life.driver.machine for life in self.control.site.lives.values()]
-        entered = any(machine.settled and machine.plan == plan for machine in machines)
-        right = told >= plan.generation or not entered or "job_completed" not in self.control.fate.reports
-        require(right, "P6", f"generation {plan.generation} completed the job, the newest that was told is {told}")
+        """Check that the plan with which the job was completed has been told, if the coordinator heard that a member
+        has settled in it and lived to tell the end."""
+        told, agreement = self.control.site.last_generation, self.control.coordinator.machine.job.agreement
+        last = agreement.plan.generation
+        right = told >= last or not agreement.entered or "job_completed" not in self.control.fate.reports
+        require(right, "P6", f"generation {last} completed the job, the newest that was told is {told}")
 
     def _ended_by_an_act(self) -> bool:
         """Whether the job failed as one of the acts, or its rules, have it fail."""
