@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 
 NORESERVE = 0x4000
@@ -15,3 +16,14 @@ def own_pages(nbytes: int) -> memoryview:
     Raises: OSError.
     """
     return memoryview(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE))
+
+
+def is_untouched(address: int, nbytes: int) -> bool:
+    """Whether nobody has read or written a page of this memory since `own_pages` made it. False if that is unknown."""
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    seen = (ctypes.c_ubyte * -(-(address + nbytes - start) // mmap.PAGESIZE))()
+    failed = _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(address + nbytes - start), seen)
+    return not failed and not any(bytes(seen))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)

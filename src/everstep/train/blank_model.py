@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everstep.base.own_pages import own_pages
+from everstep.base.own_pages import is_untouched, own_pages
 from everstep.exact.layout import ALIGN_BYTES, round_up
 from everstep.train.stage import There, fill_by_module
-from everstep.train.touched import memory_in, watched
+from everstep.train.touched import Touched, memory_in
 
 Put = Callable[[str, Tensor], None]
 """Takes a parameter that was made, by its name."""
@@ -41,7 +41,7 @@ class Skeleton:
         """Whether this neither reads the values of the model's parameters nor writes them."""
         before = self._facts()
         try:
-            with watched(memory_in(self.model.parameters())) as seen:
+            with Touched(memory_in(self.model.parameters())) as seen:
                 act(self.model)
         except Exception:  # the real call will raise the same error and say what is wrong
             return False
@@ -65,3 +65,8 @@ def blank_parameters() -> There:
         return flat.as_strided(like.shape, torch.empty_like(like).stride(), 0)
 
     return place
+
+
+def are_blank(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether nobody has read or written these places."""
+    return all(is_untouched(p.data_ptr(), p.nbytes) for p in parameters if not p.is_meta)

@@ -20,7 +20,7 @@ from everstep.exact.seeding import build_seed, seed_all
 from everstep.exact.shard_sums import ShardMesh
 from everstep.placement.cuts import units_of
 from everstep.script.unsupported import refuse_group, refuse_unsupported
-from everstep.train.blank_model import Skeleton, blank_parameters
+from everstep.train.blank_model import Skeleton, are_blank, blank_parameters
 from everstep.train.cell_head import CellHead
 from everstep.train.cell_passes import CellStages
 from everstep.train.composition import check_units
@@ -34,7 +34,6 @@ from everstep.train.saving import Whole
 from everstep.train.session import Session
 from everstep.train.stage import Parts, There, build_model, chosen_cut, cut_into_shards, cut_out
 from everstep.train.task import Task, calling
-from everstep.train.touched import memory_in, watched
 from everstep.train.trainer import EarlyStop
 from everstep.train.view import Stages
 from everstep.train.worker_link import WorkerLink
@@ -163,10 +162,9 @@ class BuiltTask:
         task, config = self._task, self._config
         self._look()
         seed_all(build_seed(config.seed))
-        blank = self._leads_cell and self._there is not None
-        model, units = build_model(task, config, self.device, wanted, self._there, blank=blank)
+        model, units = build_model(task, config, self.device, wanted, self._there)
         made = self._content(model)
-        if self.dataset is None and not self._finds_data(model if blank else None):
+        if not self._finds_data(model if self._leads_cell and self._there is not None else None):
             self._there = None
             return self.make(wanted)
         optimizer, scheduler, mesh = self._beside(model)
@@ -177,19 +175,19 @@ class BuiltTask:
         return Parts(model, optimizer, scheduler, units, extras, mesh, as_made, fill=fill)
 
     def _finds_data(self, blank: nn.Module | None) -> bool:
-        """Build the dataset; False if that takes values of parameters, of a model that has none yet."""
-        if blank is None:
-            self.dataset = calling(self._task, "build_dataset", "train")
-            return True
-        with watched(memory_in(blank.parameters())) as seen:
-            try:
-                self.dataset = calling(self._task, "build_dataset", "train")
-            except Exception:
-                if not seen.touched:
-                    raise
-        if seen.touched:
-            self.dataset = None
-        return not seen.touched
+        """Build the dataset, once; False if that, or making the model, has taken values of parameters that have none
+        yet."""
+        found = self.dataset
+        try:
+            if found is None:
+                found = calling(self._task, "build_dataset", "train")
+        except Exception:
+            if blank is None or are_blank(blank.parameters()):
+                raise
+        if blank is not None and not are_blank(blank.parameters()):
+            return False
+        self.dataset = found
+        return True
 
     def _content(self, model: nn.Module) -> str | None:
         """Digest of the parameters that are made here, where the processes of a cell want to know."""

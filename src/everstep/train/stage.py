@@ -29,7 +29,7 @@ from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.state import Share
 from everstep.placement.cuts import ModelCut, choose, of_sizes
 from everstep.train.task import Task, calling
-from everstep.train.touched import memory_in, watched
+from everstep.train.touched import Touched, memory_in
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,12 @@ def build_model(
     device: torch.device,
     wanted: Iterable[int] | None = None,
     there: There | None = None,
-    *,
-    blank: bool = False,
 ) -> tuple[nn.Module, list[nn.Module]]:
-    """The task's model and its units; with `meta_init` made module by module, and only the units `wanted`. there,
-    blank: as of `build_by_module`."""
+    """The task's model and its units; with `meta_init` made module by module, and only the units `wanted`. there: as of
+    `build_by_module`."""
     if config.meta_init:
         build, units_of = partial(calling, task, "build_model"), partial(calling, task, "units")
-        return build_by_module(build, units_of, config.seed, device, wanted, there, blank=blank)
+        return build_by_module(build, units_of, config.seed, device, wanted, there)
     model = calling(task, "build_model").to(device)
     return model, calling(task, "units", model)
 
@@ -346,11 +344,9 @@ def build_by_module(
     device: torch.device,
     wanted: Iterable[int] | None = None,
     there: There | None = None,
-    *,
-    blank: bool = False,
 ) -> tuple[nn.Module, list[nn.Module]]:
     """The model and its units. Only the units `wanted` (all by default), and modules outside all units, take memory.
-    there: where another process has made a parameter already; blank: or will make it, and there are no values yet.
+    there: where another process has made a parameter already.
 
     Every module is initialised under generators seeded from the job's seed and the module's own path, so its initial
     values do not depend on which other modules are made here: the same bits in every topology.
@@ -359,8 +355,7 @@ def build_by_module(
     `reset_parameters()`, then by the model's `_init_weights(module)`, as far as they exist. A tied parameter keeps the
     values of its first module.
 
-    Raises: ConfigError naming a module that has parameters or buffers of its own and neither of the two, or whose
-    initialiser takes values of an earlier module where they are `blank`.
+    Raises: ConfigError naming a module that has parameters or buffers of its own and neither of the two.
     """
     with torch.device("meta"):
         model = build()
@@ -368,14 +363,10 @@ def build_by_module(
     owners = _owners(model)
     needed = _needed(model, units, wanted, owners)
     made: dict[int, nn.Parameter] = {}
-    without = set[int]()
     with preserve_rng():
         for path, module in model.named_modules():
             if id(module) in needed:
-                with _left_alone(without, path, module):
-                    _materialise(model, path, module, seed, device, owners, made, there)
-                if blank:
-                    without |= memory_in(module.parameters(recurse=False))
+                _materialise(model, path, module, seed, device, owners, made, there)
     for module in model.modules():  # modules that are not made stay tied to made ones, so that every stage sees the tie
         if id(module) not in needed:
             tied = {name: made[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in made}
@@ -396,7 +387,7 @@ def fill_by_module(
     """Make each `step`-th module that `build_by_module` makes, from number `first` on, by itself; `put` takes its own
     parameters by their names. model: on the meta device, and is so afterwards.
 
-    Raises: ConfigError as `build_by_module`, also for buffers of an earlier module."""
+    Raises: ConfigError as `build_by_module`, and for a module whose initialiser takes values of an earlier one."""
     owners = _owners(model)
     needed = _needed(model, units, wanted, owners)
     number, without = 0, set[int]()
@@ -428,7 +419,7 @@ def _left_alone(without: Set[int], path: str, module: nn.Module) -> Iterator[Non
         yield
         return
     failed: Exception | None = None
-    with watched(without) as seen:
+    with Touched(without) as seen:
         try:
             yield
         except Exception as error:
