@@ -29,8 +29,9 @@ from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.host.board import Board
 from everstep.runtime.host.fork_server import DEFAULT_PRELOAD
 from everstep.runtime.host.fork_server_client import start_fork_server
+from everstep.runtime.lead.journal import Journal
 from everstep.runtime.link import wire
-from everstep.runtime.link.address import read_address, role_file
+from everstep.runtime.link.address import EVENTS_FILE, JOURNAL_FILE, read_address, role_file
 from everstep.runtime.link.context import WorkerContext
 from everstep.runtime.link.handshake import Seals, role_token
 from everstep.runtime.link.interfaces import addresses
@@ -252,6 +253,24 @@ def test_over_tls_people_need_their_token_alone_and_all_others_a_certificate(run
     reasons = [e["reason"] for e in read_events(run_dir / "events.jsonl") if e["kind"] == "warning"]
     assert 1 <= len(reasons) <= 4 and not any("\n" in reason for reason in reasons), reasons
     assert "expected a certificate from a client with the role 'agent', got none" in reasons[0]
+
+
+def test_one_whose_events_cannot_be_read_goes_on_from_its_journal(tmp_path: Path) -> None:
+    wire.write_token(tmp_path / "token", wire.new_token())
+    (tmp_path / "job.json").write_text(json.dumps({"config": to_dict(load_config([("test", {})]))}))
+    (tmp_path / EVENTS_FILE).symlink_to(tmp_path / "elsewhere")
+    journal = Journal(tmp_path / JOURNAL_FILE)
+    assert journal.append({"kind": "target", "target": 3, "slots": [0, 1, 2]})
+    journal.close()
+    process = subprocess.Popen([sys.executable, "-m", "everstep.runtime.lead.coordinator_main", str(tmp_path)])
+    try:
+        while not (tmp_path / "coordinator.json").exists():
+            assert process.poll() is None
+            time.sleep(0.005)
+        assert ask(tmp_path, "status")["target"] == 3
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_one_that_is_started_again_while_the_disk_is_full_serves(tmp_path: Path) -> None:
