@@ -280,6 +280,33 @@ def test_waiting_ends_with_exit_code_3():
     assert ended.exit_code == 3 and "20 s" in ended.reason
 
 
+@pytest.mark.parametrize("what", ["the wait is over", "a stop", "a slot is given up"])
+def test_members_that_wait_save_their_state_before_the_end(what: str):
+    world = running(min_workers=3, quorum_wait_ns=20 * S, save_ns=5 * S)
+    world.exited(2)
+    if what == "the wait is over":
+        world.wait(21 * S)
+    elif what == "a stop":
+        assert world.command("stop", grace_s=5.0, exit_code=130).ok
+    else:
+        world.say("a1", m.SlotLost(agent_id="a1", worker_id=2, reason="it dies each time"))
+    assert world.plan.worker_ids == (0, 1) and world.plan.save and world.last(m.JobEnded, "w0.0") is None
+    saved = m.Saved(worker_id=0, incarnation=0, step=4, ok=True, where="checkpoints/step-4")
+    world.entered(0, 2, 5)
+    world.say("w0.0", saved)
+    ended = world.last(m.JobEnded, "w0.0")
+    assert (
+        ended.exit_code == {"the wait is over": 3, "a stop": 130}.get(what, 1) and "checkpoints/step-4" in ended.reason
+    )
+
+
+def test_without_all_stages_there_is_nothing_to_save():
+    world = running(stages=3, min_workers=3, quorum_wait_ns=20 * S, save_ns=5 * S)
+    world.exited(2)
+    world.wait(21 * S)
+    assert world.last(m.JobEnded, "w0.0").exit_code == 3
+
+
 def test_on_failure_wait_holds_everybody_until_all_are_back():
     world = running(on_failure="wait")
     world.exited(2)

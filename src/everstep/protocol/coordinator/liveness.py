@@ -151,7 +151,7 @@ def slot_lost(job: JobState, agent: Agent, message: m.SlotLost) -> None:
             f"slot {message.worker_id} was given up ({message.reason}); {slots.left()} of the {slots.least} workers "
             "that the job needs at least can still run"
         )
-        job.progress.end("failed", Why(Cause.QUORUM, text), 1)
+        job.saving.end_after_saving("failed", Why(Cause.QUORUM, text), 1, job.env.config.save_ns)
     else:
         why = Why(message.cause, f"its slot was given up: {message.reason}")
         job.env.report("warning", why, worker_id=message.worker_id)
