@@ -36,7 +36,12 @@ _MARKS = 4
 NO_MORE = object()
 """The value after the last sample of a pass."""
 _ONLY_READER = {"RANK": "0", "WORLD_SIZE": "1"}
-_OF_CONTAINERS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter({}.values())), type(iter({}.items())))
+_OF_CONTAINERS: tuple[type[Iterator[Any]], ...] = (
+    type(iter([])),
+    type(iter(())),
+    type(iter({}.values())),
+    type(iter({}.items())),
+)
 _PLAIN = bool | int | float | complex | str | bytes | None
 
 
