@@ -171,8 +171,11 @@ class Drawing:
         return torch.randn(4) + self.rng.random(), torch.tensor(i % 2)
 data = Drawing()
 """
-_SECOND = "other = nn.Linear(4, 2)\nsecond = torch.optim.Adam(other.parameters(), lr=0.01)\n"
-_TRAIN_SECOND = "second.zero_grad(); loss_fn(other(x), y).backward(inputs=list(other.parameters())); second.step()"
+_SECOND = (
+    "other = nn.Linear(4, 2)\nsecond = torch.optim.Adam(other.parameters(), lr=0.01)\n"
+    "x2, y2 = torch.ones(2, 4), torch.zeros(2, dtype=torch.long)\n"
+)
+_TRAIN_SECOND = "second.zero_grad(); loss_fn(other(x2), y2).backward(inputs=list(other.parameters())); second.step()"
 _IN_BATCHES = "torch.autograd.backward(loss_fn(other(x), y), inputs=list(other.parameters()))"
 
 LOOPS = [
