@@ -331,8 +331,11 @@ def _starts(file: BinaryIO, least: int, end: int) -> Iterator[bytes]:
 
 def told_lately(path: str | os.PathLike[str]) -> set[tuple[str, int]]:
     """(kind, step) of the events at the end of a file since the last `job_started` at step 0; reads the last megabyte
-    at most."""
-    events, _ = _newest(path, 1 << 20)
+    at most. None if the file cannot be read: events may be told twice, and stop no training."""
+    try:
+        events, _ = _newest(path, 1 << 20)
+    except OSError:
+        return set()
     return {(event["kind"], event["step"]) for event in events if _step_of(event) is not None}
 
 

@@ -21,6 +21,7 @@ from everstep.observe.events import (
     last_generation,
     parse_events,
     read_events,
+    told_lately,
 )
 
 
@@ -247,3 +248,8 @@ def test_a_reason_never_goes_without_a_cause() -> None:
     assert causes(reason="the disk is full") == "unknown"
     assert causes(reason="the disk is full", cause=Cause.DISK) == "disk"
     assert causes(reason="\udcff", cause=Cause.DISK) == "disk", "text that is no UTF-8"
+
+
+def test_where_events_cannot_be_read_none_is_known_to_be_told(tmp_path: Path) -> None:
+    assert told_lately(tmp_path) == set(), "a directory"
+    assert told_lately(tmp_path / "nothing") == set()
