@@ -146,8 +146,8 @@ class Facts:
 
     @property
     def checkpoint_step(self) -> int:
-        """The newest step with a checkpoint, as far as events tell; 0 if none."""
-        return max((c.step for c in self.checkpoints if c.ok), default=0)
+        """The newest step with a checkpoint that outlives the processes, as far as events tell; 0 if none."""
+        return max((c.step for c in self.checkpoints if c.ok and c.tier != "memory"), default=0)
 
     # ---- events
 

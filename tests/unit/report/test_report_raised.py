@@ -167,3 +167,10 @@ def test_a_checkpoint_that_was_skipped_is_no_failure() -> None:
     assert left == "checkpoint of step 5 on disk left to the next one: worker 1 left"
     failed = sentence(event("checkpoint_failed", 1, **said, cause="disk"))
     assert failed == "no checkpoint of step 5 on disk: worker 1 left"
+
+
+def test_a_snapshot_in_memory_is_no_checkpoint_to_go_on_from() -> None:
+    done = {"cause": "scheduled", "reason": "every 5 steps", "duration_s": 0.1, "size_bytes": 1, "stall_s": 0.0}
+    tiers = [("disk", 5), ("memory", 10)]
+    events = [event("checkpoint_completed", at, tier=tier, step=at, **done) for tier, at in tiers]
+    assert facts_of([*trained(), *events]).checkpoint_step == 5
