@@ -6,8 +6,8 @@ import ctypes
 import mmap
 
 NORESERVE = 0x4000
-"""Of mmap, on Linux: no memory is set aside for pages that nobody has written. Without it a mapping that may be written
-is refused where it is larger than all memory and swap, however little of it is ever used."""
+"""A flag of mmap on Linux: memory counts only once a page is written. Without it the system refuses a mapping that is
+larger than all memory and swap, however little of it is used."""
 
 
 def own_pages(nbytes: int) -> memoryview:

@@ -161,7 +161,7 @@ class BuiltTask:
         """All parts of the whole model, in their initial state. wanted: units to make, if made module by module."""
         task, config = self._task, self._config
         self._look()
-        if self._there is not None:
+        if self._leads_cell and self._there is not None:
             self._there = blank_parameters()  # in pages that no model before has touched
         seed_all(build_seed(config.seed))
         model, units = build_model(task, config, self.device, wanted, self._there)

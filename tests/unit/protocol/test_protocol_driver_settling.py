@@ -615,22 +615,6 @@ def test_a_plan_that_asks_for_a_checkpoint_gets_it_before_anything_else() -> Non
     assert isinstance(w.op, do.Compute)
 
 
-def test_a_loop_that_has_not_heard_of_the_step_goes_on_to_the_next_before_it_is_saved() -> None:
-    w = Worker(plan(1, (0, 1)), saving=SavingRules(on=True))
-    w.step(1)
-    w.to_agree(2)
-    w.agree()
-    w.hear(plan(2, (0, 1), save="stop"))
-    w.done(1002)
-    w.settle(w1=replace(at(2), heard=2))
-    assert do.Stepped(2) in w.out and w.op is None, "the other's loop may have changed the state after the step"
-    w.ask(do.StepAsked(3))
-    assert isinstance(w.op, do.SaveLast) and w.op.save.past
-    w.done("somewhere")
-    w.done()
-    assert isinstance(w.op, do.Compute) and w.op.step == 3
-
-
 def saved_at(**other: object) -> Worker:
     """Worker 0, whose loop has not heard of step 2, in a plan that asks for a checkpoint. other: of worker 1."""
     w = Worker(plan(1, (0, 1)), saving=SavingRules(on=True))
@@ -641,6 +625,16 @@ def saved_at(**other: object) -> Worker:
     w.done(1002)
     w.settle(w1=replace(at(2), **other))
     return w
+
+
+def test_a_loop_that_has_not_heard_of_the_step_goes_on_to_the_next_before_it_is_saved() -> None:
+    w = saved_at(heard=2)
+    assert do.Stepped(2) in w.out and w.op is None, "the other's loop may have changed the state after the step"
+    w.ask(do.StepAsked(3))
+    assert isinstance(w.op, do.SaveLast) and w.op.save.past
+    w.done("somewhere")
+    w.done()
+    assert isinstance(w.op, do.Compute) and w.op.step == 3
 
 
 def test_if_no_loop_has_heard_of_the_step_all_are_saved_where_they_are() -> None:
