@@ -203,3 +203,13 @@ def test_data_made_of_the_model_are_made_of_its_values(monkeypatch: pytest.Monke
     parts = built.make()
     assert built.dataset == single.dataset != [0.0] and len(task.data) == 1 + reads
     assert (parts.fill is None) == reads
+
+
+def test_a_process_that_was_given_places_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_parts, "prepare_torch", lambda *_: CPU)
+    config = load_config([("test", {"meta_init": True, "cell.fsdp": 2})])
+    limb, given = BuiltTask(ReadingTask(reads=False), config, 0, cell_rank=1), dict[str, Tensor]()
+    limb.take(lambda name, like: given.setdefault(name, torch.ones(like.shape)))
+    for _ in range(2):
+        model = limb.make().model
+        assert given and all(p.data_ptr() == given[name].data_ptr() for name, p in model.named_parameters())
