@@ -62,9 +62,10 @@ class Deputy(Limb):
             arguments = command.arguments
             if command.name == ATTACH:
                 arguments = self._attached(**arguments)
+            self.row.set(phase="reduce")  # from here a limb that stands still is noticed; one of an idle worker may
             self._limbs.begin(command.name, **arguments)
             said = [act[command.name](**arguments)]
-            self.row.set(phase="reduce")  # a limb may stand still, which an idle worker may
+            self.row.set(phase="reduce")  # the act has left it idle
             said += self._limbs.answers()
             self.row.set(phase="idle")
             head.send_bytes([msgspec.msgpack.encode(said)])

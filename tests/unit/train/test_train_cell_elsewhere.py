@@ -11,8 +11,10 @@ import signal
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -26,8 +28,12 @@ from everstep.exact.state_memory import StateMemory
 from everstep.parallel.cell_memory import CellMemory, SharedPlace
 from everstep.parallel.mapping import PAGE
 from everstep.runtime.host import cell_doors
+from everstep.runtime.host.board import Board
+from everstep.runtime.host.cell import CellCommand
 from everstep.runtime.host.cell_doors import CellDoor, CellPlan, PartLines
+from everstep.runtime.link.context import WorkerContext
 from everstep.runtime.link.peer import PeerConnection, peer_connect
+from everstep.train.cell_deputy import Deputy
 from everstep.train.cell_elsewhere import OtherParts, notes_bytes, owned
 
 KEY = b"k" * 32
@@ -250,3 +256,18 @@ def test_no_process_of_another_cell_comes_in(doors: list[CellDoor], parts: list[
     with pytest.raises(CollectiveAborted):
         line.recv_json()
     line.close()
+
+
+def test_the_first_process_of_a_part_is_not_idle_while_it_obeys() -> None:
+    """An agent shows its phase for all of the part, and in an idle worker nobody that stands still is noticed."""
+    board = Board.create(1)
+    context = WorkerContext("", 0, 1, "host2", "", "", board.fd, {}, "")
+    said: list[bytes] = []
+    orders = [msgspec.msgpack.encode(CellCommand("lanes", {})), b""]
+    head = SimpleNamespace(readable=lambda wait_s: True, recv_bytes=lambda most: orders.pop(0), send_bytes=said.extend)
+    search = SimpleNamespace(ended=False, door=SimpleNamespace(commander=lambda wait_s: head))
+    deputy = Deputy(context, CellPlan("0.1", 1, ("", ""), 1), cast(Any, search))
+    deputy.serve({"lanes": lambda: deputy.row.read().phase})
+    assert [msgspec.msgpack.decode(one) for one in said] == [["reduce"]]
+    assert deputy.row.read().phase == "idle"
+    board.close()
