@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -17,6 +18,14 @@ def bounds(size: int, shards: int) -> list[tuple[int, int]]:
     least, more = divmod(size, shards)
     starts = [shard * least + min(shard, more) for shard in range(shards + 1)]
     return list(pairwise(starts))
+
+
+@lru_cache(maxsize=4096)  # asked for at every layer of every lane
+def _runs(size: int, fused: int, shard: int, shards: int) -> list[tuple[int, int]]:
+    """(first, length) of a shard in each of the equal parts of an axis of this size."""
+    part = size // fused
+    first, stop = bounds(part, shards)[shard]
+    return [(k * part + first, stop - first) for k in range(fused)]
 
 
 @dataclass(frozen=True)
@@ -41,16 +50,10 @@ class ShardCut:
         if size // self.fused % shards:
             raise ConfigError(f"{about}: expected a size that {shards} shards divide, got {size // self.fused}")
 
-    def runs(self, size: int, shard: int, shards: int) -> list[tuple[int, int]]:
-        """Where a shard lies on the axis: (first, stop) in each fused part. size: of the axis."""
-        part = size // self.fused
-        first, stop = bounds(part, shards)[shard]
-        return [(k * part + first, k * part + stop) for k in range(self.fused)]
-
     def views(self, whole: Tensor, shard: int, shards: int) -> list[Tensor]:
         """Views of the whole parameter that make up a shard, one for each fused part."""
-        runs = self.runs(whole.shape[self.axis], shard, shards)
-        return [whole.narrow(self.axis, first, stop - first) for first, stop in runs]
+        runs = _runs(whole.shape[self.axis], self.fused, shard, shards)
+        return [whole.narrow(self.axis, first, length) for first, length in runs]
 
     def take(self, whole: Tensor, shard: int, shards: int) -> Tensor:
         """One shard of the whole parameter, as a contiguous tensor of its own: kernels choose their ways by strides."""
@@ -63,3 +66,8 @@ class ShardCut:
         """Inverse of `take`: copy a shard to its place in the whole tensor."""
         for view, part in zip(self.views(whole, shard, shards), mine.chunk(self.fused, self.axis), strict=True):
             view.copy_(part)
+
+    def join(self, found: Sequence[Tensor]) -> Tensor:
+        """The whole tensor, from all of its shards."""
+        parts = [one.chunk(self.fused, self.axis) for one in found]
+        return torch.cat([part[k] for k in range(self.fused) for part in parts], self.axis)

@@ -123,8 +123,16 @@ class ShardMesh:
 
     def total(self, mine: Sequence[Tensor]) -> Tensor:
         """The sum over all shards, along the tree."""
-        found = self.gather(mine)
-        return found[0].clone() if self.shards == 1 else fold(self.shards, dict(enumerate(found)), torch.add)
+        found, sums = self.gather(mine), set[int]()
+
+        def add(left: Tensor, right: Tensor) -> Tensor:
+            if id(left) in sums:
+                return left.add_(right)
+            total = left + right
+            sums.add(id(total))
+            return total
+
+        return found[0].clone() if self.shards == 1 else fold(self.shards, dict(enumerate(found)), add)
 
     def each(self, act: Callable[[int], T], *, draws: bool) -> list[T]:
         """What `act(k)` gives for the k-th shard of this rank, one after the other. draws: each shard draws from a
@@ -142,12 +150,10 @@ class ShardMesh:
     def whole_gradient(self, cut: ShardCut, like: Tensor, found: Sequence[Tensor]) -> Tensor:
         """The gradient of a parameter that is cut. found: of this rank's shards; those of others are zeros in a lane's
         own backward pass."""
-        gradient = torch.empty_like(like) if self.degree == 1 else torch.zeros_like(like)
-        if self._derives or self.degree == 1:
-            parts = list(zip(self.mine, found, strict=True))
-        else:
-            parts = list(enumerate(self.gather(found)))
-        for shard, one in parts:
+        if not self._derives or self.degree == 1:
+            return cut.join(found if self.degree == 1 else self.gather(found))
+        gradient = torch.zeros_like(like)
+        for shard, one in zip(self.mine, found, strict=True):
             cut.put(one, gradient, shard, self.shards)
         return gradient
 
