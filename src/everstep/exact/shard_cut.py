@@ -20,6 +20,10 @@ def bounds(size: int, shards: int) -> list[tuple[int, int]]:
     return list(pairwise(starts))
 
 
+_ALIGNED_BYTES = 512
+"""Alignment of tensors that torch makes: 64 bytes on CPUs, 512 on GPUs."""
+
+
 @lru_cache(maxsize=4096)  # asked for at every layer of every lane
 def _runs(size: int, fused: int, shard: int, shards: int) -> list[tuple[int, int]]:
     """(first, length) of a shard in each of the equal parts of an axis of this size."""
@@ -55,12 +59,20 @@ class ShardCut:
         runs = _runs(whole.shape[self.axis], self.fused, shard, shards)
         return [whole.narrow(self.axis, first, length) for first, length in runs]
 
-    def take(self, whole: Tensor, shard: int, shards: int) -> Tensor:
-        """One shard of the whole parameter, as a contiguous tensor of its own: kernels choose their ways by strides."""
-        found = self.views(whole.detach(), shard, shards)
-        if len(found) == 1:
-            return found[0].clone(memory_format=torch.contiguous_format)
-        return torch.cat(found, self.axis)
+    def take(self, whole: Tensor, wanted: range, shards: int) -> list[Tensor]:
+        """Some shards of the whole parameter, copied. Kernels choose their ways by strides and alignment, so each lies
+        as a tensor of its own would."""
+        whole = whole.detach()
+        part, more = divmod(whole.shape[self.axis], self.fused * shards)
+        if more or whole.nbytes // shards % _ALIGNED_BYTES:
+            return [self._copied(self.views(whole, shard, shards)) for shard in wanted]
+        before, after = whole.shape[: self.axis], whole.shape[self.axis + 1 :]
+        by_shard = whole.reshape(*before, self.fused, shards, part, *after).movedim(self.axis + 1, 0)
+        copied = by_shard[wanted.start : wanted.stop].clone(memory_format=torch.contiguous_format)
+        return [one.flatten(self.axis, self.axis + 1) for one in copied.unbind()]
+
+    def _copied(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts, self.axis) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
     def put(self, mine: Tensor, whole: Tensor, shard: int, shards: int) -> None:
         """Inverse of `take`: copy a shard to its place in the whole tensor."""

@@ -93,7 +93,7 @@ def gather_gradients(model: nn.Module, mesh: ShardMesh) -> None:
         gradient = parameter.grad
         if gradient is None:
             continue  # at all ranks alike
-        found = mesh.gather([cut.take(gradient, shard, mesh.shards) for shard in mesh.mine])
+        found = mesh.gather(cut.take(gradient, mesh.mine, mesh.shards))
         for shard, one in enumerate(found):
             cut.put(one, gradient, shard, mesh.shards)
 

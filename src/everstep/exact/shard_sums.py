@@ -262,7 +262,7 @@ class _Take(Function):
     @staticmethod
     def forward(ctx: Any, mesh: ShardMesh, cut: ShardCut, whole: Tensor) -> tuple[Tensor, ...]:
         ctx.mesh, ctx.cut, ctx.whole = mesh, cut, whole.detach()
-        return tuple(cut.take(whole, shard, mesh.shards) for shard in mesh.mine)
+        return tuple(cut.take(whole, mesh.mine, mesh.shards))
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
