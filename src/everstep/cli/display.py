@@ -510,7 +510,8 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     taken = summary.get("checkpoints") or {}
     if taken.get("completed") or taken.get("failed"):
         failed = f", {taken['failed']} failed" if taken["failed"] else ""
-        rows.append(("checkpoints", f"{taken['completed']}, the newest of step {taken['newest']}{failed}"))
+        newest = f"the newest of step {taken['newest']}" if taken["newest"] else "none that outlives the job"
+        rows.append(("checkpoints", f"{taken['completed']}, {newest}{failed}"))
     rows += [
         ("ledger", "complete" if summary["ledger_complete"] else "incomplete"),
         ("digest of model", str(digest.get("model", "none"))),

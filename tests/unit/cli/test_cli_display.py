@@ -156,6 +156,12 @@ def test_the_summary_of_a_job_that_ended_badly(code: int, state: str) -> None:
     assert summary_lines(result)
 
 
+def test_copies_in_memory_are_no_step_to_go_on_from() -> None:
+    kept = event("checkpoint_completed", tier="memory", step=3)
+    rows = dict(summary_lines(summary(facts_of([*JOB, kept]), 0, "x", None)))
+    assert rows["checkpoints"] == "1, none that outlives the job"
+
+
 def test_sentences_name_the_reason() -> None:
     assert sentence(EVICTED) == "worker 0 was evicted: killed by SIGKILL"
     assert sentence(JOB[9]) == "recovered in 400 ms: killed by SIGKILL"

@@ -29,6 +29,12 @@ def test_values_of_steps_become_curves_and_what_is_no_number_does_not(tmp_path: 
     assert "logged-reward" in drawn and "<b>" not in drawn["logged--b-"]
 
 
+def test_names_that_differ_by_a_sign_have_charts_of_their_own(tmp_path: Path) -> None:
+    write_events(tmp_path, [*trained(), {**commit(11, 6.0), "metrics": {"train/loss": 1.0, "train.loss": 2.0}}])
+    drawn = figures(History(tmp_path).load())
+    assert "train/loss" in drawn["logged-train-loss"] and "train.loss" in drawn["logged-train-loss-2"]
+
+
 def test_names_are_bounded() -> None:
     many = {**commit(11, 6.0), "metrics": {f"{'n' * 99}{i}": i for i in range(3)} | {str(i): i for i in range(99)}}
     series = facts_of([*trained(), many]).logged.series

@@ -118,7 +118,7 @@ export class Chart {
   /** One series for uPlot; of a stack, the area between it and the one below, told with its own value. */
   line(s, points) {
     const tint = colour(s.colour);
-    const common = { label: s.name, stroke: tint, value: (u, v, i, at) => this.told(s.name, at) };
+    const common = { label: s.name, stroke: tint, dash: s.dash, value: (u, v, i, at) => this.told(s.name, at) };
     if (!this.options.stacked) return { ...common, width: s.faint ? 1 : 1.6, alpha: s.faint ? 0.35 : 1, points: { show: points < 3 || this.options.points === true }, spanGaps: true };
     return { ...common, width: 0, fill: tint, points: { show: false }, paths: uPlot.paths.stepped({ align: -1 }) };
   }
@@ -318,6 +318,12 @@ export class Training {
     for (const chart of this.all()) if (Boolean(chart.time) === from.time) chart === from ? (chart.range = range) : chart.zoom(range);
   }
 
+  /** Show all of each curve: another run has other steps and moments. */
+  unzoom() {
+    this.ranges = { step: null, time: null };
+    for (const chart of this.all()) chart.zoom(null);
+  }
+
   /** A chart of the user's values or of an evaluation, made when its first value comes. */
   own(name) {
     if (!this.tests.has(name)) {
@@ -402,6 +408,7 @@ export class Training {
 export class Overlay {
   constructor() {
     this.charts = new Map();
+    this.range = span("compared"); // of all charts
     this.smoothing = $("overlay-smoothing");
     this.smoothing.append(...amounts());
     this.smoothing.addEventListener("change", () => this.runs && this.update(this.runs));
@@ -423,7 +430,21 @@ export class Overlay {
     ];
   }
 
-  /** Where the next chart goes: on a phone most of them are folded. */
+  /** A chart was zoomed: so are the others, and the address says it. */
+  zoomed(range, from) {
+    this.range = range;
+    keep("compared", range);
+    for (const chart of this.charts.values()) chart === from ? (chart.range = range) : chart.zoom(range);
+  }
+
+  /** A new chart; on a phone most of them are folded. */
+  made(title, format) {
+    const chart = new Chart($(this.place()), title, format, { alone: true, zoomed: (range, from) => this.zoomed(range, from) });
+    chart.range = this.range;
+    this.charts.set(title, chart);
+  }
+
+  /** Where the next chart goes. */
   place() {
     if (!PHONE || this.charts.size < MOST_OWN_ON_PHONES) return "overlay";
     $("overlay-rest").hidden = false;
@@ -437,11 +458,11 @@ export class Overlay {
     this.drawn = true;
     const kinds = this.kinds(there), left = new Set(this.charts.keys());
     for (const [title, pick, format] of kinds) {
-      if (!this.charts.has(title)) this.charts.set(title, new Chart($(this.place()), title, format, { alone: true }));
+      if (!this.charts.has(title)) this.made(title, format);
       left.delete(title);
       const curves = there.map((run) => [run, pick(run)]).filter(([, curve]) => curve !== null && curve.y.some((v) => v !== null));
       const table = curves.length ? uPlot.join(curves.map(([, { x, y }]) => [x, share ? smooth(y, share) : y])) : [[]];
-      const lines = curves.map(([run], i) => ({ name: `${runs.indexOf(run) + 1} ${run.head.name}`, y: table[i + 1], colour: `c${runs.indexOf(run) % 9}` }));
+      const lines = curves.map(([run], i) => ({ name: `${runs.indexOf(run) + 1} ${run.head.name}`, y: table[i + 1], colour: `c${runs.indexOf(run) % 9}`, dash: runs.indexOf(run) < 9 ? [] : [6, 3] }));
       this.charts.get(title).update(table[0], lines, false, []);
     }
     for (const title of left) this.charts.get(title).update([], [], false, []);

@@ -131,7 +131,10 @@ function arrive() {
 }
 
 /** Another run has other moments and steps. */
-const depart = () => ["look", "steps", "times", "at"].forEach((name) => keep(name, null));
+function depart() {
+  for (const name of ["look", "steps", "times", "at"]) keep(name, null);
+  training.unzoom();
+}
 
 function choose(i) {
   if (i !== selected) depart();
