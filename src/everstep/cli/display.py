@@ -256,14 +256,15 @@ class LiveDisplay(Display):
         from rich.table import Table
         from rich.text import Text
 
-        total, (width, height) = self._last_step(), self._live.console.size
+        total, (width, height), now_ns = self._last_step(), self._live.console.size, time.time_ns()
         phases = {i: str(newest.row.get("phase") or "") for i, newest in self._usage.workers.items()}
-        said = headline(facts, Now(time.time_ns(), phases=phases, total=total, free_bytes=self._samples.free_bytes))
+        said = headline(facts, Now(now_ns, phases=phases, total=total, free_bytes=self._samples.free_bytes))
         head = Table.grid(padding=(0, 2))
         long = min(32, width // 5)
         bar = [ProgressBar(total=total, completed=facts.course.step, width=long)] if total else []
         room = width - (long + 4) * len(bar)
-        head.add_row(*bar, Text(_whole_parts(step_line(facts, facts.course.step, total), room), no_wrap=True))
+        line = step_line(facts, facts.course.step, total, now_ns)
+        head.add_row(*bar, Text(_whole_parts(line, room), no_wrap=True))
         parts: list[RenderableType] = [Text(said.fitted(2 * width - 2), style=LEVEL_STYLES[said.level]), head]
         parts.append(self._workers(facts, max(3, height - len(self._last) - 6)))
         parts += [Text(f"  {shortened(line, width - 2)}", style="dim", no_wrap=True) for line in self._last]
@@ -437,10 +438,14 @@ def choose_display(run_dir: Path, *, as_json: bool, log_every: int, total_steps:
     return PlainDisplay(log_every, last, free_bytes=lambda: free_bytes(run_dir))
 
 
-def step_line(facts: Facts, number: int, total_steps: int | None) -> str:
-    """step 12/200  loss 1.2345  lr 0.001  812 samples/s (or tokens/s, where the task counts them)  eta 1m02s ..."""
+def step_line(facts: Facts, number: int, total_steps: int | None, now_ns: int | None = None) -> str:
+    """step 12/200  loss 1.2345  lr 0.001  812 samples/s (or tokens/s, where the task counts them)  eta 1m02s ...
+
+    now_ns: while training stands still, the speed falls, and nobody knows the end.
+    """
     parts = [f"step {number}" + (f"/{total_steps}" if total_steps else "")]
-    rate, eta_s = present_speed(facts), facts.course.eta_s(total_steps)
+    stands = now_ns is not None and facts.stands_still(now_ns)
+    rate, eta_s = present_speed(facts, now_ns), None if stands else facts.course.eta_s(total_steps)
     if facts.course.loss_text:
         parts.append(f"loss {facts.course.loss_text}")
     learning_rate = facts.course.steps.columns[4][-1] if facts.course.steps.x else math.nan

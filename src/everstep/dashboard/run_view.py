@@ -331,8 +331,9 @@ def _incidents(incidents: list[Incident]) -> list[list[Any]]:
 
 
 def _checkpoints(facts: Facts, running: bool) -> dict[str, Any]:
-    """newest: the newest complete one that is still there: those in memory end with the job's processes; missed: the newest one of all, if it was skipped or failed; tiers: for each its
-    newest complete one, and how many were skipped and failed."""
+    """newest: the newest complete one that is still there (those in memory end with the job's processes); missed: the
+    newest one of all, if it was skipped or failed; tiers: for each its newest complete one, and how many were skipped
+    and failed."""
     found = list(facts.checkpoints)
     good = {c.tier: c for c in found if c.ok}
     tiers = [

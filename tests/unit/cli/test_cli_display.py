@@ -468,6 +468,14 @@ def test_small_words() -> None:
     assert step_line(facts, 2, None) == "step 2  loss 1.0000  lr 0.00125  400 tokens/s  generation 0"
 
 
+def test_a_line_about_a_standstill_promises_no_end() -> None:
+    facts = facts_of([event("job_started", 0), plan(1, {"0": [0]}, 0, 0.6), *(commit(n, n) for n in range(1, 5))])
+    said = ["step 4/8  loss 1.0000  64 samples/s  eta 4s", "step 4/8  loss 1.0000  2 samples/s"]
+    assert [step_line(facts, 4, 8, (5 + later_s) * S) for later_s in (1, 93)] == [
+        f"{one}  generation 1" for one in said
+    ]
+
+
 def test_status_of_a_job_that_is_over_lists_its_workers(tmp_path: Path) -> None:
     joined = [
         event("worker_joined", 0.5, worker_id=i, incarnation=0, pid=100 + i, host="here", generation=0)
