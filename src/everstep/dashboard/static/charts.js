@@ -83,7 +83,7 @@ export class Chart {
         height: HEIGHT,
         scales: { x: { time }, y: this.log ? { distr: 3 } : this.options.range ? { range: this.options.range } : {} },
         axes: [{ ...axis, size: 30, ...along }, { ...axis, size: width, space: this.log ? 20 : 32, values: (u, ticks) => this.labels(ticks) }],
-        legend: { show: series.filter((s) => !s.faint).length > 1 },
+        legend: { show: series.filter((s) => !s.faint).length > 1, markers: { dash: (u, i) => (u.series[i].dash?.length ? "dashed" : "solid") } },
         cursor: { y: false, drag: { x: true, y: false } },
         bands: this.options.stacked ? series.slice(1).map((_, i) => ({ series: [i + 2, i + 1] })) : [],
         series: [{ label: time ? "time" : (this.options.label ?? "step"), value: (u, v) => this.place(v) }, ...series.map((s) => this.line(s, data[0].length))],
@@ -462,7 +462,7 @@ export class Overlay {
       left.delete(title);
       const curves = there.map((run) => [run, pick(run)]).filter(([, curve]) => curve !== null && curve.y.some((v) => v !== null));
       const table = curves.length ? uPlot.join(curves.map(([, { x, y }]) => [x, share ? smooth(y, share) : y])) : [[]];
-      const lines = curves.map(([run], i) => ({ name: `${runs.indexOf(run) + 1} ${run.head.name}`, y: table[i + 1], colour: `c${runs.indexOf(run) % 9}`, dash: runs.indexOf(run) < 9 ? [] : [6, 3] }));
+      const lines = curves.map(([run], i) => ({ name: `${run.number} ${run.head.name}`, y: table[i + 1], colour: `c${(run.number - 1) % 9}`, dash: run.number > 9 ? [6, 3] : [] }));
       this.charts.get(title).update(table[0], lines, false, []);
     }
     for (const title of left) this.charts.get(title).update([], [], false, []);

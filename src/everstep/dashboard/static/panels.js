@@ -171,7 +171,7 @@ export function ledger(run, check) {
 /** Comparison of several runs: which final states are equal to the bit, and a row for each run with the settings that
 differ; runs that are equal stand together. */
 export function compared(runs) {
-  const named = runs.map((run) => run.head.name), names = named.map((name, i) => (named.indexOf(name) === named.lastIndexOf(name) ? name : `${i + 1} ${name}`)), digests = runs.map((run) => run.head.digest);
+  const named = runs.map((run) => run.head.name), names = named.map((name, i) => (named.indexOf(name) === named.lastIndexOf(name) ? name : `${runs[i].number} ${name}`)), digests = runs.map((run) => run.head.digest);
   const missing = names.filter((_, i) => !digests[i]), groups = [...new Set(digests.filter(Boolean))];
   const told = groups.map((digest) => names.filter((_, i) => digests[i] === digest)).filter((group) => group.length > 1).map((group) => `${group.join(", ")} are equal to the bit`);
   const whole = groups.length === 1 && !missing.length;
