@@ -29,7 +29,7 @@ from everstep.report.headline import Now, headline
 from everstep.report.history import History
 from everstep.report.tail import Folder, free_bytes, object_of
 from everstep.report.usage import Usage
-from everstep.report.words import Event, cause, reason_text, shortened, time_text, whole_number
+from everstep.report.words import Event, cause, number_text, reason_text, shortened, time_text, whole_number
 from everstep.report.words import sentence as words_of
 from everstep.runtime.link.address import METRICS_FOLDER
 from everstep.train.console import OUTPUT_FILE, unstamped
@@ -497,8 +497,8 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("state", summary["state"]),
         ("steps", str(summary["steps"])),
         ("loss", _last_loss(summary)),
-        *((f"test {name}", f"{value:.4f}") for name, value in metrics.items() if value is not None),
-        *((name, f"{value:.4g}") for name, value in (summary.get("logged") or {}).items()),
+        *((f"test {name}", number_text(value)) for name, value in metrics.items()),
+        *((name, number_text(value, "g")) for name, value in (summary.get("logged") or {}).items()),
         ("faults survived", str(summary["faults_survived"])),
         ("steps lost", str(summary["steps_lost"])),
         ("generations", str(summary["generations"])),

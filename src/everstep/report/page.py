@@ -23,7 +23,7 @@ from everstep.report.style import PAGE_CSS
 from everstep.report.svg import escape
 from everstep.report.told_facts import CheckpointFact
 from everstep.report.wall_time import goodput
-from everstep.report.words import as_dict, number, one_line, size_text, time_text, whole_number
+from everstep.report.words import as_dict, number, number_text, one_line, size_text, time_text, whole_number
 
 _MOST_ROWS = 60
 
@@ -177,8 +177,8 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
         ("steps lost", str(facts.course.steps_lost)),
     ]
     tiles += [("loss or gradient not finite", str(facts.course.strange))] if facts.course.strange else []
-    tiles += [(f"test {name}", f"{value:.4f}") for name, value in list(facts.course.metrics.items())[:4]]
-    tiles += [(name.lower(), f"{value:.4g}") for name, value in list(facts.logged.newest.items())[:4]]
+    tiles += [(f"test {name}", number_text(value)) for name, value in list(facts.course.metrics.items())[:4]]
+    tiles += [(name.lower(), number_text(value, "g")) for name, value in list(facts.logged.newest.items())[:4]]
     cells = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in tiles
     )

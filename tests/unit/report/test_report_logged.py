@@ -7,6 +7,7 @@ from pathlib import Path
 from everstep.report.facts import facts_of
 from everstep.report.figures import figures
 from everstep.report.history import History
+from everstep.report.page import Proof, report_page
 from everstep.report.words import sentence
 from told_events import commit, event, trained, write_events
 
@@ -52,3 +53,13 @@ def test_a_value_that_is_no_longer_finite_is_not_shown_as_it_was(tmp_path: Path)
     told = [commit(11, 6.0), event("logged", 6.1, step=11, metrics={"score": 0.5})]
     logged = facts_of([*trained(), *told, event("logged", 6.4, step=12, metrics={"score": None})]).logged
     assert logged.finite() == {"score": None} and logged.series["score"].x == [11]
+
+
+def test_an_evaluation_that_is_not_finite_is_no_zero(tmp_path: Path) -> None:
+    told = [event("evaluated", 6.0 + n, step=10 + n, metrics={"error": v, "n": 1.0}) for n, v in enumerate((0.5, None))]
+    write_events(tmp_path, [*trained(), *told])
+    known = History(tmp_path).load()
+    course = known.facts.course
+    assert (course.metrics, course.evaluations["error"].columns[1]) == ({"error": None, "n": 1.0}, [0.5])
+    assert sentence(told[1]) == "evaluated after step 11: error not finite, n 1.0000"
+    assert "<b>not finite</b><span>test error</span>" in report_page(known, Proof())

@@ -129,12 +129,12 @@ export class Chart {
     return value === null || value === undefined ? "–" : this.format(value);
   }
 
-  /** Show the values at an index of x; null: the newest, without a place. */
+  /** Show the values at an index of x; null: the newest, without a place unless it may be of an older step. */
   tell(at) {
     const strong = this.series.findLast((s) => !s.faint) ?? this.series[0];
     const last = strong.y.findLastIndex((v) => v !== null && v !== undefined);
     const i = at ?? last, x = this.plot.data[0][i];
-    const where = at === null && last === this.plot.data[0].length - 1 ? "" : this.time ? `${this.place(x)}: ` : `${this.options.label ?? "step"} ${this.place(x)}: `;
+    const where = at === null && !this.options.placed && last === this.plot.data[0].length - 1 ? "" : this.time ? `${this.place(x)}: ` : `${this.options.label ?? "step"} ${this.place(x)}: `;
     write(this.now, this.series.filter((s) => !s.faint).length > 1 ? (at === null ? "" : where.slice(0, -2)) : `${where}${this.told(strong.name, i)}`);
     this.now.classList.toggle("pointed", at !== null);
   }
@@ -330,7 +330,7 @@ export class Training {
       const [, kind, title] = name.match(/^(eval|log):(.*)$/s);
       const zoomed = (range, chart) => this.zoomed(range, chart);
       const root = PHONE && this.tests.size >= MOST_OWN_ON_PHONES ? $("speed-charts") : $("charts");
-      this.tests.set(name, new Chart(root, kind === "eval" ? `Evaluated: ${title}` : title, (v) => number(v, 4), { points: kind === "eval", zoomed }));
+      this.tests.set(name, new Chart(root, kind === "eval" ? `Evaluated: ${title}` : title, (v) => number(v, 4), { points: kind === "eval", placed: true, zoomed }));
     }
     return this.tests.get(name);
   }

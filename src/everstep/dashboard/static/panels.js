@@ -61,7 +61,7 @@ function tiles(run, nowMs) {
   const { "not running": stoppedS = 0, ...ran } = run.account, ranS = Object.values(ran).reduce((sum, s) => sum + s, 0);
   const items = [
     ["Step", `${h.step}${h.total ? ` / ${h.total}` : ""}`, h.eta_s ? `${duration(h.eta_s)} left` : ""],
-    ["Loss", h.loss_text || "–", h.loss_step ? `of step ${h.loss_step}` : h.strange ? `not finite: ${h.strange.text}` : Object.entries(run.metrics.values ?? {}).slice(0, 2).map(([k, v]) => `${k} ${number(v, 4)}`).join(", "), { bad: "bad", warning: "warn" }[h.strange?.level] ?? ""],
+    ["Loss", h.loss_text || "–", h.loss_step ? `of step ${h.loss_step}` : h.strange ? `not finite: ${h.strange.text}` : Object.entries(run.metrics.values ?? {}).slice(0, 2).map(([k, v]) => `${k} ${v === null ? "not finite" : number(v, 4)}`).join(", "), { bad: "bad", warning: "warn" }[h.strange?.level] ?? ""],
     ["Samples/s", number(h.rate ?? h.mean_rate), h.rate !== null ? `over the last ${plural(h.rate_steps, "step")}` : h.mean_rate ? "mean, undisturbed" : ""],
     ["Workers", h.wanted && h.ended_ns === null ? `${h.members} / ${h.wanted}` : h.ended_ns === null ? `${h.members}` : "ended", beside.join(", "), dead || suspect ? "bad" : h.running && h.members < h.wanted ? "warn" : ""],
     ["Generation", h.generation, plural(h.recoveries, "recovery").replace("recoverys", "recoveries")],
