@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from everstep.base.cause import Cause
@@ -13,6 +14,7 @@ from everstep.chaos.scenarios import Scenario
 
 JobEvent = Mapping[str, Any]
 _PLACES = ("host:", "link:")
+_SET_BACK_NS = 10_000_000_000  # hosts may differ by less
 _LOST_BY_PLACES = (Cause.HOST_LOST, Cause.LINK, Cause.SILENT, Cause.KILLED, Cause.EXITED)
 
 
@@ -70,9 +72,9 @@ class FaultAccount:
 
 def account(events: Iterable[JobEvent]) -> FaultAccount:
     """Account of the faults, from the events of one job."""
-    listed: Sequence[JobEvent] = sorted(filter(_is_ours, events), key=lambda e: int(e["time_unix_ns"] or 0))
+    told = list(filter(_is_ours, events))
     found = FaultAccount()
-    for event in listed:
+    for event in told:
         kind = str(event["kind"])
         found.counts[kind] = found.counts.get(kind, 0) + 1
         if event.get("cause"):
@@ -89,10 +91,28 @@ def account(events: Iterable[JobEvent]) -> FaultAccount:
             found.state = str(event.get("state") or kind.removeprefix("job_"))
             if found.state != "completed":
                 found.cause, found.reason = Cause.read(event.get("cause")), str(event.get("reason") or "")
-    found.struck = [
-        _struck(event, listed[k + 1 :]) for k, event in enumerate(listed) if event["kind"] == "fault_injected"
-    ]
+    listed = _in_order(told)
+    for k, event in enumerate(listed):
+        if event["kind"] == "fault_injected":  # lives are counted from 0 again in each start
+            later = takewhile(lambda e: e["kind"] != "job_started", listed[k + 1 :])
+            found.struck.append(_struck(event, list(later)))
     return found
+
+
+def _in_order(told: Sequence[JobEvent]) -> list[JobEvent]:
+    """Events in the order of time, as some are told late; but starts, and clocks that were set back, one after another:
+    a later step has an earlier time then."""
+    kept: list[tuple[int, int, JobEvent]] = []
+    clock = step = newest_ns = 0
+    for event in told:
+        time_ns, done = int(event["time_unix_ns"] or 0), int(event.get("step") or 0)
+        if event["kind"] == "job_started":
+            clock, step, newest_ns = clock + 1, done, 0
+        elif event["kind"] == "step_committed" and done > step:
+            clock += newest_ns - time_ns > _SET_BACK_NS
+            step, newest_ns = done, time_ns
+        kept.append((clock, time_ns, event))
+    return [event for _, _, event in sorted(kept, key=lambda one: one[:2])]
 
 
 def _is_ours(event: JobEvent) -> bool:
@@ -125,29 +145,34 @@ def _outcome(event: JobEvent, later: Sequence[JobEvent]) -> tuple[str, float | N
     if who is None:
         back = any(e["kind"] == "coordinator_restarted" for e in later)
         return "the coordinator was restarted" if back else "nothing was reported", None
-    life = (who, event.get("incarnation"))
-    evicted = (e for e in later if e["kind"] == "worker_evicted")
-    end = next((e for e in evicted if (e.get("worker_id"), e.get("incarnation")) == life), None)
+    life = _life(event)
+    end = next((k for k, e in enumerate(later) if e["kind"] == "worker_evicted" and _life(e) == life), None)
     if end is None:
         return "went on", None
-    evicted_ns = int(end["time_unix_ns"] or 0)
-    done = next((e for e in later if e["kind"] == "step_committed" and int(e["time_unix_ns"] or 0) > evicted_ns), None)
     back = any(e["kind"] == "worker_healed" and e.get("worker_id") == who for e in later)
-    outcome = "evicted, healed and back" if back else "evicted"
-    return outcome, None if done is None else (int(done["time_unix_ns"]) - struck_ns) / 1e9
+    return "evicted, healed and back" if back else "evicted", _until_step(struck_ns, later[end:])
+
+
+def _life(event: JobEvent) -> tuple[Any, Any]:
+    return event.get("worker_id"), event.get("incarnation")
+
+
+def _until_step(struck_ns: int, later: Sequence[JobEvent]) -> float | None:
+    """Seconds to the next committed step; None if there is none, or the clock was set back meanwhile."""
+    done = next((e for e in later if e["kind"] == "step_committed"), None)
+    passed_s = -1.0 if done is None else (int(done["time_unix_ns"]) - struck_ns) / 1e9
+    return passed_s if passed_s >= 0 else None
 
 
 def _outcome_of_place(struck_ns: int, later: Sequence[JobEvent]) -> tuple[str, float | None]:
     """Outcome for a host or a link: workers that were lost by it, up to the next fault."""
     until = next((k for k, e in enumerate(later) if e["kind"] == "fault_injected"), len(later))
-    lost = [e for e in later[:until] if e["kind"] == "worker_evicted" and e.get("cause") in _LOST_BY_PLACES]
+    evicted = (k for k, e in enumerate(later[:until]) if e["kind"] == "worker_evicted")
+    lost = [k for k in evicted if later[k].get("cause") in _LOST_BY_PLACES]
     if not lost:
         return "went on", None
-    evicted_ns = int(lost[0]["time_unix_ns"] or 0)
-    done = next((e for e in later if e["kind"] == "step_committed" and int(e["time_unix_ns"] or 0) > evicted_ns), None)
-    ids = ", ".join(str(e.get("worker_id")) for e in lost)
-    outcome = f"evicted worker {ids}"
-    return outcome, None if done is None else (int(done["time_unix_ns"]) - struck_ns) / 1e9
+    ids = ", ".join(str(later[k].get("worker_id")) for k in lost)
+    return f"evicted worker {ids}", _until_step(struck_ns, later[lost[0] :])
 
 
 def missing(scenario: Scenario, found: FaultAccount) -> list[str]:

@@ -29,7 +29,7 @@ from everstep.report.headline import Now, headline
 from everstep.report.history import History
 from everstep.report.tail import Folder, free_bytes, object_of
 from everstep.report.usage import Usage
-from everstep.report.words import Event, cause, reason_text, shortened, time_text, whole_number
+from everstep.report.words import Event, cause, number_text, reason_text, shortened, time_text, whole_number
 from everstep.report.words import sentence as words_of
 from everstep.runtime.link.address import METRICS_FOLDER
 from everstep.train.console import OUTPUT_FILE, unstamped
@@ -256,14 +256,15 @@ class LiveDisplay(Display):
         from rich.table import Table
         from rich.text import Text
 
-        total, (width, height) = self._last_step(), self._live.console.size
+        total, (width, height), now_ns = self._last_step(), self._live.console.size, time.time_ns()
         phases = {i: str(newest.row.get("phase") or "") for i, newest in self._usage.workers.items()}
-        said = headline(facts, Now(time.time_ns(), phases=phases, total=total, free_bytes=self._samples.free_bytes))
+        said = headline(facts, Now(now_ns, phases=phases, total=total, free_bytes=self._samples.free_bytes))
         head = Table.grid(padding=(0, 2))
         long = min(32, width // 5)
         bar = [ProgressBar(total=total, completed=facts.course.step, width=long)] if total else []
         room = width - (long + 4) * len(bar)
-        head.add_row(*bar, Text(_whole_parts(step_line(facts, facts.course.step, total), room), no_wrap=True))
+        line = step_line(facts, facts.course.step, total, now_ns)
+        head.add_row(*bar, Text(_whole_parts(line, room), no_wrap=True))
         parts: list[RenderableType] = [Text(said.fitted(2 * width - 2), style=LEVEL_STYLES[said.level]), head]
         parts.append(self._workers(facts, max(3, height - len(self._last) - 6)))
         parts += [Text(f"  {shortened(line, width - 2)}", style="dim", no_wrap=True) for line in self._last]
@@ -437,10 +438,14 @@ def choose_display(run_dir: Path, *, as_json: bool, log_every: int, total_steps:
     return PlainDisplay(log_every, last, free_bytes=lambda: free_bytes(run_dir))
 
 
-def step_line(facts: Facts, number: int, total_steps: int | None) -> str:
-    """step 12/200  loss 1.2345  lr 0.001  812 samples/s (or tokens/s, where the task counts them)  eta 1m02s ..."""
+def step_line(facts: Facts, number: int, total_steps: int | None, now_ns: int | None = None) -> str:
+    """step 12/200  loss 1.2345  lr 0.001  812 samples/s (or tokens/s, where the task counts them)  eta 1m02s ...
+
+    now_ns: while training stands still, the speed falls, and nobody knows the end.
+    """
     parts = [f"step {number}" + (f"/{total_steps}" if total_steps else "")]
-    rate, eta_s = present_speed(facts), facts.course.eta_s(total_steps)
+    stands = now_ns is not None and facts.stands_still(now_ns)
+    rate, eta_s = present_speed(facts, now_ns), None if stands else facts.course.eta_s(total_steps)
     if facts.course.loss_text:
         parts.append(f"loss {facts.course.loss_text}")
     learning_rate = facts.course.steps.columns[4][-1] if facts.course.steps.x else math.nan
@@ -492,8 +497,8 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("state", summary["state"]),
         ("steps", str(summary["steps"])),
         ("loss", _last_loss(summary)),
-        *((f"test {name}", f"{value:.4f}") for name, value in metrics.items() if value is not None),
-        *((name, f"{value:.4g}") for name, value in (summary.get("logged") or {}).items()),
+        *((f"test {name}", number_text(value)) for name, value in metrics.items()),
+        *((name, number_text(value, "g")) for name, value in (summary.get("logged") or {}).items()),
         ("faults survived", str(summary["faults_survived"])),
         ("steps lost", str(summary["steps_lost"])),
         ("generations", str(summary["generations"])),
@@ -510,7 +515,8 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     taken = summary.get("checkpoints") or {}
     if taken.get("completed") or taken.get("failed"):
         failed = f", {taken['failed']} failed" if taken["failed"] else ""
-        rows.append(("checkpoints", f"{taken['completed']}, the newest of step {taken['newest']}{failed}"))
+        newest = f"the newest of step {taken['newest']}" if taken["newest"] else "none that outlives the job"
+        rows.append(("checkpoints", f"{taken['completed']}, {newest}{failed}"))
     rows += [
         ("ledger", "complete" if summary["ledger_complete"] else "incomplete"),
         ("digest of model", str(digest.get("model", "none"))),

@@ -28,13 +28,14 @@ REPORT_FILE = "report.html"
 def report_command(run_dir: Path, out: Path | None, reference: Path | None) -> int:
     """Write a report on the job in DIR: one HTML file, with its figures as PNGs beside it."""
     history = open_run(run_dir)
-    page = report_page(history, prove(run_dir, reference), history.running())
+    running = history.running()
+    page = report_page(history, prove(run_dir, reference), running)
     target = out if out is not None else run_dir / REPORT_FILE
     write_page(target, page, named=out is not None)
     print(target)
     if can_draw():
         folder = target.with_name(f"{target.stem}-figures")
-        for path in write_pictures(folder, figures(history), 1 if out is None else None):
+        for path in write_pictures(folder, figures(history, running), 1 if out is None else None):
             print(path)
     else:
         print("no pictures: pip install 'everstep[report]' draws the figures as PNGs, too")

@@ -21,7 +21,7 @@ from everstep.report.facts import Facts
 from everstep.report.headline import step_of
 from everstep.report.history import History, step_seen
 from everstep.report.raised import raised_lines
-from everstep.report.words import aligned
+from everstep.report.words import aligned, number_text
 from everstep.runtime import commands
 from everstep.runtime.files.run_lock import is_locked
 from everstep.runtime.link.address import COORDINATOR_FILE, read_address
@@ -166,7 +166,7 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
     if again:
         print(f"To go on: {again}")
     print(f"{status['state']}, step {status['step']}, generation {status['generation']}")
-    values = {k: "not finite" if v is None else f"{v:.4g}" for k, v in status["logged"].items()}
+    values = {k: number_text(v, "g") for k, v in status["logged"].items()}
     if values:
         print(paragraph(", ".join(f"{name} {value}" for name, value in values.items()), sys.stdout, "  "))
     if (saved := status["checkpoint"]) is not None:

@@ -91,7 +91,7 @@ def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
         "generations": _generations(facts),
         "recoveries": _recoveries(facts),
         "incidents": _incidents(history.incidents(feed.running)),
-        "checkpoints": _checkpoints(facts),
+        "checkpoints": _checkpoints(facts, feed.running),
         "marks": _marks(history.marks(feed.running)),
         "lives": lives(facts),
         "account": {k: round(v, 2) for k, v in history.seconds(feed.running, shown["untold"]).items() if v >= 0.005},
@@ -180,7 +180,6 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "recoveries": facts.counts.get("recovery_completed", 0),
         "steps_lost": facts.course.steps_lost,
         "strange": {"level": strange.level, "text": str(strange)} if (strange := facts.course.strange) else None,
-        "incident": _incident(facts),
     }
 
 
@@ -276,21 +275,6 @@ def _ms(time_ns: int | None) -> int | None:
     return None if time_ns is None else time_ns // 1_000_000
 
 
-def _incident(facts: Facts) -> dict[str, Any] | None:
-    """The newest fault, and the time of its recovery."""
-    mark = next((m for m in reversed(facts.marks) if m.kind in ("evicted", "coordinator", "fallback")), None)
-    if mark is None:
-        return None
-    recovery = facts.recoveries[-1] if facts.recoveries and facts.recoveries[-1].end_ns >= mark.time_ns else None
-    return {
-        "cause": mark.cause,
-        "text": mark.text,
-        "time_ms": mark.time_ns // 1_000_000,
-        "worker": mark.worker_id,
-        "recovered_s": recovery.duration_s if recovery else None,
-    }
-
-
 def _config(history: History) -> dict[str, str]:
     """Settings as text, by dotted key."""
     config = dotted(shown_settings(as_dict(history.job.get("config"))))
@@ -346,9 +330,10 @@ def _incidents(incidents: list[Incident]) -> list[list[Any]]:
     ]
 
 
-def _checkpoints(facts: Facts) -> dict[str, Any]:
-    """newest: the newest complete one; missed: the newest one of all, if it was skipped or failed; tiers: for each its
-    newest complete one, and how many were skipped and failed."""
+def _checkpoints(facts: Facts, running: bool) -> dict[str, Any]:
+    """newest: the newest complete one that is still there (those in memory end with the job's processes); missed: the
+    newest one of all, if it was skipped or failed; tiers: for each its newest complete one, and how many were skipped
+    and failed."""
     found = list(facts.checkpoints)
     good = {c.tier: c for c in found if c.ok}
     tiers = [
@@ -360,7 +345,7 @@ def _checkpoints(facts: Facts) -> dict[str, Any]:
         }
         for tier in dict.fromkeys(c.tier for c in found)
     ]
-    saved = next((c for c in reversed(found) if c.ok), None)
+    saved = next((c for c in reversed(found) if c.ok and (running or c.tier != "memory")), None)
     newest = None if saved is None else [saved.tier, saved.step, _ms(saved.time_ns)]
     last = found[-1] if found and not found[-1].ok else None
     missed = None if last is None else [last.tier, last.step, last.skipped, last.cause, last.reason]

@@ -23,9 +23,9 @@ Again = tuple[int, int]
 @dataclass
 class Course:
     """Progress of a job. `loss`: of the newest step, None if there is none or it is not finite; `strange`: steps
-    without a finite loss. `rates`: samples, seconds, steps, and the
-    sum of the squares of the seconds of each, by number of workers. `redo_to`: the last step that is
-    repeated now, 0 if none is; `began_again_ns`: when that began. `clean`: only a step follows the last one."""
+    without a finite loss. `metrics`: of the newest evaluation, None for a value that is not finite. `rates`: samples,
+    seconds, steps, and the sum of the squares of the seconds of each, by number of workers. `redo_to`: the last step
+    that is repeated now, 0 if none is; `began_again_ns`: when that began. `clean`: only a step follows the last one."""
 
     step: int = 0
     loss: float | None = None
@@ -33,7 +33,7 @@ class Course:
     tokens_per_sample: float | None = None
     steps: Series = field(default_factory=lambda: Series(_STEP_RULES, POINTS))
     evaluations: dict[str, Series] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
     metrics_step: int = 0
     rates: dict[int, list[float]] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
@@ -127,10 +127,10 @@ class Course:
         metrics = event.get("metrics")
         if not isinstance(metrics, dict):
             return False
-        self.metrics = {one_line(k, 60): number(v) for k, v in list(metrics.items())[:_MOST_METRICS]}
+        self.metrics = {one_line(k, 60): _finite(v) for k, v in list(metrics.items())[:_MOST_METRICS]}
         self.metrics_step = whole_number(event.get("step"))
         for name, value in self.metrics.items():
-            if len(self.evaluations) < _MOST_METRICS or name in self.evaluations:
+            if value is not None and (len(self.evaluations) < _MOST_METRICS or name in self.evaluations):
                 series = self.evaluations.setdefault(name, Series(("last", "last")))
                 series.add(self.metrics_step, (time_ns / 1e9, value))
         self.clean = False
@@ -185,6 +185,12 @@ class Course:
     def eta_s(self, total_steps: int | None) -> float | None:
         """Seconds to the last step at the speed of the newest steps; None if unknown, or there already."""
         return self.pace.eta_s(self.step, total_steps)
+
+
+def _finite(value: Any) -> float | None:
+    """A number from an event; None for one that is not finite, or no number."""
+    found = number(value, math.nan)
+    return found if math.isfinite(found) else None
 
 
 def _float(value: Any) -> float | None:

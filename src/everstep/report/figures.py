@@ -9,8 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 from everstep.report.facts import Facts
-from everstep.report.history import History
+from everstep.report.history import History, names_of
 from everstep.report.incidents import LAUNCHER
+from everstep.report.series import Series
 from everstep.report.style import COLOURS, STATES
 from everstep.report.svg import Bar, Curve, Upright, columns_chart, line_chart, rows_chart, stacked_bar
 from everstep.report.told_facts import Mark, Span
@@ -26,51 +27,74 @@ _PHASE_STYLES |= {"update": "f2", "stall": "s-suspect", "recover": "s-dead"}
 _USE_STYLES = {"training": "f2", "start-up": "f0", "waiting for workers": "s-suspect", "steps done again": "f5"}
 _USE_STYLES |= {"evaluation": "f4", "checkpoints": "f3", "finishing": "f7", "not running": "s-left"}
 FigurePart = tuple[str, str, Sequence[float | None]]
+_EVALUATED, _LOGGED = "evaluation", "logged"
+_OWN_COLOURS = {_EVALUATED: 4, _LOGGED: 1}
 _HARD = ("fault", "evicted", "coordinator", "fallback", LAUNCHER)
 
 
-def figures(history: History) -> dict[str, str]:
+def figures(history: History, running: bool = False) -> dict[str, str]:
     """Figures by name, as SVG, in the order in which a report shows them."""
-    facts = history.facts
+    facts, marks = history.facts, history.marks(running)
     found = {
-        "loss": loss_chart(history),
-        "throughput": throughput_chart(history),
-        "workers": workers_chart(facts),
+        "loss": loss_chart([history], marks),
+        "throughput": throughput_chart([history], marks),
+        "workers": workers_chart(facts, marks),
         "recoveries": recoveries_chart(facts),
-        "goodput": goodput_chart(history.seconds(False)),
+        "goodput": goodput_chart(history.seconds(running)),
     }
-    for name in facts.course.evaluations:
-        found["evaluation-" + re.sub(r"\W+", "-", name)] = evaluation_chart(facts, name)
-    for name, series in facts.logged.series.items():
-        curve = Curve(name, series.x, series.columns[1], 1)
-        found["logged-" + re.sub(r"\W+", "-", name)] = line_chart(name, [curve], "step", _by_step(facts))
+    for name in own_curves([history]):
+        part, at = name.replace(":", "-", 1), 1
+        while (key := re.sub(r"\W+", "-", part) + f"-{at}" * (at > 1)) in found:  # train/loss and train.loss
+            at += 1
+        found[key] = own_chart([history], name, marks if name.startswith(_LOGGED) else ())
     if history.usage.total_s:
-        found["steptime"] = step_time_chart(history)
+        found["steptime"] = step_time_chart(history, marks)
         found["busy"] = busy_chart(history)
     if history.usage.total_bytes:
-        found["communication"] = communication_chart(history)
+        found["communication"] = communication_chart(history, marks)
     if len(facts.course.efficiency()) > 1:
         found["scaling"] = scaling_chart(facts)
     return found
 
 
-def loss_chart(history: History, others: Sequence[History] = ()) -> str:
+def loss_chart(histories: Sequence[History], marks: Sequence[Mark] = ()) -> str:
     """Loss by step; several runs lie over each other. Neighbouring steps are averaged, the band is their range."""
     curves = []
-    for i, one in enumerate([history, *others]):
+    for i, (name, one) in enumerate(zip(names_of(histories), histories, strict=True)):
         steps = one.facts.course.steps
         loss, low, high = steps.columns[1:4]
-        band = (low, high) if not others else None
-        curves.append(Curve(one.name, steps.x, loss, i % COLOURS, band))
-    marks = _by_step(history.facts) if not others else []
-    return line_chart("Loss by step", curves, "step", marks)
+        band = (low, high) if len(histories) == 1 else None
+        curves.append(Curve(name, steps.x, loss, i % COLOURS, band))
+    return line_chart("Loss by step", curves, "step", _by_step(marks))
 
 
-def throughput_chart(history: History, others: Sequence[History] = ()) -> str:
+def throughput_chart(histories: Sequence[History], marks: Sequence[Mark] = ()) -> str:
     """Samples per second over the time since the start."""
-    curves = [Curve(one.name, *rates(one.facts), i % COLOURS) for i, one in enumerate([history, *others])]
-    marks = [] if others else _by_time(history.facts)
-    return line_chart("Samples per second", curves, "seconds since the start", marks)
+    named = zip(names_of(histories), histories, strict=True)
+    curves = [Curve(name, *rates(one.facts), i % COLOURS) for i, (name, one) in enumerate(named)]
+    return line_chart("Samples per second", curves, "seconds since the start", _by_time(histories[0].facts, marks))
+
+
+def own_curves(histories: Sequence[History]) -> list[str]:
+    """KIND:NAME of all metrics on the test split, and of what is told beside the loss."""
+    found = ((kind, name) for kind in (_EVALUATED, _LOGGED) for one in histories for name in _of_kind(one, kind))
+    return list(dict.fromkeys(f"{kind}:{name}" for kind, name in found))
+
+
+def own_chart(histories: Sequence[History], name: str, marks: Sequence[Mark] = ()) -> str:
+    """One of `own_curves` by step, of all runs that have it."""
+    kind, _, title = name.partition(":")
+    several, curves = len(histories) > 1, []
+    for i, (run, one) in enumerate(zip(names_of(histories), histories, strict=True)):
+        series = _of_kind(one, kind).get(title)
+        if series is not None:
+            whose = (run, i % COLOURS) if several else (title, _OWN_COLOURS[kind])
+            curves.append(Curve(whose[0], series.x, series.columns[1], whose[1]))
+    return line_chart(f"Evaluated: {title}" if kind == _EVALUATED else title, curves, "step", _by_step(marks))
+
+
+def _of_kind(history: History, kind: str) -> dict[str, Series]:
+    return history.facts.course.evaluations if kind == _EVALUATED else history.facts.logged.series
 
 
 def rates(facts: Facts) -> tuple[list[float], list[float | None]]:
@@ -81,13 +105,7 @@ def rates(facts: Facts) -> tuple[list[float], list[float | None]]:
     return x, [n / s if s > 0 else None for n, s in zip(samples[1:], passed, strict=True)]
 
 
-def evaluation_chart(facts: Facts, name: str) -> str:
-    """A metric on the test split by step."""
-    series = facts.course.evaluations[name]
-    return line_chart(f"Evaluated: {name}", [Curve(name, series.x, series.columns[1], 4)], "step")
-
-
-def workers_chart(facts: Facts) -> str:
+def workers_chart(facts: Facts, marks: Sequence[Mark]) -> str:
     """Lives of the workers with their states over time; faults as lines."""
     start = facts.began_ns
     end = facts.condition.ended_ns or facts.account.end_ns
@@ -102,7 +120,7 @@ def workers_chart(facts: Facts) -> str:
     legend = [(state, f"s-{state}") for state in STATES if f"s-{state}" in used]
     names = [f"worker {i}" for i in ids]
     height = 22 if len(ids) <= 24 else 14
-    return rows_chart("Workers", names, bars, "seconds since the start", _by_time(facts), legend, height)
+    return rows_chart("Workers", names, bars, "seconds since the start", _by_time(facts, marks), legend, height)
 
 
 def recoveries_chart(facts: Facts) -> str:
@@ -132,29 +150,31 @@ def goodput_chart(seconds: dict[str, float], title: str = "Where the time went")
     return stacked_bar(title, parts)
 
 
-def step_time_chart(history: History) -> str:
+def step_time_chart(history: History, marks: Sequence[Mark]) -> str:
     """Time per step of a worker, by phase, over time."""
     columns = history.usage.columns(_MOST_COLUMNS)
     parts = [
         (name, phase_style(name), [None if y is None else 1e3 * y for y in ys])
         for name, ys in columns["seconds"].items()
     ]
-    return _over_time(history, "Milliseconds per step and worker, by phase", columns, parts)
+    return _over_time(history, "Milliseconds per step and worker, by phase", columns, parts, marks)
 
 
-def communication_chart(history: History) -> str:
+def communication_chart(history: History, marks: Sequence[Mark]) -> str:
     """Bytes that workers send to each other per second, by operation."""
     columns = history.usage.columns(_MOST_COLUMNS)
     parts = [
         (name, f"f{i % COLOURS}", [y / 1e6 for y in ys]) for i, (name, ys) in enumerate(columns["bytes_per_s"].items())
     ]
-    return _over_time(history, "Megabytes per second between workers, by operation", columns, parts)
+    return _over_time(history, "Megabytes per second between workers, by operation", columns, parts, marks)
 
 
-def _over_time(history: History, title: str, columns: dict[str, Any], parts: Sequence[FigurePart]) -> str:
-    start = history.facts.began_ns / 1e9
+def _over_time(
+    history: History, title: str, columns: dict[str, Any], parts: Sequence[FigurePart], marks: Sequence[Mark]
+) -> str:
+    start, uprights = history.facts.began_ns / 1e9, _by_time(history.facts, marks)
     ends = [t - start for t in columns["x"]]
-    return columns_chart(title, ends, parts, columns["width_s"], "seconds since the start", _by_time(history.facts))
+    return columns_chart(title, ends, parts, columns["width_s"], "seconds since the start", uprights)
 
 
 def busy_chart(history: History) -> str:
@@ -194,13 +214,13 @@ def _life(span: Span, row: int, start: int, end: int) -> Bar:
     return Bar(row, x0, x1, f"s-{span.state}", text)
 
 
-def _by_time(facts: Facts) -> list[Upright]:
-    return [Upright((m.time_ns - facts.began_ns) / 1e9, m.text, m.kind not in _HARD) for m in _shown(facts)]
+def _by_time(facts: Facts, marks: Sequence[Mark]) -> list[Upright]:
+    return [Upright((m.time_ns - facts.began_ns) / 1e9, m.text, m.kind not in _HARD) for m in _shown(marks)]
 
 
-def _by_step(facts: Facts) -> list[Upright]:
-    return [Upright(float(m.step), m.text, m.kind not in _HARD) for m in _shown(facts)]
+def _by_step(marks: Sequence[Mark]) -> list[Upright]:
+    return [Upright(float(m.step), m.text, m.kind not in _HARD) for m in _shown(marks)]
 
 
-def _shown(facts: Facts) -> list[Mark]:
-    return [m for m in facts.marks if m.kind in (*_HARD, "leader")][-200:]
+def _shown(marks: Sequence[Mark]) -> list[Mark]:
+    return [m for m in marks if m.kind in (*_HARD, "leader")][-200:]

@@ -234,7 +234,8 @@ def _stopping(facts: Facts, now: Now) -> Headline | None:
     if facts.condition.stopping is None:
         return None
     text = f"Stopping for {span(_s(facts.condition.stopping.time_ns, now))}: {facts.condition.stopping.reason}."
-    return Headline("warning", text, _stands(facts, now))
+    stands = _stands(facts, now)
+    return Headline("warning", text, stands and f"{stands}.")
 
 
 def _finishing(facts: Facts, now: Now) -> Headline | None:

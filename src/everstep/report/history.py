@@ -10,7 +10,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +266,12 @@ class History:
             return stored[1]
         except (OSError, ValueError):
             return {}
+
+
+def names_of(histories: Sequence[History]) -> list[str]:
+    """Names of runs that stand beside each other: those that have the same name have their paths."""
+    names = [one.name for one in histories]
+    return [name if names.count(name) == 1 else str(one.run_dir) for name, one in zip(names, histories, strict=True)]
 
 
 def newest_step(folder: Path) -> int:

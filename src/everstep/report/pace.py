@@ -11,6 +11,8 @@ _MANY = 4.0
 _GRACE_S = 1.0
 _UNKNOWN_S = 30.0
 _BREAK_S = 60.0
+_LASTS_STEPS = 3
+_LASTS = 2.0
 
 
 class Pace:
@@ -54,11 +56,13 @@ class Pace:
 
     def limit_s(self) -> float:
         """Seconds after the last commit beyond which training stands still. The first step, which is a slow one, is the
-        measure of the second."""
+        measure of the second. A few slow ones in a row are the new speed, of which the median knows late."""
         usual_s = self.usual_s
         if usual_s is None:
             return max(_UNKNOWN_S, _MANY * self._first_ns / 1e9)
-        return max(_MANY * usual_s, usual_s + _GRACE_S)
+        newest = list(self._usual)[-_LASTS_STEPS:]
+        lasting_s = _LASTS * min(newest) / 1e9 if len(newest) == _LASTS_STEPS else 0.0
+        return max(_MANY * usual_s, usual_s + _GRACE_S, lasting_s)
 
     def stands_still(self, passed_s: float) -> bool:
         """Whether a step may not take so many seconds. Cheap for small numbers."""

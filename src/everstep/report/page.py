@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from everstep.base.config import dotted
 from everstep.base.digests import version_of
 from everstep.report import figures
-from everstep.report.history import History
+from everstep.report.history import History, names_of
 from everstep.report.logfiles import LogFiles
-from everstep.report.shown_settings import shown_settings
+from everstep.report.shown_settings import setting_text, shown_settings
 from everstep.report.style import PAGE_CSS
 from everstep.report.svg import escape
 from everstep.report.told_facts import CheckpointFact
 from everstep.report.wall_time import goodput
-from everstep.report.words import as_dict, number, one_line, size_text, time_text, whole_number
+from everstep.report.words import as_dict, number, number_text, one_line, size_text, time_text, whole_number
 
 _MOST_ROWS = 60
 
@@ -45,7 +46,7 @@ def report_page(history: History, proof: Proof, running: bool = False) -> str:
     """The report of one run."""
     facts = history.facts
     seconds = history.seconds(running)
-    drawn = figures.figures(history)
+    drawn = figures.figures(history, running)
     state = history.state(running)
     said = history.headline(running)
     tone = {"good": "good", "bad": "bad"}.get(said.level, "warn")
@@ -76,8 +77,7 @@ def report_page(history: History, proof: Proof, running: bool = False) -> str:
 
 def compare_page(histories: Sequence[History]) -> str:
     """The comparison of several runs, drawn over each other."""
-    first, others = histories[0], list(histories[1:])
-    names = [h.name for h in histories]
+    names = names_of(histories)
     accounts = [h.seconds(h.running()) for h in histories]
     columns = [
         {
@@ -86,7 +86,7 @@ def compare_page(histories: Sequence[History]) -> str:
             "steps": str(h.facts.course.step),
             "last loss": _loss(h),
             "samples per second": _rate(h),
-            "wall time": time_text(sum(account.values())),
+            "wall time": _wall_time(account),
             "goodput": _percent(goodput(account)),
             "generations": str(h.facts.crew.generation),
             "recoveries": str(h.facts.counts.get("recovery_completed", 0)),
@@ -103,16 +103,17 @@ def compare_page(histories: Sequence[History]) -> str:
     if None in digests:
         missing = ", ".join(name for name, digest in zip(names, digests, strict=True) if digest is None)
         verdict = f"Of {missing} there is no final state to compare: not finished."
+    own = [figures.own_chart(histories, name) for name in figures.own_curves(histories)]
     body = [
         f"<h1>{escape(' · '.join(names))}</h1>",
         f'<p class="soft">{len(histories)} runs over each other</p>',
         _section("Side by side", _table(["", *names], rows)),
         _section("Exactness", f"<p>{escape(verdict)}</p>"),
-        _section("Loss", _panel(figures.loss_chart(first, others))),
-        _section("Throughput", _panel(figures.throughput_chart(first, others))),
+        _section("Loss", *map(_panel, (figures.loss_chart(histories), *own))),
+        _section("Throughput", _panel(figures.throughput_chart(histories))),
         _section("Where the time went", *map(_panel, map(figures.goodput_chart, accounts, names))),
-        _section("Workers", *(f"<h3>{escape(h.name)}</h3>{_panel(figures.workers_chart(h.facts))}" for h in histories)),
-        _section("Settings that differ", _differences(histories)),
+        _section("Workers", *(f"<h3>{escape(name)}</h3>{_lives(h)}" for name, h in zip(names, histories, strict=True))),
+        _section("Settings that differ", _differences(histories, names)),
     ]
     return _page(" · ".join(names), body)
 
@@ -168,7 +169,7 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
         ("steps", f"{facts.course.step}" + (f" of {total}" if total else "")),
         ("last loss", _loss(history)),
         ("samples per second", _rate(history)),
-        ("wall time", time_text(sum(s for use, s in seconds.items() if use != "not running"))),
+        ("wall time", _wall_time(seconds)),
         ("goodput", _percent(goodput(seconds))),
         ("goodput by capacity", _percent(history.goodput_by_capacity(running))),
         ("faults" if over else "faults survived", str(history.faults(running))),
@@ -176,8 +177,8 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
         ("steps lost", str(facts.course.steps_lost)),
     ]
     tiles += [("loss or gradient not finite", str(facts.course.strange))] if facts.course.strange else []
-    tiles += [(f"test {name}", f"{value:.4f}") for name, value in list(facts.course.metrics.items())[:4]]
-    tiles += [(name.lower(), f"{value:.4g}") for name, value in list(facts.logged.newest.items())[:4]]
+    tiles += [(f"test {name}", number_text(value)) for name, value in list(facts.course.metrics.items())[:4]]
+    tiles += [(name.lower(), number_text(value, "g")) for name, value in list(facts.logged.newest.items())[:4]]
     cells = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in tiles
     )
@@ -346,21 +347,26 @@ def _environment(history: History) -> str:
     return f"{_table(['', ''], rows)}<details><summary>Effective config</summary><pre>{config}</pre></details>"
 
 
-def _differences(histories: Sequence[History]) -> str:
-    flat = [_flat(shown_settings(as_dict(h.job.get("config")))) for h in histories]
+def _differences(histories: Sequence[History], names: Sequence[str]) -> str:
+    flat = [_settings(h) for h in histories]
     keys = sorted({key for one in flat for key in one})
     rows = [[key, *(one.get(key, "") for one in flat)] for key in keys if len({one.get(key) for one in flat}) > 1]
-    return _table(["key", *(h.name for h in histories)], rows) if rows else "<p>None.</p>"
+    return _table(["key", *names], rows) if rows else "<p>None.</p>"
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, str]:
-    if not isinstance(value, dict):
-        said = "none" if value in (None, "", [], ()) else one_line(str(value))
-        return {prefix.rstrip("."): said} if prefix else {}
-    found: dict[str, str] = {}
-    for key, inner in value.items():
-        found |= _flat(inner, f"{prefix}{key}.")
-    return found
+def _settings(history: History) -> dict[str, str]:
+    """Settings as text, by dotted key."""
+    config = dotted(shown_settings(as_dict(history.job.get("config"))))
+    return {one_line(key, 80): one_line(setting_text(value)) for key, value in config.items()}
+
+
+def _lives(history: History) -> str:
+    running = history.running()
+    return _panel(figures.workers_chart(history.facts, history.marks(running)))
+
+
+def _wall_time(seconds: dict[str, float]) -> str:
+    return time_text(sum(s for use, s in seconds.items() if use != "not running"))
 
 
 def _at(history: History, time_ns: int) -> str:

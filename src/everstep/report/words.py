@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from math import isfinite
+from math import isfinite, nan
 from typing import Any
 
 from everstep.base.cause import Cause
@@ -134,6 +134,12 @@ def sentence(event: Event) -> str:
     return words.get(kind, f"{kind.replace('_', ' ')}{why}")
 
 
+def number_text(value: Any, form: str = "f") -> str:
+    """A measured value with four digits; events have null for one that is not finite."""
+    found = number(value, nan)
+    return f"{found:.4{form}}" if isfinite(found) else "not finite"
+
+
 def aligned(lines: Sequence[Sequence[str]], most: int = 1000) -> list[str]:
     """Lines of cells as text, each column as wide as its widest cell, but at most so many characters."""
     widths = [min(most, max(map(len, column))) for column in zip(*lines, strict=True)]
@@ -200,7 +206,7 @@ def _logged(event: Event, why: str) -> str:
 
 def _values(event: Event) -> str:
     found = as_dict(event.get("metrics")).items()
-    return ", ".join(f"{one_line(k)} {number(v):.4f}" for k, v in found if v is not None)
+    return ", ".join(f"{one_line(k)} {number_text(v)}" for k, v in found)
 
 
 def _generation(event: Event, why: str) -> str:

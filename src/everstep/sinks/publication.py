@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +166,9 @@ class Publication:
         step, metrics = whole_number(event.get("step")), event.get("metrics")
         if isinstance(metrics, Mapping) and step > self._evaluated:
             self._evaluated = step
-            names = list(metrics)[:64]
-            self._tell(step, time_ns, {f"eval/{one_line(k, 60)}": number(metrics[k]) for k in names}, again)
+            found = {k: number(v, nan) for k, v in list(metrics.items())[:64]}
+            told = {f"eval/{one_line(k, 60)}": value for k, value in found.items() if isfinite(value)}
+            self._tell(step, time_ns, told, again)
 
     def _numbers(self, event: Event, time_ns: int, again: bool) -> None:
         """Tell numbers of the leader, except those that a new leader repeats."""

@@ -58,6 +58,28 @@ def test_a_failed_job_says_why() -> None:
     assert (again.state, again.cause, again.reason) == ("not over", None, ""), "it goes on"
 
 
+def test_a_clock_that_is_set_back_changes_no_outcome() -> None:
+    back_s = 3600
+    later = [
+        {**e, "time_unix_ns": e["time_unix_ns"] - back_s * S} if e["time_unix_ns"] > 3.5 * S else e for e in EVENTS
+    ]
+    steps = [event(3.4, "step_committed", step=7), event(3.6 - back_s, "step_committed", step=8)]
+    kill = event(3.8 - back_s, "fault_injected", fault="kill", target="worker:1", worker_id=1, incarnation=0, step=9)
+    gone = event(3.9 - back_s, "worker_evicted", worker_id=1, incarnation=0, cause="killed", reason="killed")
+    told = account([*later[:7], *steps, kill, gone, event(4 - back_s, "step_committed", step=9), *later[7:]])
+    assert [one.outcome for one in told.struck[1:]] == ["evicted", "went on", "the coordinator was restarted"]
+    assert told.struck[1].recovery_s == pytest.approx(0.2)
+    assert (told.state, told.struck[0], told.steps) == ("completed", account(EVENTS).struck[0], 9)
+    between = account([*EVENTS[:3], event(2.2 - back_s, "step_committed", step=6)])
+    assert (between.struck[0].outcome, between.struck[0].recovery_s) == ("evicted", None), "nobody knows how long"
+
+
+def test_a_fault_has_no_outcome_of_the_next_start() -> None:
+    pause = event(1, "fault_injected", fault="stop", target="worker:1", worker_id=1, incarnation=0, step=3)
+    lost = event(3, "worker_evicted", worker_id=1, incarnation=0, cause="killed", reason="killed")
+    assert account([pause, event(2, "job_started", step=0), lost]).struck[0].outcome == "went on"
+
+
 def test_what_a_scenario_lacks_is_named() -> None:
     found = account(EVENTS)
     calm = Scenario(

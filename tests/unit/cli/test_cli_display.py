@@ -156,6 +156,12 @@ def test_the_summary_of_a_job_that_ended_badly(code: int, state: str) -> None:
     assert summary_lines(result)
 
 
+def test_copies_in_memory_are_no_step_to_go_on_from() -> None:
+    kept = event("checkpoint_completed", tier="memory", step=3)
+    rows = dict(summary_lines(summary(facts_of([*JOB, kept]), 0, "x", None)))
+    assert rows["checkpoints"] == "1, none that outlives the job"
+
+
 def test_sentences_name_the_reason() -> None:
     assert sentence(EVICTED) == "worker 0 was evicted: killed by SIGKILL"
     assert sentence(JOB[9]) == "recovered in 400 ms: killed by SIGKILL"
@@ -460,6 +466,14 @@ def test_small_words() -> None:
         event = {"time_unix_ns": step * 10**9, "step": step, "loss": 1.0, "samples": 4, "tokens": 400, "lr": [0.00125]}
         facts.take({"kind": "step_committed", **event})
     assert step_line(facts, 2, None) == "step 2  loss 1.0000  lr 0.00125  400 tokens/s  generation 0"
+
+
+def test_a_line_about_a_standstill_promises_no_end() -> None:
+    facts = facts_of([event("job_started", 0), plan(1, {"0": [0]}, 0, 0.6), *(commit(n, n) for n in range(1, 5))])
+    said = ["step 4/8  loss 1.0000  64 samples/s  eta 4s", "step 4/8  loss 1.0000  2 samples/s"]
+    assert [step_line(facts, 4, 8, (5 + later_s) * S) for later_s in (1, 93)] == [
+        f"{one}  generation 1" for one in said
+    ]
 
 
 def test_status_of_a_job_that_is_over_lists_its_workers(tmp_path: Path) -> None:

@@ -638,6 +638,12 @@ def test_skipped_checkpoints_have_their_own_count(tmp_path: Path) -> None:
     shown = patch(feed, PageCursor())["checkpoints"]
     assert shown["tiers"] == [{"tier": "disk", "newest": [4, 9, 0.5, 0.0], "skipped": 2, "failed": 1}]
     assert (shown["newest"][:2], shown["missed"]) == (["disk", 4], ["disk", 7, True, "busy", "of before"])
+    with (run_dir / "events.jsonl").open("ab") as file:
+        file.write(format_event("checkpoint_completed", T0 + 5, {"tier": "memory", "step": 9}))
+    feed.load()
+    assert patch(feed, PageCursor())["checkpoints"]["newest"][:2] == ["disk", 4], "memory is gone with the processes"
+    feed.running = True
+    assert patch(feed, PageCursor())["checkpoints"]["newest"][:2] == ["memory", 9]
 
 
 def test_a_job_that_runs_is_known_to_run_before_its_coordinator_is_asked(tmp_path: Path) -> None:

@@ -207,6 +207,34 @@ def test_compare_overlays_and_names_differences(tmp_path: Path) -> None:
     assert "digests are of different versions" in Outline((tmp_path / "c.html").read_text()).text
 
 
+def test_runs_of_one_name_are_told_apart_and_their_time_is_that_in_which_they_ran(tmp_path: Path) -> None:
+    stopped = [*killed_run(), event("job_started", 1000, step=7, workers=3)]
+    histories = []
+    for place in ("x", "y"):
+        (tmp_path / place).mkdir()
+        histories.append(History(run_directory(tmp_path / place, "same", stopped)).load())
+    page = compare_page(histories)
+    assert all(f"<th>{tmp_path}/{place}/same</th>" in page for place in ("x", "y"))
+    assert "<td>wall time</td><td>13.5 s</td><td>13.5 s</td>" in page
+
+
+def test_what_steps_tell_beside_the_loss_is_compared_too(tmp_path: Path) -> None:
+    one = run_directory(tmp_path, "one", [*killed_run(), event("evaluated", 13, step=10, metrics={"accuracy": 0.5})])
+    more = [
+        event("step_committed", 14, step=11, loss=1.0, grad_norm=0.5),
+        event("logged", 14, step=11, metrics={"a": 1}),
+    ]
+    other = run_directory(tmp_path, "other", [*killed_run(), *more])
+    page = compare_page([History(one).load(), History(other).load()])
+    assert all(f'aria-label="{title}"' in page for title in ("Evaluated: accuracy", "Gradient norm", "a"))
+
+
+def test_the_death_of_a_launcher_is_marked_in_the_figures(tmp_path: Path) -> None:
+    drawn = figures(History(run_directory(tmp_path, "dead")).load())
+    said = "the launcher of the job died without a word"
+    assert [name for name, svg in drawn.items() if said in svg] == ["loss", "throughput", "workers"]
+
+
 def test_of_what_workers_say_a_report_shows_warnings_and_errors(tmp_path: Path) -> None:
     run_dir, said = run_directory(tmp_path, "a"), WorkerLog(1, 0)
     (run_dir / "logs").mkdir()

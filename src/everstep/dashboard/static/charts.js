@@ -83,7 +83,7 @@ export class Chart {
         height: HEIGHT,
         scales: { x: { time }, y: this.log ? { distr: 3 } : this.options.range ? { range: this.options.range } : {} },
         axes: [{ ...axis, size: 30, ...along }, { ...axis, size: width, space: this.log ? 20 : 32, values: (u, ticks) => this.labels(ticks) }],
-        legend: { show: series.filter((s) => !s.faint).length > 1 },
+        legend: { show: series.filter((s) => !s.faint).length > 1, markers: { dash: (u, i) => (u.series[i].dash?.length ? "dashed" : "solid") } },
         cursor: { y: false, drag: { x: true, y: false } },
         bands: this.options.stacked ? series.slice(1).map((_, i) => ({ series: [i + 2, i + 1] })) : [],
         series: [{ label: time ? "time" : (this.options.label ?? "step"), value: (u, v) => this.place(v) }, ...series.map((s) => this.line(s, data[0].length))],
@@ -118,7 +118,7 @@ export class Chart {
   /** One series for uPlot; of a stack, the area between it and the one below, told with its own value. */
   line(s, points) {
     const tint = colour(s.colour);
-    const common = { label: s.name, stroke: tint, value: (u, v, i, at) => this.told(s.name, at) };
+    const common = { label: s.name, stroke: tint, dash: s.dash, value: (u, v, i, at) => this.told(s.name, at) };
     if (!this.options.stacked) return { ...common, width: s.faint ? 1 : 1.6, alpha: s.faint ? 0.35 : 1, points: { show: points < 3 || this.options.points === true }, spanGaps: true };
     return { ...common, width: 0, fill: tint, points: { show: false }, paths: uPlot.paths.stepped({ align: -1 }) };
   }
@@ -129,12 +129,12 @@ export class Chart {
     return value === null || value === undefined ? "–" : this.format(value);
   }
 
-  /** Show the values at an index of x; null: the newest, without a place. */
+  /** Show the values at an index of x; null: the newest, without a place unless it may be of an older step. */
   tell(at) {
     const strong = this.series.findLast((s) => !s.faint) ?? this.series[0];
     const last = strong.y.findLastIndex((v) => v !== null && v !== undefined);
     const i = at ?? last, x = this.plot.data[0][i];
-    const where = at === null && last === this.plot.data[0].length - 1 ? "" : this.time ? `${this.place(x)}: ` : `${this.options.label ?? "step"} ${this.place(x)}: `;
+    const where = at === null && !this.options.placed && last === this.plot.data[0].length - 1 ? "" : this.time ? `${this.place(x)}: ` : `${this.options.label ?? "step"} ${this.place(x)}: `;
     write(this.now, this.series.filter((s) => !s.faint).length > 1 ? (at === null ? "" : where.slice(0, -2)) : `${where}${this.told(strong.name, i)}`);
     this.now.classList.toggle("pointed", at !== null);
   }
@@ -318,13 +318,19 @@ export class Training {
     for (const chart of this.all()) if (Boolean(chart.time) === from.time) chart === from ? (chart.range = range) : chart.zoom(range);
   }
 
+  /** Show all of each curve: another run has other steps and moments. */
+  unzoom() {
+    this.ranges = { step: null, time: null };
+    for (const chart of this.all()) chart.zoom(null);
+  }
+
   /** A chart of the user's values or of an evaluation, made when its first value comes. */
   own(name) {
     if (!this.tests.has(name)) {
       const [, kind, title] = name.match(/^(eval|log):(.*)$/s);
       const zoomed = (range, chart) => this.zoomed(range, chart);
       const root = PHONE && this.tests.size >= MOST_OWN_ON_PHONES ? $("speed-charts") : $("charts");
-      this.tests.set(name, new Chart(root, kind === "eval" ? `Evaluated: ${title}` : title, (v) => number(v, 4), { points: kind === "eval", zoomed }));
+      this.tests.set(name, new Chart(root, kind === "eval" ? `Evaluated: ${title}` : title, (v) => number(v, 4), { points: kind === "eval", placed: true, zoomed }));
     }
     return this.tests.get(name);
   }
@@ -402,6 +408,7 @@ export class Training {
 export class Overlay {
   constructor() {
     this.charts = new Map();
+    this.range = span("compared"); // of all charts
     this.smoothing = $("overlay-smoothing");
     this.smoothing.append(...amounts());
     this.smoothing.addEventListener("change", () => this.runs && this.update(this.runs));
@@ -423,7 +430,21 @@ export class Overlay {
     ];
   }
 
-  /** Where the next chart goes: on a phone most of them are folded. */
+  /** A chart was zoomed: so are the others, and the address says it. */
+  zoomed(range, from) {
+    this.range = range;
+    keep("compared", range);
+    for (const chart of this.charts.values()) chart === from ? (chart.range = range) : chart.zoom(range);
+  }
+
+  /** A new chart; on a phone most of them are folded. */
+  made(title, format) {
+    const chart = new Chart($(this.place()), title, format, { alone: true, zoomed: (range, from) => this.zoomed(range, from) });
+    chart.range = this.range;
+    this.charts.set(title, chart);
+  }
+
+  /** Where the next chart goes. */
   place() {
     if (!PHONE || this.charts.size < MOST_OWN_ON_PHONES) return "overlay";
     $("overlay-rest").hidden = false;
@@ -437,11 +458,11 @@ export class Overlay {
     this.drawn = true;
     const kinds = this.kinds(there), left = new Set(this.charts.keys());
     for (const [title, pick, format] of kinds) {
-      if (!this.charts.has(title)) this.charts.set(title, new Chart($(this.place()), title, format, { alone: true }));
+      if (!this.charts.has(title)) this.made(title, format);
       left.delete(title);
       const curves = there.map((run) => [run, pick(run)]).filter(([, curve]) => curve !== null && curve.y.some((v) => v !== null));
       const table = curves.length ? uPlot.join(curves.map(([, { x, y }]) => [x, share ? smooth(y, share) : y])) : [[]];
-      const lines = curves.map(([run], i) => ({ name: `${runs.indexOf(run) + 1} ${run.head.name}`, y: table[i + 1], colour: `c${runs.indexOf(run) % 9}` }));
+      const lines = curves.map(([run], i) => ({ name: `${run.number} ${run.head.name}`, y: table[i + 1], colour: `c${(run.number - 1) % 9}`, dash: run.number > 9 ? [6, 3] : [] }));
       this.charts.get(title).update(table[0], lines, false, []);
     }
     for (const title of left) this.charts.get(title).update([], [], false, []);

@@ -18,23 +18,30 @@ export function csv(label, x, series) {
   return [[label, ...series.map((s) => s.name)], ...rows].map((row) => row.map(cell).join(",")).join("\n") + "\n";
 }
 
-/** The picture of a plot with its title and the names of its series, as a Blob. */
+/** The picture of a plot with its title and the names of its series, in as many lines as they take, as a Blob. */
 export function png(title, plot, series) {
-  const scale = devicePixelRatio, from = plot.ctx.canvas;
-  const canvas = el("canvas", { width: from.width, height: from.height + TITLE_PX * scale }), ctx = canvas.getContext("2d");
+  const scale = devicePixelRatio, from = plot.ctx.canvas, edge = 10 * scale, font = `${13 * scale}px system-ui, sans-serif`;
+  const canvas = el("canvas", { width: from.width }), ctx = canvas.getContext("2d");
+  ctx.font = font;
+  let left = edge, line = 0;
+  const words = [[title, "ink"], ...(series.length > 1 ? series.map((s) => [s.name, s.colour]) : [])].map(([text, tint]) => {
+    const wide = ctx.measureText(text).width;
+    if (left > edge && left + wide > from.width - edge) [left, line] = [edge, line + 1];
+    const place = { text, tint, left, y: (line + 0.5) * TITLE_PX * scale };
+    left += wide + 14 * scale;
+    return place;
+  });
+  const top = (line + 1) * TITLE_PX * scale;
+  canvas.height = from.height + top; // which forgets the font
   ctx.fillStyle = colour("panel");
   ctx.fillRect(0, 0, canvas.width, canvas.height);
-  ctx.font = `${13 * scale}px system-ui, sans-serif`;
+  ctx.font = font;
   ctx.textBaseline = "middle";
-  let left = 10 * scale;
-  const say = (text, tint) => {
+  for (const { text, tint, left, y } of words) {
     ctx.fillStyle = colour(tint);
-    ctx.fillText(text, left, (TITLE_PX / 2) * scale);
-    left += ctx.measureText(text).width + 14 * scale;
-  };
-  say(title, "ink");
-  for (const s of series.length > 1 ? series : []) say(s.name, s.colour);
-  ctx.drawImage(from, 0, TITLE_PX * scale);
+    ctx.fillText(text, left, y);
+  }
+  ctx.drawImage(from, 0, top);
   return new Promise((done) => canvas.toBlob(done, "image/png"));
 }
 

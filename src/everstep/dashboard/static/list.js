@@ -103,7 +103,7 @@ export class RunList {
     const setting = this.by.startsWith("set:") ? this.by.slice(4) : null;
     const value = setting === null ? COLUMNS.find(([key]) => key === this.by)[2] : (row) => comparable(row.settings[setting]);
     const words = $("run-filter").value.trim().toLowerCase().split(/\s+/).filter(Boolean);
-    const found = [...this.rows].filter(([, row]) => words.every((word) => searched(row).includes(word)));
+    const found = [...this.rows].filter(([, row]) => words.every((word) => meant(row, word)));
     this.choices();
     this.alike = new Map();
     for (const row of this.rows.values()) if (row.digest) this.alike.set(row.digest, [...(this.alike.get(row.digest) ?? []), row.name]);
@@ -189,8 +189,12 @@ export class RunList {
   }
 }
 
-/** The text in which a run is looked for; settings as key=value. */
-const searched = (row) => `${row.name} ${row.task} ${row.state} ${row.tags.join(" ")} ${row.note} ${row.digest} ${Object.entries(row.settings).map(([key, value]) => `${key}=${value}`).join(" ")}`.toLowerCase();
+/** Whether a word names this run: part of what it says, or key=value of one of its settings (steps=50 is not steps=500). */
+function meant(row, word) {
+  const said = `${row.name} ${row.task} ${row.state} ${row.tags.join(" ")} ${row.note} ${row.digest}`.toLowerCase();
+  const settings = Object.entries(row.settings).map(([key, value]) => `${key}=${value}`.toLowerCase());
+  return said.includes(word) || settings.some((one) => (word.includes("=") ? one === word || one.endsWith(`.${word}`) : one.includes(word)));
+}
 
 /** A setting's value, as a number if it is one. */
 const comparable = (text) => (text === undefined || text === "" || !isFinite(text) ? text : Number(text));

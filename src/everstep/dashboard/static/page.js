@@ -71,7 +71,7 @@ function begin_anew(message) {
   const before = keyed[selected] ?? null;
   folder = message.folder;
   keys = message.keys;
-  runs.splice(0, runs.length, ...message.keys.map(fresh));
+  runs.splice(0, runs.length, ...message.keys.map((_, i) => ({ ...fresh(), number: i + 1 })));
   keyed = folder === null ? keys.map(String) : wanted.filter((name) => message.list?.rows[name] !== undefined).slice(0, keys.length);
   if (folder === null && !ticks.length) ticks = [...keyed];
   if (folder !== null) ticks = ticks.length ? ticks : [...keyed];
@@ -131,7 +131,10 @@ function arrive() {
 }
 
 /** Another run has other moments and steps. */
-const depart = () => ["look", "steps", "times", "at"].forEach((name) => keep(name, null));
+function depart() {
+  for (const name of ["look", "steps", "times", "at"]) keep(name, null);
+  training.unzoom();
+}
 
 function choose(i) {
   if (i !== selected) depart();

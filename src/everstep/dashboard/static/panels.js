@@ -61,11 +61,11 @@ function tiles(run, nowMs) {
   const { "not running": stoppedS = 0, ...ran } = run.account, ranS = Object.values(ran).reduce((sum, s) => sum + s, 0);
   const items = [
     ["Step", `${h.step}${h.total ? ` / ${h.total}` : ""}`, h.eta_s ? `${duration(h.eta_s)} left` : ""],
-    ["Loss", h.loss_text || "–", h.loss_step ? `of step ${h.loss_step}` : h.strange ? `not finite: ${h.strange.text}` : Object.entries(run.metrics.values ?? {}).slice(0, 2).map(([k, v]) => `${k} ${number(v, 4)}`).join(", "), { bad: "bad", warning: "warn" }[h.strange?.level] ?? ""],
+    ["Loss", h.loss_text || "–", h.loss_step ? `of step ${h.loss_step}` : h.strange ? `not finite: ${h.strange.text}` : Object.entries(run.metrics.values ?? {}).slice(0, 2).map(([k, v]) => `${k} ${v === null ? "not finite" : number(v, 4)}`).join(", "), { bad: "bad", warning: "warn" }[h.strange?.level] ?? ""],
     ["Samples/s", number(h.rate ?? h.mean_rate), h.rate !== null ? `over the last ${plural(h.rate_steps, "step")}` : h.mean_rate ? "mean, undisturbed" : ""],
     ["Workers", h.wanted && h.ended_ns === null ? `${h.members} / ${h.wanted}` : h.ended_ns === null ? `${h.members}` : "ended", beside.join(", "), dead || suspect ? "bad" : h.running && h.members < h.wanted ? "warn" : ""],
     ["Generation", h.generation, plural(h.recoveries, "recovery").replace("recoverys", "recoveries")],
-    ["Goodput", percent(h.goodput), h.steps_lost ? `${h.steps_lost} steps done again` : "", ""],
+    ["Goodput", percent(h.goodput), h.steps_lost ? `${plural(h.steps_lost, "step")} done again` : "", ""],
     ["Checkpoint", saved ? `step ${saved[1]}` : "none", saved ? `${saved[0]}, ${ago(saved[2], nowMs)}` : ""],
     ["Wall time", h.began_ns ? duration(ranS) : "–", h.running && !h.answers ? "coordinator silent" : stoppedS ? `not running: ${duration(stoppedS)}` : ""],
   ];
@@ -171,7 +171,7 @@ export function ledger(run, check) {
 /** Comparison of several runs: which final states are equal to the bit, and a row for each run with the settings that
 differ; runs that are equal stand together. */
 export function compared(runs) {
-  const names = runs.map((run) => run.head.name), digests = runs.map((run) => run.head.digest);
+  const named = runs.map((run) => run.head.name), names = named.map((name, i) => (named.indexOf(name) === named.lastIndexOf(name) ? name : `${runs[i].number} ${name}`)), digests = runs.map((run) => run.head.digest);
   const missing = names.filter((_, i) => !digests[i]), groups = [...new Set(digests.filter(Boolean))];
   const told = groups.map((digest) => names.filter((_, i) => digests[i] === digest)).filter((group) => group.length > 1).map((group) => `${group.join(", ")} are equal to the bit`);
   const whole = groups.length === 1 && !missing.length;

@@ -42,6 +42,7 @@ export class Timeline {
 
   clear() {
     this.window = span("look");
+    this.press();
     this.signature = "";
     this.rows.clear();
     this.box.replaceChildren();
@@ -52,8 +53,13 @@ export class Timeline {
     keep("look", window);
     this.window = window;
     this.last = last;
-    for (const button of document.querySelectorAll("[data-last]")) attribute(button, "aria-pressed", String(!window && (Number(button.dataset.last) || null) === last));
+    this.press();
     if (this.run) this.draw(this.run, this.nowMs);
+  }
+
+  /** Let the buttons say which time is shown. */
+  press() {
+    for (const button of document.querySelectorAll("[data-last]")) attribute(button, "aria-pressed", String(!this.window && (Number(button.dataset.last) || null) === this.last));
   }
 
   draw(run, nowMs) {
