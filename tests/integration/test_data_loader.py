@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -86,6 +87,66 @@ def test_the_same_bits_with_any_number_of_processes(workers: int, prefetch: int)
     got = everything(loader(workers, prefetch=prefetch), [0, 1, 2, 3], 6)
     assert len(expected) == 24
     assert same(got, expected)
+
+
+SHIFT = 0.0
+
+
+class Changing(Noisy):
+    """Samples that follow values that a loop may change, in several places."""
+
+    slope = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = 0.0
+        self.table, self.weights = {"a": [0.0]}, np.zeros(3)
+        self.transform = functools.partial(torch.add, other=0.0)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        found = super().__getitem__(index)
+        more = self.level + self.slope + self.table["a"][0] + float(self.weights[1]) + SHIFT
+        return {**found, "x": self.transform(found["x"] + more)}
+
+    def change(self, step: int) -> None:
+        """As a loop does, before the batches of a step."""
+        global SHIFT
+        self.level = 1.0 * (step >= 2)
+        self.table["a"][0] = 2.0 * (step >= 3)
+        self.weights[1] = 3.0 * (step >= 4)
+        SHIFT = 4.0 * (step >= 5)
+        self.transform.keywords["other"] = 5.0 * (step >= 6)
+        type(self).slope = 6.0 * (step >= 7)
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_change_of_the_dataset_by_the_loop_reaches_its_processes(first: int) -> None:
+    def through(workers: int, first: int) -> dict[tuple[int, int], Any]:
+        data = Changing()
+        loads = loader(workers, data, order=order(steps=8), **({"prefetch": 2} if workers else {}))
+        found = {}
+        try:
+            for step in range(first, 9):
+                data.change(step)
+                loads.schedule(step, [0, 1])
+                found |= {(step, lane): loads.batch(step, lane) for lane in (0, 1)}
+            return found
+        finally:
+            loads.close()
+
+    expected = {key: batch for key, batch in through(0, 1).items() if key[0] >= first}
+    assert same(through(2, first), expected)
+
+
+def test_processes_stay_while_nothing_changes() -> None:
+    loads = loader(1, Changing())
+    try:
+        loads.schedule(1, [0])
+        began = loads._slots[0].process.pid
+        loads.schedule(2, [0])
+        assert loads._slots[0].process.pid == began
+    finally:
+        loads.close()
 
 
 def test_a_lane_does_not_depend_on_those_before_it() -> None:

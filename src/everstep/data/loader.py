@@ -1,11 +1,13 @@
 """`LaneLoader`: the batches of this worker's lanes, ahead of time where loader processes are allowed.
 
 Bits do not depend on it: `fetch` alone decides the content of a batch, in any process, at any time and in
-any order; and a batch that was not prepared is loaded at once.
+any order; and a batch that was not prepared is loaded at once. If the loop has changed values of the dataset since the
+loader processes were forked, they are forked again, and prepared batches are dropped.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from everstep.base.config_keys import LoaderConfig
 from everstep.base.errors import TaskError
 from everstep.base.readable import readable
 from everstep.data.batch import aligned, pinned
+from everstep.data.kept_values import kept_values
 from everstep.data.loader_process import Failure, LoaderDied, LoaderProcess
 from everstep.data.stream import StreamMark, StreamReader
 from everstep.exact.seeding import derive, preserve_rng, sample_seed, seed_all
@@ -32,6 +35,7 @@ _COLLATE = 1 << 33
 
 LaneKey = tuple[int, int]
 _T = TypeVar("_T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,8 @@ class LaneLoader:
         self._wanted: list[LaneKey] = []
         self._deaths: dict[LaneKey, int] = {}
         self._tickets = 0
+        self._forked_with: dict[str, Any] = {}
+        self._told = False
 
     def schedule(self, step: int, lanes: Sequence[int]) -> None:
         """Prepare these lanes of `step`, and of the steps after it.
@@ -132,6 +138,7 @@ class LaneLoader:
         """
         if self._workers == 0:
             return
+        self._renew()
         last = min(step + self._config.prefetch, self._recipe.order.total_steps)
         self._taken = {key for key in self._taken if key[0] >= step}
         self._wanted = [
@@ -173,6 +180,24 @@ class LaneLoader:
         self._slots.clear()
         self._workers = 0
 
+    def _values(self) -> dict[str, Any]:
+        """Values that the loop may have changed. A stream changes its own, and its reader sees to them."""
+        streamed = isinstance(self._recipe.dataset, StreamReader)
+        return kept_values(None if streamed else self._recipe.dataset, self._recipe.collate)
+
+    def _renew(self) -> None:
+        """Give up processes and prepared batches that are older than a change of the dataset."""
+        if not self._slots or (now := self._values()) == self._forked_with:
+            return
+        if not self._told:
+            self._told = True
+            name = next(name for name in {**self._forked_with, **now} if self._forked_with.get(name) != now.get(name))
+            log.warning("%s has changed in the loop: loader processes are started again after each such change", name)
+        for slot in self._slots:
+            slot.process.close()
+        self._slots.clear()
+        self._ready.clear()
+
     def _prepared(self, key: LaneKey) -> Any:
         """Batch that a loader process has made or is making; None if none was asked to."""
         while key not in self._ready:
@@ -199,6 +224,8 @@ class LaneLoader:
         """Request wanted batches that are neither ready nor asked for, each from the process with the least to do."""
         if self._workers == 0:
             return
+        if not self._slots:
+            self._forked_with = self._values()
         while len(self._slots) < self._workers:
             self._slots.append(_Slot(LoaderProcess(self._load)))
         asked = {key for slot in self._slots for key in slot.asked.values()}

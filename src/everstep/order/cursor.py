@@ -128,6 +128,6 @@ class SampleOrder:
         return self.samples_before(step) // self.dataset_size
 
     def epochs_over(self, step: int) -> int:
-        """Epochs that are over after a step, if it is the last one of an epoch and not of the job; else 0."""
-        ends = step < self.total_steps and self.epoch_of(step + 1) != self.epoch_of(step)
-        return self.epoch_of(step + 1) if ends else 0
+        """Epochs that are over after a step, if it is the last one of an epoch; else 0."""
+        after = self.epoch_of(step + 1)
+        return after if after != self.epoch_of(step) else 0

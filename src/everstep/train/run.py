@@ -85,7 +85,7 @@ class Step:
 
     @property
     def epochs_over(self) -> int:
-        """Epochs that are over after this step, if it is the last one of an epoch and not of the job; else 0."""
+        """Epochs that are over after this step, if it is the last one of an epoch; else 0."""
         order = self._session.view.order
         return order.epochs_over(self.number) if isinstance(order, SampleOrder) else 0
 

@@ -86,7 +86,9 @@ def saving_of(link: WorkerLink, split: bool, order: AnyOrder) -> SavingRules:
             raise ConfigError(f"{name}: expected none, since the order of this job's samples has no epochs: use steps")
 
     def epoch_ends(number: int) -> int:
-        return epochs_over(number) if link.regular_saves and epochs_over is not None else 0
+        if epochs_over is None or not link.regular_saves or number == order.total_steps:
+            return 0  # after the last step another rule saves
+        return epochs_over(number)
 
     on = link.run_dir is not None and bool(link.task) and config.checkpoint.enabled
     every = MEMORY_EVERY if split else 0

@@ -55,3 +55,9 @@ def test_outside_is_a_bug(step, lane):
 def test_epoch_of():
     order = SampleOrder(0, 20, 4, 3, epochs=2)
     assert [order.epoch_of(step) for step in range(1, 6)] == [0, 0, 1, 1, 2]
+
+
+def test_epochs_are_over_in_their_last_step_also_in_that_of_the_job():
+    order = SampleOrder(0, 20, 4, 3, epochs=2)
+    assert [order.epochs_over(step) for step in range(1, 5)] == [0, 1, 0, 2]
+    assert [SampleOrder(0, 20, 4, 3, steps=3).epochs_over(step) for step in range(1, 4)] == [0, 1, 0]
