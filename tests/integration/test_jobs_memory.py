@@ -85,7 +85,7 @@ def test_twice_the_parameters_are_trained_where_plain_data_parallelism_is_killed
     jobs: Jobs, tmp_path: Path, limited: ControlGroup
 ) -> None:
     """With gradients and the optimizer's state divided, through the death of an owner, to the bits of one worker
-    without a limit. Until then nobody is killed; a recovery takes more, so the kernel may kill more."""
+    without a limit; the kernel kills none of ours."""
     for name, text in (("plain_model", MODEL), ("ours", OURS), ("theirs", THEIRS)):
         (tmp_path / f"{name}.py").write_text(text)
     argv = [sys.executable, str(tmp_path / "theirs.py"), str(tmp_path / "meeting")]
@@ -100,4 +100,5 @@ def test_twice_the_parameters_are_trained_where_plain_data_parallelism_is_killed
     code, job = under_limit(limited, tmp_path / "run", task, *options, settings=settings)
     assert code == 0, f"{code}, {limited.killed - before} killed for memory\n{job.account()}"
     assert len(job.of_kind("fault_injected")) == 1, job.account()
+    assert limited.killed == before, f"{limited.killed - before} killed for memory\n{job.account()}"
     same(alone.run_dir, job)

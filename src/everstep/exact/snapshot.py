@@ -7,7 +7,8 @@ the rest is copied. Copying and hashing large ranges happen without the interpre
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ SnapshotMemory = Tensor
 """Flat uint8 host memory that the next snapshot uses again: touching fresh memory costs more than copying."""
 
 _PIECE_BYTES = 4 << 20
-_FIRST_BYTES = 64
 
 
 class Snapshot:
@@ -38,14 +38,15 @@ class Snapshot:
         arena: SnapshotMemory | None,
         take_back: Callable[[SnapshotMemory], None],
         memory: StateMemory,
+        spans: Sequence[tuple[int, int]],
     ) -> None:
         """now: indices of the tensors that are copied at once, because they may change before `wait`. memory: where an
-        arena is made if there is none, or one that is too small."""
+        arena is made if there is none, or one that is too small. spans: bytes that are copied, ascending; others read
+        as anything, and take no memory."""
         size = max((e.stop for e in entries), default=0)
         fits = arena is not None and arena.numel() >= size
         self._arena: SnapshotMemory | None = arena if fits else memory.flat(size)
-        self._fresh = not fits  # it reads as zeros, and takes no memory where nothing is written
-        self._memory, self._let_go = memory, memory.let_go
+        self._memory, self._let_go, self._spans = memory, memory.let_go, tuple(spans)
         self._there = None if memory.others is None else memory.others.copies(self._arena)  # type: ignore[arg-type]
         self._entries, self._take_back = tuple(entries), take_back
         self._later = [(k, tensors[k]) for k in sorted(set(range(len(entries))) - set(now))]
@@ -126,33 +127,38 @@ class Snapshot:
         if self._there is not None and self._there.take(tensor, target):
             return
         tensor = self._memory.whole(tensor)
-        if tensor.is_contiguous():
-            step = max(1, _PIECE_BYTES // tensor.element_size())
-            for to, source in zip(target.unsafe_split(step), tensor.reshape(-1).unsafe_split(step), strict=True):
-                if not (self._fresh and _zeros(source)):  # such as what others hold of a divided state
-                    to.copy_(source)
-        else:
+        if not tensor.is_contiguous():
             target.view(tensor.shape).copy_(tensor)
+            return
+        flat, step = tensor.reshape(-1), max(1, _PIECE_BYTES // tensor.element_size())
+        for first, stop in self._wanted(entry, tensor.element_size()):
+            pieces = target[first:stop].unsafe_split(step), flat[first:stop].unsafe_split(step)
+            for to, source in zip(*pieces, strict=True):
+                to.copy_(source)
+
+    def _wanted(self, entry: StateEntry, itemsize: int) -> Iterator[tuple[int, int]]:
+        """Elements of an entry that are copied."""
+        for at in range(max(bisect_right(self._spans, (entry.offset, 1 << 62)) - 1, 0), len(self._spans)):
+            lo, hi = self._spans[at]
+            if lo >= entry.stop:
+                return
+            lo, hi = max(lo, entry.offset) - entry.offset, min(hi, entry.stop) - entry.offset
+            if lo < hi:
+                yield lo // itemsize, hi // itemsize
 
     def _place(self, entry: StateEntry) -> Tensor:
         arena: Tensor = self._arena  # type: ignore[assignment]
         return arena[entry.offset : entry.stop]
 
 
-def _zeros(piece: Tensor) -> bool:
-    """Whether all bytes of flat host memory are zero; mostly the first ones tell."""
-    if piece.device.type != "cpu":
-        return False
-    data = piece.view(torch.uint8)
-    return not (data[:_FIRST_BYTES].any() or data.any())
-
-
 class StandingState:
     """The state itself, for others to read until it changes. Thread-safe: `wait` comes before that, and what is read
     afterwards is not there."""
 
-    def __init__(self, image: Image) -> None:
+    def __init__(self, image: Image, shared: bool = True) -> None:
+        """shared: it is read in other threads than that which changes it, so each block is copied."""
         self._image: Image | None = image
+        self._shared = shared
         self._lock = threading.Lock()
         self.n_blocks = image.n_blocks
 
@@ -168,9 +174,10 @@ class StandingState:
             return self._there().manifest
 
     def read_block(self, index: int) -> memoryview:
-        """A copy of a block. Raises: CheckpointCorrupt once the state may have changed."""
+        """A block. Raises: CheckpointCorrupt once the state may have changed."""
         with self._lock:
-            return memoryview(bytes(self._there().read_block(index)))
+            block = self._there().read_block(index)
+            return memoryview(bytes(block)) if self._shared else block
 
     def release(self) -> None:
         """It is not read any more."""

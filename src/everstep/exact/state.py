@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError
+from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Divides
 from everstep.exact.attributes import assign
 from everstep.exact.digest import bytes_of, named_digest
 from everstep.exact.divisible import block_range, divided_parameters, divisible, whole_spots
 from everstep.exact.extra_state import SUFFIX, give, has_extra_state, keepers, packed
 from everstep.exact.image import (
+    BLOCK_BYTES,
     FOREIGN,
     MODEL,
     OUTSIDE,
@@ -32,6 +34,7 @@ from everstep.exact.image import (
     Scatter,
     Spot,
     StateEntry,
+    block_count,
     entries_of,
     write_blocks,
 )
@@ -190,19 +193,22 @@ class ModelState:
         """Names of parameters and buffers (registered places, too) that are held here, for `topology.select`."""
         return frozenset((*self._unique_params(), *self._buffer_slots(), *self._keepers))
 
-    def clone_snapshot(self) -> Snapshot:
-        """A copy of the state, made by a background thread once `start` is called.
+    def clone_snapshot(self, there: Extents = WHOLE) -> Snapshot:
+        """A copy of the state, or of these blocks of it, made by a background thread once `start` is called.
 
         Buffers and JSON are taken now; parameters and optimizer state must not change before `wait` has returned.
         """
         entries, tensors, values, now = self.live_tensors()
+        spans = [(lo * BLOCK_BYTES, hi * BLOCK_BYTES) for lo, hi in there.spans((("", block_count(entries)),))]
         arena, self._arena = self._arena, None
-        return Snapshot(entries, tensors, values, self.outline, now, arena, self._take_back, self.memory)
+        return Snapshot(entries, tensors, values, self.outline, now, arena, self._take_back, self.memory, spans)
 
-    def standing(self) -> StandingState:
-        """The state as it lies, where nothing changes it for now."""
-        entries, tensors, values, _ = self.live_tensors()
-        return StandingState(Image.of_tensors(entries, tensors, values, self.outline, self.memory))
+    def standing(self, *, shared: bool = True) -> StandingState:
+        """The state as it lies, until its next update. shared: as of `StandingState`."""
+        entries, tensors, values, now = self.live_tensors()
+        changing = {k: tensors[k].detach().clone() for k in now}  # lanes change buffers meanwhile
+        found = [changing.get(k, tensor) for k, tensor in enumerate(tensors)]
+        return StandingState(Image.of_tensors(entries, found, values, self.outline, self.memory), shared)
 
     def live_tensors(
         self, settings: bool = True

@@ -123,6 +123,15 @@ def share(shard: Shard, of: Sizes) -> Extents:
     return Extents.part(of, [*runs, *(BlockRun(plane, lo, hi) for plane in planes for lo, hi in blocks)])
 
 
+def fed_blocks(segments: Runs | None, rest: bool, of: Sizes) -> Extents:
+    """Blocks of a state that a donor gives who feeds these segments of it; None: all. rest: and what is not dealt
+    out."""
+    if segments is None:
+        return WHOLE
+    given = share(Shard(0, 0, segments=segments), of)
+    return given if rest else given - share(Shard(0, 0, segments=()), of)
+
+
 def segment_shards(stage: int, holders: Holders, worker_ids: Iterable[int]) -> tuple[Shard, ...]:
     """Shards of a stage's pool whose segments have these holders; none where each of them holds all."""
     found = []

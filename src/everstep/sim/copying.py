@@ -15,6 +15,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import WorkerKey
+from everstep.placement.shards import fed_blocks
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
 from everstep.protocol.driver.records import encode
@@ -273,6 +274,12 @@ class _Asker:
         self.had = True
 
 
+def asked_of(copy: SimCopy, joint: giver.JointAsk | None) -> SimCopy:
+    """The part of a copy that a donor offers to who asks this of it."""
+    gone = NONE if joint is None else WHOLE - fed_blocks(joint.segments, joint.rest, PLANES)
+    return replace(copy, states={k: without(state, gone) for k, state in copy.states.items()})
+
+
 class SimDonor:
     """Gives states away: to settling members from the shelf, to joiners at a step boundary and then step by step."""
 
@@ -325,7 +332,7 @@ class SimDonor:
             match effect:
                 case giver.GiveState(asker, shelf):
                     there = self._kept if shelf == "kept" else self.shelf if shelf and self.shelf is not None else given
-                    asker.gets({k: there[k] for k in asker.stages})
+                    asker.gets({k: there[k] if shelf else asked_of(there[k], asker.joint) for k in asker.stages})
                     self.life.soon(0, 5 * MS if shelf else 0, self._head, asker)
                 case giver.FeedStep(asker, stages):
                     step, records, gradients = item

@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain, islice
@@ -31,10 +31,11 @@ from everstep.exact.digest import bytes_of, digest_bytes
 from everstep.exact.image import Image, sealed, sizes_of
 from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.exact.reduce import TiePlace
+from everstep.exact.snapshot import StandingState
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.moving import giver
-from everstep.protocol.moving.giver import JointAsk
+from everstep.protocol.moving.giver import AskerCame, JointAsk
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.link.peer import PeerConnection
 
@@ -190,7 +191,7 @@ class Donor:
         """asked: called, in a handler thread, when a joiner wants to follow. doubt: called in a handler thread with
         a stage and a step when blocks reached an asker damaged."""
         self._told_asked = asked
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._giver = giver.Giver()
         self._shelves: dict[giver.ShelfKind, Offer] = {}
         self._others = dict(others or {})
@@ -214,12 +215,13 @@ class Donor:
 
     # ---- training thread
 
-    def offer(self, make: Callable[[], Offer], tickets: frozenset[int] = frozenset()) -> None:
+    def offer(self, make: Callable[[Sequence[AskerCame]], Offer], tickets: frozenset[int] = frozenset()) -> None:
         """At a step boundary: give everyone who asked a snapshot of now; they are fed from the next step on. tickets:
         of joiners that get it from several donors, and may have it now."""
-        if self._giver.waits(tickets):
-            offer = make()
-            self._tell(giver.StandsStill(frozenset(offer.held), tickets), offer)
+        with self._lock:  # who asks meanwhile waits for the next one
+            if asked := self._giver.waiting(tickets):
+                offer = make(asked)
+                self._tell(giver.StandsStill(frozenset(offer.held), tickets), offer)
 
     def feed(
         self,
@@ -267,20 +269,24 @@ class Donor:
 
     def unshelve(self, kind: giver.ShelfKind) -> None:
         """No worker needs that shelf any more."""
+        standing = [one for one in _readable([self._shelves.get(kind)]) if isinstance(one, StandingState)]
         self._tell(giver.ShelfEmptied(kind))
+        for one in standing:
+            one.release()
 
     @property
     def busy(self) -> bool:
         """Whether an asker still copies a kept snapshot."""
         return self._giver.busy
 
-    def busy_snapshot(self) -> None:
-        """Wait until the offered state has been copied; call before the state changes."""
+    def busy_snapshot(self, *, stays: bool = False) -> None:
+        """Wait until the offered state has been copied; call before the state changes. stays: what is offered does
+        not."""
         with self._lock:
             offers = [*(asker.offer for asker in self._giver.giving), *self._shelves.values()]
-        for offer in offers:
-            for snapshot, _ in chain.from_iterable(offer.held.values()) if offer is not None else ():
-                snapshot.wait()
+        for readable in _readable(offers):
+            if not (stays and isinstance(readable, StandingState)):
+                readable.wait()
 
     # ---- handler threads
 
@@ -302,7 +308,7 @@ class Donor:
         """Manifests and records first, then the blocks that are asked for, then steps."""
         joint = msgspec.convert(request["joint"], JointAsk) if request.get("joint") else None
         asker, stages = AskerTalk(joint), tuple(request["stages"])
-        self._tell(giver.AskerCame(asker, stages, shelf, follows, joint))
+        self._tell(AskerCame(asker, stages, shelf, follows, joint))
         if shelf is None:
             self._told_asked(joint)
         try:
@@ -334,6 +340,12 @@ class Donor:
             connection.send_json(header)
             for part in parts:
                 connection.send_bytes([part])
+
+
+def _readable(offers: Iterable[Offer | None]) -> Iterator[Kept]:
+    for offer in offers:
+        for readable, _ in chain.from_iterable(offer.held.values()) if offer is not None else ():
+            yield readable
 
 
 # ---- states on the wire

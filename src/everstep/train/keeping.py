@@ -55,14 +55,14 @@ class SnapshotKeeper:
         """Take a snapshot of the state as it is, which is that of this step."""
         held: dict[int, Layers] = {}
         for stage, replica in self._view.stages.items():
-            snapshot = replica.state.clone_snapshot()
+            there = self._view.driver.machine.held.get(stage, WHOLE)
+            snapshot = replica.state.clone_snapshot(there)
             if not self._vault.make_room(stage, snapshot.n_blocks):
                 self._no_room(effect.step)
                 snapshot.release()
                 return
             snapshot.start()
             self._copying.append(snapshot)
-            there = self._view.driver.machine.held.get(stage, WHOLE)
             if not self._vault.put(stage, effect.step, snapshot, there):
                 self._no_room(effect.step)  # a copy of another pool's has taken it meanwhile
                 return

@@ -6,7 +6,7 @@ Apart from updates because nothing here is needed in an undisturbed step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +14,15 @@ import msgspec
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError, check
-from everstep.base.extents import WHOLE, Extents, Sizes
+from everstep.base.extents import WHOLE, Extents, Sizes, union
 from everstep.base.plan import Plan
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.vault import StageState
 from everstep.exact.image import sizes_of
 from everstep.exact.snapshot import Snapshot, StandingState
-from everstep.placement.shards import share
+from everstep.placement.shards import fed_blocks, share
 from everstep.protocol.driver import operations as do
+from everstep.protocol.moving.giver import AskerCame
 from everstep.protocol.step_types import Key
 from everstep.train import heal
 from everstep.train.executor import Unusable
@@ -113,7 +114,7 @@ class Transfers:
         position = effect.position
         offer = Offer(position=position, records=effect.records, held={})
         if effect.live:
-            offer = self._live(effect, effect.live, self._standing if effect.ends else self._snapshot)
+            offer = self._live(effect, effect.live, self._standing if effect.ends else self._shelved)
         held: dict[int, list[Held]] = {k: list(of) for k, of in offer.held.items()}
         for stage, kept in self._keeper.held(position.step).items():
             held.setdefault(stage, []).append(kept)
@@ -124,13 +125,24 @@ class Transfers:
     def offer_feeds(self, effect: do.OfferFeeds) -> None:
         """Give a snapshot of now to workers that have asked to follow."""
         held = {stage: effect.held.get(stage, WHOLE) for stage in effect.stages}
-        self._donor.offer(lambda: self._live(effect, held, self._snapshot), effect.tickets)
+
+        def make(asked: Sequence[AskerCame]) -> Offer:
+            there = {k: of & self._asked_of(k, asked) for k, of in held.items()}
+            return self._live(effect, there, self._snapshot)
+
+        self._donor.offer(make, effect.tickets)
+
+    def _asked_of(self, stage: int, asked: Iterable[AskerCame]) -> Extents:
+        """Blocks of a stage that these ask for: of one that several donors feed, each gives the parts that it feeds."""
+        sizes = self._view.stages[stage].state.shape.sizes
+        asks = [one.joint for one in asked if stage in one.stages]
+        return union(WHOLE if ask is None else fed_blocks(ask.segments, ask.rest, sizes) for ask in asks)
 
     def _live(
         self,
         effect: do.Shelve | do.OfferFeeds,
         there: Mapping[int, Extents],
-        readable: Callable[[int], Snapshot | StandingState],
+        readable: Callable[[int, Extents], Snapshot | StandingState],
     ) -> Offer:
         """Offer of the state as it is, but for the loop's: its taker enters the loop's body right after the update.
         there: blocks that are here, by stage."""
@@ -140,7 +152,7 @@ class Transfers:
             position=position,
             records=effect.records,
             gathers=dict(effect.gathers),
-            held={stage: [(readable(stage), blocks)] for stage, blocks in there.items()},
+            held={stage: [(readable(stage, blocks), blocks)] for stage, blocks in there.items()},
             application=loop.going_on(position.step + 1) if past else loop.told(position.step),
             past=past,
             untold=view.publisher.untold.packed(),
@@ -148,17 +160,24 @@ class Transfers:
             names={k: names_of(view.stages[k].parts.model, view.stages[k].state) for k in there if view.stages.split},
         )
 
-    def _snapshot(self, stage: int) -> Snapshot:
+    def _snapshot(self, stage: int, there: Extents) -> Snapshot:
         replica = self._view.stages[stage]
         replica.lanes.settle_buffers()
-        snapshot = replica.state.clone_snapshot()
+        snapshot = replica.state.clone_snapshot(there)
         snapshot.start()
         return snapshot
 
-    def _standing(self, stage: int) -> StandingState:
+    def _shelved(self, stage: int, there: Extents) -> Snapshot | StandingState:
+        """No member makes the next update before all have copied what they lack, so no copy is needed for them where
+        other threads can read the state."""
+        replica = self._view.stages[stage]
+        near = replica.state.memory.others is None and all(p.device.type == "cpu" for p in replica.everything)
+        return self._standing(stage, there) if near else self._snapshot(stage, there)
+
+    def _standing(self, stage: int, there: Extents, *, shared: bool = True) -> StandingState:
         replica = self._view.stages[stage]
         replica.lanes.settle_buffers()
-        return replica.state.standing()
+        return replica.state.standing(shared=shared)
 
     # ---- taking, when a generation settles
 
@@ -167,7 +186,7 @@ class Transfers:
         view, position = self._view, operation.position
         view.phase("heal", position.step, operation.plan)
         received = self.copier.settle(operation.plan, position, operation.sources, operation.pieces)
-        self._updates.stand_still()
+        self._updates.stand_still(stays=position.step == view.step)
         sizes = _sizes(received)
         if position != view.driver.machine.position:
             self._updates.forget()
@@ -186,9 +205,8 @@ class Transfers:
         view = self._view
         found: list[Held] = []
         if view.step == step and stage in view.stages:
-            snapshot = self._snapshot(stage)
-            snapshot.wait()
-            found.append((snapshot, view.driver.machine.held.get(stage, WHOLE)))
+            there = view.driver.machine.held.get(stage, WHOLE)
+            found.append((self._standing(stage, there, shared=False), there))
         kept = self._keeper.held(step)
         return [*found, kept[stage]] if stage in kept else found
 
@@ -241,7 +259,7 @@ class Transfers:
         own = {k: self._kept(operation.plan, k, number) for k in mine}
         sizes = _sizes(received, own)
         records = operation.own or next((r.records for r in received if r.records), {})
-        self._updates.stand_still()
+        self._updates.stand_still(stays=number == view.step)
         restored = None
         if number and not all(sources.values()):
             restored = self._restorer.restore(number, [k for k, ids in sources.items() if not ids])

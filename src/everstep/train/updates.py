@@ -188,9 +188,10 @@ class Updates:
         self._donor.feed(number, records, held, numel, lambda: self._loop.fed(number), dealing.segments, dealing.fed)
         self.stand_still()
 
-    def stand_still(self) -> None:
-        """Before the state changes: wait until every reader is done with it."""
-        self._donor.busy_snapshot()
+    def stand_still(self, *, stays: bool = False) -> None:
+        """Before the state changes: wait until every reader is done with it. stays: it does not, but for blocks that
+        this worker lacks, so who reads it where it lies goes on."""
+        self._donor.busy_snapshot(stays=stays)
         self._keeper.stand_still()
         self._saver.before_update()
 

@@ -9,6 +9,7 @@ from everstep.base.plan import SEGMENTS, Member, Plan, Seat, Shard
 from everstep.placement.shards import (
     SegmentBlocks,
     divided_planes,
+    fed_blocks,
     lost_stages,
     runs_of_numbers,
     segment_holders,
@@ -34,6 +35,16 @@ def test_a_seat_holds_its_segments_and_all_of_the_other_planes() -> None:
     mine = [BlockRun(plane, lo, hi) for plane, _ in WIDE for lo, hi in ((0, 2), (200, 204))]
     assert held == Extents.part(of, [*whole, *mine])
     assert share(Shard(1, 0, segments=((0, SEGMENTS),)), of) == WHOLE
+
+
+def test_of_several_donors_each_gives_what_it_feeds_and_one_of_them_the_rest() -> None:
+    of = OTHERS + WIDE
+    wanted = share(Shard(1, 0, segments=((0, 3), (100, 101))), of)
+    first, second = fed_blocks(((0, 2),), True, of), fed_blocks(((2, 3), (100, 101)), False, of)
+    assert first | second == wanted and not first & second
+    assert {run.plane for run in second.runs} == {plane for plane, _ in WIDE}
+    assert fed_blocks(None, False, of) == WHOLE, "a donor that is asked for whole stages"
+    assert (fed_blocks(((0, 1),), True, OTHERS[:1]), fed_blocks(((0, 1),), False, OTHERS[:1])) == (WHOLE, NONE)
 
 
 @pytest.mark.parametrize("state", [WHOLE, NONE])

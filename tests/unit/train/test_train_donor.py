@@ -148,7 +148,7 @@ def start(stages: tuple[int, ...] = (0,)) -> tuple[Donor, Follower, Snapshot]:
     held = {stage: [(snapshot, WHOLE)] for stage in stages}
     told = {"records": RECORDS, "gathers": {Key(3, 0): RECORDS}, "application": b"app"}
     offer = Offer(position=Key(3, 1), held=held, **told)  # type: ignore[arg-type]
-    donor.offer(lambda: offer)
+    donor.offer(lambda asked: offer)
     return donor, follower, snapshot
 
 
@@ -208,7 +208,7 @@ def test_of_the_names_that_a_donor_tells_a_bounded_number_is_taken() -> None:
 
 def test_nobody_is_offered_anything_without_having_asked() -> None:
     donor = Donor()
-    donor.offer(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    donor.offer(lambda asked: 1 / 0)  # type: ignore[arg-type, return-value]
     donor.feed(4, RECORDS, {}, {}, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
 
 

@@ -125,8 +125,8 @@ def test_what_does_not_fit_is_told_and_neither_offered_nor_kept() -> None:
     released = []
     clone = big.clone_snapshot
 
-    def snapshot() -> Any:
-        made = clone()
+    def snapshot(there: Extents) -> Any:
+        made = clone(there)
         back = made.release
         made.release = lambda: (released.append(made), back())  # type: ignore[method-assign,assignment,func-returns-value]
         return made

@@ -99,7 +99,7 @@ class Peer:
         """To who has asked by now."""
         assert self.asked.wait(GENEROUS_S)
         offer = Offer(position=position, records=records, held={0: [(shown, there)]}, application=loop)
-        self.donor.offer(lambda: offer, frozenset(tickets))
+        self.donor.offer(lambda asked: offer, frozenset(tickets))
 
     def die(self) -> None:
         self.server.abort_all()

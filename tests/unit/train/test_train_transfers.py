@@ -7,12 +7,18 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
-from everstep.base.extents import WHOLE
-from everstep.base.plan import Member, Plan, Seat
+from divided_members import DividedMember
+from everstep.base.errors import CheckpointCorrupt
+from everstep.base.extents import WHOLE, Extents
+from everstep.base.plan import SEGMENTS, Member, Plan, Seat, Shard
+from everstep.exact.snapshot import Snapshot, StandingState
+from everstep.placement.shards import fed_blocks, share
 from everstep.protocol.driver import operations as do
+from everstep.protocol.moving.giver import AskerCame, JointAsk
 from everstep.protocol.step_types import Key
-from everstep.train.heal import ReceivedOffer
+from everstep.train.heal import Donor, Offer, ReceivedOffer
 from everstep.train.transfers import Transfers
 from everstep.train.view import Stages
 
@@ -58,3 +64,63 @@ def test_of_offers_of_several_steps_the_loops_state_is_that_of_the_newest(first:
     transfers._offers = [older, newer] if first == 0 else [newer, older]
     transfers.adopt(do.Adopt(1, 2, Key(5, 0), (0,), ()))
     assert [call.args for call in loop.take.call_args_list] == [(b"older", 4), (b"newer", 5)]
+
+
+def holder() -> tuple[Transfers, Donor, Any]:
+    """Transfers of a worker that has the first half of a divided state, its donor, and that state."""
+    state = DividedMember()
+    state.whole(1)
+    of = state.state.shape.sizes
+    there = share(Shard(0, 0, segments=((0, SEGMENTS // 2),)), of)
+    replica = SimpleNamespace(state=state.state, lanes=MagicMock(), everything=list(state.model.parameters()))
+    view: Any = MagicMock(stages=MagicMock(split=False), me=0, step=1)
+    view.stages.__getitem__.side_effect = {0: replica}.__getitem__
+    view.stages.__contains__.side_effect = {0: replica}.__contains__
+    view.driver.machine.held = {0: there}
+    loop, donor = MagicMock(), Donor()
+    loop.moves.past.return_value, loop.told.return_value, loop.changed.return_value = False, b"", ()
+    view.publisher.untold.packed.return_value = b""
+    keeper = MagicMock()
+    keeper.held.return_value = {}
+    return Transfers(view, MagicMock(), donor, keeper, MagicMock(), loop), donor, state.state
+
+
+def test_members_that_settle_read_the_state_where_it_lies_until_all_have_what_they_lack() -> None:
+    transfers, donor, state = holder()
+    transfers.shelve(do.Shelve(3, Key(1, 0), {}, {}, transfers._view.driver.machine.held))
+    ((standing, there),) = donor._shelves["settle"].held[0]
+    assert isinstance(standing, StandingState) and there == transfers._view.driver.machine.held[0]
+    donor.busy_snapshot(stays=True)  # this worker fills what it lacks itself
+    before = standing.manifest()["blocks"]
+    assert before == state.manifest()["blocks"] and bytes(standing.read_block(0)) == bytes(state.read_block(0))
+    donor.unshelve("settle")
+    with pytest.raises(CheckpointCorrupt):
+        standing.read_block(0)
+
+
+def test_its_own_blocks_are_not_copied_to_be_put_where_they_are() -> None:
+    transfers, _, state = holder()
+    ((own, there),) = transfers._own(0, 1)
+    assert there == transfers._view.driver.machine.held[0]
+    with torch.no_grad():
+        next(state.model.parameters())[0, 0] = 7.0
+    state.manifest()
+    assert bytes(own.read_block(0)) == bytes(state.read_block(0)), "the memory of the state itself"
+
+
+@pytest.mark.parametrize("rest", [False, True])
+def test_of_several_donors_each_copies_only_what_it_feeds(rest: bool) -> None:
+    """For the others: one of them copies the parameters."""
+    transfers, donor, state = holder()
+    asked = AskerCame("joiner", (0,), None, True, JointAsk(9, 7, (0, 1), 1, ((0, 4),), rest))
+    found: list[Offer] = []
+    donor.offer = lambda make, tickets: found.append(make([asked]))  # type: ignore[method-assign, assignment]
+    held = transfers._view.driver.machine.held
+    transfers.offer_feeds(do.OfferFeeds(Key(1, 0), {}, {}, (0,), held, frozenset({7})))
+    ((snapshot, there),) = found[0].held[0]
+    assert isinstance(snapshot, Snapshot)
+    of = state.shape.sizes
+    assert there == fed_blocks(((0, 4),), rest, of) and 0 < there.size(of) < held[0].size(of)
+    digests, right = snapshot.manifest()["blocks"], state.manifest()["blocks"]
+    alike = Extents.numbered(of, (n for n, digest in enumerate(digests) if digest == right[n]))
+    assert alike.covers(there) and all(run.plane == "rest" for run in (alike - there).runs), "others are not copied"

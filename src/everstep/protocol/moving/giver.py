@@ -190,9 +190,14 @@ class Giver:
         self._keeping: set[Any] = set()
         self._joiners: dict[Any, _Joiner] = {}
 
+    def waiting(self, tickets: Collection[int] = ()) -> list[AskerCame]:
+        """Askers that wait for a step boundary at which these tickets are offered."""
+        those = {0, *tickets}
+        return [one.asked for one in self._joiners.values() if not one.offered and one.asked.ticket in those]
+
     def waits(self, tickets: Collection[int] = ()) -> bool:
-        """Whether an asker waits for a step boundary at which these tickets are offered."""
-        return any(not one.offered and one.asked.ticket in {0, *tickets} for one in self._joiners.values())
+        """Whether there are such."""
+        return bool(self.waiting(tickets))
 
     @property
     def feeds(self) -> bool:
