@@ -16,6 +16,15 @@ from everstep.checkpoint.tensor_file import _KINDS, Aside, TensorFile, form_of
 PAIRS = "float4_e2m1fn_x2"
 
 
+@pytest.fixture(params=[1 << 30, 3])
+def _at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many bytes the system takes, or gives, at a time: no more than 2 GiB, or than a full disk has room for."""
+    write, read, most = os.pwrite, os.preadv, request.param
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:most], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: read(fd, [views[0][: most - 1]], at))
+
+
+@pytest.mark.usefixtures("_at_once")
 def test_its_bytes_are_those_of_the_package(tmp_path: Path) -> None:
     tensors = {f"of {kind}": torch.arange(6).reshape(2, 3).to(getattr(torch, kind)) for kind in _KINDS if kind != PAIRS}
     tensors |= {"pairs": torch.arange(6, dtype=torch.uint8).reshape(2, 3).view(getattr(torch, PAIRS))}
@@ -39,6 +48,7 @@ def test_all_of_it_has_to_be_there(tmp_path: Path) -> None:
         TensorFile(tmp_path / "file", {"c": ("complex128", (2,))})
 
 
+@pytest.mark.usefixtures("_at_once")
 def test_what_is_put_aside_comes_back(tmp_path: Path) -> None:
     with closing(Aside(tmp_path)) as aside:
         first, second = aside.room(3), aside.room(2)

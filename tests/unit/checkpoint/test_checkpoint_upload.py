@@ -268,6 +268,29 @@ def test_what_waits_and_counts_for_nothing_is_not_uploaded(source: DirectoryStor
     assert steps_in(target) == [1]
 
 
+def test_all_is_there_if_what_was_left_out_is_older_than_what_is_there(source: DirectoryStore, tmp_path: Path) -> None:
+    """Of several that were left out the newest one counts."""
+    for step in (1, 2, 3):
+        write_step(source, step)
+    for missing in (False, True):
+        events, began, go = Events(), threading.Event(), threading.Event()
+
+        def before(name: str, began: threading.Event = began, go: threading.Event = go) -> None:
+            began.set()
+            assert go.wait(LIMIT_S)
+
+        uploader = Uploader(source, Spoiled(tmp_path / f"far-{missing}", before), events, backoff=QUICK)
+        uploader.offer(1)
+        assert began.wait(LIMIT_S)
+        uploader.offer(2)
+        uploader.offer(3)
+        go.set()
+        events.wait("checkpoint_completed", 2)
+        if missing:
+            uploader.offer(9)
+        assert uploader.finish(LIMIT_S) != missing
+
+
 def test_grace_is_kept(source: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everstep.checkpoint.transfer._STOP_PATIENCE_S", 0.05)
     write_step(source, 1)

@@ -210,6 +210,28 @@ def test_a_slow_taker_is_waited_for_before_its_pieces_are_written_over(near: Cre
     assert all(right(i, 1, own[i][0]) and right(i, 2, own[i][1]) for i in range(3))
 
 
+def test_a_record_that_is_half_written_is_none(near: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the border is between its new bytes and the old ones."""
+    write, size, mixed = SpreadRing._write, spread_ring._RECORD.size, list[bytes]()
+
+    def slowly(ring: SpreadRing, at: int, *args: object) -> None:
+        memory, record = ring._own.memory, slice(at, at + size)
+        before = bytes(memory[record])
+        write(ring, at, *args)  # type: ignore[arg-type]
+        after = bytes(memory[record])
+        for cut in range(1, size):
+            torn = memory[record] = after[:cut] + before[cut:]
+            if torn not in (before, after) and ring._read(ring._me, at) is not None:
+                mixed.append(torn)
+        memory[record] = after
+
+    monkeypatch.setattr(SpreadRing, "_write", slowly)
+    near.open(1, 2)
+    own = [held(i, 1, [(0, (1,), 3 * PIECE)]) for i in range(2)]
+    assert near.all_spread(1, own) == [None] * 2 and not mixed
+    assert right(1, 1, own[1])
+
+
 def test_a_spread_twice_over_in_a_generation_is_refused_and_in_the_next_gives_the_same(near: Crew) -> None:
     for generation in (1, 2):
         near.open(generation, 4)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.protocol.patience import FIRST_S, LIFELESS_S, PING_S, Figures, Patience, Vitals, waited_s
+from everstep.protocol.patience import PING_S, Figures, Patience, Vitals, waited_s
 
 Figured = Callable[[float], Figures | None]
 
@@ -82,7 +82,7 @@ def test_who_answered_once_and_falls_silent(figured: Figured, found_s: float | N
 
 @pytest.mark.parametrize(
     ("figured", "found_s"),
-    [(stopped, 5.25), (asleep, LIFELESS_S), (spinning, FIRST_S), (reading, FIRST_S), (unknown, FIRST_S)],
+    [(stopped, 5.25), (asleep, 60.0), (spinning, 600.0), (reading, 600.0), (unknown, 600.0)],
 )
 def test_before_the_first_word_only_one_that_does_nothing_is_found_soon(figured: Figured, found_s: float) -> None:
     assert found_after(Patience(5.0), figured, 1000.0) == pytest.approx(found_s, abs=2 * PING_S)

@@ -240,9 +240,18 @@ def test_a_spare_that_dies_stops_nobody() -> None:
     spare = event("worker_joined", 2.6, worker_id=4, incarnation=0)
     facts = facts_of([*trained(), spare, killed(4, 5.8)])
     assert facts.incidents.open is None
-    assert [one.line() for one in facts.incidents.all] == ["worker 4 was killed; it took no part"]
+    (alone,) = facts.incidents.all
+    assert alone.line() == "worker 4 was killed; it took no part"
+    assert alone.begin_ns == alone.end_ns == alone.whole_ns == T0 + round(5.8 * S), "when it died, told later"
     facts.take(commit(11, 6.0))
     assert (facts.condition.state, facts.crew.workers[4].state) == ("running", "dead")
+
+
+@pytest.mark.parametrize(("back_s", "is_set_back"), [(9.9, False), (10.1, True)])
+def test_clocks_of_hosts_may_differ_by_ten_seconds(back_s: float, *, is_set_back: bool) -> None:
+    """A step by an earlier clock says that the clock was set back only if it is earlier by more."""
+    facts = facts_of([*trained(), commit(11, 100.0), commit(12, 100.0 - back_s)])
+    assert facts.told_ns == T0 + round((100.0 - back_s * is_set_back) * S)
 
 
 def test_clocks_that_differ_keep_no_incident_open() -> None:

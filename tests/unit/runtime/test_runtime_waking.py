@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 from pathlib import Path
 
 import pytest
 
 from everstep.base.config import load_config
-from everstep.runtime.process import END_ALONE, is_stopped
+from everstep.runtime.link.context import Handed, Joining
+from everstep.runtime.process import END_ALONE, is_stopped, own_command
 from everstep.runtime.start import Start
-from everstep.runtime.supervisor import STOPPED_S, LocalHost
+from everstep.runtime.supervisor import AGENT_MODULE, STOPPED_S, LocalHost
 
 
 @pytest.fixture
@@ -62,3 +63,33 @@ def test_one_that_was_told_to_end_before_it_could_hear_is_not_started_again(host
     os.waitid(os.P_PIDFD, host.pidfd, os.WEXITED | os.WNOWAIT)
     host.died(0.0)
     assert host.exit_code == -END_ALONE and host.restart_at_s == inf
+
+
+class EarlyServer:
+    """Stands for a fork server that runs already."""
+
+    def __init__(self) -> None:
+        self.let = 0
+
+    def hand_over(self, threads: int) -> Handed:
+        return Handed(31, 32, 4711, "", {"threads": threads})
+
+    def let_go(self) -> None:
+        self.let += 1
+
+
+def test_the_first_agent_alone_takes_over_the_early_fork_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawned, early = list[tuple[list[str], Sequence[int]]](), EarlyServer()
+    monkeypatch.setattr(
+        LocalHost, "spawn", lambda self, command, descriptors=(): spawned.append((command, descriptors))
+    )
+    found = LocalHost(Start(load_config([]), "module:entry", run_dir=tmp_path, early=early))  # type: ignore[arg-type]
+    for _ in range(2):
+        found.start()
+    joinings = [Joining.from_json(command[-1]) for command, _ in spawned]
+    assert [descriptors for _, descriptors in spawned] == [(31, 32), ()] and early.let == 1
+    assert [joining.server and joining.server.pid for joining in joinings] == [4711, None]
+    assert all(command[:-1] == own_command(AGENT_MODULE) for command, _ in spawned)
+    assert all((joining.entry, joining.parent) == ("module:entry", os.getpid()) for joining in joinings)

@@ -21,6 +21,11 @@ CASES = {
     "added to": ("    out += 1", "out"),
     "deleted": ("    del loss", "loss"),
     "in a comprehension": ("    print([loss for _ in range(2)])", "loss"),
+    "behind a comprehension with a name like it": (
+        "    print([loss for loss in losses])\n    print(loss)",
+        "loss",
+    ),
+    "behind a condition that sets another": ("    if (loss := s):\n        print(out)", "out"),
     "from itself": ("    loss = loss + 1", "loss"),
     "inside a with": ("    with nothing():\n        print(loss)", "loss"),
     "none": ("    print(s)", ""),
@@ -64,6 +69,11 @@ def test_the_first_is_found(tmp_path: Path, behind: str, name: str) -> None:
             text = f"def main():\n{textwrap.indent(text, '    ')}\nmain()\n"
         said = found(tmp_path, text, where)
         assert (said[0] if said else "") == name, where
+
+
+@pytest.mark.parametrize("over", ["list(batches(s))", "enumerate(batches(s), 1)", "zip([s], batches(s))"])
+def test_batches_are_those_of_the_step_in_whatever_form(tmp_path: Path, over: str) -> None:
+    assert found(tmp_path, loop("    print(loss)", over=over)) is not None
 
 
 @pytest.mark.parametrize(

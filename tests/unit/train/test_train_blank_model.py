@@ -76,6 +76,12 @@ def test_places_have_no_values_and_buffers_do() -> None:
     assert len(starts) == len(list(model.parameters())) and not any(start % 64 for start in starts)
 
 
+def test_parameters_of_other_stages_have_no_places_and_count_for_nothing() -> None:
+    model, _ = build_by_module(Model, units_of, 7, CPU, (2,), there=blank_parameters())
+    assert 0 < sum(p.is_meta for p in model.parameters()) < len(list(model.parameters()))
+    assert are_blank(model.parameters())
+
+
 def changes(parameter: nn.Parameter) -> None:
     parameter.data = torch.zeros_like(parameter)
 
