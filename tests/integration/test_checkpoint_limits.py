@@ -14,6 +14,7 @@ from checkpoint_saving import make_state, save
 from everstep.base.errors import StoreError
 from everstep.checkpoint.reader import newest_complete, steps_in, verify_store
 from everstep.checkpoint.store import DirectoryStore
+from held_memory import Limit
 
 
 @pytest.fixture
@@ -108,6 +109,52 @@ def test_memory_beyond_the_state(tmp_path: Path) -> None:
     writing, loading = map(float, run(script, str(tmp_path)).split())
     assert writing < 8, f"{writing} MB were needed to write"
     assert loading < 96, f"{loading} MB were needed to load"
+
+
+@pytest.mark.longer
+def test_memory_of_an_export(tmp_path: Path) -> None:
+    """Of a state of 600 MB, no more than of one that is a hundred times smaller, and of a model that is filled from it
+    the model."""
+    make = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from checkpoint_saving import make_state, save\n"
+        "from everstep.checkpoint.store import DirectoryStore\n"
+        "for name, rows in (('small', 10), ('large', 1000)):\n"
+        "    state = make_state(1, {f'p{k}': (rows, 5000) for k in range(10)})\n"
+        "    save(DirectoryStore(sys.argv[1] + '/' + name), state, 1)\n"
+    )
+    fill = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from checkpoint_saving import Tensors\n"
+        "from everstep.checkpoint.interchange import PassingWeights\n"
+        "from everstep.checkpoint.reader import open_checkpoint\n"
+        "from everstep.checkpoint.store import DirectoryStore\n"
+        "rows = 1000 if sys.argv[1].endswith('large') else 10\n"
+        "model = Tensors({f'p{k}': (rows, 5000) for k in range(10)})\n"
+        "PassingWeights(open_checkpoint(DirectoryStore(sys.argv[1]), 1)).fill(model)\n"
+    )
+    run(make, str(tmp_path))
+    export = [sys.executable, "-m", "everstep", "checkpoints", "export", "--optimizer"]
+    small, large = (
+        {
+            "torch": most_mb(
+                [*export, str(tmp_path / name), "--format", "torch", "--to", str(tmp_path / f"{name}.pt")]
+            ),
+            "dcp": most_mb([*export, str(tmp_path / name), "--format", "dcp", "--to", str(tmp_path / f"{name}.dcp")]),
+            "fill": most_mb([sys.executable, "-c", fill, str(tmp_path / name)]) - (name == "large") * 200,
+        }
+        for name in ("small", "large")
+    )
+    assert {kind: max(0, round(large[kind] - small[kind] - 80)) for kind in small} == dict.fromkeys(small, 0)
+
+
+def most_mb(argv: list[str]) -> float:
+    """What a command and its children have of memory that is no file's, at the most."""
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, cwd=Path(__file__).resolve().parents[2])
+    held = Limit(process.pid, kinds=("Pss_Anon",))
+    with held.holds():
+        assert process.wait(120) == 0
+    return held.most_mb
 
 
 def run(script: str, *arguments: str) -> str:

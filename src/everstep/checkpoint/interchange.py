@@ -8,8 +8,9 @@ each checkpoint as `application[NAMES]`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from everstep.base.errors import CheckpointCorrupt, ConfigError
+from everstep.base.errors import CheckpointCorrupt, ConfigError, StoreError
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.reader import Checkpoint
-from everstep.checkpoint.tensor_file import TensorForm, form_of
+from everstep.checkpoint.tensor_file import Aside, TensorForm, form_of
 from everstep.exact.digest import bytes_of
 from everstep.exact.extra_state import from_file, is_extra, keepers, to_file, unpack
 from everstep.exact.image import BLOCK_BYTES, StateEntry, pieces_of
@@ -89,6 +90,27 @@ class PassingWeights:
             for name in self._named[stored.removeprefix(_MODEL)]:
                 yield name, tensor
 
+    def fill(self, model: nn.Module) -> None:
+        """Copy all of it into a model. Raises: ConfigError naming what does not fit; CheckpointCorrupt; StoreError."""
+        modules = dict(keepers(model))
+        targets = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+        wanted = {name: tuple(t.shape) for name, t in targets.items() if name not in modules}
+        given = {name: tuple(shape) for name, (_, shape) in self.forms.items() if name not in modules}
+        _refuse(
+            missing=sorted(wanted.keys() - given.keys()),
+            unexpected=sorted(given.keys() - wanted.keys()),
+            shapes=[
+                f"{name} ({list(given[name])} there, {list(shape)} in the model)"
+                for name, shape in wanted.items()
+                if given.get(name, shape) != shape
+            ],
+        )
+        for name, tensor in self.each():
+            if name in modules:
+                modules[name].set_extra_state(from_file(tensor))
+            else:
+                targets[name].detach().copy_(tensor)
+
 
 def names_record(model: nn.Module) -> bytes:
     """Facts of the whole model that `export` needs beyond the state, the same in any topology.
@@ -123,14 +145,17 @@ def read_weights(
     *,
     optimizer: bool = False,
     progress: OnProgress = lambda done, total: None,
+    aside: Path | None = None,
 ) -> Weights:
     """The model, and if wanted the optimizer's state, of a checkpoint. Tied parameters stand under each of their names.
+    aside: a folder; the tensors lie on its disk instead of in memory.
 
     Raises: CheckpointCorrupt if a byte of it was altered, or what it holds does not fit together. StoreError.
     """
     manifest = checkpoint.manifest
     wanted = [e for e in manifest.entries if e.name.startswith(_MODEL) or optimizer]
-    tensors = dict(_passing(wanted, checkpoint, progress))
+    read = _passing(wanted, checkpoint, progress) if aside is None else _put_aside(wanted, checkpoint, progress, aside)
+    tensors = dict(read)
     stored = {name.removeprefix(_MODEL): t for name, t in tensors.items() if name.startswith(_MODEL)}
     names = _names(manifest, stored)
     weights = Weights(
@@ -175,27 +200,55 @@ def _optimizer(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict
 def _passing(
     entries: Iterable[StateEntry], checkpoint: Checkpoint, progress: OnProgress = lambda done, total: None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of these entries, each in memory of its own, as soon as it is whole; every block is read once."""
+    """The tensors of these entries, each in memory of its own, as soon as it is whole."""
     ordered = sorted(entries, key=lambda e: e.offset)
+    memory, done = bytearray(), 0
+    for k, at, piece in _pieces(ordered, checkpoint, progress):
+        entry = ordered[k]
+        if at == 0:
+            memory = bytearray(entry.nbytes)
+        memory[at : at + len(piece)] = piece
+        if at + len(piece) == entry.nbytes:
+            for empty in ordered[done:k]:
+                yield empty.name, tensor_of(empty, bytearray())
+            whole, memory, done = memory, bytearray(), k + 1
+            yield entry.name, tensor_of(entry, whole)
+            del whole
+    for empty in ordered[done:]:
+        yield empty.name, tensor_of(empty, bytearray())
+
+
+def _put_aside(
+    entries: Iterable[StateEntry], checkpoint: Checkpoint, progress: OnProgress, folder: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of these entries, in a file without a name in this folder. Raises: StoreError for a full disk."""
+    ordered = sorted(entries, key=lambda e: e.offset)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = Aside(folder)
+        begins = [file.room(entry.nbytes) for entry in ordered]
+        for k, at, piece in _pieces(ordered, checkpoint, progress):
+            file.write(begins[k] + at, piece)
+        memory = file.mapped()
+    except OSError as error:
+        raise StoreError(f"cannot put tensors aside in {folder}: {error.strerror or error}") from None
+    for entry, begin in zip(ordered, begins, strict=True):
+        yield entry.name, tensor_of(entry, memory[begin : begin + entry.nbytes])
+
+
+def _pieces(
+    ordered: Sequence[StateEntry], checkpoint: Checkpoint, progress: OnProgress
+) -> Iterator[tuple[int, int, memoryview]]:
+    """The bytes of these entries, which ascend: (number of the entry, where in it, bytes). Every block is read once."""
     needed = sorted({block for e in ordered for block in e.blocks})
-    memory: dict[int, bytearray] = {}
-    done = 0
     for count, (index, block) in enumerate(zip(needed, checkpoint.read_blocks(needed), strict=True), 1):
         start = index * BLOCK_BYTES
         for k, lo, hi in pieces_of(ordered, index):
-            offset = ordered[k].offset
-            if k not in memory:
-                memory[k] = bytearray(ordered[k].nbytes)
-            memory[k][lo - offset : hi - offset] = block[lo - start : hi - start]
+            yield k, lo - ordered[k].offset, block[lo - start : hi - start]
         progress(count * BLOCK_BYTES, len(needed) * BLOCK_BYTES)
-        while done < len(ordered) and ordered[done].stop <= start + BLOCK_BYTES:
-            yield ordered[done].name, tensor_of(ordered[done], memory.pop(done, bytearray()))
-            done += 1
-    for entry in ordered[done:]:  # without a byte
-        yield entry.name, tensor_of(entry, bytearray())
 
 
-def tensor_of(entry: StateEntry, memory: bytearray) -> Tensor:
+def tensor_of(entry: StateEntry, memory: bytearray | memoryview) -> Tensor:
     """An entry's tensor, in the memory of its bytes."""
     dtype = getattr(torch, entry.dtype)
     if not memory:
@@ -261,6 +314,12 @@ def _choose(found: Mapping[str, Tensor], targets: Mapping[str, Tensor], ties: li
             continue
         chosen[here[0]] = tensor
     unexpected = sorted(set(found) - set(targets))
+    _refuse(missing=missing, unexpected=unexpected, shapes=shapes, apart=apart)
+    return chosen
+
+
+def _refuse(*, missing: list[str], unexpected: list[str], shapes: list[str], apart: Sequence[str] = ()) -> None:
+    """Raises: ConfigError if there is any."""
     problems = [
         f"{words}: {_listed(names)}"
         for words, names in (
@@ -273,7 +332,6 @@ def _choose(found: Mapping[str, Tensor], targets: Mapping[str, Tensor], ties: li
     ]
     if problems:
         raise ConfigError(f"the weights do not fit the task's model; {'; '.join(problems)}")
-    return chosen
 
 
 def _states(
@@ -323,6 +381,6 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _listed(names: list[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more}"

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
@@ -49,6 +50,7 @@ _KINDS = {
 
 _IN_PAIRS = "float4_e2m1fn_x2"
 """Two numbers are one element for torch, and two for the format."""
+_ALIGNED = 64
 _HALVES = {"complex128": "float64", "complex32": "float16"}
 
 
@@ -134,8 +136,9 @@ class Aside:
 
     def room(self, size: int) -> int:
         """Where so many bytes have a place of their own."""
-        self._size += size
-        return self._size - size
+        begin = self._size
+        self._size += size + -size % _ALIGNED
+        return begin
 
     def write(self, at: int, data: memoryview) -> None:
         """Put bytes there. Raises: OSError."""
@@ -150,6 +153,13 @@ class Aside:
             check(count > 0, f"{size - done} bytes at {at + done} were not put aside")
             done += count
         return data
+
+    def mapped(self) -> memoryview:
+        """All that was put there; to change it changes no file. Raises: OSError."""
+        if not self._size:
+            return memoryview(b"")
+        self._file.truncate(self._size)
+        return memoryview(mmap(self._file.fileno(), self._size, access=ACCESS_COPY))
 
     def close(self) -> None:
         """They are not needed any more."""

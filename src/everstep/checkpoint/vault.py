@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from everstep.base.config_keys import MemoryTierConfig
-from everstep.base.errors import check
+from everstep.base.errors import CheckpointCorrupt, check
 from everstep.base.extents import WHOLE, Extents
-from everstep.exact.image import BLOCK_BYTES, Scatter
+from everstep.exact.digest import digest_bytes
+from everstep.exact.image import BLOCK_BYTES, Scatter, spread
 from everstep.exact.state import ModelState
 from everstep.protocol.moving.memory_retention import Retention, SnapshotKey
 
@@ -67,13 +68,37 @@ class StageState:
 
     def _fill(self, scatter: Scatter) -> None:
         for index, data in enumerate(self.blocks):
-            at = 0
-            for view in scatter.views(index) if data is not None else ():
-                view[:] = data[at : at + len(view)]  # type: ignore[index]
-                at += len(view)
             if data is not None:
+                spread(data, scatter.views(index))
                 scatter.written(index)
                 self.blocks[index] = None
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """A stage's state in this worker's own snapshots. sources: by block, the one that has it; None for those that are
+    not held here."""
+
+    made_of: dict[str, Any]
+    sources: list[Kept | None]
+
+    def manifest(self) -> dict[str, Any]:
+        """As of a snapshot."""
+        return self.made_of
+
+    def load_into(self, state: ModelState) -> None:
+        """Block by block: snapshots may lie with other hosts, where the state is larger than this one's memory. Raises:
+        CheckpointCorrupt if it does not fit, or is not what it was."""
+        state.load_with(self.made_of, self._fill)
+
+    def _fill(self, scatter: Scatter) -> None:
+        for index, source in enumerate(self.sources):
+            if source is not None:
+                data = source.read_block(index)
+                if digest_bytes(data) != self.made_of["blocks"][index]:
+                    raise CheckpointCorrupt(f"block {index} of a snapshot is not what it was")
+                spread(data, scatter.views(index))
+                scatter.written(index)
 
 
 class Vault:

@@ -92,7 +92,8 @@ def export_command(
         progress_bar(f"reading step {found.step}", not as_json) as progress,
     ):
         whole = kind in WITH_OPTIMIZER or optimizer
-        read = partial(read_weights, optimizer=optimizer) if whole else PassingWeights
+        beside_it = target.absolute().parent
+        read = partial(read_weights, optimizer=optimizer, aside=beside_it) if whole else PassingWeights
         weights = read(source, progress=progress)
         files = write_weights(weights, target, kind, hf_config=hf_config, shard_bytes=shard_bytes, beside=beside)
     size, count = sum(file.stat().st_size for file in files), len(weights.forms)

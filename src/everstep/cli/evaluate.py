@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,12 @@ from everstep.cli.verify import find_weights, read_weights
 from everstep.runtime.link.address import JOB_FILE
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from everstep.checkpoint.reader import Checkpoint
     from everstep.train.task import Task
 
+Give = Callable[["nn.Module"], None]
 _BATCH = 64
 
 
@@ -47,8 +51,8 @@ def command(task: str, source: Path, key_file: str | None, as_json: bool) -> int
     --from names, else the newest.
     """
     key = required_key(key_file)
-    with _weights(source, key, shown=not as_json) as (name, read):
-        metrics, samples = evaluate_task(task, source, read)
+    with _weights(source, key, shown=not as_json) as (name, give):
+        metrics, samples = evaluate_task(task, source, give)
     if as_json:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         told = {"task": task, "from": name, "split": "test", "samples": samples, "metrics": finite}
@@ -61,19 +65,19 @@ def command(task: str, source: Path, key_file: str | None, as_json: bool) -> int
 
 
 @contextmanager
-def _weights(source: Path, key: str | None, *, shown: bool) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
-    """(name of the weights, function that reads them); before that it tells the user who signed them."""
+def _weights(source: Path, key: str | None, *, shown: bool) -> Iterator[tuple[str, Give]]:
+    """(name of the weights, what gives a model them); before that it tells the user who signed them."""
     if key is None and not _is_checkpoint(source):
         path = find_weights(source)
         _tell(f"{path}: a safetensors file has no signature", shown)
         read_weights(path)
-        yield str(path), lambda: _from_file(path)
+        yield str(path), partial(_from_file, path)
         return
     place = find_place(str(source))
     found = choose(place)
     _tell(f"{found.name}: {origin_words(found)}", shown)
     with vouched(found, place.store, key) as checkpoint:
-        yield found.name, lambda: _from_checkpoint(checkpoint)
+        yield found.name, partial(_from_checkpoint, checkpoint)
 
 
 def _tell(words: str, shown: bool) -> None:
@@ -87,8 +91,8 @@ def _is_checkpoint(source: Path) -> bool:
     return named or (source.is_dir() and not (source / "final").exists() and any(source.glob("step-*")))
 
 
-def evaluate_task(text: str, source: Path, read: Callable[[], Mapping[str, Any]]) -> tuple[dict[str, float], int]:
-    """Metrics by name, and the number of samples behind them. read: returns the weights as `state_dict` has them.
+def evaluate_task(text: str, source: Path, give: Give) -> tuple[dict[str, float], int]:
+    """Metrics by name, and the number of samples behind them. give: puts the weights into the model.
 
     Raises: ConfigError if the weights do not fit the task's model; TaskError if the task raises.
     """
@@ -96,7 +100,6 @@ def evaluate_task(text: str, source: Path, read: Callable[[], Mapping[str, Any]]
 
     from everstep.data.batch import to_device
     from everstep.data.reading import by_index
-    from everstep.exact.extra_state import from_file, is_extra
     from everstep.train.evaluation import evaluate
     from everstep.train.precision import prepare_torch
     from everstep.train.stage import cut_into_shards
@@ -110,9 +113,9 @@ def evaluate_task(text: str, source: Path, read: Callable[[], Mapping[str, Any]]
     device = prepare_torch(task.config)
     model = calling(task, "build_model").to(device)
     try:
-        model.load_state_dict({name: from_file(t) if is_extra(name) else t for name, t in read().items()})
-    except RuntimeError as error:
-        raise ConfigError(f"{source} does not fit the task's model: {' '.join(str(error).split())[:400]}") from None
+        give(model)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
     cut_into_shards(task, model, task.config)
     dataset = by_index(calling(task, "build_dataset", "test"), _BATCH, task.config.seed)
     size = len(dataset)
@@ -149,13 +152,20 @@ def _config(task: Task, source: Path) -> Config:
     return effective_config(task.defaults, Request(()), script=True)
 
 
-def _from_file(weights: Path) -> Mapping[str, Any]:
+def _from_file(weights: Path, model: nn.Module) -> None:
     from safetensors.torch import load_file
 
-    return load_file(weights)
+    from everstep.exact.extra_state import from_file, is_extra
+
+    read = load_file(weights)  # it maps the file, so the tensors take no memory of their own
+    try:
+        model.load_state_dict({name: from_file(t) if is_extra(name) else t for name, t in read.items()})
+    except RuntimeError as error:
+        said = " ".join(str(error).split())[:400]
+        raise ConfigError(f"the weights do not fit the task's model: {said}") from None
 
 
-def _from_checkpoint(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    from everstep.checkpoint.interchange import read_weights as read_checkpoint
+def _from_checkpoint(checkpoint: Checkpoint, model: nn.Module) -> None:
+    from everstep.checkpoint.interchange import PassingWeights
 
-    return read_checkpoint(checkpoint).model
+    PassingWeights(checkpoint).fill(model)

@@ -47,15 +47,18 @@ def placement_rows(config: Config, probe: Probe) -> list[dict[str, Any]]:
 
 
 def _cell(config: Config, lanes: Sequence[int]) -> list[dict[str, Any]]:
-    """The processes of one worker, the head first: role, lanes in the order of the rounds, and shards of the model that
-    it computes of each."""
+    """The processes of one worker, the head first: role, host (its number in the worker), lanes in the order of the
+    rounds, and shards of the model that it computes of each."""
     cell, found = config.cell, []
     for rank in range(cell.ranks):
         seat, part = divmod(rank, cell.tp)
         own = cell.shards // cell.tp
         shards = list(range(part * own, (part + 1) * own)) if cell.shards > 1 else []
         role = "limb" if rank else "head"
-        found.append({"rank": rank, "role": role, "lanes": list(lanes[seat :: cell.fsdp]), "shards": shards})
+        host = rank * cell.hosts // cell.ranks
+        found.append(
+            {"rank": rank, "role": role, "host": host, "lanes": list(lanes[seat :: cell.fsdp]), "shards": shards}
+        )
     return found
 
 
@@ -94,7 +97,7 @@ def print_placement(config: Config, probe: Probe, *, as_json: bool) -> None:
         lines.append((*names, leader, backups, row["device"], lanes, *time))
     print("\n".join(aligned(lines)))
     if config.cell.ranks > 1:
-        for line in _cell_lines(rows):
+        for line in _cell_lines(rows, config.cell.hosts):
             print(line)
     batch = config.lanes * config.micro_batch
     print(f"global batch {batch} = {config.lanes} lanes x {config.micro_batch}")
@@ -104,17 +107,24 @@ def print_placement(config: Config, probe: Probe, *, as_json: bool) -> None:
         print(f"schedule {config.schedule}{chunks}{again}; {config.workers} workers, {config.spares} spares")
 
 
-def _cell_lines(rows: list[dict[str, Any]]) -> list[str]:
+def _cell_lines(rows: list[dict[str, Any]], hosts: int) -> list[str]:
     sharded = any(one["shards"] for row in rows for ranks in row["cells"].values() for one in ranks)
     staged = len(rows) > 1
-    lines: list[tuple[str, ...]] = [("stage",) * staged + ("cell", "rank", "", "lanes") + ("shards",) * sharded]
+    apart = hosts > 1
+    header = ("stage",) * staged + ("cell", "rank", "") + ("host",) * apart + ("lanes",) + ("shards",) * sharded
+    lines: list[tuple[str, ...]] = [header]
     for row in rows:
         for worker_id, ranks in row["cells"].items():
             for one in ranks:
                 shards = (span(one["shards"]),) if sharded else ()
                 names = *(str(row["stage"]),) * staged, worker_id, str(one["rank"]), one["role"]
-                lines.append((*names, span(one["lanes"]), *shards))
-    return ["", *aligned(lines), "parameters and the optimizer's state lie once in each cell's shared memory", ""]
+                where = (f"{one['host'] + 1} of {hosts}",) * apart
+                lines.append((*names, *where, span(one["lanes"]), *shards))
+    if apart:
+        said = f"parameters and the optimizer's state lie once in each cell, divided among its {hosts} hosts"
+    else:
+        said = "parameters and the optimizer's state lie once in each cell's shared memory"
+    return ["", *aligned(lines), said, ""]
 
 
 def _layers(names: list[str]) -> str:

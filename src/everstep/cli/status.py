@@ -131,7 +131,12 @@ def _from_files(run_dir: Path, history: History, running: bool) -> dict[str, Any
 def _cell_of(worker: dict[str, Any], config: Config) -> list[dict[str, Any]]:
     """The processes of a worker."""
     device = devices_of(parse_map(config.map, config.stages)).get(worker["worker_id"], config.device)
-    return [{"cell_rank": rank, "pid": pid, "device": device} for rank, pid in enumerate(worker.get("pids", ()))]
+    pids = worker.get("pids", ())
+    hosts = worker.get("hosts") or [worker["host"]] * len(pids)
+    return [
+        {"cell_rank": rank, "pid": pid, "device": device, "host": host}
+        for rank, (pid, host) in enumerate(zip(pids, hosts, strict=False))
+    ]
 
 
 def workers_of(facts: Facts) -> list[dict[str, Any]]:
@@ -143,6 +148,7 @@ def workers_of(facts: Facts) -> list[dict[str, Any]]:
             "pid": worker.pid,
             "pids": list(worker.pids),
             "host": worker.host or "unknown",
+            **({"hosts": list(worker.hosts)} if worker.hosts else {}),
             "stage": worker.stages[0] if worker.stages else None,
             "stages": list(worker.stages),
             "role": "joining" if worker.role == "healing" else worker.role,
@@ -183,6 +189,9 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
         name = f"{w['worker_id']}.{w['incarnation']}"
         speed = f"{w['samples_per_s']:.1f}" if w["samples_per_s"] else "-"
         lines.append((name, w["role"], stage, lanes, str(w["step"]), speed, str(w["pid"] or "-"), w["host"]))
+        for one in w["cell"][1:] if w.get("hosts") else ():
+            of_limb = f"{w['worker_id']}/{one['cell_rank']}", "limb", *"----"
+            lines.append((*of_limb, str(one["pid"] or "-"), one["host"]))
     print("\n".join(aligned(lines)))
 
 

@@ -38,7 +38,8 @@ _STILL = ("dead", "left", "ended", "spare", "healing")
 
 
 class WorkerRow(NamedTuple):
-    """A worker's row for a page, in this order. rate: samples per second; rss: bytes; cpu: cores; since: ms."""
+    """A worker's row for a page, in this order. rate: samples per second; rss: bytes; cpu: cores; since: ms. cell:
+    each process of one on several hosts, and its host; "" for others."""
 
     state: str
     stage: int | None
@@ -57,6 +58,7 @@ class WorkerRow(NamedTuple):
     since: int
     spent: dict[str, Any] | None
     device: dict[str, int] | None
+    cell: str
 
 
 @dataclass
@@ -207,6 +209,7 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
         if not rate and measured is not None and feed.running and state not in _STILL:
             rate = measured.samples_per_s
         stages = list(now.get("stages") or ()) if now else list(worker.stages)
+        pids, hosts = (now.get("pids") or (), now.get("hosts") or ()) if now else (worker.pids, worker.hosts)
         rows[worker_id] = WorkerRow(
             state,
             stages[0] if stages else worker.stage if state == "dead" else None,
@@ -217,7 +220,7 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
             int(number(measured.row.get("rss_bytes"))) if measured else None,
             round(measured.cpu_share, 2) if measured and measured.cpu_share is not None else None,
             (now.get("pid") if now else worker.pid) if state not in ("dead", "left", "ended") else None,
-            one_line((now or {}).get("host") or worker.host, 80),
+            one_line(", ".join(dict.fromkeys(hosts)) or (now or {}).get("host") or worker.host, 80),
             life,
             one_line(measured.row.get("phase"), 20) if measured and feed.running else "",
             worker.cause,
@@ -225,6 +228,7 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
             worker.since_ns // 1_000_000,
             _spent(measured) if feed.running else None,
             _device(measured),
+            ", ".join(f"{rank}: {pid} on {host}" for rank, (pid, host) in enumerate(zip(pids, hosts, strict=False))),
         )
     return rows
 

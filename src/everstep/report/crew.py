@@ -97,6 +97,8 @@ class Crew:
         listed = pids if isinstance(pids, list) else [worker.pid]
         worker.pids = tuple(one for one in listed[:MOST_LISTED] if isinstance(one, int))
         worker.host = one_line(event.get("node") or event.get("host"), 80)
+        hosts = event.get("hosts")
+        worker.hosts = tuple(one_line(one, 80) for one in hosts[:MOST_LISTED]) if isinstance(hosts, list) else ()
 
     def suspect(self, event: Event, time_ns: int) -> None:
         """Note that a worker may be dead."""

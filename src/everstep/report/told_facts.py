@@ -15,7 +15,8 @@ _GOES_ON = 3
 @dataclass
 class WorkerFact:
     """Facts of one worker. state: leader, active, standby, spare, healing, suspect, dead or left; role: the state of
-    its seat, whether it lives or not. cause and reason: of the state, None and "" if it has none."""
+    its seat, whether it lives or not. hosts: of each process, if they are on several. cause and reason: of the state,
+    None and "" if it has none."""
 
     worker_id: int
     incarnation: int = 0
@@ -26,6 +27,7 @@ class WorkerFact:
     pid: int | None = None
     pids: tuple[int, ...] = ()
     host: str = ""
+    hosts: tuple[str, ...] = ()
     since_ns: int = 0
     cause: Cause | None = None
     reason: str = ""

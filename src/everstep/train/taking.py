@@ -21,7 +21,7 @@ from everstep.base.errors import CollectiveAborted, EverstepError
 from everstep.base.extents import NONE, WHOLE, Extents, Sizes
 from everstep.base.own_pages import own_pages
 from everstep.base.plan import Member, Plan, WorkerKey
-from everstep.checkpoint.vault import StageState
+from everstep.checkpoint.vault import Kept, StageState
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, sizes_of
 from everstep.placement.shards import share as share_of
@@ -272,17 +272,34 @@ def own_blocks(
     manifest: Mapping[str, Any], missing: Extents = NONE, own: Iterable[Held] = ()
 ) -> list[memoryview | None]:
     """A stage's blocks as far as they are here, where they are those of the manifest; of those missing, none."""
+    blocks: list[memoryview | None] = [None] * len(manifest["blocks"])
+    for n, _, data in _sound(manifest, missing, own):
+        blocks[n] = data
+    return blocks
+
+
+def own_sources(manifest: Mapping[str, Any], own: Iterable[Held]) -> list[Kept | None]:
+    """By block, which of these snapshots has it as the manifest says."""
+    sources: list[Kept | None] = [None] * len(manifest["blocks"])
+    for n, readable, _ in _sound(manifest, NONE, own):
+        sources[n] = readable
+    return sources
+
+
+def _sound(
+    manifest: Mapping[str, Any], missing: Extents, own: Iterable[Held]
+) -> Iterator[tuple[int, Kept, memoryview]]:
+    """Each block that is here and is that of the manifest, once: (number, snapshot that has it, bytes)."""
     of, digests = sizes_of(manifest), manifest["blocks"]
-    blocks: list[memoryview | None] = [None] * len(digests)
     missing = missing if missing.fits(Extents(of=of)) else WHOLE
     gone = {n for lo, hi in missing.spans(of) for n in range(lo, hi)}
-    for readable, there in own if len(gone) < len(blocks) else ():
+    for readable, there in own if len(gone) < len(digests) else ():
         spans = there.spans((("", readable.n_blocks),))
-        for n in {n for lo, hi in spans for n in range(lo, min(hi, len(blocks)))} - gone:
-            data = readable.read_block(n) if blocks[n] is None else None
-            if data is not None and digest_bytes(data) == digests[n]:
-                blocks[n] = data
-    return blocks
+        for n in {n for lo, hi in spans for n in range(lo, min(hi, len(digests)))} - gone:
+            data = readable.read_block(n)
+            if digest_bytes(data) == digests[n]:
+                gone.add(n)
+                yield n, readable, data
 
 
 def _next_few(left: Mapping[int, Extents], stage: int, of: Sizes) -> Extents:

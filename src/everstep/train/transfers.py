@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from everstep.base.cause import Cause, Why
-from everstep.base.errors import CollectiveAborted, EverstepError, check
+from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, EverstepError, check
 from everstep.base.extents import WHOLE, Extents, Sizes, union
 from everstep.base.plan import Plan
 from everstep.checkpoint.manifest import Manifest
-from everstep.checkpoint.vault import StageState
+from everstep.checkpoint.vault import KeptState, StageState
 from everstep.exact.image import sizes_of
 from everstep.exact.snapshot import Snapshot, StandingState
 from everstep.placement.shards import fed_blocks, share
@@ -33,7 +33,7 @@ from everstep.train.loop_state import LoopState
 from everstep.train.loop_survey import CHANGED, recorded
 from everstep.train.replica import StageReplica
 from everstep.train.saving import LOOP, PAST, Restorer
-from everstep.train.taking import Copier, Taking, own_blocks
+from everstep.train.taking import Copier, Taking, own_sources
 from everstep.train.updates import Updates
 from everstep.train.view import WorkerView
 
@@ -210,17 +210,17 @@ class Transfers:
         kept = self._keeper.held(step)
         return [*found, kept[stage]] if stage in kept else found
 
-    def _kept(self, plan: Plan, stage: int, step: int) -> StageState:
+    def _kept(self, plan: Plan, stage: int, step: int) -> KeptState:
         """A snapshot that was stated to be in this worker's memory, checked. Raises: Unusable if it lacks blocks of
         this worker's share."""
         kept = self._keeper.held(step).get(stage)
         own = [kept] if kept is not None and kept[1].whole else self._own(stage, step)
         check(bool(own), f"stage {stage} of step {step} was stated as kept")
         manifest = own[-1][0].manifest()
-        blocks, of = own_blocks(manifest, own=own), sizes_of(manifest)
-        there = Extents.numbered(of, (n for n, block in enumerate(blocks) if block is not None))
+        sources, of = own_sources(manifest, own), sizes_of(manifest)
+        there = Extents.numbered(of, (n for n, source in enumerate(sources) if source is not None))
         if there.covers(share(plan.shard(self._view.me, stage), of)):
-            return StageState(manifest, blocks)
+            return KeptState(manifest, sources)
         self._keeper.check(stage, step)
         why = Why(Cause.CORRUPT, f"the snapshot of stage {stage} at step {step} is not what it was")
         raise Unusable(why, torn=False)
@@ -281,9 +281,9 @@ class Transfers:
         self._updates.arrive(outcome, number)
         return do.Copied(records, built=built, sizes=sizes)
 
-    def _put(self, operation: do.Restore, own: Mapping[int, StageState]) -> dict[int, str]:
+    def _put(self, operation: do.Restore, own: Mapping[int, KeptState]) -> dict[int, str]:
         """Put the stages in place that come from this worker's memory, or are built; drop other stages of the step.
-        Returns digests of the built states."""
+        Returns digests of the built states. Raises: Unusable."""
         machine = self._view.driver.machine
         stays = machine.held if operation.step == machine.position.step else {}
         # At step 0 a later plan would take a stage that is left of another step for an initial state.
@@ -295,7 +295,10 @@ class Transfers:
                     self._view.stages.rebuild(stage)
                     built[stage] = self._view.stages.first(stage)
             elif ids[0] == self._view.me and stage not in operation.stands:
-                _load_stage(self._view.stages[stage], own[stage])
+                try:
+                    _load_stage(self._view.stages[stage], own[stage])
+                except CheckpointCorrupt as error:
+                    raise Unusable(Why(error.cause, f"the snapshot of step {operation.step}: {error}"), True) from error
             else:
                 self._view.stages[stage].abandon()
         return built
@@ -389,13 +392,16 @@ def _loop_goes_on(view: WorkerView, position: Key) -> Iterator[bool]:
         heal.unpack_state(application, own)
 
 
-def _sizes(received: Iterable[ReceivedOffer], own: Mapping[int, StageState] = {}) -> dict[int, Sizes]:
+def _sizes(received: Iterable[ReceivedOffer], own: Mapping[int, KeptState] = {}) -> dict[int, Sizes]:
     """Sizes of the states that came in parts, or in parts from this worker's own memory: by stage."""
-    states = [*own.items(), *(item for offer in received for item in offer.states.items())]
-    return {stage: sizes_of(state.manifest()) for stage, state in states if None in state.blocks}
+    came = [
+        (stage, state.manifest()) for offer in received for stage, state in offer.states.items() if None in state.blocks
+    ]
+    kept = [(stage, state.manifest()) for stage, state in own.items() if None in state.sources]
+    return {stage: sizes_of(manifest) for stage, manifest in (*kept, *came)}
 
 
-def _load_stage(replica: StageReplica, state: StageState) -> None:
+def _load_stage(replica: StageReplica, state: StageState | KeptState) -> None:
     replica.abandon()
     state.load_into(replica.state)
     replica.prove_update()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
+import tracemalloc
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +44,9 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 
 def exported(checkpoint: Checkpoint, path: Path, kind: str, optimizer: bool = False) -> Path:
     whole = optimizer or kind in (DCP, TORCH)
-    write_weights(read_weights(checkpoint, optimizer=optimizer) if whole else PassingWeights(checkpoint), path, kind)
+    aside = path.parent / "aside"
+    read = read_weights(checkpoint, optimizer=optimizer, aside=aside) if whole else PassingWeights(checkpoint)
+    write_weights(read, path, kind)
     return path
 
 
@@ -67,6 +71,44 @@ def test_the_memory_of_a_tensor_is_made_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(interchange, "bytearray", counted, raising=False)
     assert_same(read_weights(checkpoint_of(model, None, tmp_path / "checkpoint")).model, model.state_dict())
     assert made.count(model.weight.nbytes) == 1
+
+
+def test_tensors_that_are_put_aside_take_no_memory(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(4096, 2048, bias=False) for _ in range(4)))
+    saved = checkpoint_of(model, None, tmp_path / "checkpoint")
+    tracemalloc.start()
+    try:
+        found = read_weights(saved, aside=tmp_path).model
+        held = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert held < 64 << 20 < sum(tensor.nbytes for tensor in found.values())
+    assert_same(found, model.state_dict())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def test_no_room_aside_is_told(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, data: Any, at: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StoreError, match=f"cannot put tensors aside in {tmp_path}: No space left on device"):
+        read_weights(checkpoint, aside=tmp_path)
+
+
+def test_a_model_is_filled_tensor_by_tensor(checkpoint: Checkpoint) -> None:
+    model = trained(seed=5)[0]
+    PassingWeights(checkpoint).fill(model)
+    assert_same(model.state_dict(), expected())
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    model.low = torch.nn.Linear(6, 5, dtype=torch.bfloat16)
+    del model.scale
+    model.more = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ConfigError) as told:
+        PassingWeights(checkpoint).fill(model)
+    text = str(told.value)
+    assert "missing: more; unexpected: scale; of another type or shape: low.weight ([6, 6] there, [5, 6] in" in text
+    assert torch.equal(model.embed.weight, before["embed.weight"])
 
 
 def test_torch_save(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -245,6 +245,28 @@ def test_nobody_has_the_process_ids_of_a_job_that_is_over(tmp_path: Path, capsys
     assert capsys.readouterr().out.splitlines()[-1].split()[-2:] == ["-", "here"]
 
 
+def test_processes_of_a_worker_on_several_hosts_have_a_line_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = job_dir(tmp_path)
+    log = EventLog(run_dir / "events.jsonl")
+    log.write("job_started", step=0, workers=1)
+    cell = {"pids": [4711, 4712, 99], "hosts": ["here", "here", "there"]}
+    log.write("worker_joined", worker_id=0, incarnation=0, pid=4711, host="here", **cell)
+    with run_lock(run_dir):
+        log.write("job_started", step=0, workers=1)
+        log.write("worker_joined", worker_id=0, incarnation=0, pid=4711, host="here", **cell)
+        (worker,) = read_status(run_dir)["workers"]
+        assert [(one["pid"], one["host"]) for one in worker["cell"]] == list(zip(*cell.values(), strict=True))
+        assert run_command(["status", str(run_dir)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert [(line[0], *line[-2:]) for line in lines] == [
+        ("0.0", "4711", "here"),
+        ("0/1", "4712", "here"),
+        ("0/2", "99", "there"),
+    ]
+
+
 def test_nobody_to_scale_or_drain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = job_dir(tmp_path)
     for argv in (["scale", str(run_dir), "--workers", "2"], ["drain", str(run_dir), "0"]):

@@ -25,7 +25,7 @@ def _metrics(folder: Path, name: str, shards: int) -> dict[str, float]:
     (folder / JOB_FILE).write_text(json.dumps({"task": f"{TASKS}:{name}", "argv": [], "config": to_dict(config)}))
     torch.manual_seed(3)
     weights = {"Sharded": Sharded, "Text": Text}[name]().build_model().state_dict()
-    return evaluate_task(f"{TASKS}:{name}", folder, lambda: weights)[0]
+    return evaluate_task(f"{TASKS}:{name}", folder, lambda model: model.load_state_dict(weights))[0]
 
 
 def test_the_shards_of_the_job_are_those_of_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

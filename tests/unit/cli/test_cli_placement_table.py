@@ -52,12 +52,27 @@ def test_processes_of_each_worker_are_drawn(capsys: pytest.CaptureFixture[str]) 
     task.config = config(**{"workers": 2, "lanes": 6, "cell.fsdp": 2})
     (row,) = placement_rows(task.config, looked(task))
     assert row["cells"]["1"] == [
-        {"rank": 0, "role": "head", "lanes": [3, 5], "shards": []},
-        {"rank": 1, "role": "limb", "lanes": [4], "shards": []},
+        {"rank": 0, "role": "head", "host": 0, "lanes": [3, 5], "shards": []},
+        {"rank": 1, "role": "limb", "host": 0, "lanes": [4], "shards": []},
     ]
     print_placement(task.config, Probe(), as_json=False)
     said = capsys.readouterr().out
     assert "limb" in said and "lie once in each cell's shared memory" in said
+
+
+def test_hosts_of_each_process_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    task = Four()
+    task.config = config(**{"lanes": 4, "cell.fsdp": 4, "cell.hosts": 2})
+    print_placement(task.config, looked(task), as_json=False)
+    said = capsys.readouterr().out
+    drawn = [line.split() for line in said.splitlines() if "limb" in line or "head" in line]
+    assert [(*row[1:3], " ".join(row[3:6])) for row in drawn] == [
+        ("0", "head", "1 of 2"),
+        ("1", "limb", "1 of 2"),
+        ("2", "limb", "2 of 2"),
+        ("3", "limb", "2 of 2"),
+    ]
+    assert "once in each cell, divided among its 2 hosts" in said
 
 
 def test_shards_of_each_process_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:

@@ -623,6 +623,17 @@ def test_what_a_worker_uses_is_that_of_its_present_life(tmp_path: Path) -> None:
     assert (rows["1"]["rss"], rows["1"]["phase"]) == (None, "")
 
 
+def test_the_hosts_of_a_workers_processes_are_named(tmp_path: Path) -> None:
+    feed = RunFeed(make_run(tmp_path))
+    feed.history.load()
+    said = {"worker_id": 1, "incarnation": 0, "pid": 3, "host": "x", "role": "active", "step": 0, "lanes": [0]}
+    feed.running, feed.status = True, {"workers": [{**said, "pids": [3, 4], "hosts": ["x", "y"]}]}
+    feed.history.begins = lambda running: False  # type: ignore[method-assign]
+    row = worker_rows(feed)[1]
+    assert (row.host, row.cell) == ("x, y", "0: 3 on x, 1: 4 on y")
+    assert worker_rows(feed)[0].cell == ""
+
+
 def test_skipped_checkpoints_have_their_own_count(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     told = [

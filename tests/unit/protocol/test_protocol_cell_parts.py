@@ -70,6 +70,17 @@ def test_one_of_two_on_different_hosts_becomes_the_worker() -> None:
     assert parts.world.coordinator.job.agreement.plan.worker_ids == (0,)
 
 
+def test_a_worker_is_shown_once_with_the_host_of_each_process() -> None:
+    parts = Parts(2)
+    for i in range(2):
+        parts.looks(i, i)
+    parts.ready(0, 0)
+    (shown,) = parts.world.coordinator.status()["workers"]
+    assert (shown["worker_id"], shown["pids"], shown["hosts"]) == (0, [1000, 1010], ["a0", "a1"])
+    joined = parts.world.report("worker_joined")
+    assert (joined["pids"], joined["hosts"]) == ([1000, 1010], ["a0", "a1"])
+
+
 def test_who_has_not_heard_of_its_cell_is_told_again() -> None:
     parts = Parts(2)
     for i in range(2):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -199,6 +201,42 @@ def test_a_snapshot_that_is_not_what_it_was_is_told_before_anything_changes(monk
         mover.transfers.restore(do.Restore(1, 3, PLAN, 2, {1: (ME,)}, {}, ()))
     assert raised.value.why.cause is Cause.CORRUPT and not raised.value.torn
     assert mover.said("keeper.check") == [(1, 2)] and "updates.stand_still" not in mover.names()
+
+
+class Rotting(StageState):
+    """Once it has been checked, a block of it changes; at most one is read at a time."""
+
+    def read_block(self, index: int) -> memoryview:
+        block = super().read_block(index)
+        self.blocks[index] = memoryview(bytes(len(block)))
+        return block
+
+
+def test_a_snapshot_that_changes_after_it_was_checked_ends_the_worker(monkeypatch) -> None:
+    mover, state = Mover(), other(12).copied()
+    mover.kept[2] = {1: (Rotting(state.made_of, state.blocks), WHOLE)}
+    gives(monkeypatch, mover)
+    with pytest.raises(Unusable, match="the snapshot of step 2: block 0 of a snapshot is not what it was") as raised:
+        mover.transfers.restore(do.Restore(1, 3, PLAN, 2, {1: (ME,)}, {}, ()))
+    assert raised.value.why.cause is Cause.CORRUPT and raised.value.torn
+
+
+def test_blocks_of_a_snapshot_are_read_as_they_are_loaded(monkeypatch) -> None:
+    """It may lie with other hosts, and be larger than the memory of this one."""
+    mover, mine, read = Mover(), other(12), list[weakref.ref[Any]]()
+
+    class Elsewhere(StageState):
+        def read_block(self, index: int) -> memoryview:
+            assert sum(one() is not None for one in read) <= 1, "blocks that were read before are still here"
+            block = np.frombuffer(super().read_block(index), np.uint8).copy()
+            read.append(weakref.ref(block))
+            return memoryview(block)
+
+    state = mine.copied()
+    mover.kept[2] = {1: (Elsewhere(state.made_of, state.blocks), WHOLE)}
+    gives(monkeypatch, mover)
+    mover.transfers.restore(do.Restore(1, 3, PLAN, 2, {1: (ME,)}, {}, ()))
+    assert len(read) == 2 * state.n_blocks and torch.equal(mover.stages[1].weights(), mine.weights())
 
 
 def test_a_snapshot_of_the_own_share_is_enough(monkeypatch) -> None:

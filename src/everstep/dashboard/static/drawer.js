@@ -65,7 +65,7 @@ export class Drawer {
       ["memory", bytes(row.rss)],
       ["processor", row.cpu === null ? "–" : `${number(row.cpu, 2)} cores`],
       ...(used.allocated ? [["device memory", `${bytes(used.allocated)} allocated, ${bytes(used.reserved)} reserved`]] : []),
-      ["process", row.pid ? `${row.pid} on ${row.host || "?"}` : "–"],
+      [row.cell ? "processes by rank" : "process", row.pid ? row.cell || `${row.pid} on ${row.host || "?"}` : "–"],
     ];
     const signature = JSON.stringify(pairs);
     if (this.shown !== signature) {

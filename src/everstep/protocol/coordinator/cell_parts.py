@@ -49,10 +49,13 @@ class CellParts:
             for connection, _ in found:
                 self._env.send(connection, CellFormed(cell=cell))
 
+    def cell_of(self, key: WorkerKey) -> list[WorkerKey]:
+        """The parts of the worker that this life is a part of, the head first; itself, if it is of none."""
+        return [part.key for part in self._cells.get(key, ())] or [key]
+
     def head_of(self, key: WorkerKey) -> WorkerKey:
         """The head of the worker that this life is a part of; itself, if it is of none."""
-        cell = self._cells.get(key)
-        return key if cell is None else cell[0].key
+        return self.cell_of(key)[0]
 
     def over(self, key: WorkerKey) -> list[WorkerKey]:
         """This life is over. Returns those that have to end with it."""

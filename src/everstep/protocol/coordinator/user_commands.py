@@ -17,6 +17,7 @@ from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.environment import listed
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Worker
+from everstep.protocol.coordinator.workers import processes
 from everstep.protocol.messages import Command, CommandReply, InjectFault, JobHello
 from everstep.protocol.roles import COMMANDS, READ, command_refusal
 
@@ -216,7 +217,11 @@ def status(job: JobState) -> dict[str, Any]:
         "target": job.slots.target,
         "cause": why.cause if why is not None else None,
         "reason": why.reason if why is not None else "",
-        "workers": [_worker_status(job, w) for _, w in sorted(job.membership.workers.items())],
+        "workers": [
+            _worker_status(job, w)
+            for _, w in sorted(job.membership.workers.items())
+            if job.slots.parts.head_of(w.key) == w.key
+        ],
         **job.profiling.status(),
     }
 
@@ -243,7 +248,7 @@ def _worker_status(job: JobState, worker: Worker) -> dict[str, Any]:
     stages = plan.stages_of(worker_id) if takes_part else ()
     return {
         **worker.named,
-        "pids": list(worker.pids),
+        **processes(job, worker),
         "host": job.agents.shown_host(worker),
         "stage": stages[0] if stages else None,
         "stages": list(stages),

@@ -65,7 +65,8 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
     first = not worker.greeted and not job.agreement.in_any_plan(key)
     membership.greet(worker, name, hello, awaited=job.agreement.awaits(key))
     if first:
-        pids = {"pids": list(worker.pids)} if len(worker.pids) > 1 else {}
+        found = processes(job, worker)
+        pids = found if len(found["pids"]) > 1 else {}
         where = {"host": worker.host, "step": worker.step, "generation": job.agreement.generation}
         where |= {"node": shown} if (shown := job.agents.shown_host(worker)) != worker.host else {}
         job.env.report("worker_joined", Why(Cause.JOINED, "it is ready"), **worker.named, **pids, **where)
@@ -73,6 +74,14 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
     job.profiling.remind(worker)
     if job.agreement.plan.has(key) and key.worker_id == job.agreement.plan.leader(0):
         job.saving.remind()
+
+
+def processes(job: JobState, worker: Worker) -> dict[str, Any]:
+    """Pids of a worker's processes, by rank, and the host of each if they are on several."""
+    parts = job.membership.living(job.slots.parts.cell_of(worker.key))
+    found = [(pid, job.agents.shown_host(part)) for part in parts for pid in part.pids]
+    hosts = [host for _, host in found]
+    return {"pids": [pid for pid, _ in found], **({"hosts": hosts} if len({*hosts}) > 1 else {})}
 
 
 def _refusal(job: JobState, hello: m.WorkerHello) -> Why | None:
