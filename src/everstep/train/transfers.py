@@ -114,7 +114,7 @@ class Transfers:
         position = effect.position
         offer = Offer(position=position, records=effect.records, held={})
         if effect.live:
-            offer = self._live(effect, effect.live, self._standing if effect.ends else self._shelved)
+            offer = self._live(effect, effect.live, _standing if effect.ends else _shelved)
         held: dict[int, list[Held]] = {k: list(of) for k, of in offer.held.items()}
         for stage, kept in self._keeper.held(position.step).items():
             held.setdefault(stage, []).append(kept)
@@ -128,7 +128,7 @@ class Transfers:
 
         def make(asked: Sequence[AskerCame]) -> Offer:
             there = {k: of & self._asked_of(k, asked) for k, of in held.items()}
-            return self._live(effect, there, self._snapshot)
+            return self._live(effect, there, _snapshot)
 
         self._donor.offer(make, effect.tickets)
 
@@ -142,7 +142,7 @@ class Transfers:
         self,
         effect: do.Shelve | do.OfferFeeds,
         there: Mapping[int, Extents],
-        readable: Callable[[int, Extents], Snapshot | StandingState],
+        readable: Callable[[StageReplica, Extents], Snapshot | StandingState],
     ) -> Offer:
         """Offer of the state as it is, but for the loop's: its taker enters the loop's body right after the update.
         there: blocks that are here, by stage."""
@@ -152,32 +152,13 @@ class Transfers:
             position=position,
             records=effect.records,
             gathers=dict(effect.gathers),
-            held={stage: [(readable(stage, blocks), blocks)] for stage, blocks in there.items()},
+            held={k: [(readable(view.stages[k], blocks), blocks)] for k, blocks in there.items()},
             application=loop.going_on(position.step + 1) if past else loop.told(position.step),
             past=past,
             untold=view.publisher.untold.packed(),
             changed=loop.changed(),
             names={k: names_of(view.stages[k].parts.model, view.stages[k].state) for k in there if view.stages.split},
         )
-
-    def _snapshot(self, stage: int, there: Extents) -> Snapshot:
-        replica = self._view.stages[stage]
-        replica.lanes.settle_buffers()
-        snapshot = replica.state.clone_snapshot(there)
-        snapshot.start()
-        return snapshot
-
-    def _shelved(self, stage: int, there: Extents) -> Snapshot | StandingState:
-        """No member makes the next update before all have copied what they lack, so no copy is needed for them where
-        other threads can read the state."""
-        replica = self._view.stages[stage]
-        near = replica.state.memory.others is None and all(p.device.type == "cpu" for p in replica.everything)
-        return self._standing(stage, there) if near else self._snapshot(stage, there)
-
-    def _standing(self, stage: int, there: Extents, *, shared: bool = True) -> StandingState:
-        replica = self._view.stages[stage]
-        replica.lanes.settle_buffers()
-        return replica.state.standing(shared=shared)
 
     # ---- taking, when a generation settles
 
@@ -206,7 +187,7 @@ class Transfers:
         found: list[Held] = []
         if view.step == step and stage in view.stages:
             there = view.driver.machine.held.get(stage, WHOLE)
-            found.append((self._standing(stage, there, shared=False), there))
+            found.append((_standing(view.stages[stage], there, shared=False), there))
         kept = self._keeper.held(step)
         return [*found, kept[stage]] if stage in kept else found
 
@@ -399,6 +380,25 @@ def _sizes(received: Iterable[ReceivedOffer], own: Mapping[int, KeptState] = {})
     ]
     kept = [(stage, state.manifest()) for stage, state in own.items() if None in state.sources]
     return {stage: sizes_of(manifest) for stage, manifest in (*kept, *came)}
+
+
+def _snapshot(replica: StageReplica, there: Extents) -> Snapshot:
+    replica.lanes.settle_buffers()
+    snapshot = replica.state.clone_snapshot(there)
+    snapshot.start()
+    return snapshot
+
+
+def _shelved(replica: StageReplica, there: Extents) -> Snapshot | StandingState:
+    """No member makes the next update before all have copied what they lack, so no copy is needed for them where other
+    threads can read the state."""
+    near = replica.state.memory.others is None and all(p.device.type == "cpu" for p in replica.everything)
+    return _standing(replica, there) if near else _snapshot(replica, there)
+
+
+def _standing(replica: StageReplica, there: Extents, *, shared: bool = True) -> StandingState:
+    replica.lanes.settle_buffers()
+    return replica.state.standing(shared=shared)
 
 
 def _load_stage(replica: StageReplica, state: StageState | KeptState) -> None:
