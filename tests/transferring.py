@@ -46,10 +46,10 @@ class Recorder:
         self._calls, self._name, self._answers = calls, name, answers
 
     def __getattr__(self, name: str) -> Any:
-        def called(*args: Any) -> Any:
-            self._calls.append((f"{self._name}.{name}", *args))
+        def called(*args: Any, **more: Any) -> Any:
+            self._calls.append((f"{self._name}.{name}", *args, *more.values()))
             answer = self._answers.get(name)
-            return answer(*args) if callable(answer) else answer
+            return answer(*args, **more) if callable(answer) else answer
 
         return called
 
