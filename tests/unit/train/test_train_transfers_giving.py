@@ -109,7 +109,7 @@ def test_who_follows_gets_all_of_the_stages_as_they_are() -> None:
     mover = Mover()
     mover.transfers.handlers()[do.OfferFeeds](do.OfferFeeds(HERE, RECORDS, {HERE: OTHERS}, (1,)))
     ((make, tickets),) = mover.said("donor.offer")
-    offer = make()
+    offer = make([SimpleNamespace(stages=(1,), joint=None)])
     assert [(k, there) for k, [(_, there)] in offer.held.items()] == [(1, WHOLE)] and not tickets
     assert same(offer.held[1][0][0], mover.stages[1]) and list(offer.names) == [1]
     assert (offer.position, offer.records, offer.gathers) == (HERE, RECORDS, {HERE: OTHERS})
