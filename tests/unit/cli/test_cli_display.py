@@ -459,7 +459,7 @@ def test_incidents_and_warnings_stay_above_the_live_view(tmp_path: Path) -> None
 
 
 def test_small_words() -> None:
-    assert [duration(s) for s in (0.4, 65, 3720)] == ["0s", "1m05s", "1h02m"]
+    assert [duration(s) for s in (0.4, 65, 3720, 363_600)] == ["0s", "1m05s", "1h02m", "4d05h"]
     assert step_line(Facts(), 3, None) == "step 3  generation 0"
     facts = Facts()
     for step in (1, 2):
