@@ -468,6 +468,14 @@ def test_small_words() -> None:
     assert step_line(facts, 2, None) == "step 2  loss 1.0000  lr 0.00125  400 tokens/s  generation 0"
 
 
+def test_a_narrow_line_of_numbers_breaks_between_them() -> None:
+    from everstep.cli.top import whole_lines
+
+    parts = ["step 10/12", "goodput 76.9 % (65.6 % by capacity)", "812 samples/s"]
+    assert whole_lines(parts, 80) == ["  ".join(parts)]
+    assert whole_lines(parts, 20) == parts and whole_lines([], 20) == [""]
+
+
 def test_a_line_about_a_standstill_promises_no_end() -> None:
     facts = facts_of([event("job_started", 0), plan(1, {"0": [0]}, 0, 0.6), *(commit(n, n) for n in range(1, 5))])
     said = ["step 4/8  loss 1.0000  64 samples/s  eta 4s", "step 4/8  loss 1.0000  2 samples/s"]
