@@ -174,7 +174,7 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
         ("goodput", _percent(goodput(seconds))),
         ("goodput by capacity", _percent(history.goodput_by_capacity(running))),
         ("faults" if over else "faults survived", str(history.faults(running))),
-        ("median recovery", time_text(median(durations)) if durations else "none needed"),
+        ("median recovery", time_text(median(durations)) if durations else _no_recovery(history, running)),
         ("steps lost", str(facts.course.steps_lost)),
     ]
     tiles += [("loss or gradient not finite", str(facts.course.strange))] if facts.course.strange else []
@@ -185,6 +185,10 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in tiles
     )
     return f'<div class="tiles">{cells}</div>'
+
+
+def _no_recovery(history: History, running: bool) -> str:
+    return "none has ended" if any(one.end_ns is None for one in history.incidents(running)) else "none needed"
 
 
 def _story(history: History, running: bool) -> list[str]:

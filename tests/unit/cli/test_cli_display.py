@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -554,7 +555,8 @@ def test_a_member_is_never_behind_the_step_above_it(tmp_path: Path) -> None:
 
     sample = {"t": S, "host": "here", "workers": [{"worker_id": 0, "incarnation": 0, "step": 2, "samples": 4}]}
     (tmp_path / "here.jsonl").write_text(json.dumps(sample) + "\n")
-    facts = facts_of([*SPLIT, *(commit(i, i) for i in range(1, 5))])
+    later_s = time.time() + 600  # it does not stand still
+    facts = facts_of([*SPLIT, *(commit(i, later_s + i) for i in range(1, 5))])
     parts = ["step 4/9", "loss 1.0000", "64 samples/s", "eta 5s", "generation 1"]
     for width in range(40, 90):
         out = Console(file=io.StringIO(), width=width, height=20)
