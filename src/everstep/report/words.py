@@ -158,6 +158,8 @@ def size_text(size_bytes: float) -> str:
 
 def time_text(seconds: float) -> str:
     """Time in words: 850 us, 12 ms, 3.4 s, 5m06s, 2h03m, 4d05h."""
+    if not seconds:
+        return "0 s"
     if seconds < 0.001:
         return f"{1e6 * seconds:.0f} µs"
     if seconds < 1:
