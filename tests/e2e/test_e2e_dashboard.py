@@ -269,6 +269,17 @@ def test_charts_tell_values_and_show_what_is_switched_on(dashboard: Dashboard, b
     view.close()
 
 
+def drag(page: Any, chart: Any) -> None:
+    """Zoom into a part of a chart."""
+    plot = chart.locator(".u-over")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 60, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 160, box["y"] + 60, steps=4)
+    page.mouse.up()
+
+
 @pytest.mark.longer
 def test_a_chart_is_saved_and_a_link_keeps_zoom_and_moment(dashboard: Dashboard, browser: Any) -> None:
     view = Page(browser, dashboard.owners)
@@ -282,13 +293,7 @@ def test_a_chart_is_saved_and_a_link_keeps_zoom_and_moment(dashboard: Dashboard,
         loss.get_by_role("button", name="Loss as PNG").click()
     assert Path(download.value.path()).read_bytes()[:4] == b"\x89PNG"
     assert download.value.suggested_filename == "watched-Loss.png"
-    plot = loss.locator(".u-over")
-    plot.scroll_into_view_if_needed()
-    box = plot.bounding_box()
-    page.mouse.move(box["x"] + 60, box["y"] + 60)
-    page.mouse.down()
-    page.mouse.move(box["x"] + 160, box["y"] + 60, steps=4)
-    page.mouse.up()
+    drag(page, loss)
     sync_api.expect(loss.locator(".plot")).to_be_visible()
     page.wait_for_function("() => location.hash.includes('steps=')")
     page.locator('.life-track[data-id="0"] i[data-state="dead"]').click(position={"x": 1, "y": 5})
@@ -398,6 +403,37 @@ def test_the_log_is_filtered(dashboard: Dashboard, browser: Any) -> None:
     view.close()
 
 
+@pytest.mark.longer
+def test_another_run_is_shown_whole_and_a_comparison_keeps_its_zoom(over: Path, browser: Any, tmp_path: Path) -> None:
+    shutil.copytree(over, tmp_path / over.name)
+    dashboard = Dashboard(over, tmp_path / over.name)
+    view = Page(browser, dashboard.owners)
+    page = view.page
+    try:
+        first = page.locator("#charts .chart").first
+        drag(page, first)
+        page.wait_for_function("() => location.hash.includes('steps=')")
+        page.locator("#runs button").nth(1).click()
+        page.wait_for_function("() => !location.hash.includes('steps=')")
+        first.locator(".u-over").hover(position={"x": 1, "y": 60})
+        sync_api.expect(first.locator(".now")).to_have_text(re.compile("^step 1: "))
+        named = page.locator("#overlay .chart").first.locator(".u-label")
+        sync_api.expect(named).to_have_text(["step", f"1 {over.name}", f"2 {over.name}"])
+        sync_api.expect(page.locator("#settings tbody td:first-child")).to_have_text(
+            [f"1 {over.name}", f"2 {over.name}"]
+        )
+        drag(page, page.locator("#overlay .chart").first)
+        page.wait_for_function("() => location.hash.includes('compared=')")
+        link = page.evaluate("location.href")
+        page.reload()
+        sync_api.expect(page.locator("#overlay canvas").first).to_be_visible()
+        assert page.evaluate("location.href") == link
+        assert view.wrong == []
+    finally:
+        view.close()
+        dashboard.close()
+
+
 def test_names_are_text_and_runs_stand_side_by_side(over: Path, browser: Any, tmp_path: Path) -> None:
     nasty = tmp_path / "<img src=x onerror=alert(1)>"
     shutil.copytree(over, nasty)
@@ -463,8 +499,9 @@ def test_a_folder_of_runs_is_sorted_noted_and_compared(over: Path, browser: Any,
         page.locator("#overlay-smoothing").select_option("0.9")
         page.locator("#columns").select_option("steps")
         sync_api.expect(page.get_by_role("button", name="steps", exact=True)).to_be_visible()
-        page.locator("#run-filter").fill("steps=31")
-        sync_api.expect(names).to_have_count(0)
+        for other in ("steps=31", "steps=3"):  # the whole value counts
+            page.locator("#run-filter").fill(other)
+            sync_api.expect(names).to_have_count(0)
         page.locator("#run-filter").fill("STEPS=30 completed")
         sync_api.expect(names).to_have_text(["c", "b", "a"])
         page.locator("#run-filter").fill("")

@@ -88,6 +88,7 @@ def account(events: Iterable[JobEvent]) -> FaultAccount:
         elif kind == "job_started":  # it goes on
             found.state, found.cause, found.reason = "not over", None, ""
         elif kind in ("job_completed", "job_failed"):
+            found.steps = max(found.steps, int(event.get("step") or 0))  # the last one may have no event of its own
             found.state = str(event.get("state") or kind.removeprefix("job_"))
             if found.state != "completed":
                 found.cause, found.reason = Cause.read(event.get("cause")), str(event.get("reason") or "")

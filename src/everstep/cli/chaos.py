@@ -34,6 +34,7 @@ from everstep.cli.running import ask_running
 from everstep.cli.seconds import Seconds
 from everstep.cli.verify import compare
 from everstep.observe.events import read_events
+from everstep.report.words import reason_text
 from everstep.runtime import commands
 from everstep.runtime.files.run_lock import is_locked
 from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE
@@ -221,7 +222,8 @@ def account_of(run_dir: Path) -> FaultAccount:
 def print_faults(folder: Path) -> None:
     """One line per strike: kind, target, time, and the job's reaction."""
     found = account_of(folder)
-    print(f"{folder.name}: {found.state} at step {found.steps}{', ' + found.reason if found.reason else ''}")
+    why = f", {reason_text(found.reason)}" if found.reason else ""
+    print(f"{folder.name}: {found.state} at step {found.steps}{why}")
     for one in found.struck:
         place = one.target.startswith(("host:", "link:"))
         who = one.target if place else "coordinator" if one.worker_id is None else f"worker {one.worker_id}"
@@ -440,7 +442,7 @@ def print_result(result: Result, as_json: bool = False) -> None:
         flush=True,
     )
     for line in [found.reason] if stated else result.wrong:
-        print(f"    {line}")
+        print(f"    {reason_text(line)}")
     if result.wrong:
         told = [f"seed {result.seed}, faults: {result.chaos}"] if result.chaos else []
         told += [f"again: {result.again}"] if result.again else []

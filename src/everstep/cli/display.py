@@ -476,11 +476,9 @@ def sentence(event: Event) -> str | None:
 
 
 def duration(seconds: float) -> str:
-    """Duration in words: 1h02m, 3m04s or 5s."""
+    """Duration in whole seconds, in words: 4d05h, 1h02m, 3m04s or 5s."""
     whole = int(seconds + 0.5)
-    if whole >= 3600:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+    return f"{whole}s" if whole < 60 else time_text(whole)
 
 
 def _last_loss(summary: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ import click
 from everstep.base.leaving import before_leaving, until_ctrl_c
 from everstep.cli.run_dir import refuse_no_run
 from everstep.cli.seconds import Seconds
-from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console
+from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console, stdout_width
 from everstep.dashboard.feed import RunFeed
 from everstep.dashboard.run_view import WorkerRow, head, worker_rows
 from everstep.report.facts import SET_BACK_NS
@@ -52,7 +52,7 @@ def command(run_dir: Path, once: bool, interval: float, sort: str) -> int:
 
     refuse_no_run(run_dir)
     feed = RunFeed(run_dir, logs=False)
-    shown = console(width=None if sys.stdout.isatty() else _WIDE)
+    shown = console(width=None if sys.stdout.isatty() else stdout_width() or _WIDE)
     if once or not sys.stdout.isatty():
         shown.print(picture(feed, sort, 10_000, shown.width))
         return 0
@@ -86,7 +86,7 @@ def picture(feed: RunFeed, sort: str, most: int, width: int) -> RenderableType:
         bar = Table.grid()
         bar.add_row(ProgressBar(total=facts["total"], completed=facts["step"], width=60))
         parts.append(bar)
-    parts.append(Text(_numbers(facts)))
+    parts.append(Text("\n".join(whole_lines(_numbers(facts), width))))
     for one in feed.history.incidents(feed.running)[-1:]:
         parts.append(Text(shortened(f"last {one.kind}: {one.line()}", width), style="yellow", no_wrap=True))
     parts.append(_table(rows, sort, most, width))
@@ -108,7 +108,16 @@ def in_order(lines: Sequence[Line]) -> list[Line]:
     return [line for _, _, line in sorted(kept, key=lambda one: one[:2])]
 
 
-def _numbers(facts: dict[str, Any]) -> str:
+def whole_lines(parts: Sequence[str], width: int) -> list[str]:
+    """Lines of at most so many characters, as far as no part is broken: no number loses its unit."""
+    lines = [""]
+    for part in parts:
+        longer = f"{lines[-1]}  {part}" if lines[-1] else part
+        lines[-1:] = [longer] if len(longer) <= width else [*filter(None, lines[-1:]), part]
+    return lines
+
+
+def _numbers(facts: dict[str, Any]) -> list[str]:
     total = f"/{facts['total']}" if facts["total"] else ""
     found = [
         f"step {facts['step']}{total}",
@@ -124,10 +133,10 @@ def _numbers(facts: dict[str, Any]) -> str:
     if facts["goodput"] is not None:
         found.append(f"goodput {100 * facts['goodput']:.1f} %")
         if facts["goodput_by_capacity"] is not None and facts["goodput_by_capacity"] < facts["goodput"] - 0.005:
-            found.append(f"({100 * facts['goodput_by_capacity']:.1f} % by capacity)")
+            found[-1] += f" ({100 * facts['goodput_by_capacity']:.1f} % by capacity)"
     if facts["scaling"]:
         found.append(facts["scaling"])
-    return "  ".join(found)
+    return found
 
 
 def _shown_columns(width: int) -> list[str]:

@@ -243,15 +243,16 @@ class Facts:
             self.course.finite(step, False)  # the last one: its loss does not show it
 
     def _ended(self, event: Event, time_ns: int) -> None:
-        course, default = self.course, "completed" if event["kind"] == "job_completed" else "failed"
-        self.condition.be(one_line(event.get("state"), 20) or default, event)
-        course.step = max(course.step, whole_number(event.get("step")))  # no other event tells of the last step
-        course.redo_to = 0
+        course, completed, stopping = self.course, event["kind"] == "job_completed", self.condition.stopping
         for part in self.under_way(time_ns):
             self.account.paint(part.begin_ns, part.end_ns, part.use)
+        self.condition.be(one_line(event.get("state"), 20) or ("completed" if completed else "failed"), event)
+        course.step = max(course.step, whole_number(event.get("step")))  # no other event tells of the last step
+        course.redo_to = 0
         self.condition.end(known(event.get("exit_code")), time_ns)
-        if course.last_step_ns:
-            self.account.paint(course.last_step_ns, time_ns, "finishing")
+        if course.last_step_ns and (completed or stopping is not None):  # until then the next step was computed
+            since_ns = max(course.last_step_ns, stopping.time_ns if stopping is not None else 0)
+            self.account.paint(since_ns, time_ns, "finishing")
         self.crew.end_spans(time_ns)
 
 

@@ -43,8 +43,8 @@ def figures(history: History, running: bool = False) -> dict[str, str]:
         "goodput": goodput_chart(history.seconds(running)),
     }
     for name in own_curves([history]):
-        part, at = name.replace(":", "-", 1), 1
-        while (key := re.sub(r"\W+", "-", part) + f"-{at}" * (at > 1)) in found:  # train/loss and train.loss
+        (kind, _, title), at = name.partition(":"), 1
+        while (key := f"{kind}-" + re.sub(r"\W+", "-", title) + f"-{at}" * (at > 1)) in found:  # a/b and a.b
             at += 1
         found[key] = own_chart([history], name, marks if name.startswith(_LOGGED) else ())
     if history.usage.total_s:

@@ -23,6 +23,7 @@ from everstep.order.cursor import last_step
 from everstep.report.facts import Facts, lost_mark
 from everstep.report.headline import Headline, Now, headline
 from everstep.report.incidents import Incident, lost_launcher
+from everstep.report.shown_settings import HIDDEN, is_secret
 from everstep.report.tail import Folder, Tail, free_bytes, object_of
 from everstep.report.tally import Tally
 from everstep.report.told_facts import Mark
@@ -196,7 +197,8 @@ class History:
         words = ["everstep", "run", task, "--run-dir", str(self.run_dir), *_doors(job, config)]
         for key in explicit if isinstance(explicit, list) else []:
             if isinstance(key, str) and key not in _NOT_AGAIN and (value := _value(config, key)) is not None:
-                words += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+                said = HIDDEN if is_secret(key) else value if isinstance(value, str) else json.dumps(value)
+                words += ["--set", f"{key}={said}"]
         own = ["--", *map(str, argv)] if isinstance(argv, list) and argv else []
         return one_line(shlex.join([*words, *own]), 2000)
 

@@ -305,7 +305,7 @@ class Incidents:
         incident = self.open
         struck_ns, struck_at, _ = self._shrugged.pop(hit.who, (0, 0, None))
         if hit.who == COORDINATOR and struck_ns:  # it is told when the next one begins
-            begin_ns = min(begin_ns, struck_ns)
+            begin_ns, step = min(begin_ns, struck_ns), min(step, struck_at)
         for place in [who for who in self._shrugged if is_place(who)]:
             del self._shrugged[place]
         if incident is None:

@@ -18,6 +18,7 @@ from everstep.base.digests import version_of
 from everstep.report import figures
 from everstep.report.history import History, names_of
 from everstep.report.logfiles import LogFiles
+from everstep.report.logged import GRADIENT_NORM
 from everstep.report.shown_settings import setting_text, shown_settings
 from everstep.report.style import PAGE_CSS
 from everstep.report.svg import escape
@@ -173,16 +174,21 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
         ("goodput", _percent(goodput(seconds))),
         ("goodput by capacity", _percent(history.goodput_by_capacity(running))),
         ("faults" if over else "faults survived", str(history.faults(running))),
-        ("median recovery", time_text(median(durations)) if durations else "none needed"),
+        ("median recovery", time_text(median(durations)) if durations else _no_recovery(history, running)),
         ("steps lost", str(facts.course.steps_lost)),
     ]
     tiles += [("loss or gradient not finite", str(facts.course.strange))] if facts.course.strange else []
     tiles += [(f"test {name}", number_text(value)) for name, value in list(facts.course.metrics.items())[:4]]
-    tiles += [(name.lower(), number_text(value, "g")) for name, value in list(facts.logged.newest.items())[:4]]
+    norm = {GRADIENT_NORM: GRADIENT_NORM.lower()}
+    tiles += [(norm.get(name, name), number_text(value, "g")) for name, value in list(facts.logged.newest.items())[:4]]
     cells = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in tiles
     )
     return f'<div class="tiles">{cells}</div>'
+
+
+def _no_recovery(history: History, running: bool) -> str:
+    return "none has ended" if any(one.end_ns is None for one in history.incidents(running)) else "none needed"
 
 
 def _story(history: History, running: bool) -> list[str]:

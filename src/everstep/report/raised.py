@@ -57,7 +57,12 @@ def _own_frame(traceback: str) -> str:
     """FILE:LINE of the user's own innermost line in the first traceback, else of any code's; "" if there is none."""
     first = traceback.partition("\nThe above exception was")[0]
     frames = _FRAME.findall(first)
-    own = [
-        (file, line) for file, line in frames if not file.startswith((_PACKAGE, "<")) and "site-packages" not in file
-    ]
+    own = [(file, line) for file, line in frames if _is_own(file)]
     return ":".join((own or frames)[-1]) if frames else ""
+
+
+def _is_own(file: str) -> bool:
+    """Whether a file is the user's; another host may have this package elsewhere."""
+    inside = file.rpartition("/everstep/")[2]
+    ours = inside != file and os.path.exists(_PACKAGE + inside)
+    return not ours and not file.startswith("<") and "site-packages" not in file

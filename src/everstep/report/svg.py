@@ -88,7 +88,8 @@ def line_chart(
     y_low, y_high = _robust([y for _, y in points])
     legend = len(curves) > 1
     plot = _Plot(x_low, x_high, y_low, y_high, height, TOP + (22 if legend else 0))
-    parts = [_open(title, height), _name(title), *plot.axes(x_label)]
+    whole = all(float(x).is_integer() for x, _ in points)
+    parts = [_open(title, height), _name(title), *plot.axes(x_label, whole=whole)]
     if legend:
         parts += _legend([(curve.name, f"f{curve.colour}") for curve in curves])
     parts += [_upright(plot, mark) for mark in uprights if x_low <= mark.x <= x_high]
@@ -196,9 +197,12 @@ class _Plot:
         inside = min(self.y1, max(self.y0, value))
         return self.bottom - (self.bottom - self.top) * (inside - self.y0) / (self.y1 - self.y0)
 
-    def axes(self, x_label: str, horizontal: bool = True) -> list[str]:
+    def axes(self, x_label: str, horizontal: bool = True, whole: bool = False) -> list[str]:
+        """Lines and numbers of both axes. whole: x counts something, so it has no numbers in between."""
         found = []
         for value in ticks(self.x0, self.x1, 8):
+            if whole and abs(value - round(value)) > 1e-6:
+                continue
             x = f"{self.x(value):.1f}"
             found.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{self.top}" y2="{self.bottom}"/>')
             found.append(f'<text x="{x}" y="{self.bottom + 16}" text-anchor="middle">{short(value)}</text>')

@@ -157,7 +157,9 @@ def size_text(size_bytes: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Time in words: 850 us, 12 ms, 3.4 s, 5m06s, 2h03m."""
+    """Time in words: 850 us, 12 ms, 3.4 s, 5m06s, 2h03m, 4d05h."""
+    if not seconds:
+        return "0 s"
     if seconds < 0.001:
         return f"{1e6 * seconds:.0f} µs"
     if seconds < 1:
@@ -165,7 +167,10 @@ def time_text(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     whole = int(seconds + 0.5)
-    return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    hours = whole // 3600
+    return f"{hours}h{whole % 3600 // 60:02d}m" if hours < 24 else f"{hours // 24}d{hours % 24:02d}h"
 
 
 def _step(event: Event, why: str) -> str:

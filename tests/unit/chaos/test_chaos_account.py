@@ -54,6 +54,7 @@ def test_a_failed_job_says_why() -> None:
     found = account([event(1, "job_failed", cause="quorum", reason="too few workers")])
     assert (found.state, found.cause, found.reason) == ("failed", Cause.QUORUM, "too few workers")
     assert account([]).state == "not over"
+    assert account([event(1, "step_committed", step=3), event(2, "job_failed", step=4)]).steps == 4
     again = account([event(1, "job_failed", cause="quorum", reason="too few workers"), event(2, "job_started")])
     assert (again.state, again.cause, again.reason) == ("not over", None, ""), "it goes on"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -459,13 +460,21 @@ def test_incidents_and_warnings_stay_above_the_live_view(tmp_path: Path) -> None
 
 
 def test_small_words() -> None:
-    assert [duration(s) for s in (0.4, 65, 3720)] == ["0s", "1m05s", "1h02m"]
+    assert [duration(s) for s in (0.4, 65, 3720, 363_600)] == ["0s", "1m05s", "1h02m", "4d05h"]
     assert step_line(Facts(), 3, None) == "step 3  generation 0"
     facts = Facts()
     for step in (1, 2):
         event = {"time_unix_ns": step * 10**9, "step": step, "loss": 1.0, "samples": 4, "tokens": 400, "lr": [0.00125]}
         facts.take({"kind": "step_committed", **event})
     assert step_line(facts, 2, None) == "step 2  loss 1.0000  lr 0.00125  400 tokens/s  generation 0"
+
+
+def test_a_narrow_line_of_numbers_breaks_between_them() -> None:
+    from everstep.cli.top import whole_lines
+
+    parts = ["step 10/12", "goodput 76.9 % (65.6 % by capacity)", "812 samples/s"]
+    assert whole_lines(parts, 80) == ["  ".join(parts)]
+    assert whole_lines(parts, 20) == parts and whole_lines([], 20) == [""]
 
 
 def test_a_line_about_a_standstill_promises_no_end() -> None:
@@ -546,7 +555,8 @@ def test_a_member_is_never_behind_the_step_above_it(tmp_path: Path) -> None:
 
     sample = {"t": S, "host": "here", "workers": [{"worker_id": 0, "incarnation": 0, "step": 2, "samples": 4}]}
     (tmp_path / "here.jsonl").write_text(json.dumps(sample) + "\n")
-    facts = facts_of([*SPLIT, *(commit(i, i) for i in range(1, 5))])
+    later_s = time.time() + 600  # it does not stand still
+    facts = facts_of([*SPLIT, *(commit(i, later_s + i) for i in range(1, 5))])
     parts = ["step 4/9", "loss 1.0000", "64 samples/s", "eta 5s", "generation 1"]
     for width in range(40, 90):
         out = Console(file=io.StringIO(), width=width, height=20)

@@ -47,7 +47,7 @@ def test_the_report_of_one_run(tmp_path: Path, rewrite: bool, monkeypatch: pytes
     lines = [
         *scaled_run(),
         event("step_committed", 41, step=37, loss=None, samples=8, nonfinite="loss"),
-        event("evaluation", 41.5, step=37, metrics={"accuracy": 0.91, "loss": 0.2}),
+        event("evaluated", 41.5, step=37, metrics={"accuracy": 0.91, "loss": 0.2}),
         event("step_committed", 42.2, step=38, loss=0.1, samples=8, metrics={"accuracy so far": 0.5, "KL": 1.25}),
         event("checkpoint_completed", 42, step=37, tier="disk", bytes=5_000_000, duration_s=0.5),
     ]
@@ -79,6 +79,13 @@ def test_ticks_are_round_even_and_inside(low: float, width: float, about: int) -
     assert about / 2.6 <= len(marks) <= about + 2, "as many as were asked for, or down to two fifths"
     assert all(gap == pytest.approx(gaps[0], rel=1e-3) for gap in gaps)
     assert marks[0] - gaps[0] < low and marks[-1] + gaps[0] > high, "none is left out at an end"
+
+
+@pytest.mark.parametrize("steps", [[37.0], [1.0, 2.0, 3.0], [2.0, 400.0]])
+def test_no_step_lies_between_two_steps(steps: list[float]) -> None:
+    svg = line_chart("t", [Curve("a", steps, steps)], "step")
+    marked = [float(text) for text in re.findall(r'text-anchor="middle">([\d.]+)<', svg)]
+    assert marked and all(step.is_integer() for step in marked)
 
 
 def test_numbers_in_short_form() -> None:

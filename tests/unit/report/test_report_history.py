@@ -394,6 +394,17 @@ def test_a_clock_that_is_set_back_takes_no_time_away(tmp_path: Path, monkeypatch
     assert sum(known.seconds(running=True).values()) == pytest.approx(18)
 
 
+@pytest.mark.parametrize("state, cause", [("failed", "quorum"), ("interrupted", "interrupted")])
+def test_what_a_job_did_at_its_end_is_told_as_that(tmp_path: Path, state: str, cause: str) -> None:
+    """The last step is done at 13.5 s, a worker dies at 20 s, and nobody recovers until the end at 30 s."""
+    gone = event("worker_evicted", 20, worker_id=1, incarnation=0, cause="killed", reason="K")
+    stop = [event("commanded", 27, command="stop", cause="requested", reason="x")] if state == "interrupted" else []
+    end = event("job_failed", 30, state=state, cause=cause, reason="x")
+    spent = history(tmp_path, [*killed_run(), gone, *stop, end]).seconds(running=False)
+    assert spent["recovery: other"] == pytest.approx(10.1), "0.1 s of it is of the first one"
+    assert "finishing" not in spent
+
+
 def test_what_is_told_late_sets_no_clock_back(tmp_path: Path) -> None:
     """A full disk held up the commits of a leader that is gone by now."""
     late = event("step_committed", 13.4, step=9, generation=2, loss=1.0, samples=8)

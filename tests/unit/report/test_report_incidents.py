@@ -171,7 +171,8 @@ def test_a_coordinator_that_was_struck_and_restarted_is_one_incident() -> None:
     steps = [commit(step, 2.7 + 0.3 * step) for step in range(11, 19)]
     facts = facts_of([*trained(), struck, *steps, back, killed(2, 9.5)])
     assert facts.incidents.all[0].line() == "the coordinator was killed; it was restarted; whole again after 3.2 s"
-    assert facts.incidents.all[0].begin_ns == T0 + round(5.8 * S)
+    began = facts.incidents.all[0]
+    assert (began.begin_ns, began.step) == (T0 + round(5.8 * S), 11), "not the step by which its restart was told"
     assert facts.faults == 2
     later = [commit(step, 2.7 + 0.3 * step) for step in range(11, 90)]
     told = "the coordinator was hit by an injected fault (chaos fault 'x' strikes); training did not stand still"

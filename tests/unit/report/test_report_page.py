@@ -235,6 +235,19 @@ def test_the_death_of_a_launcher_is_marked_in_the_figures(tmp_path: Path) -> Non
     assert [name for name, svg in drawn.items() if said in svg] == ["loss", "throughput", "workers"]
 
 
+def test_what_may_be_a_secret_is_not_shown(tmp_path: Path) -> None:
+    run_dir = run_directory(tmp_path, "a")
+    job = json.loads((run_dir / "job.json").read_text())
+    job["config"]["env"] = {"HF_TOKEN": "hf_123", "NCCL_DEBUG": "INFO"}
+    job["config"]["notify"]["command"] = "mail.sh me@here"
+    job["explicit"] = ["env.HF_TOKEN", "env.NCCL_DEBUG", "notify.command"]
+    (run_dir / "job.json").write_text(json.dumps(job))
+    known = History(run_dir).load()
+    page = report_page(known, Proof())
+    assert "INFO" in page and "hf_123" not in page and "me@here" not in page
+    assert "--set 'env.HF_TOKEN=(not shown)' --set env.NCCL_DEBUG=INFO" in known.resume
+
+
 def test_of_what_workers_say_a_report_shows_warnings_and_errors(tmp_path: Path) -> None:
     run_dir, said = run_directory(tmp_path, "a"), WorkerLog(1, 0)
     (run_dir / "logs").mkdir()

@@ -23,6 +23,7 @@ TRACEBACK = """Traceback (most recent call last):
   File "/usr/lib/python3/site-packages/torch/nn.py", line 3, in call
   File "/home/me/bad task.py", line 17, in loss
     raise ValueError("no such label: 17")
+  File "/opt/elsewhere/everstep/train/run.py", line 95, in __iter__
 ValueError: no such label: 17
 
 The above exception was the direct cause of the following exception:

@@ -49,6 +49,7 @@ export class Chart {
   /** Show this range of x, or with null all of it. */
   zoom(range) {
     this.range = range;
+    if (this.plot && !range) this.plot.everything = true; // also where it is hidden now
     if (!this.plot || this.figure.hidden) return;
     if (range) this.plot.setScale("x", { min: range[0], max: range[1] });
     else this.plot.setData(this.plot.data, true);

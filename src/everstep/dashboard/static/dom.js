@@ -38,6 +38,7 @@ export const percent = (share) => (share === null || share === undefined ? "–"
 
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
+  if (!seconds) return "0 s";
   if (seconds < 0.001) return `${Math.round(1e6 * seconds)} µs`;
   if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
   if (seconds < 60) return `${seconds.toFixed(1)} s`;
