@@ -53,6 +53,7 @@ class Cause(StrEnum):
     UNKNOWN = "unknown", "no cause was given, as in events of older versions"
 
     SLOW = "slow", "something takes longer than the others can wait for", False
+    CLOCK = "clock", "the clock of a host was set", False
     INJECTED = "injected", "a fault was injected on purpose", False
     STARTED = "started", "the job starts, or goes on from a checkpoint", False
     JOINED = "joined", "a worker is ready, or holds the state and takes part", False

@@ -72,13 +72,15 @@ _START = b'{"time_unix_ns":'
 MOST_WAITING_BYTES = 4 << 20
 """Limit of each process: about 10,000 events."""
 _RETRY_S = 0.05
+SLOW_S = 2.0
+_SLOW_AGAIN_S = 60.0
 
 
 class EventLog:
     """Appends events to a file (None: they go nowhere). Thread-safe; never raises for errors of the file.
 
     `defaults` are fields (worker_id, incarnation, pid, ...) of every event of this process, unless the event overrides
-    them.
+    them. A write that takes seconds is told, once a minute at most.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, **defaults: Any) -> None:
@@ -90,12 +92,13 @@ class EventLog:
         self._lost = 0
         self._torn = False
         self._told = False
+        self._slow_s = -math.inf
         self._lock = threading.Lock()
 
     def write(self, kind: str, *, time_unix_ns: int | None = None, **fields: Any) -> bool:
         """Append one event; `time_unix_ns` is now unless given. Returns False if it is lost; it may also wait."""
         line = format_event(kind, time_unix_ns, {**self._defaults, **fields})
-        with self._lock:
+        with self.timing(self.path), self._lock:
             kept = len(self._waiting) + len(line) <= MOST_WAITING_BYTES
             if kept:
                 self._waiting += line
@@ -103,6 +106,18 @@ class EventLog:
                 self._lost += 1
             self._flush()
         return kept
+
+    @contextlib.contextmanager
+    def timing(self, file: Path) -> Iterator[None]:
+        """Time a write into a file of the job; if it takes seconds, tell so."""
+        begin_s = time.monotonic()
+        yield
+        took_s = time.monotonic() - begin_s
+        if took_s > SLOW_S and begin_s > self._slow_s + _SLOW_AGAIN_S:
+            self._slow_s = begin_s
+            words = f"{file.parent} is slow: writing {file.name} there took {took_s:.1f} s"
+            said = {"cause": Cause.SLOW, "reason": f"{words}, and the job waits for such writes", "took_s": took_s}
+            self.write("warning", **said)
 
     def close(self, wait_s: float = 0.0) -> None:
         """Close the descriptor; a later write opens the file again. Events that wait for the disk are tried again for

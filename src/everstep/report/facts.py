@@ -44,7 +44,7 @@ _MARKED |= {"coordinator_restarted": "coordinator", "fallback": "fallback", "wor
 class Facts:
     """Takes in events in file order. `condition`: how the job is; `course`: its steps; `crew`: its workers. `counts`:
     events by kind; `told_ns`: when the newest was told. `full`: newest trouble with the disk, None if a checkpoint was
-    written since."""
+    written since; `slow`: newest word of a slow directory."""
 
     condition: JobCondition = field(default_factory=JobCondition)
     course: Course = field(default_factory=Course)
@@ -57,6 +57,7 @@ class Facts:
     log: deque[Line] = field(default_factory=lambda: deque(maxlen=_MOST_LOG))
     told_ns: int = 0
     full: Trouble | None = None
+    slow: Trouble | None = None
     fault_count: FaultCount = field(default_factory=FaultCount)
     logged: Logged = field(default_factory=Logged)
     _lines: int = 0
@@ -154,7 +155,7 @@ class Facts:
     def _job_started(self, event: Event, time_ns: int) -> None:
         self.condition.begin(time_ns)
         self.crew.started(event)
-        self.full = None
+        self.full = self.slow = None
         self.account.paint(*self.course.begin(whole_number(event.get("step")), time_ns), "steps done again")
 
     def _step_committed(self, event: Event, time_ns: int) -> None:
@@ -238,6 +239,10 @@ class Facts:
         saved_ns = max((c.time_ns for c in self.checkpoints if c.ok and c.tier == "disk"), default=0)
         if cause(event) is Cause.DISK and time_ns > saved_ns:  # it may be told after the disk has taken more
             self.full = Trouble(time_ns, reason_text(event.get("reason")))
+        if cause(event) is Cause.CLOCK:
+            self.account.clock_set_forward(time_ns, round(number(event.get("clock_set_s")) * 1e9))
+        if cause(event) is Cause.SLOW and "took_s" in event:
+            self.slow = Trouble(time_ns, reason_text(event.get("reason")))
         step, strange = whole_number(event.get("step")), self.course.strange
         if cause(event) is Cause.NONFINITE and (strange is None or strange.last < step):
             self.course.finite(step, False)  # the last one: its loss does not show it

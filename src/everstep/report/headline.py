@@ -411,6 +411,9 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
             f"Trouble with the disk {span(_s(facts.full.time_ns, now))} ago: {facts.full.reason}.",
             "Training goes on.",
         )
+    if facts.slow is not None and _s(facts.slow.time_ns, now) < _LATELY_S:
+        ago = span(_s(facts.slow.time_ns, now))
+        return Headline("warning", f"Training goes on, but {facts.slow.reason} ({ago} ago).")
     return None
 
 

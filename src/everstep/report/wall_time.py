@@ -32,6 +32,7 @@ _PRIORITY = {
     "waiting for workers": 7,
     "start-up": 8,
     "not running": 9,
+    "clock": 10,
 }
 _RECOVERY = 6
 _BY_CAPACITY = "training, by capacity"
@@ -54,7 +55,7 @@ class Stretch:
 
 class TimeAccount:
     """Collects intervals; old ones are added up and forgotten once there are many. Inside, time goes on where the clock
-    was set back."""
+    was set back, and what it was set forward by does not count."""
 
     def __init__(self) -> None:
         self.begin_ns: int | None = None
@@ -76,6 +77,10 @@ class TimeAccount:
         """The last moment has this time by the new clock."""
         self._set_back_ns += self.end_ns - time_ns
         self.end_ns = time_ns
+
+    def clock_set_forward(self, time_ns: int, by_ns: int) -> None:
+        """By this moment the clock had been set forward by so much: that time never was."""
+        self.paint(time_ns - by_ns, time_ns, "clock")
 
     def capacity(self, time_ns: int, share: float) -> None:
         """Set the share, from 0 to 1, of the wanted capacity that takes part from this moment on."""

@@ -47,6 +47,7 @@ LAST_WAIT_S = 5.0
 """Time that the end waits for a full disk; less than agents give workers to leave."""
 _RETRY_S = 0.1
 _BLOCK_BYTES = 1 << 16
+_CLOCK_SET_S = 2.0
 
 
 class Publisher:
@@ -61,6 +62,7 @@ class Publisher:
         self._told_waiting = self._told_given_up = False
         self._leading = False
         self._released = 0
+        self._clock_ns = _clock_ns()
         self._reports: dict[tuple[str, int], dict[str, Any]] = {}
         events = rows = None
         self._events_path = Path(os.devnull, EVENTS_FILE)  # there is no such file
@@ -103,12 +105,14 @@ class Publisher:
             self._ledger.append(_row(outcome, generation))
             self.untold.add(number, self._event_of(outcome, generation, extra))
         self._committed_ns = {n: t for n, t in self._committed_ns.items() if n > step}
-        self._write_ledger()
+        with self._events.timing(self._ledger.path or self._events_path) if leads else contextlib.nullcontext():
+            self._write_ledger()
         if leads and not self._leading:
             self._look()
             self._repeat_reports()
         elif self.untold.many:
             self._look()
+        self._watch_clock(leads)
         if leads:
             for fields in self.untold.take():
                 self._report(fields)
@@ -120,6 +124,14 @@ class Publisher:
         self.untold.look()
         known = self.untold.through  # later reports may have been told, or not
         self._reports = {key: fields for key, fields in self._reports.items() if key[1] >= known}
+
+    def _watch_clock(self, leads: bool) -> None:
+        """As leader, tell if this host's clock was set forward or back: readers compute with times of events."""
+        before_ns, self._clock_ns = self._clock_ns, _clock_ns()
+        set_s = (self._clock_ns - before_ns) / 1e9
+        if leads and abs(set_s) > _CLOCK_SET_S:
+            reason = f"the clock of this host was set {'forward' if set_s > 0 else 'back'} by {abs(set_s):.1f} s"
+            self.emit("warning", cause=Cause.CLOCK, reason=reason, clock_set_s=set_s)
 
     def report(self, kind: str, step: int, leads: bool, fields: dict[str, Any]) -> None:
         """Note an event that all workers know of and one tells: the leader, or the next leader if that one died
@@ -191,6 +203,11 @@ class Publisher:
             said |= {name: strange.get(name) for name in ("lanes", "samples", "in_a_row")}
             self._events.write("nonfinite", cause=Cause.NONFINITE, reason=fields.get("nonfinite"), **said)
         self._events.write("step_committed", **fields)
+
+
+def _clock_ns() -> int:
+    """The clock's time less the time since the machine was started: it changes when the clock is set."""
+    return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 class Untold:

@@ -253,3 +253,25 @@ def test_a_reason_never_goes_without_a_cause() -> None:
 def test_where_events_cannot_be_read_none_is_known_to_be_told(tmp_path: Path) -> None:
     assert told_lately(tmp_path) == set(), "a directory"
     assert told_lately(tmp_path / "nothing") == set()
+
+
+def test_a_write_that_takes_seconds_is_told_once_with_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("everstep.observe.events.SLOW_S", -1.0)
+    log = EventLog(tmp_path / "events.jsonl", worker_id=2)
+    for step in (1, 2, 3):
+        log.write("step_committed", step=step)
+    with log.timing(tmp_path / "journal.jsonl"):
+        pass
+    events = read_events(tmp_path / "events.jsonl")
+    assert [event["kind"] for event in events] == ["step_committed", "warning", "step_committed", "step_committed"]
+    assert (events[1]["cause"], events[1]["worker_id"], events[1]["took_s"] > 0) == (Cause.SLOW, 2, True)
+    assert f"{tmp_path} is slow: writing events.jsonl there took 0.0 s" in events[1]["reason"]
+
+
+def test_a_write_that_takes_no_time_is_no_news(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    with log.timing(tmp_path / "journal.jsonl"):
+        log.write("step_committed", step=1)
+    assert [event["kind"] for event in read_events(tmp_path / "events.jsonl")] == ["step_committed"]

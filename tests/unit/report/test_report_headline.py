@@ -27,6 +27,7 @@ STOPPED = {"cause": "interrupted", "state": "interrupted", "exit_code": 130, "re
 FULL = {"cause": "disk", "reason": "rows of the ledger cannot be written: No space left on device"}
 FAILED = {"cause": "disk", "tier": "disk", "step": 9, "reason": "No space left on device"}
 BUSY = {"cause": "busy", "tier": "disk", "step": 9, "reason": "that of step 3 is still being written, since 9 s"}
+SLOW = {"cause": "slow", "took_s": 3.2, "reason": "/data/runs/a is slow: writing events.jsonl there took 3.2 s"}
 TIERS = (("skipped", BUSY), ("completed", {"tier": "memory", "step": 9}))
 STORE = {"tier": "object"}
 RAISED = [
@@ -50,6 +51,14 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "warning",
         ("All is well", "The coordinator was killed 3 times, the last time 0.6 s ago", "coordinator.silent_s"),
     ),
+    "a directory that is slow": (
+        [*trained(), event("warning", 5.75, **SLOW)],
+        5.8,
+        {},
+        "warning",
+        ("Training goes on, but /data/runs/a is slow: writing events.jsonl there took 3.2 s (50 ms ago).",),
+    ),
+    "a directory that was slow": ([event("warning", -60, **SLOW), *trained()], 5.8, {}, "good", ("All is well",)),
     "a coordinator that was killed twice": ([*trained(), *KILLED[:2]], 5.8, {}, "good", ("Last fault 0.7 s ago",)),
     "steps come, though the coordinator is silent": (
         trained(),

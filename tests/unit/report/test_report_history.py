@@ -405,6 +405,19 @@ def test_what_a_job_did_at_its_end_is_told_as_that(tmp_path: Path, state: str, c
     assert "finishing" not in spent
 
 
+def test_a_clock_that_is_set_forward_adds_no_time(tmp_path: Path) -> None:
+    """The leader tells so before the first step of the new time; other hosts' events may come before it."""
+    ahead = 3600.0
+    steps = [event("step_committed", 13.5 + s + ahead, step=10 + s, samples=8) for s in range(1, 6)]
+    said = event("warning", 14.6 + ahead, cause="clock", reason="the clock was set", clock_set_s=ahead)
+    saved = event("checkpoint_completed", 14.5 + ahead, tier="disk", step=10)
+    for told in ([said, saved, *steps], [saved, said, *steps], [saved, steps[0], said, *steps[1:]]):
+        seconds = history(tmp_path, [*killed_run(), *told]).seconds(False)
+        assert sum(seconds.values()) == pytest.approx(18.5)
+        assert seconds.get("stalled", 0.0) < 1.0, seconds
+        (tmp_path / "events.jsonl").unlink()
+
+
 def test_what_is_told_late_sets_no_clock_back(tmp_path: Path) -> None:
     """A full disk held up the commits of a leader that is gone by now."""
     late = event("step_committed", 13.4, step=9, generation=2, loss=1.0, samples=8)

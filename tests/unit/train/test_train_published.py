@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -243,3 +244,31 @@ def test_the_next_leader_tells_what_was_reported_of_the_very_step_that_was_told_
     other.report("evaluated", 2, False, {"metrics": {}})  # the leader dies before it can
     step(other, 3)
     assert told(tmp_path) == [2] and steps_told(tmp_path) == [1, 2, 3]
+
+
+def test_the_leader_tells_that_the_directory_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.observe.events.SLOW_S", -1.0)
+    leader, other = Publisher(tmp_path, WorkerKey(0, 0)), Publisher(tmp_path, WorkerKey(1, 0))
+    step(other, 1, leads=False)
+    assert not warnings(tmp_path)
+    for number in (1, 2):
+        step(leader, number)
+    [said] = warnings(tmp_path)
+    assert f"{tmp_path / 'ledger'} is slow: writing worker-0-0.jsonl there" in said
+
+
+def test_the_leader_tells_that_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All notice, also those that lead later; a clock that runs a little fast was not set."""
+    leader, other = Publisher(tmp_path, WorkerKey(0, 0)), Publisher(tmp_path, WorkerKey(1, 0))
+    begun_ns = time.time_ns()
+    for number, set_s in enumerate((0.0, 3600.0, 3600.5, 0.5), start=1):
+        monkeypatch.setattr("everstep.train.published.time.time_ns", lambda s=set_s: begun_ns + round(s * 1e9))
+        monkeypatch.setattr("everstep.train.published.time.clock_gettime_ns", lambda clock: 10**12)
+        step(leader, number, leads=number > 1)
+        step(other, number, leads=False)
+    assert warnings(tmp_path) == [
+        "the clock of this host was set forward by 3600.0 s",
+        "the clock of this host was set back by 3600.0 s",
+    ]
+    step(other, 5)
+    assert len(warnings(tmp_path)) == 2

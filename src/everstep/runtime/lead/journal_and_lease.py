@@ -78,14 +78,14 @@ class JournalStore(Protocol):
 
 
 class FileStore:
-    """A journal in the run directory. Entries that the disk refuses wait in memory, and hold up nobody; complain is
-    called with a line about it. anew: this coordinator takes another's place, which the journal records."""
+    """A journal in the run directory. Entries that the disk refuses wait in memory, and hold up nobody; events are told
+    of it. anew: this coordinator takes another's place, which the journal records."""
 
-    def __init__(self, journal: Journal, complain: Callable[[str], None], anew: bool) -> None:
+    def __init__(self, journal: Journal, events: EventLog, anew: bool) -> None:
         self.entries = journal.entries
         torn = f"; a torn line of {journal.cut_bytes} bytes was cut off its end" if journal.cut_bytes else ""
         self.notes = torn
-        self._journal, self._complain, self._anew = journal, complain, anew
+        self._journal, self._events, self._anew = journal, events, anew
         self._warned = False
         self._written: Written = lambda count: None
 
@@ -105,14 +105,15 @@ class FileStore:
     def append(self, entries: list[JournalEntry]) -> None:
         """Write entries and sync them before this returns, unless the disk refuses."""
         for entry in entries:
-            if self._journal.append(entry):
-                self._warned = False
-            elif not self._warned:
-                self._warned = True
-                self._complain(
+            with self._events.timing(self._journal.path):
+                written = self._journal.append(entry)
+            if not (written or self._warned):
+                text = (
                     f"cannot write {self._journal.path}: the coordinator keeps {self._journal.pending} entries in"
                     " memory and tries again; a restart of it would rely on what the workers report"
                 )
+                warn(self._events, Why(Cause.DISK, text))
+            self._warned = not written
         self._written(len(entries))
 
 
@@ -381,7 +382,7 @@ async def open_journal(
     decides whether this host may have it."""
     if not place.owner or config.control.etcd is None:
         journal = Journal(place.run_dir / JOURNAL_FILE)
-        return None, FileStore(journal, lambda text: warn(events, Why(Cause.DISK, text)), place.anew)
+        return None, FileStore(journal, events, place.anew)
     lease_s, loop = config.control.lease_s, asyncio.get_running_loop()
     address = EtcdAddress.parse("control.etcd", config.control.etcd)
     access = find_access(address, config.control, os.environ)
