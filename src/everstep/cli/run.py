@@ -19,6 +19,7 @@ from everstep.base.config import Config, cell_notes, load_config, pool_wish, rea
 from everstep.base.doors import at_port, is_loopback
 from everstep.base.errors import ConfigError, Deposed
 from everstep.base.foreign import foreign_launcher
+from everstep.base.package_versions import refuse_versions
 from everstep.chaos.spec import parse, strikes_of
 from everstep.checkpoint.keys import read_private_key, read_public_key
 from everstep.cli.adoption import adopt
@@ -245,6 +246,7 @@ def command(
     TASK is a ready task (name or name:PATH), module:Class, path/file.py:Class, or a script that calls everstep.join
     (everstep run train.py -- its own arguments).
     """
+    refuse_versions("torch", "numpy")
     spec = parse_task(task)
     if argv and spec.kind != "script":
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {task!r}")
