@@ -45,8 +45,11 @@ class Net(L.LightningModule):
         pace.lane()
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1]) * self.tau
         self.log("train_loss", loss, on_epoch=True)
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
+        self.log("last_rate", self.lr_schedulers().get_last_lr()[0])
         return loss
 
+    @torch.no_grad()
     def validation_step(self, batch, batch_idx):
         out = self.net(batch[0])
         hits = (out.argmax(1) == batch[1]).float().mean()

@@ -51,6 +51,12 @@ def options(name: str, rest: str) -> set[str] | None:
     return {option for one in found for p in one.params for option in (*p.opts, *p.secondary_opts)} | {"--help"}
 
 
+def test_the_page_of_commands_has_all() -> None:
+    shown = re.findall(r"`([^`]+)`", (ROOT / "docs" / "commands.md").read_text())
+    told = {word for text in shown for word in re.split(r"[\s|]+", text.removeprefix("everstep "))[:1]}
+    assert [name for name in cli.list_commands(click.Context(cli)) if name not in told] == []
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_commands_of_the_documents_exist(path: Path) -> None:
     keys = set(dotted(to_dict(Config())))

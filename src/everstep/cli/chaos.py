@@ -28,6 +28,7 @@ from everstep.chaos.fault_account import FaultAccount, account, missing
 from everstep.chaos.fault_kinds import KINDS
 from everstep.chaos.scenarios import SCENARIOS, TASK, TINY, Scenario, named
 from everstep.chaos.spec import parse, parse_now
+from everstep.cli.completing import complete_task
 from everstep.cli.ledger import audit_run
 from everstep.cli.run_dir import in_runs, read_digest
 from everstep.cli.running import ask_running
@@ -139,7 +140,7 @@ def _conclude(results: list[Result], base: Path, wall_s: float, as_json: bool) -
 
 
 @command.command(context_settings={"ignore_unknown_options": True})
-@click.argument("task")
+@click.argument("task", shell_complete=complete_task)
 @click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF everstep run]...")
 @click.option("--chaos", required=True, help='Scripted faults, e.g. "kill:target=leader:1,at=9,phase=reduce".')
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Directory for both runs (runs/chaos-<time>).")

@@ -16,6 +16,7 @@ import click
 from everstep.base.errors import ConfigError
 from everstep.base.leaving import temporary_folder
 from everstep.cli.check_jobs import ShortJobs
+from everstep.cli.completing import complete_task
 from everstep.cli.job import Request, effective_config
 from everstep.cli.probe import look
 from everstep.cli.seconds import Seconds
@@ -37,7 +38,7 @@ NOT_COVERED = (
 
 
 @click.command()
-@click.argument("target")
+@click.argument("target", shell_complete=complete_task)
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED)
 @click.option("--steps", type=click.IntRange(_LEAST_STEPS), default=3, show_default=True, help="Steps of each stretch.")
 @click.option(

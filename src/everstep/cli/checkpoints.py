@@ -14,6 +14,7 @@ import click
 
 from everstep.base.config_keys import TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
+from everstep.cli.completing import complete_place
 from everstep.cli.signed import not_before
 from everstep.report.words import aligned, size_text
 
@@ -54,7 +55,7 @@ def command() -> None:
 
 
 @command.command("ls")
-@click.argument("places", nargs=-1, required=True, metavar="PLACE...")
+@click.argument("places", nargs=-1, required=True, metavar="PLACE...", shell_complete=complete_place)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list with an object per checkpoint.")
 def ls_command(places: tuple[str, ...], as_json: bool) -> int:
     """List checkpoints, oldest first."""
@@ -67,7 +68,7 @@ def ls_command(places: tuple[str, ...], as_json: bool) -> int:
 
 
 @command.command("show")
-@click.argument("place")
+@click.argument("place", shell_complete=complete_place)
 @click.option("--step", "which", metavar="STEP", help="Step, latest, best or a pin (the newest).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show_command(place: str, which: str | None, as_json: bool) -> int:
@@ -179,7 +180,7 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 @command.command("verify")
-@click.argument("places", nargs=-1, required=True, metavar="PLACE...")
+@click.argument("places", nargs=-1, required=True, metavar="PLACE...", shell_complete=complete_place)
 @click.option("--step", "which", metavar="STEP", help="Checkpoint to verify: a step, latest, best or a pin (all).")
 @click.option(
     "--require-signature", "key_file", metavar="KEY", help="Require each to be signed with this key (PEM file)."
@@ -284,8 +285,8 @@ def _step_of(place: StorePlace, which: str | None) -> int:
 
 
 @command.command("diff")
-@click.argument("place_a", metavar="A")
-@click.argument("place_b", metavar="B")
+@click.argument("place_a", metavar="A", shell_complete=complete_place)
+@click.argument("place_b", metavar="B", shell_complete=complete_place)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def diff_command(place_a: str, place_b: str, as_json: bool) -> int:
     """Show which tensors and values of two checkpoints differ. It compares hashes. Exit code 1: they differ."""
@@ -345,7 +346,7 @@ def _tensors(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], str]]:
 
 
 @command.command("prune")
-@click.argument("places", nargs=-1, required=True, metavar="PLACE...")
+@click.argument("places", nargs=-1, required=True, metavar="PLACE...", shell_complete=complete_place)
 @click.option("--keep-last", type=click.IntRange(min=1), default=2, show_default=True, help="Keep the newest N.")
 @click.option("--keep-every", type=click.IntRange(min=1), help="Keep checkpoints of every Nth step.")
 @click.option("--keep-best", type=click.IntRange(min=0), default=0, help="Keep the best N by --metric.")
@@ -383,7 +384,7 @@ def prune_command(
 
 
 @command.command("pin")
-@click.argument("place")
+@click.argument("place", shell_complete=complete_place)
 @click.argument("name")
 @click.option("--step", "which", metavar="STEP", help="Step, latest or best (the newest).")
 @click.option("--remove", is_flag=True, help="Remove the pin.")

@@ -29,6 +29,7 @@ from everstep.checkpoint.pointers import read_pins, read_pointer
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.stores.store_table import open_store
+from everstep.cli.completing import complete_place
 from everstep.cli.job import read_job
 from everstep.cli.signed import require_signature, transfer_signed, vouched
 from everstep.cli.terminal import console
@@ -50,7 +51,7 @@ _STEP = re.compile(r"(?P<top>.*?)/?(?P<step>step-[0-9]{10})/?$")
 
 
 @click.command("export")
-@click.argument("checkpoint")
+@click.argument("checkpoint", shell_complete=complete_place)
 @click.option("--to", "target", required=True, type=click.Path(path_type=Path), help="New file or folder to write.")
 @click.option("--format", "kind", type=click.Choice(_FORMATS), required=True, help="Format of the other tool.")
 @click.option("--step", "which", metavar="STEP", help="Step, latest, best or a pin (the newest).")
@@ -131,8 +132,8 @@ def import_command(
 
 
 @click.command("copy")
-@click.argument("source")
-@click.argument("target")
+@click.argument("source", shell_complete=complete_place)
+@click.argument("target", shell_complete=complete_place)
 @click.option("--step", "which", metavar="STEP", help="Step, latest, best or a pin (the newest).")
 @click.option("--all", "everything", is_flag=True, help="Copy all checkpoints, oldest first.")
 @require_signature

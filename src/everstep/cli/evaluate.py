@@ -16,6 +16,7 @@ from everstep.base.config import Config
 from everstep.base.errors import ConfigError, EverstepError, TaskError
 from everstep.checkpoint.names import step_of
 from everstep.cli.checkpoints_exchange import choose, find_place, origin_words, required_key
+from everstep.cli.completing import complete_task
 from everstep.cli.job import Request, effective_config, read_job
 from everstep.cli.signed import require_signature, vouched
 from everstep.cli.task_loading import make_task, parse_task
@@ -33,7 +34,7 @@ _BATCH = 64
 
 
 @click.command()
-@click.argument("task")
+@click.argument("task", shell_complete=complete_task)
 @click.option(
     "--from",
     "source",

@@ -25,6 +25,7 @@ from everstep.base.etcd_address import EtcdAddress
 from everstep.base.given import read_given
 from everstep.chaos.spec import parse
 from everstep.cli.agent import says_itself
+from everstep.cli.completing import complete_task
 from everstep.cli.config_file import said_layers
 from everstep.cli.engines import kubernetes, ray_cluster, slurm, ssh
 from everstep.cli.engines.launch import Launch
@@ -123,7 +124,7 @@ def _values(words: Sequence[str], *, files: bool) -> dict[str, Any]:
     return values
 
 
-_WORDS = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="TASK")
+_WORDS = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="TASK", shell_complete=complete_task)
 _HOSTS = click.option("--hosts", type=click.IntRange(1), required=True, help="Number of hosts.")
 _SLOTS = click.option("--slots", type=click.IntRange(1), default=1, show_default=True, help="Workers on each host.")
 _RUN_DIR = click.option(

@@ -16,6 +16,7 @@ from everstep.base.config import Config, load_config, parse_set
 from everstep.base.config_keys import OFFLOAD, ZeroConfig
 from everstep.base.errors import ConfigError, nearest
 from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time, plan_usual
+from everstep.cli.completing import complete_task
 from everstep.cli.plan_config_dir import is_config_dir, shape_of_config
 from everstep.cli.plan_inputs import ASKED, COUNTED, MOST_GPUS, NOT_NEAR, json_option, known_devices, snapshots_of
 from everstep.cli.plan_runs import HowItRuns, how_it_runs
@@ -120,7 +121,7 @@ command.add_command(plan_usual.command)
 
 
 @command.command(epilog=f"Devices known to --gpu: {', '.join(CATALOGUE)}.")
-@click.argument("task", required=False)
+@click.argument("task", required=False, shell_complete=complete_task)
 @click.option("--params", metavar="N", help="Number of parameters in place of a task: 125M, 7.5B, 1.5T.")
 @click.option("--workers", type=click.IntRange(1, MOST_GPUS), help="Number of workers in total (1, or the task's).")
 @click.option("--lanes", type=click.IntRange(1, MOST_GPUS), help="Lanes of the global batch (the task's, or 8).")

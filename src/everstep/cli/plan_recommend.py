@@ -12,6 +12,7 @@ import click
 
 from everstep.base.below import write_atomically
 from everstep.base.errors import ConfigError, check
+from everstep.cli.completing import complete_task
 from everstep.cli.plan_inputs import (
     Question,
     json_option,
@@ -52,7 +53,7 @@ _OURS = "float32, data parallel and stages, by the layout of this product's memo
 
 
 @click.command("recommend")
-@click.argument("task", required=False)
+@click.argument("task", required=False, shell_complete=complete_task)
 @question_options
 @click.option("--mtbf", help="Mean time between failures of a node (100000h).")
 @click.option("--write", type=click.Path(path_type=Path), help="Write a config of the best split that jobs can run.")

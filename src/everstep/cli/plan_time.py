@@ -8,6 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from everstep.cli.completing import complete_task
 from everstep.cli.plan_inputs import (
     ASKED,
     Question,
@@ -32,7 +33,7 @@ MOST_PLAYED = 100_000
 
 
 @click.command("time")
-@click.argument("task", required=False)
+@click.argument("task", required=False, shell_complete=complete_task)
 @question_options
 @split_options
 @zero_option

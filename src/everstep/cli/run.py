@@ -19,6 +19,7 @@ from everstep.base.config import Config, cell_notes, load_config, pool_wish, rea
 from everstep.base.doors import at_port, is_loopback
 from everstep.base.errors import ConfigError, Deposed
 from everstep.base.foreign import foreign_launcher
+from everstep.base.package_versions import refuse_versions
 from everstep.chaos.spec import parse, strikes_of
 from everstep.checkpoint.keys import read_private_key, read_public_key
 from everstep.cli.adoption import adopt
@@ -26,6 +27,7 @@ from everstep.cli.agent import place, start_of_agent, take_part_in
 from everstep.cli.auto_lane import choose_lane, take_auto, with_lane
 from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, check_metrics
 from everstep.cli.coming_back import become_standby
+from everstep.cli.completing import complete_place, complete_task
 from everstep.cli.conclusion import lacking_rows
 from everstep.cli.config import complete_key
 from everstep.cli.config_file import said_layers
@@ -160,7 +162,7 @@ class _Run(click.Command):
 
 
 @click.command(cls=_Run)
-@click.argument("task")
+@click.argument("task", shell_complete=complete_task)
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED)
 @click.option("--workers", type=int, help="Number of workers in total (1, or as the pools need).")
 @click.option("--spares", type=int, help="Idle workers that replace a lost worker at once (0).")
@@ -189,7 +191,7 @@ class _Run(click.Command):
 @click.option("--chaos", help='Scripted faults, e.g. "kill:target=worker:2,at=30; stop:target=random,at=50,for=5".')
 @click.option("--simulate-failure", is_flag=True, help="Kill one random worker in the middle of the run.")
 @click.option("--fresh", is_flag=True, help="Start over; the old contents of the directory move to previous-N/.")
-@click.option("--resume-from", help="Checkpoint (path or URL) to start from.")
+@click.option("--resume-from", shell_complete=complete_place, help="Checkpoint (path or URL) to start from.")
 @click.option(
     "--require-signature", "key_file", metavar="KEY", help="Start only from a checkpoint signed with this key."
 )
@@ -244,6 +246,7 @@ def command(
     TASK is a ready task (name or name:PATH), module:Class, path/file.py:Class, or a script that calls everstep.join
     (everstep run train.py -- its own arguments).
     """
+    refuse_versions("torch", "numpy")
     spec = parse_task(task)
     if argv and spec.kind != "script":
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {task!r}")

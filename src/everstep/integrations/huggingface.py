@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from everstep.base.errors import ConfigError, Misused
+from everstep.base.package_versions import refuse_versions
 from everstep.data.batch import to_device
 from everstep.exact.seeding import preserve_rng
 from everstep.integrations.lane_loss import LaneLoss
@@ -33,13 +34,14 @@ from everstep.train.run import Run, Step, gradient_norm_of, looking, view_of
 from everstep.train.script_errors import say_in_one_line
 
 one_process()
+say_in_one_line()
+refuse_versions("torch", "transformers", "accelerate")
 try:
     _hf: Any = import_module("transformers")
     _files: Any = import_module("transformers.trainer_utils")
     _causal: Any = import_module("transformers.models.auto.modeling_auto")
     import_module("accelerate")
 except ImportError as missing:
-    say_in_one_line()
     raise ConfigError(
         f"everstep.integrations.huggingface: {missing.name or 'a package'} cannot be imported: "
         "pip install 'everstep[huggingface]'"

@@ -8,7 +8,9 @@ of `python script.py`.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping
+from inspect import Parameter
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 
 from everstep.base.errors import ConfigError
+from everstep.base.package_versions import refuse_versions
 from everstep.checkpoint.interchange_formats import save_torch
 from everstep.integrations.lightning_checkpoint import lightning_checkpoint
 from everstep.integrations.lightning_loop import Epochs, EpochValues, shown_alone, step_schedulers, stopping
@@ -43,6 +46,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _lightning() -> Any:
+    say_in_one_line()
+    refuse_versions("lightning")
     try:
         return importlib.import_module("lightning")
     except ModuleNotFoundError:
@@ -77,7 +82,6 @@ class Trainer:
         **arguments: Any,
     ) -> None:
         """Raises: ConfigError naming an argument that cannot be honoured."""
-        say_in_one_line()
         _lightning()
         self._options: TrainerOptions = trainer_options(arguments)
         self._stopping = [stopping(one) for one in self._options.callbacks if not shown_alone(one)]
@@ -87,8 +91,8 @@ class Trainer:
         self._values = EpochValues(self._kept)
         self._run: Run | None = None
         self._module: Any = None
-        self._optimizer: Any = None
-        self._schedulers: list[Any] = []
+        self.optimizers: list[Any] = []
+        self.lr_scheduler_configs: list[Any] = []
         self._data: tuple[Any, Any, Any] = (None, None, None)
         self._epochs = Epochs(1, 1, 1)
         self._at = (0, 0)
@@ -174,13 +178,15 @@ class Trainer:
         train, check = self._loaders(train_dataloaders, val_dataloaders, datamodule)
         model.trainer = self
         model.configure_model()
-        self._optimizer, self._schedulers = optimizer_and_schedulers(model)
-        vars(model)["log"] = self._logged.log
+        optimizer, self.lr_scheduler_configs = optimizer_and_schedulers(model)
+        self.optimizers = [optimizer]
+        vars(model).update(log=self._logged.log, optimizers=lambda use_pl_optimizer=True: optimizer)
         try:
             self._run = run = self._join(train)
             self._follow(run, check)
         finally:
             vars(model).pop("log", None)
+            vars(model).pop("optimizers", None)
         run_dir = view_of(run).link.run_dir
         if run_dir is not None:
             self.save_checkpoint(run_dir / "lightning.ckpt")
@@ -210,14 +216,14 @@ class Trainer:
 
     def _join(self, train: Any) -> Run:
         each = int(train.batch_size or 1)
-        carried = {f"lightning.scheduler{n}": one.scheduler for n, one in enumerate(self._schedulers)}
+        carried = {f"lightning.scheduler{n}": one.scheduler for n, one in enumerate(self.lr_scheduler_configs)}
         carried |= {f"lightning.stopping{n}": one for n, one in enumerate(self._stopping)}
         settings = {"steps": self._options.steps, "epochs": self._options.epochs, **self._options.settings}
         device = str(self._options.settings.get("device", "cpu"))
         self._module.to(device)
         run = join(
             self._module,
-            self._optimizer,
+            self.optimizers[0],
             train,
             lanes=self._lanes or gcd(each, _LANES),
             accumulate=self._options.accumulate,
@@ -265,7 +271,7 @@ class Trainer:
         self._logged.numbers.clear()
         order = view_of(run).order
         self._values.gather(step.metrics, sum(len(order.samples(number, lane)) for lane in range(order.lanes)))
-        step_schedulers(self._schedulers, self._epochs, number, ends, None)
+        step_schedulers(self.lr_scheduler_configs, self._epochs, number, ends, None)
         told = self._values.close() if ends else {}
         validated = self._epochs.due(number, options.check_every, options.every_epochs, ends)
         if check is not None and validated:
@@ -281,7 +287,7 @@ class Trainer:
         if closes:
             told |= self._values.close()
             self._module.on_train_epoch_end()
-        step_schedulers(self._schedulers, self._epochs, number, ends, self._values)
+        step_schedulers(self.lr_scheduler_configs, self._epochs, number, ends, self._values)
         if told | self._logged.numbers:
             run.log(**{**told, **self._logged.numbers})
         if closes:
@@ -345,8 +351,8 @@ class Trainer:
         if self._run is None or storage_options is not None:
             raise ConfigError("Trainer.save_checkpoint: expected a call after fit, with a path: leave out the rest")
         if self._run.is_main:
-            optimizer, at = None if weights_only else self._optimizer, {"epoch": self._at[0], "step": self._at[1]}
-            content = lightning_checkpoint(self._module, self.datamodule, optimizer, self._schedulers, **at)
+            optimizer, at = None if weights_only else self.optimizers[0], {"epoch": self._at[0], "step": self._at[1]}
+            content = lightning_checkpoint(self._module, self.datamodule, optimizer, self.lr_scheduler_configs, **at)
             save_torch(content, Path(filepath))
 
 
@@ -357,8 +363,10 @@ def _overrides(instance: Any, method: str) -> bool:
 
 
 def _arguments(method: Any, batch: Any, index: int) -> tuple[Any, ...]:
-    """What a step method takes: the batch, and its number if it asks for that."""
-    return (batch, index)[: method.__code__.co_argcount - 1]
+    """What a step method, decorated or not, takes: the batch, and its number if it asks for that."""
+    kinds = [parameter.kind for parameter in inspect.signature(method).parameters.values()]
+    asked = sum(kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+    return (batch, index) if asked > 1 or Parameter.VAR_POSITIONAL in kinds else (batch,)
 
 
 def _loss(module: Any, found: Any) -> torch.Tensor:

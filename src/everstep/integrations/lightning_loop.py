@@ -162,7 +162,7 @@ def stopping(callback: Any) -> StoppingRule:
     remedies = {
         "ModelCheckpoint": "the job takes checkpoints by itself (checkpoint.best_metric, checkpoint.disk.keep_best); "
         "trainer.save_checkpoint(path) after fit writes one for Lightning",
-        "LearningRateMonitor": "self.log the rate in on_train_epoch_end",
+        "LearningRateMonitor": "write self.log('lr', self.optimizers().param_groups[0]['lr']) into training_step",
     }
     remedy = remedies.get(name, "write what it does into the module (on_train_epoch_start, on_train_epoch_end)")
     raise ConfigError(f"the callback {name} is not carried: {remedy}")

@@ -18,6 +18,7 @@ from torch import nn
 from everstep.base.below import write_atomically
 from everstep.base.config import Config, check_keys, dotted, load_config, read_layers, to_dict
 from everstep.base.errors import ConfigError
+from everstep.base.package_versions import refuse_versions
 from everstep.data.given_loader import Collate, read_data
 from everstep.data.reading import reading_of
 from everstep.exact.seeding import build_seed, seed_all
@@ -200,6 +201,7 @@ def _is_first(frame: FrameType) -> bool:
     follows."""
     if _launched is None:
         say_in_one_line()
+        refuse_versions("torch", "numpy")
         if main_script() is None:  # a notebook, a test: any number of jobs
             return True
     if _called:

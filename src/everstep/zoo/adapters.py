@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.base.config import dotted
 from everstep.base.errors import ConfigError
+from everstep.base.package_versions import refuse_versions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,6 +53,7 @@ def add_adapter(model: nn.Module, content: Mapping[str, Any]) -> None:
 
     Raises: ConfigError if peft is missing, or the model has no such modules.
     """
+    refuse_versions("peft")
     try:
         import peft
     except ImportError:

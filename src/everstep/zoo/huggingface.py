@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from everstep.base.errors import ConfigError
+from everstep.base.package_versions import refuse_versions
 from everstep.data.tokenised import Tokens, TokenWindows, read_tokens
 from everstep.exact.seeding import build_seed
 from everstep.exact.shard_plan import shard_model
@@ -303,6 +304,7 @@ class HuggingFace(ReadyTask):
 def _transformers() -> Any:
     """The package, told to stay offline. Raises: ConfigError if it is missing."""
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"})
+    refuse_versions("transformers")
     try:
         import transformers
     except ImportError:

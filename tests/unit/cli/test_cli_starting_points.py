@@ -53,10 +53,15 @@ def test_completion_of_a_shell(shell: str, capsys: pytest.CaptureFixture[str], m
         ("everstep init", {"init"}),
         ("everstep config loader.pre", {"loader.prefetch"}),
         ("everstep run x --set loader.w", {"loader.workers="}),
+        ("everstep run tra", {"transformer-text", "train.py"}),
+        ("everstep check models/", {"models/"}),  # files, which the shell lists
+        ("everstep checkpoints ls ru", {"ru"}),
     ],
 )
-def test_what_a_shell_gets(words: str, expected: set[str]) -> None:
+def test_what_a_shell_gets(words: str, expected: set[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
     variables = {"_EVERSTEP_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     command = [sys.executable, "-m", "everstep"]
-    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert {line.partition(",")[2] for line in done.stdout.splitlines()} == expected, done.stderr

@@ -219,3 +219,21 @@ def test_an_accelerator_says_what_to_write() -> None:
     with pytest.raises(ConfigError, match=r"everstep\.join\(.*accumulate=4, precision='bf16'") as refusal:
         Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
     assert "\n" not in str(refusal.value)
+
+
+def test_what_a_step_method_is_given() -> None:
+    class Steps:
+        def alone(self, batch: Any) -> None: ...
+
+        def both(self, batch: Any, batch_idx: int) -> None: ...
+
+        def more(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+        def rest(self, batch: Any, *rest: Any) -> None: ...
+
+        decorated = torch.no_grad()(both)
+
+    steps = Steps()
+    given = {name: front._arguments(getattr(steps, name), "batch", 3) for name in vars(Steps) if name[0] != "_"}
+    assert given.pop("alone") == ("batch",)
+    assert set(given.values()) == {("batch", 3)} and len(given) == 4
