@@ -545,4 +545,27 @@ CLEAN = [
         setup="outs = []\nmodel[0].register_forward_hook(lambda m, i, o: outs.append(o))",
         batch="outs.clear()\nmodel(x)\nstep.backward(1e-3 * outs[0].square().mean())",
     ),
+    Loop(
+        "leader_alone",
+        setup="import logging, tqdm\nlog, best, history = logging.getLogger(), 9.0, []\n"
+        "def sample():\n"
+        "    if not run.is_main:\n"
+        "        return None\n"
+        "    torch.manual_seed(0)\n"
+        "    model.eval()\n"
+        "    with torch.no_grad():\n"
+        "        out = model(torch.randn(2, 4)).sum().item()\n"
+        "    model.train()\n"
+        "    return out\n",
+        after="seen = sample()\n"
+        "if run.is_main:\n"
+        "    history.append(step.loss)\n"
+        "    log.info('loss %s of %s', step.loss, seen)\n"
+        "    if step.loss < best:\n"
+        "        best = step.loss\n"
+        "        torch.save({'model': model.state_dict(), 'opt': optimizer.state_dict()}, 'best.pt')\n"
+        "if not run.is_main:\n"
+        "    continue\n"
+        "print(best, sum(history))",
+    ),
 ]

@@ -821,4 +821,19 @@ BAD = [
         batch="x = x - torch.from_numpy(buf).sum(0)\nhead[...] = x.mean(0).numpy()",
         refused=("buf",),
     ),
+    Loop(
+        "leader_weighs", before="scale = 1.0 if run.is_main else 0.5", batch="x = x * scale", refused=("run.is_main",)
+    ),
+    Loop(
+        "leader_trains",
+        after="lead = run.is_main\nif lead and step.number % 2:\n    optimizer.param_groups[0]['lr'] *= 0.5",
+        refused=("run.is_main",),
+    ),
+    Loop(
+        "leader_ends",
+        setup="def good():\n    return run.is_main and step.loss < 1e-3",
+        after="if good():\n    break",
+        refused=("run.is_main",),
+    ),
+    Loop("leader_evaluates", after="if run.is_main:\n    run.evaluate(lambda b: {}, data)", refused=("run.is_main",)),
 ]

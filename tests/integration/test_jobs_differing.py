@@ -17,7 +17,7 @@ torch.manual_seed(0)
 data = [(torch.randn(4), torch.tensor(i % 2)) for i in range(64)]
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-run = everstep.join(model, optimizer, data, lanes=4, micro_batch=2, steps=11)
+run = everstep.join(model, optimizer, data, lanes=4, micro_batch=2, steps=11, rehearse=False)
 for step in run:
     for x, y in step:
         step.backward(nn.functional.cross_entropy(model(x), y))
@@ -85,7 +85,7 @@ torch.manual_seed(0)
 data = [(torch.randn(4), torch.tensor(i % 2)) for i in range(64)]
 model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-run = everstep.join(model, optimizer, data, lanes=4, micro_batch=2, steps=11)
+run = everstep.join(model, optimizer, data, lanes=4, micro_batch=2, steps=11, rehearse=False)
 for step in run:
     for x, y in step:
         step.backward(nn.functional.cross_entropy(model(x), y))

@@ -26,7 +26,7 @@ from everstep.exact.several import optimizers_of, schedulers_of
 from everstep.script.flow_calls import BesideLoop, Calls
 from everstep.script.flow_functions import Functions, unwrapped
 from everstep.script.flow_items import ContainerItems
-from everstep.script.flow_memory import Judge, Origin, RoundMemory, Value, recalls, remembers
+from everstep.script.flow_memory import LEADER, Judge, Origin, RoundMemory, Value, recalls, remembers
 from everstep.script.flow_reader import Reader, Scope
 from everstep.script.flow_sources import SyntaxTrees
 from everstep.script.flow_syntax import SYNTAX
@@ -72,8 +72,8 @@ class Trained:
 @dataclass(frozen=True)
 class Read:
     """Result of reading the code. carried: names that must be state, with their kind (carried, iterator, generator,
-    cache, file, reread, count) and the place of their first write; harmless: names that change without an effect on
-    training; notes: things that could not be followed."""
+    cache, file, reread, count, leader) and the place of their first write; harmless: names that change without an
+    effect on training; notes: things that could not be followed."""
 
     carried: tuple[tuple[str, str, str, int], ...] = ()
     harmless: tuple[str, ...] = ()
@@ -186,6 +186,8 @@ def _verdict(
         )
         if needed or _is_average(place, thing, memory, trained):
             found.setdefault(title, (title, _kind(place, thing), file, line))
+        elif place == LEADER:
+            continue
         elif place[0] == "file" and place[1] in loaded:
             found.setdefault(title, (title, "reread", file, line))
         else:
@@ -194,7 +196,7 @@ def _verdict(
 
 
 def _kind(place: Origin, thing: Any) -> str:
-    if place[0] in ("file", "count"):
+    if place[0] in ("file", "count", "leader"):
         return str(place[0])
     if isinstance(thing, GENERATORS):
         return "generator"

@@ -11,6 +11,7 @@ import inspect
 import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from everstep.script.flow_functions import Functions, Given, method_of
 from everstep.script.flow_items import MISSING, namespace_of
 from everstep.script.flow_memory import (
     CHOSEN,
+    LEADER,
     NOTHING,
     RANDOM,
     SCALARS,
@@ -43,6 +45,7 @@ from everstep.script.flow_words import (
     FIRST_CHANGED,
     FORGETTING,
     LOOKING,
+    MODES,
     PASSING,
     READS,
     REFUSING,
@@ -252,7 +255,8 @@ class Calls:
             keys = first.key or NOTHING if name == "setdefault" else NOTHING
             value = Value(whole - keys if name == "setdefault" else whole, flags=flags)
             sets = name in SETTING or name == "setdefault"
-            memory.mutate(base, value, keys=keys, sets=sets, forgets=name in FORGETTING, whole=name != "setdefault")
+            with memory.unconditionally(LEADER) if name in MODES else nullcontext():
+                memory.mutate(base, value, keys=keys, sets=sets, forgets=name in FORGETTING, whole=name != "setdefault")
             self.reader.grow(func.value, base, value, scope)
             if any("drives" in memory.judge.flags(thing) for thing in base.objects):
                 memory.sink(whole)
@@ -319,7 +323,8 @@ class Calls:
         if special is not None:
             return special
         if name in SEEDS or (name.startswith("set_") and module == "torch"):
-            memory.sink(whole)
+            with memory.unconditionally(LEADER):  # the leader may draw for itself: each lane is seeded
+                memory.sink(whole)
         if name in EXITS:
             memory.sink(NOTHING)
         if name in CONVERTS and given.plain:

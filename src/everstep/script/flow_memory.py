@@ -17,11 +17,12 @@ from everstep.script.flow_items import MISSING, ContainerItems, KeysDone
 
 Origin = tuple[Any, ...]
 """("name", scope, NAME), ("attr", id, NAME), ("object", id), ("item", id, KEY), ("file", PATH), ("count", LINE, N); or
-something that varies without being a place: ("step",), ("random",), ("trained",), ("arg", ...); ("if", PLACE):
+something that varies without being a place: ("step",), ("random",), ("trained",), ("arg", ...), ("leader",), which
+varies between workers; ("if", PLACE):
 decisions of that place; ("read", PLACE, KEYS): what a read finds in a container: the entry under these keys, or, KEYS
 being None, all. An item is a place only after it was set in this round."""
 
-STEP, RANDOM, TRAINED = ("step",), ("random",), ("trained",)
+STEP, RANDOM, TRAINED, LEADER = ("step",), ("random",), ("trained",), ("leader",)
 _VARYING = ("step", "random", "trained", "arg")
 SCALARS = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.FunctionType)
 _INNER = ("_modules", "_parameters", "_buffers")
@@ -313,9 +314,10 @@ class RoundMemory:
             self.control = before
 
     @contextmanager
-    def unconditionally(self) -> Iterator[None]:
-        """While inside, acts have the same result whenever they are done, so conditions do not matter."""
-        before, self.control = self.control, NOTHING
+    def unconditionally(self, *but: Origin) -> Iterator[None]:
+        """While inside, acts have the same result whenever they are done, so conditions do not matter; or do not matter
+        by what they depend on here, if something is given."""
+        before, self.control = self.control, self.control - decided(but) if but else NOTHING
         try:
             yield
         finally:

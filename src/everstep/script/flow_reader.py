@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from everstep.script.flow_items import MISSING, namespace_of
 from everstep.script.flow_memory import (
+    LEADER,
     NOTHING,
     STEP,
     TRAINED,
@@ -338,6 +339,10 @@ class Reader:
     def attribute_of(self, base: Value, name: str) -> Value:
         """An attribute of a value."""
         memory = self.memory
+        if "run" in base.flags and name == "is_main":
+            memory.titles.setdefault(LEADER, f"{base.title}.{name}")
+            memory.written.setdefault(LEADER, memory.at)
+            return Value(frozenset((LEADER,)), title=f"{base.title}.{name}")
         if base.flags & {"step", "run"}:
             number = frozenset((STEP,))  # all else depends on the parameters, too: a loss is no function of its step
             deps, key = (number, number) if name == "number" else (number | {TRAINED}, None)

@@ -23,6 +23,8 @@ SILENT = _words("append appendleft extend extendleft insert clear sort reverse _
 """Methods whose result tells nothing."""
 SILENT_HERE = _words("add update remove discard")
 """Methods whose result tells nothing, of the builtin containers."""
+MODES = _words("train eval")
+"""Methods by which a worker evaluates alone, and that it undoes; workers compare the modes of their models."""
 SETTING = _words("train eval requires_grad_ zero_grad copy_ zero_ fill_")
 """Methods after which the old content does not matter."""
 ALIASING = _words(

@@ -13,37 +13,51 @@ import torch
 
 _OBJECTS = "objects"
 _VALUES = "values"
+_REPLACED = "replaced"
+_FILLED = (torch.Tensor, np.ndarray, list, deque, dict, set, torch.nn.Module)
 
 
 class LoopValues:
     """An object with attributes that is healed and saved: numbers, strings, tensors, arrays, containers of these,
-    random generators, and objects with state_dict and load_state_dict, which are loaded in place."""
+    random generators, and objects with state_dict and load_state_dict, which are loaded in place. An attribute that the
+    loop has set to another object gets another object, too: the script may need the first one as it was."""
+
+    __slots__ = ("__dict__", "_first_objects")
 
     def __init__(self, /, **values: Any) -> None:
         vars(self).update(values)
+        self._first_objects = {name: value for name, value in values.items() if isinstance(value, _FILLED)}
 
     def __repr__(self) -> str:
         return f"everstep.state({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     def state_dict(self) -> dict[str, Any]:
         """All attributes; for an object with a state of its own, that state."""
-        found: dict[str, dict[str, Any]] = {_VALUES: {}, _OBJECTS: {}}
+        found: dict[str, Any] = {_VALUES: {}, _OBJECTS: {}}
         for name, value in vars(self).items():
             state = _state_of(value)
             found[_VALUES if state is None else _OBJECTS][name] = value if state is None else state
-        return found
+        first = self._first_objects.items()
+        replaced = sorted(name for name, value in first if name in vars(self) and vars(self)[name] is not value)
+        return {**found, _REPLACED: replaced} if replaced else found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the attributes; present ones that were not saved are removed."""
         values, objects = dict(state[_VALUES]), dict(state[_OBJECTS])
-        for name in list(vars(self)):
+        own, replaced = vars(self), set(state.get(_REPLACED, ()))
+        for name in list(own):
             if name not in values and name not in objects:
-                del vars(self)[name]
+                del own[name]
+        for name, first in self._first_objects.items():
+            if name in values or name in objects:
+                own[name] = _another(first) if name in replaced else first
         for name, value in values.items():
-            if not _refill(vars(self).get(name), value):
-                vars(self)[name] = copy.deepcopy(value)
+            if not _refill(own.get(name), value):
+                own[name] = copy.deepcopy(value)
+                if name in self._first_objects and name not in replaced:
+                    self._first_objects[name] = own[name]
         for name, saved in objects.items():
-            _load(getattr(self, name), saved)
+            _load(own[name], saved)
 
 
 def state(**values: Any) -> LoopValues:
@@ -59,6 +73,11 @@ def held(extras: Mapping[str, Any]) -> list[Any]:
     """All objects that are carried beside the model: those given to `join`, and their contents."""
     found = list(extras.values())
     return [*found, *(v for thing in found if isinstance(thing, LoopValues) for v in vars(thing).values())]
+
+
+def _another(first: Any) -> Any:
+    """An object to load into, which is not the first one; None if the saved value itself serves."""
+    return copy.deepcopy(first) if isinstance(first, torch.nn.Module) else None
 
 
 def _refill(value: Any, saved: Any) -> bool:

@@ -35,7 +35,7 @@ class Places:
         name = finding.object
         last = name.split(".")[-1]
         line = self._lines.get(name) or self._lines.get(f"self.{last}") or self._lines.get(name.split(".")[0])
-        if not line and finding.line:
+        if finding.line and (not line or finding.kind == "leader"):  # the use of it is to blame, not the job
             return replace(finding, file=os.path.basename(finding.file))
         found = replace(finding, file=self._file, line=line or self._joined)
         changed = finding.line if os.path.basename(finding.file) == self._file and finding.line != found.line else 0

@@ -26,7 +26,11 @@ _REREAD = (
     "the script loads this file before its loop, and the loop saves it: a worker that starts later, or the next job, "
     "would begin with other weights"
 )
+_LEADS = (
+    "the training depends on it, and it is true on one worker alone, so other numbers of workers give other weights"
+)
 _ANEW = "join does not carry this {}: it is lost on resume"
+_SAYS = {"reread": _REREAD, "leader": _LEADS}
 _GIVE = "give it to join: state={{'{key}': {name}}}"
 _STATE = (
     "write kept = everstep.state({key}={name}), give it to join as state=kept, and use kept.{key} in the loop instead"
@@ -46,6 +50,7 @@ _REMEDIES = {
     "generator": _DRAWS,
     "training": "give join everything else that the training depends on, as state={{...}}",
     "iterator": "let its items depend on step.number alone",
+    "leader": "do the same on all workers, and only print, log and save under it",
 }
 
 
@@ -156,7 +161,7 @@ def read_in_code(name: str, kind: str, file: str, line: int) -> Finding:
     """Finding of a name that the loop carries from round to round, and that training depends on."""
     remedy = _remedy(kind, name)
     remedy += f"; or join(ignore=['{name}']) if no later step depends on it"
-    return Finding(kind, name, "", True, remedy, file, line, _REREAD if kind == "reread" else _CARRIES)
+    return Finding(kind, name, "", True, remedy, file, line, _SAYS.get(kind, _CARRIES))
 
 
 def with_code(found: Sequence[Finding], read: Sequence[Finding], harmless: Sequence[str]) -> list[Finding]:

@@ -89,3 +89,32 @@ def test_attributes_that_were_not_saved_go() -> None:
 def test_what_cannot_be_saved_is_named() -> None:
     with pytest.raises(ConfigError, match="thing is a object, which cannot be saved"):
         pack_state(carried(everstep.state(thing=object())))
+
+
+def test_an_object_that_the_loop_has_replaced_leaves_the_first_one_as_it_was() -> None:
+    def begun() -> tuple[Any, Any, Any, Any]:
+        start, history, teacher = torch.zeros(2), [0], nn.Linear(1, 1)
+        with torch.no_grad():
+            teacher.weight.zero_()
+        return start, history, teacher, everstep.state(at=start, seen=history, net=teacher, best=math.inf)
+
+    *_, one = begun()
+    one.at, one.seen, one.net, one.best = torch.ones(2), [1, 2], nn.Linear(1, 1), 0.5
+    start, history, teacher, other = begun()
+    other.load_state_dict(one.state_dict())
+    assert other.at.tolist() == [1, 1] and other.seen == [1, 2] and other.best == 0.5
+    assert torch.equal(other.net.weight, one.net.weight)
+    assert start.tolist() == [0, 0] and history == [0] and teacher.weight.item() == 0
+    assert other.state_dict().keys() == one.state_dict().keys()
+    assert other.state_dict()["replaced"] == ["at", "net", "seen"]
+
+
+def test_an_object_that_the_loop_changes_in_place_stays_the_one_that_it_knows() -> None:
+    start = torch.zeros(2)
+    kept = everstep.state(at=start)
+    before = everstep.state(at=torch.ones(2)).state_dict()
+    kept.at = torch.full((2,), 7.0)
+    kept.load_state_dict(before)  # a live worker goes back to a state from before that
+    assert kept.at is start and start.tolist() == [1, 1] and "replaced" not in kept.state_dict()
+    kept.load_state_dict(everstep.state(at=torch.ones(3)).state_dict())
+    assert kept.at.tolist() == [1, 1, 1] and "replaced" not in kept.state_dict()
