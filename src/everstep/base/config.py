@@ -19,7 +19,7 @@ from everstep.base.config_keys import Config as Config
 from everstep.base.doors import check_private, is_loopback, parse_ports
 from everstep.base.errors import ConfigError, nearest
 from everstep.base.foreign_keys import known_elsewhere
-from everstep.base.pipeline.schedule_table import check_possible
+from everstep.base.pipeline.schedule_table import KINDS, check_possible
 from everstep.base.pool_wish import PoolWish, even_homes, make_wish, parse_cut
 from everstep.base.stage_map import StageMap, devices_of, parse_map
 
@@ -316,6 +316,7 @@ def check_together(config: Config) -> None:
     _check_pools(config, stage_maps)
     _check_devices(config, stage_maps)
     _check_lanes(config, stage_maps)
+    _check_cell(config)
     if config.stages > 1:
         check_possible(config.schedule, config.stages, config.lanes, config.chunks)
     _check_cut(config, stage_maps)
@@ -331,7 +332,6 @@ def check_together(config: Config) -> None:
         if least > most_s:
             raise ConfigError(f"{low}: expected at most {high} ({most_s:g}), got {least:g}: lower it or raise {high!r}")
     _check_zero(config)
-    _check_cell(config)
     _check_network(config)
     _check_tls(config)
     if config.early_stop.target is not None and config.early_stop.metric is None:
@@ -457,16 +457,18 @@ def _check_cell(config: Config) -> None:
     name, n = config.cell.key, config.cell.ranks
     if n == 1:
         return
+    unlooped = KINDS[config.schedule].unlooped
     for other, expected, got, why in (
         ("device", "cpu", config.device, "its processes share parameters in the memory of the host"),
-        ("chunks", "1", config.chunks, "its processes add up the whole of a stage"),
+        ("chunks", "1", config.chunks, "its processes add up a stage's gradients in one backward pass"),
         ("zero.stage", "0", config.zero.stage, "its processes divide the optimizer's state already"),
         ("zero.offload", "none", config.zero.offload or "none", "its processes share the optimizer's state in memory"),
         ("batch", "constant", config.batch, "which lanes a process computes must not change what they are"),
     ):
         if str(got) != expected:
+            also = f" and schedule={unlooped}" if other == "chunks" and unlooped else ""
             raise ConfigError(
-                f"{name}: expected 1 with {other}={got}, got {n}: {why}; set {other}={expected}, or {name}=1"
+                f"{name}: expected 1 with {other}={got}, got {n}: {why}; set {other}={expected}{also}, or {name}=1"
             )
     if config.cell.fsdp > config.lanes:
         raise ConfigError(

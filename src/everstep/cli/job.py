@@ -173,6 +173,15 @@ def check_hosts(config: Config, *, alone: bool = True) -> None:
             )
 
 
+def refuse_hosts_of_cells(config: Config) -> None:
+    """Raises: ConfigError if workers are to be on several hosts; no other host can join."""
+    if config.cell.hosts > 1:
+        raise ConfigError(
+            f"cell.hosts: expected 1 for a job on this host alone, got {config.cell.hosts}: let others join with "
+            "--listen ADDR:PORT, an address of 'ip addr', or set cell.hosts=1"
+        )
+
+
 def check_network(config: Config, port: int = 0) -> None:
     """Raises: ConfigError if this host cannot listen at the config's address, or at this port."""
     address = config.network.listen or config.network.address

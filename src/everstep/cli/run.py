@@ -43,6 +43,7 @@ from everstep.cli.job import (
     effective_config,
     free_port,
     make_job,
+    refuse_hosts_of_cells,
     with_chaos,
     with_cut,
     with_shards,
@@ -389,6 +390,8 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     check_notify(config.notify)
     _check_sign_key(config.checkpoint.sign_key)
     check_hosts(config, alone=begun.port is None)
+    if begun.port is None and not asked.dry_run:
+        refuse_hosts_of_cells(config)
     check_network(config, begun.port or 0)
     check_own_ports(config, begun.room, head=begun.port == 0)
     _check_strikes(config)

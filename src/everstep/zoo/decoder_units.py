@@ -201,6 +201,23 @@ def names_in_files(model: Any, weights: WeightFiles) -> dict[str, str]:
     return found
 
 
+def refuse_other_model(kind: type[nn.Module], config: Any, weights: WeightFiles) -> None:
+    """Raises: ConfigError, before anything is read, if these are incomplete, or another model's. A file may have old
+    names of a model's tensors, which transformers knows: where some are strange, those that lack say nothing."""
+    try:
+        with torch.device("meta"):
+            model = cast(Any, kind)(config)
+    except Exception:  # the worker, which needs no such model, will hear of it
+        return
+    prefix, names = f"{model.base_model_prefix}.", dict[int, list[str]]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    there, known = ({name.removeprefix(prefix) for name in found} for found in (weights.shapes, model.state_dict()))
+    lacking = [tied[0] for tied in names.values() if there.isdisjoint(name.removeprefix(prefix) for name in tied)]
+    if lacking and (there <= known or there.isdisjoint(known)):
+        raise ConfigError(f"{_whose(weights)} are incomplete: {lacking[0]} is in none of the files")
+
+
 def _whose(weights: WeightFiles) -> str:
     return f"weights in {weights.files[0].parent}"
 

@@ -66,10 +66,12 @@ class HuggingFace(ReadyTask):
         self._library = _transformers()
         self.model_config = self._read_config()
         self._kind = self._class_of(self.model_config)
-        from everstep.zoo.decoder_units import why_whole
+        from everstep.zoo.decoder_units import refuse_other_model, why_whole
 
         self.whole = why_whole(self._kind, self.model_config)
         """Why the model is not cut into units; "" if it is."""
+        if self.whole and (weights := self.directory.weights()) is not None:
+            refuse_other_model(self._kind, self.model_config, weights)
         self.defaults = {  # type: ignore[misc]
             "lanes": 8,
             "micro_batch": 1,

@@ -197,9 +197,11 @@ def test_unknown_keys_in_nested_form_and_of_any_type():
             "parameters are divided among the processes of each worker: set cell.fsdp=N",
         ),
         ({"cell.fsdp": 2, "device": "cuda:1"}, "cell.fsdp: expected 1 with device=cuda:1, got 2"),
+        ({"cell.fsdp": 2, "stages": 2, "chunks": 2}, "in one backward pass; set chunks=1, or cell.fsdp=1"),
         (
             {"cell.fsdp": 2, "stages": 2, "chunks": 2, "schedule": "looped_bfs"},
-            "cell.fsdp: expected 1 with chunks=2, got 2",
+            "cell.fsdp: expected 1 with chunks=2, got 2: its processes add up a stage's gradients in one backward "
+            "pass; set chunks=1 and schedule=gpipe, or cell.fsdp=1",
         ),
         ({"cell.fsdp": 2, "zero.stage": 1}, "cell.fsdp: expected 1 with zero.stage=1, got 2"),
         ({"cell.fsdp": 2, "zero.offload": "/disk/"}, "cell.fsdp: expected 1 with zero.offload=/disk/, got 2"),

@@ -19,6 +19,7 @@ from everstep.cli.job import (
     effective_config,
     make_job,
     read_job,
+    refuse_hosts_of_cells,
     total_steps,
     with_chaos,
     with_cut,
@@ -233,3 +234,6 @@ def test_a_host_that_this_launcher_does_not_run_on() -> None:
     there = effective_config({"steps": 1}, request(file={"map": [{"workers": [0], "host": "far-away"}]}))
     with pytest.raises(ConfigError, match="worker 0 is to run on host 'far-away', but this job"):
         check_hosts(there)
+    refuse_hosts_of_cells(here)
+    with pytest.raises(ConfigError, match=r"cell.hosts: expected 1 for a job on this host alone, got 2: .* --listen"):
+        refuse_hosts_of_cells(effective_config({"steps": 1}, request(file={"cell": {"fsdp": 2, "hosts": 2}})))

@@ -273,6 +273,20 @@ def test_directories_that_are_refused(tmp_path: Path, data: str, case: str) -> N
     assert "\n" not in str(refused.value)
 
 
+def test_weights_of_a_model_in_one_piece_are_looked_at_before_the_start(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(vocab_size=256, is_decoder=True, **sizes)
+    transformers.BertLMHeadModel(config).save_pretrained(tmp_path / "model")
+    HuggingFace(str(tmp_path / "model"))
+    weights(lambda w: {k: v for k, v in w.items() if "output.dense.weight" not in k})(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"are incomplete: bert.encoder.layer.0.attention.output.dense.weight is in"):
+        HuggingFace(str(tmp_path / "model"))
+    other = made(tmp_path / "other", "llama")
+    settings(model_type="bert", is_decoder=True)(other)
+    with pytest.raises(ConfigError, match=r"are incomplete: bert.embeddings.word_embeddings.weight is in none"):
+        HuggingFace(str(other))
+
+
 def test_an_encoder_is_refused(tmp_path: Path, data: str) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.BertConfig(vocab_size=256, **sizes)
