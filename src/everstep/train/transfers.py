@@ -114,7 +114,7 @@ class Transfers:
         position = effect.position
         offer = Offer(position=position, records=effect.records, held={})
         if effect.live:
-            offer = self._live(effect, effect.live, self._standing if effect.ends else self._shelved)
+            offer = self._live(effect, effect.live, _standing if effect.ends else _shelved)
         held: dict[int, list[Held]] = {k: list(of) for k, of in offer.held.items()}
         for stage, kept in self._keeper.held(position.step).items():
             held.setdefault(stage, []).append(kept)
@@ -127,22 +127,16 @@ class Transfers:
         held = {stage: effect.held.get(stage, WHOLE) for stage in effect.stages}
 
         def make(asked: Sequence[AskerCame]) -> Offer:
-            there = {k: of & self._asked_of(k, asked) for k, of in held.items()}
-            return self._live(effect, there, self._snapshot)
+            there = {k: of & _asked_of(self._view.stages[k], k, asked) for k, of in held.items()}
+            return self._live(effect, there, _snapshot)
 
         self._donor.offer(make, effect.tickets)
-
-    def _asked_of(self, stage: int, asked: Iterable[AskerCame]) -> Extents:
-        """Blocks of a stage that these ask for: of one that several donors feed, each gives the parts that it feeds."""
-        sizes = self._view.stages[stage].state.shape.sizes
-        asks = [one.joint for one in asked if stage in one.stages]
-        return union(WHOLE if ask is None else fed_blocks(ask.segments, ask.rest, sizes) for ask in asks)
 
     def _live(
         self,
         effect: do.Shelve | do.OfferFeeds,
         there: Mapping[int, Extents],
-        readable: Callable[[int, Extents], Snapshot | StandingState],
+        readable: Callable[[StageReplica, Extents], Snapshot | StandingState],
     ) -> Offer:
         """Offer of the state as it is, but for the loop's: its taker enters the loop's body right after the update.
         there: blocks that are here, by stage."""
@@ -152,32 +146,13 @@ class Transfers:
             position=position,
             records=effect.records,
             gathers=dict(effect.gathers),
-            held={stage: [(readable(stage, blocks), blocks)] for stage, blocks in there.items()},
+            held={stage: [(readable(view.stages[stage], blocks), blocks)] for stage, blocks in there.items()},
             application=loop.going_on(position.step + 1) if past else loop.told(position.step),
             past=past,
             untold=view.publisher.untold.packed(),
             changed=loop.changed(),
             names={k: names_of(view.stages[k].parts.model, view.stages[k].state) for k in there if view.stages.split},
         )
-
-    def _snapshot(self, stage: int, there: Extents) -> Snapshot:
-        replica = self._view.stages[stage]
-        replica.lanes.settle_buffers()
-        snapshot = replica.state.clone_snapshot(there)
-        snapshot.start()
-        return snapshot
-
-    def _shelved(self, stage: int, there: Extents) -> Snapshot | StandingState:
-        """No member makes the next update before all have copied what they lack, so no copy is needed for them where
-        other threads can read the state."""
-        replica = self._view.stages[stage]
-        near = replica.state.memory.others is None and all(p.device.type == "cpu" for p in replica.everything)
-        return self._standing(stage, there) if near else self._snapshot(stage, there)
-
-    def _standing(self, stage: int, there: Extents, *, shared: bool = True) -> StandingState:
-        replica = self._view.stages[stage]
-        replica.lanes.settle_buffers()
-        return replica.state.standing(shared=shared)
 
     # ---- taking, when a generation settles
 
@@ -206,7 +181,7 @@ class Transfers:
         found: list[Held] = []
         if view.step == step and stage in view.stages:
             there = view.driver.machine.held.get(stage, WHOLE)
-            found.append((self._standing(stage, there, shared=False), there))
+            found.append((_standing(view.stages[stage], there, shared=False), there))
         kept = self._keeper.held(step)
         return [*found, kept[stage]] if stage in kept else found
 
@@ -387,6 +362,31 @@ def _loop_goes_on(view: WorkerView, position: Key) -> Iterator[bool]:
     yield goes_on
     if own:
         heal.unpack_state(application, own)
+
+
+def _asked_of(replica: StageReplica, stage: int, asked: Iterable[AskerCame]) -> Extents:
+    """Blocks of a stage that these ask for: of one that several donors feed, each gives the parts that it feeds."""
+    asks, sizes = [one.joint for one in asked if stage in one.stages], replica.state.shape.sizes
+    return union(WHOLE if ask is None else fed_blocks(ask.segments, ask.rest, sizes) for ask in asks)
+
+
+def _snapshot(replica: StageReplica, there: Extents) -> Snapshot:
+    replica.lanes.settle_buffers()
+    snapshot = replica.state.clone_snapshot(there)
+    snapshot.start()
+    return snapshot
+
+
+def _shelved(replica: StageReplica, there: Extents) -> Snapshot | StandingState:
+    """No member makes the next update before all have copied what they lack, so no copy is needed for them where other
+    threads can read the state."""
+    near = replica.state.memory.others is None and all(p.device.type == "cpu" for p in replica.everything)
+    return _standing(replica, there) if near else _snapshot(replica, there)
+
+
+def _standing(replica: StageReplica, there: Extents, *, shared: bool = True) -> StandingState:
+    replica.lanes.settle_buffers()
+    return replica.state.standing(shared=shared)
 
 
 def _sizes(received: Iterable[ReceivedOffer], own: Mapping[int, StageState] = {}) -> dict[int, Sizes]:
