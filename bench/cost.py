@@ -1,7 +1,7 @@
 """What fault tolerance costs: the same epoch with it, without it, and in plain DistributedDataParallel on gloo.
 
     python bench/cost.py [--model transformer-small] [--workers 2] [--steps 150] [--rounds 3] [--parts | --heal]
-                         [--out FILE]
+                         [--set KEY=VALUE ...] [--out FILE]
 
 Whole runs, one after the other, in turn:
 - on: as jobs are by default, with a copy in memory and a checkpoint on disk every 30 steps;
@@ -22,7 +22,8 @@ time, and digests of them (probe). Whole runs spread by more.
 
 `--heal` measures memory over a fault instead: a worker is killed in the middle, the others settle, and a new one heals.
 Of all processes together, in MB (PSS, looked at every 50 ms): before the kill (before_mb), from the kill until five
-steps after the healed worker has joined (fault_mb), and the ratio of the two.
+steps after the healed worker has joined (fault_mb), and the ratio of the two. `--set` gives settings of that job, such
+as `zero.stage=2`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -141,13 +143,13 @@ def measure_parts(model: str, workers: int, steps: int) -> dict[str, float]:
     return {part: 100 * sum(line.get(part, 0.0) for line in lines) / whole for part in sorted({*chain(*lines)})}
 
 
-def measure_heal(model: str, workers: int, steps: int) -> dict[str, float]:
-    """The most memory before a kill, and over it and the heal that follows."""
+def measure_heal(model: str, workers: int, steps: int, settings: dict[str, Any]) -> dict[str, float]:
+    """The most memory before a kill, and over it and the heal that follows. settings: more than it has anyway."""
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
         task = f"{BENCH / 'models.py'}:{MODELS[model].__name__}"
         arguments = ["--workers", str(workers), "--steps", str(steps)]
         arguments += ["--chaos", f"kill:target=worker:1,at={steps // 2}"]
-        job = EverstepJob(task, Path(name) / "run", *arguments, settings=TOLERANT)
+        job = EverstepJob(task, Path(name) / "run", *arguments, settings=TOLERANT | settings)
         watch = Watch(lambda: descendants(job.process.pid), FAULT_SAMPLE_S)
         job.wait()
         watch.close()
@@ -204,12 +206,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", help="also write the JSON here")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="with --heal: a setting")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--parts", action="store_true", help="what single guards take, instead")
     instead.add_argument("--heal", action="store_true", help="memory over a kill and the heal that follows, instead")
     options = parser.parse_args()
     if options.parts or options.heal:
-        measure = measure_parts if options.parts else measure_heal
+        settings = dict(one.split("=", 1) for one in options.set)
+        heal = partial(measure_heal, settings=settings)
+        measure: Callable[[str, int, int], dict[str, float]] = measure_parts if options.parts else heal
         rows = [measure(options.model, options.workers, options.steps) for _ in range(options.rounds)]
         what = "cost of parts, percent" if options.parts else "memory over a kill and a heal"
         report = {"bench": what, **machine(), "model": options.model, "workers": options.workers}

@@ -467,6 +467,9 @@ def _rows(stages: Sequence[StageMemory]) -> list[list[str]]:
         rows.append([f"{kind} (host)", *(f"{found.host_bytes[kind] / GB:.3g}" for found in stages)])
     rows.append(["together", *(f"{found.zero_memory_gb:.4g}" for found in stages)])
     rows.append(["times less", *(f"{found.memory_reduction_factor:.2f}" for found in stages)])
+    if any(found.recovery_bytes for found in stages):
+        more = (f"{found.recovery_bytes / GB:.3g}" for found in stages)
+        rows.append(["more while one is replaced, of all workers", *more])
     if stages[0].fits is not None:
         rows.append(["fits", *("yes" if found.fits else "no" for found in stages)])
         rows.append(["largest model", *(quantities.count_words(one.max_model_size_with_zero or 0) for one in stages)])

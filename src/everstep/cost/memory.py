@@ -18,6 +18,8 @@ STAGES = (0, 1, 2, 3)
 GB = 10**9
 _AT_ONCE_BYTES = 4.0 * (1 << 18)
 """Gradients of one part of an update, where each worker updates a part of the model."""
+_MOST_FOLLOWED, _FROM_EACH_BYTES = 3, 1 << 26
+"""As of `train.taking`: workers that a new one follows at the most, and what each of several gives at least."""
 _IN_USE_BYTES = float(1 << 26)
 """Bytes in use at a time of parameters that lie in files, and of their gradients."""
 WORKER_BYTES, JOB_BYTES, SHARED_BYTES = 48_000_000, 455_000_000, 233_000_000
@@ -177,6 +179,21 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
     return MemoryUse(device, host)
 
 
+def of_recovery(model: Model, split: Split, stage: int) -> float:
+    """Bytes that the workers of a stage take together for a moment, beside what they hold, until a new one has the
+    state of one that was lost: copies at those that it follows, and what has come until it is in its place there.
+
+    Where the optimizer's state is divided, one copies the parameters, and all together one worker's part of the rest.
+    Otherwise each of those that it follows copies all, of which there are up to three. In files copies take none.
+    """
+    divided = stage > 0 and split.copies < split.workers
+    part = split.copies / split.workers if divided else 1.0
+    state = model.parameter_bytes + model.optimizer_bytes * part + model.buffer_bytes
+    followed = max(1, min(_MOST_FOLLOWED, split.workers - 1, int(state // _FROM_EACH_BYTES)))
+    copies = 0 if split.offload else 1 if divided else followed
+    return state * (copies + 1) if split.workers > 1 else 0.0
+
+
 def of_running(model: Model, split: Split, stage: int, workers: int) -> MemoryUse:
     """As `of_ours`, of a worker by itself, with its part of what it shares with others (PSS). workers: of all stages.
     model: without fixed bytes."""
@@ -188,7 +205,8 @@ def of_running(model: Model, split: Split, stage: int, workers: int) -> MemoryUs
 @dataclass(frozen=True)
 class StageMemory:
     """One stage's memory beside that of plain data parallelism (stage 0, nothing offloaded). GB are 10^9 bytes. `fits`
-    and `max_model_size_with_zero` (parameters) are None if no device was named."""
+    and `max_model_size_with_zero` (parameters) are None if no device was named. recovery_bytes: what all workers take
+    together for a moment after a loss (`of_recovery`)."""
 
     per_worker_bytes: Mapping[str, int]
     host_bytes: Mapping[str, int]
@@ -197,6 +215,7 @@ class StageMemory:
     memory_reduction_factor: float
     max_model_size_with_zero: int | None
     fits: bool | None
+    recovery_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -257,7 +276,9 @@ def of_cell(
     return CellMemoryUse(ranks, {kind: round(size) for kind, size in found.items()})
 
 
-def answer(usage: MemoryUse, baseline: MemoryUse, parameters: int, memory_bytes: int | None) -> StageMemory:
+def answer(
+    usage: MemoryUse, baseline: MemoryUse, parameters: int, memory_bytes: int | None, recovery: float = 0.0
+) -> StageMemory:
     """What one stage needs, from its bytes and those of stage 0."""
     return StageMemory(
         {kind: round(size) for kind, size in usage.device.items()},
@@ -267,6 +288,7 @@ def answer(usage: MemoryUse, baseline: MemoryUse, parameters: int, memory_bytes:
         baseline.total / usage.total,
         None if memory_bytes is None else usage.largest(memory_bytes, parameters),
         None if memory_bytes is None else usage.total <= memory_bytes,
+        round(recovery),
     )
 
 
@@ -281,4 +303,7 @@ def answers_of_ours(model: Model, split: Split, memory_bytes: int | None) -> dic
     """For each stage, of this product."""
     base = of_ours(model, replace(split, offload=False, offload_params=False), 0)
     found = {stage: of_ours(model, split, stage) for stage in STAGES}
-    return {stage: answer(usage, base, model.parameters, memory_bytes) for stage, usage in found.items()}
+    return {
+        stage: answer(usage, base, model.parameters, memory_bytes, of_recovery(model, split, stage))
+        for stage, usage in found.items()
+    }

@@ -19,6 +19,7 @@ from everstep.cost.memory import (
     by_paper,
     most_nodes,
     of_ours,
+    of_recovery,
     of_running,
 )
 from everstep.placement.tree import cover
@@ -92,6 +93,18 @@ def test_of_gradients_that_are_given_back_few_are_held() -> None:
     assert [lanes(2, hosts) for hosts in (1, 4, 2)] == [2, 0, 8]
     assert [lanes(1, hosts) for hosts in (1, 4, 2)] == [4, 8, 8]
     assert [lanes(stage, 1, 8) for stage in (1, 2)] == [4, 4]
+
+
+def test_a_recovery_copies_one_workers_part_of_a_divided_state_and_all_of_another() -> None:
+    """Bytes per parameter: at those who give, and at the one that gets it."""
+
+    def of(stage: int, parameters: int = BILLION, **how: int) -> float:
+        return of_recovery(adam(parameters), Split(**{"workers": 8, "copies": 2, **how}), stage) / parameters
+
+    assert [of(stage) for stage in (0, 1, 2)] == [48, 12, 12]
+    assert [of(0, workers=workers) for workers in (1, 2, 3)] == [0, 24, 36]
+    assert of(0, 10**6) == 24, "one gives a small state alone"
+    assert (of(2, copies=8), of(0, offload=True)) == (48, 12), "all have all; copies lie in files"
 
 
 def test_what_is_staged_is_at_most_a_part_of_a_checkpoint() -> None:
