@@ -59,6 +59,17 @@ def test_any_link_between_two_hosts_is_the_same_again() -> None:
     assert "its links, or others between the same hosts, failed again (2 to 4, 3 to 5)" in world.plan.reason
 
 
+def test_links_within_a_host_and_between_hosts_may_fail_at_once() -> None:
+    """No host leaves as a whole then: a smallest number of workers does."""
+    world = three_hosts()
+    break_link(world, 1, (1, 0), (4, 2))
+    for i in range(6):
+        world.entered(i, 2, 2)
+    break_link(world, 2, (1, 0), (4, 2))
+    left = set(world.plan.worker_ids)
+    assert world.plan.generation == 3 and len(left) == 4 and not {0, 1} <= left and not {2, 4} <= left
+
+
 def stating(world: World) -> World:
     """The hosts' agents say their addresses, so they are asked whether others answer."""
     for k in range(3):

@@ -400,6 +400,18 @@ def test_a_drained_agent_leaves_when_the_last_of_its_workers_has() -> None:
     assert len(world.messages(m.HostDismissed)) == 1 and world.plan.worker_ids == (0, 1)
 
 
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_drained_host_that_is_not_heard_is_gone_unless_a_worker_runs_there(*, lives: bool) -> None:
+    world = shared_out(2, 2)
+    assert world.command("drain", host="h2").ok
+    world.entered(0, 2, 5)
+    for i in (2,) if lives else (2, 3):
+        world.exited(i, agent="h2", in_order=True)
+    drop(world, "h2")
+    states = {h["name"]: h["state"] for h in world.command("hosts").result["hosts"]}
+    assert states["h2"] == ("silent" if lives else "gone")
+
+
 def test_one_that_runs_nothing_leaves_at_once() -> None:
     world = shared_out(2, 2)
     arrive(world, "h3")

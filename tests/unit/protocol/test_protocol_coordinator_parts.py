@@ -341,6 +341,14 @@ def test_speeds_of_the_living_are_medians_of_the_last_looks() -> None:
     assert not found.in_force
 
 
+def test_members_without_lanes_are_idle_only_if_there_are_lanes_for_them() -> None:
+    found = speeds(environment(lanes=4), KEY, OTHER)
+    for plan in (pair(()), pair(()), replace(pair(()), generation=2)):
+        assert found.idle_members(plan) and not found.idle_members(pair())
+    alone = replace(pair(()), seats=(Seat(1, 0, "active", (0,)), Seat(2, 0, "standby", ())), lanes=1)
+    assert not speeds(environment(lanes=1), KEY, OTHER).idle_members(alone)
+
+
 def test_speeds_of_the_dead_are_forgotten() -> None:
     env, living = environment(), [KEY, OTHER]
     found = speeds(env, *living)

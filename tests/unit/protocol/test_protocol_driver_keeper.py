@@ -9,7 +9,7 @@ import pytest
 from driver_harness import plan
 
 from everstep.base.cause import Cause, Why
-from everstep.base.extents import WHOLE
+from everstep.base.extents import NONE, WHOLE
 from everstep.base.plan import WorkerKey
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.outbox import Outbox
@@ -87,6 +87,24 @@ def test_no_room_for_another_pools_snapshot_is_told_once_until_one_is_kept_again
     one.update(6)
     one.keeper.others_kept(do.OthersKept(6, True))
     assert refused(7) == [True]
+
+
+def test_where_nobody_else_keeps_it_no_room_is_told_once_until_the_newest_is_here_in_all() -> None:
+    one = Member(next(i for i in PLAN.worker_ids if i not in {keeps_for(PLAN, 0), keeps_for(PLAN, 1)}))
+
+    def refused(step: int) -> list[bool]:
+        one.update(step)
+        one.keeper.refused(do.NotKept(step, Why(Cause.CONFIG, "no room")))
+        return [effect.tell for effect in one.out.drain()]
+
+    assert refused(4) == [True] and refused(5) == [False]
+    for step, there in ((6, {(0, 4): WHOLE}), (8, {(0, 4): WHOLE, (0, 8): NONE})):
+        one.update(step)
+        one.keeper.there(do.InMemory(there))
+        assert refused(step + 1) == [False], "an older one, or a part"
+    one.update(10)
+    one.keeper.there(do.InMemory({(0, 10): WHOLE}))
+    assert refused(11) == [True]
 
 
 def test_after_one_that_had_no_room_the_next_may_succeed_also_where_nobody_else_keeps_it() -> None:

@@ -253,6 +253,7 @@ def test_clocks_of_hosts_may_differ_by_ten_seconds(back_s: float, *, is_set_back
     """A step by an earlier clock says that the clock was set back only if it is earlier by more."""
     facts = facts_of([*trained(), commit(11, 100.0), commit(12, 100.0 - back_s)])
     assert facts.told_ns == T0 + round((100.0 - back_s * is_set_back) * S)
+    assert facts_of([*trained(), commit(11, 100.0), commit(11, 50.0)]).told_ns == T0 + 100 * S, "told a second time"
 
 
 def test_clocks_that_differ_keep_no_incident_open() -> None:

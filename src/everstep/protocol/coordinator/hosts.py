@@ -201,7 +201,7 @@ def listed_hosts(job: JobState) -> list[dict[str, Any]]:
 def named(job: JobState) -> dict[str, Agent]:
     """Agents by each of their names: address, shown name, own name."""
     known = [agent for _, agent in sorted(job.agents.known.items())]
-    found = {str(agent.about.get("address")): agent for agent in known if agent.about.get("address")}
+    found = {agent.about["address"]: agent for agent in known if agent.about.get("address")}
     return found | {job.agents.shown_name(agent): agent for agent in known} | {agent.agent_id: agent for agent in known}
 
 

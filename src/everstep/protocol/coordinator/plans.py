@@ -291,7 +291,6 @@ def _start(job: JobState) -> None:
     slots, quorum = job.slots, job.quorum
     quorum.wait()
     if _too_few_came(job):
-        quorum.give_time()
         return
     ready = candidates(job)
     if ready:

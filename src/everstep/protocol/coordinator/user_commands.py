@@ -134,7 +134,7 @@ def _drain(job: JobState, args: _Args) -> _Reply:
         return f"cannot drain worker {worker_id!r:.20}: {hosts.SPANNED}", {}
     if not isinstance(worker_id, int) or worker_id not in ids:
         return f"no worker {worker_id!r}: the workers are {listed(ids)}", {}
-    spare = plan is not NO_PLAN and worker_id not in plan.worker_ids and len(ids) > slots.target
+    spare = plan is not NO_PLAN and worker_id not in plan.worker_ids
     staying = ids - {worker_id} - set(slots.lost)  # a slot that was given up starts nobody
     target = min(len(staying), slots.target if spare else slots.target - 1)
     if target < slots.least:
