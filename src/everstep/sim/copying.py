@@ -198,7 +198,7 @@ class SimSaver:
 
     def _at_one_moment(self, operation: do.SaveLast, past: bool) -> None:
         """Check that what loops do between two steps has been done by all that save, or by none; but for a loop that
-        has raised or was told to end, and those that were not left after the same step."""
+        has raised, was told to end, or was left while others go on."""
         staying = self.life.site.disk.staying
         if operation.plan.cause is Cause.LEFT or any(member.key in staying for member in operation.plan.members):
             return

@@ -67,6 +67,7 @@ class Loop:
     def leave(self) -> None:
         """The application leaves its loop: where it computes, or as soon as it has the turn."""
         self.leaves = True
+        self.life.site.disk.staying.add(self.life.me)
         if isinstance(self.life.operation, do.Compute):
             self.life.abort(self.life.operation, (), "its loop was left")
 
