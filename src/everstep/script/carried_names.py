@@ -144,6 +144,9 @@ def _read_round(reader: Reader, loop: Any, frame: types.FrameType) -> None:
     else:
         with memory.under(memory.use(reader.value(loop.test, scope))):
             memory.sink(())
+    for told in reader.sources.set_before(frame, "is_main"):
+        for target in told.targets:
+            reader.store(target, reader.value(told.value, scope), scope)
     reader.block(loop.body, scope)
 
 

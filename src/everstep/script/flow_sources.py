@@ -64,15 +64,31 @@ class SyntaxTrees:
 
     def loaded_before(self, frame: types.FrameType) -> Iterator[str]:
         """Paths, or the code that makes them, of tensors' files that this frame has read before its loop."""
-        code, loop = frame.f_code, self.loop(frame)
-        top: Any = self.tree(code.co_filename) if code.co_name == "<module>" else self.function(code)
-        until = loop.lineno if loop is not None else frame.f_lineno
-        for node in inside_of(top) if top is not None else ():
-            if isinstance(node, ast.Call) and node.lineno < until and ast.unparse(node.func) in _LOADS and node.args:
+        for node in self._before(frame):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in _LOADS and node.args:
                 yield ast.unparse(node.args[0])
                 found = _value(node.args[0], frame)
                 if isinstance(found, str | PurePath):
                     yield str(found)
+
+    def set_before(self, frame: types.FrameType, attribute: str) -> list[ast.Assign]:
+        """Assignments to a name, before the loop that this frame is in, of what depends on this attribute of something,
+        in order."""
+        found = [
+            node
+            for node in self._before(frame)
+            if isinstance(node, ast.Assign)
+            and all(isinstance(target, ast.Name) for target in node.targets)
+            and any(isinstance(inner, ast.Attribute) and inner.attr == attribute for inner in ast.walk(node.value))
+        ]
+        return sorted(found, key=lambda node: node.lineno)
+
+    def _before(self, frame: types.FrameType) -> Iterator[Any]:
+        """Nodes of this frame's code that end before its loop begins."""
+        code, loop = frame.f_code, self.loop(frame)
+        top: Any = self.tree(code.co_filename) if code.co_name == "<module>" else self.function(code)
+        until = loop.lineno if loop is not None else frame.f_lineno
+        yield from (n for n in inside_of(top) if getattr(n, "end_lineno", until) < until) if top is not None else ()
 
 
 def _value(node: ast.expr, frame: types.FrameType) -> Any:

@@ -18,6 +18,7 @@ import indirect_loops
 from everstep.script.carried_names import Read, Trained, read_loop
 from everstep.script.loop_values import LoopValues, held
 from everstep.script.reachable import loop_frames
+from rehearsed_scripts import HEAD
 
 
 class Reading(Exception):
@@ -90,3 +91,20 @@ def test_what_does_no_harm_is_not(loop: Any, tmp_path: Path, monkeypatch: pytest
 
 def test_there_are_enough_of_both() -> None:
     assert len(carried_loops.BAD) >= 40 and len(carried_loops.CLEAN) >= 40
+
+
+@pytest.mark.parametrize("main", ["run.is_main", "bool(run.is_main)", "not run.is_main and bool(data)"])
+@pytest.mark.parametrize("uses, carried", [("x = x * (2 if main else 1)", ["run.is_main"]), ("if main: print(x)", [])])
+def test_a_name_set_before_the_loop_may_stand_for_the_leader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: str, uses: str, carried: list[str]
+) -> None:
+    text = f"""
+run = everstep.join(model, optimizer, data, lanes=2, micro_batch=2, steps=6)
+main = {main}
+for step in run:
+    for x, y in step:
+        {uses}
+        step.backward(loss_fn(model(x), y))
+"""
+    found = read(tmp_path, HEAD + text, monkeypatch)
+    assert [(title, kind) for title, kind, _, _ in found.carried] == [(title, "leader") for title in carried]
