@@ -805,3 +805,21 @@ def test_a_host_that_does_not_fit_is_refused_and_not_gone() -> None:
     assert states["b"] == "refused"
     assert "host b stays out: torch is 9.9" in world.report("warning")["reason"]
     assert world.plan.generation == 1, "nobody else noticed"
+
+
+def test_the_host_of_a_lost_head_that_comes_back_under_its_own_name_is_listed_once() -> None:
+    world = World(workers=2)
+    world.agent(0, name="10.0.0.1", host="10.0.0.1")
+    world.agent(1, name="b", host="b")
+    world.hello(0, host="10.0.0.1")
+    world.hello(1, host="b")
+    world.entered(0, 1, 1)
+    new = world.restart()
+    new.agent(1, name="b", host="b")
+    new.hello(1, host="b")
+    new.wait(60 * S)
+    listed = {h["name"]: h["state"] for h in new.command("hosts").result["hosts"]}
+    assert listed["10.0.0.1"] == "gone"
+    new.connect("blue", "agent")
+    new.say("blue", named_hello("blue", "10.0.0.1", "blue"))
+    assert sorted(h["name"] for h in new.command("hosts").result["hosts"]) == ["b", "blue"]

@@ -194,8 +194,11 @@ def _drain_as_wished(job: JobState, agent: Agent) -> None:
 
 
 def listed_hosts(job: JobState) -> list[dict[str, Any]]:
-    """All hosts of the job, past ones included, with the facts that each has given."""
-    return [_said(job, agent) for _, agent in sorted({**job.agents.gone, **job.agents.known}.items())]
+    """All hosts of the job, past ones included, with the facts that each has given. The host of a lost head, which a
+    new head knows by its address only, may come back under its own name: it is listed once."""
+    there = {agent.about.get("address") for agent in job.agents.known.values()}
+    gone = {name: agent for name, agent in job.agents.gone.items() if agent.about or name not in there}
+    return [_said(job, agent) for _, agent in sorted({**gone, **job.agents.known}.items())]
 
 
 def named(job: JobState) -> dict[str, Agent]:
