@@ -23,9 +23,8 @@ class Logged:
 
     def take(self, event: Event, step: int, time_ns: int) -> None:
         """Take in a committed step, or numbers of the leader after it."""
-        norm = event.get("grad_norm")
-        if norm is not None:
-            self._add(GRADIENT_NORM, norm, step, time_ns)
+        if "grad_norm" in event:
+            self._add(GRADIENT_NORM, event["grad_norm"], step, time_ns)
         for name, value in as_dict(event.get("metrics")).items() if "metrics" in event else ():
             self._add(one_line(name, 60), value, step, time_ns)
 

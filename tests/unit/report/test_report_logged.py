@@ -53,6 +53,9 @@ def test_a_value_that_is_no_longer_finite_is_not_shown_as_it_was(tmp_path: Path)
     told = [commit(11, 6.0), event("logged", 6.1, step=11, metrics={"score": 0.5})]
     logged = facts_of([*trained(), *told, event("logged", 6.4, step=12, metrics={"score": None})]).logged
     assert logged.finite() == {"score": None} and logged.series["score"].x == [11]
+    told = [{**commit(11, 6.0), "grad_norm": 2.5}, {**commit(12, 6.3), "loss": None, "grad_norm": None}]
+    assert facts_of([*trained(), *told]).logged.finite() == {"Gradient norm": None}
+    assert facts_of([*trained(), commit(11, 6.0)]).logged.finite() == {}, "a job that does not compute it"
 
 
 def test_an_evaluation_that_is_not_finite_is_no_zero(tmp_path: Path) -> None:

@@ -105,7 +105,10 @@ def test_a_folder_without_a_job_is_refused(command: str, tmp_path: Path, capsys:
     assert capsys.readouterr().err == f"error: {tmp_path} is not a run directory: there is no job.json\n"
 
 
-def test_top_shows_no_process_of_a_job_that_nobody_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_shows_no_process_of_a_job_that_nobody_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     write_events(tmp_path, trained())
     (tmp_path / "job.json").write_text(json.dumps({"config": {"workers": 3}}))
     assert run_command(["top", str(tmp_path), "--once"]) == 0
