@@ -98,6 +98,21 @@ def test_members_that_settle_read_the_state_where_it_lies_until_all_have_what_th
         standing.read_block(0)
 
 
+def test_a_state_that_the_loop_may_change_is_copied_for_members_that_settle() -> None:
+    """Its loop goes on while others still copy: with a step, or a gather, that it was told of as the last one."""
+    transfers, donor, state = holder()
+    transfers._view.config.zero.stage, transfers._loop.moves.known = 0, True
+    transfers.shelve(do.Shelve(3, Key(1, 0), {}, {}, {0: WHOLE}))
+    before = bytes(state.read_block(0))
+    with torch.no_grad():
+        next(state.model.parameters()).mul_(0.5)
+    state.manifest()
+    ((copied, _),) = donor._shelves["settle"].held[0]
+    assert isinstance(copied, Snapshot) and bytes(copied.read_block(0)) == before != bytes(state.read_block(0))
+    donor.busy_snapshot()
+    assert bytes(copied.read_block(0)) == before, "its loop has come to where it changes the state"
+
+
 def test_its_own_blocks_are_not_copied_to_be_put_where_they_are() -> None:
     transfers, _, state = holder()
     ((own, there),) = transfers._own(0, 1)
