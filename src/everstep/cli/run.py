@@ -451,7 +451,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     write_job(run_dir, job)
     if asked.spec.where == "hf":
         keep_hub_files(asked.spec.what, config.task, run_dir)
-    opening = _opening(run_dir, found, start, aside, asked.is_script)
+    opening = _opening(run_dir, found, start, aside, asked.is_script, invocation.begun.port)
     if config.hosts.mixed:
         opening.insert(0, "hosts.mixed: hosts with other kernels are admitted, so the result is no longer exact")
     opening += [*invocation.notes, *zero_notes(config), *cell_notes(config), *probe.notes]
@@ -460,7 +460,9 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     return _launch(invocation, job, opening)
 
 
-def _opening(run_dir: Path, found: Found, start: StartPoint, aside: Path | None, is_script: bool) -> list[str]:
+def _opening(
+    run_dir: Path, found: Found, start: StartPoint, aside: Path | None, is_script: bool, port: int | None
+) -> list[str]:
     lines = [f"run directory {run_dir}"]
     if found.job is not None and found.job.unknown:
         keys = ", ".join(f"{key}={value}" for key, value in found.job.unknown.items())
@@ -475,7 +477,8 @@ def _opening(run_dir: Path, found: Found, start: StartPoint, aside: Path | None,
     if start.step:
         lines.append(start.words)
         if found.step > start.step:
-            lines.append(f"steps {start.step + 1} to {found.step} are repeated, to the same bits")
+            others = ", unless workers of other hosts have gone on" * (port is not None)
+            lines.append(f"steps {start.step + 1} to {found.step} are repeated, to the same bits{others}")
     elif found.state == "stopped":
         lines.append(
             f"this job was stopped after step {found.step} and left no checkpoint: it starts again from step 0 in the "

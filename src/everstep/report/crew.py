@@ -37,6 +37,10 @@ class Crew:
         """Number of members that are not known to be gone; one that is only suspected counts."""
         return sum(w.role in MEMBERS and w.state not in _GONE for w in self.workers.values())
 
+    def on_several_hosts(self) -> bool:
+        """Whether workers have run on more than one host since the job was started."""
+        return len({worker.host for worker in self.workers.values() if worker.host}) > 1
+
     def not_running(self, since_ns: int) -> None:
         """The job's process ended at this time; the job is started again."""
         self.end_spans(since_ns)

@@ -185,12 +185,15 @@ def _died(facts: Facts, now: Now) -> Headline | None:
         return None
     last_ns = max(facts.course.last_step_ns, facts.account.end_ns)
     what = "The process of the job died without a word" if facts.began_ns else "The job never started"
-    said = f", last heard of {span(_s(last_ns, now))} ago: nothing runs now." if last_ns else "."
-    return Headline("bad", f"{what} after step {facts.course.step}{said}", _behind(facts, now))
+    others = facts.crew.on_several_hosts()  # whose workers wait for a new head
+    runs = "nothing runs on its host now; other hosts may go on for a while" if others else "nothing runs now"
+    said = f", last heard of {span(_s(last_ns, now))} ago: {runs}." if last_ns else "."
+    return Headline("bad", f"{what} after step {facts.course.step}{said}", _behind(facts, now, "up to " * others))
 
 
-def _behind(facts: Facts, now: Now) -> str:
-    """Distance of the newest checkpoint from the last step, and the command that goes on from it."""
+def _behind(facts: Facts, now: Now, most: str = "") -> str:
+    """Distance of the newest checkpoint from the last step, and the command that goes on from it. most: words before
+    the number of steps."""
     saved = facts.checkpoint_step if now.disk_step is None else now.disk_step
     again = max(0, facts.course.step - saved)
     strange = facts.course.strange
@@ -202,7 +205,7 @@ def _behind(facts: Facts, now: Now) -> str:
     if not saved:
         text = "There is no checkpoint: it would start again from step 0."
     elif again:
-        text = f"The newest checkpoint is of step {saved}: {again} step{'s' * (again != 1)} would be done again."
+        text = f"The newest checkpoint is of step {saved}: {most}{again} step{'s' * (again != 1)} would be done again."
     else:
         text = f"The newest checkpoint is of step {saved}: nothing is lost."
     return f"{text} To go on: {now.resume}" if now.resume else text

@@ -173,7 +173,7 @@ class Incident:
 def lost_launcher(number: int, time_ns: int, step: int) -> Incident:
     """The loss of the process that leads the job, and of the job with it; no event tells it."""
     hit = Hit(LAUNCHER, Cause.UNKNOWN, "")
-    return Incident(number, time_ns, step + 1, Cause.UNKNOWN, {LAUNCHER: hit}, ["nothing runs any more"])
+    return Incident(number, time_ns, step + 1, Cause.UNKNOWN, {LAUNCHER: hit}, ["nobody leads it any more"])
 
 
 @dataclass

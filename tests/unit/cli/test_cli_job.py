@@ -139,7 +139,7 @@ def test_a_job_file_of_another_version_is_read_and_what_is_unknown_is_told(tmp_p
     assert (before.config.schedule, before.config.transport) == ("1f1b", "auto")
     found = inspect(tmp_path, job)
     assert found.job is not None
-    said = [line for line in _opening(tmp_path, found, StartPoint(), None, False) if "does not know" in line]
+    said = [line for line in _opening(tmp_path, found, StartPoint(), None, False, None) if "does not know" in line]
     assert len(said) == 1 and "\n" not in said[0] and "loader.magic=True" in said[0]
     data["config"]["lanes"] = 4
     (tmp_path / "job.json").write_text(json.dumps(data))

@@ -689,7 +689,7 @@ def test_a_launcher_that_died_is_a_fault_with_a_mark_and_leaves_no_process(tmp_p
     after = shown_of(run_dir)
     assert after["head"]["faults"] == before["head"]["faults"] + 1
     assert [mark[2] for mark in after["marks"]][len(before["marks"]) :] == ["launcher"]
-    assert after["incidents"][-1][6] == "the launcher of the job died without a word; nothing runs any more"
+    assert after["incidents"][-1][6] == "the launcher of the job died without a word; nobody leads it any more"
     status = read_status(run_dir)
     assert status["workers"] == []
     assert status["incidents"][-1]["sentence"] == after["incidents"][-1][6]

@@ -13,6 +13,7 @@ from told_events import HEALED, LEADS, T0, TWO, S, commit, event, killed, plan, 
 
 LOST = [*trained(), killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]], "killed")]
 LEADER = [*trained(TWO), killed(2, 5.8), plan(5.9, 2, [[0, 1], [3]], "killed")]
+ON_TWO_HOSTS = [event("worker_joined", 3.9, worker_id=i, incarnation=0, host=f"h{i % 2}") for i in range(4)]
 SPARE = event("worker_joined", 2.6, worker_id=4, incarnation=0)
 WITH_SPARE = [SPARE, *trained(TWO), killed(2, 5.8), plan(5.9, 2, [[0, 1], [3, 4]], "killed"), LEADS]
 SUSPECTED = event("worker_suspected", 9, worker_id=1, incarnation=0, cause="hung", reason="no progress for 3.0 s")
@@ -174,6 +175,13 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         GONE,
         "bad",
         ("died without a word after step 10", "1m00s ago", "of step 6: 4 steps", "To go on: everstep run digits"),
+    ),
+    "launcher dead, workers on other hosts": (
+        [*trained(), *ON_TWO_HOSTS, SAVED],
+        65.7,
+        GONE,
+        "bad",
+        ("nothing runs on its host now; other hosts may go on", "of step 6: up to 4 steps", "To go on: everstep run"),
     ),
     "launcher dead, no checkpoint": (
         trained(),
