@@ -254,19 +254,23 @@ function stack(series) {
 
 const column = (run, i) => run.curves.steps?.columns[i] ?? [];
 
-/** Over the newest `points` points up to each: samples per second, also per worker; for single points, seconds a step. */
-function rates(run, points = 1) {
+/** Over the newest `points` points up to each: samples per second, also per worker; for single points, seconds a step.
+ * The time in which no job ran, before a new start, is in none of them. */
+export function rates(run, points = 1) {
   const x = run.curves.steps?.x ?? [], time = column(run, 0), samples = column(run, 5), workers = column(run, 6);
+  const starts = run.generations.filter((g) => g[6] === "started").map((g) => g[1] / 1000);
   const rate = [], seconds = [], each = [];
-  let sum = 0;
+  const work = (i) => (time[i] - time[i - 1]) * (workers[i] ?? 0);
+  let sum = 0, worked = 0, first = 0;
   for (let i = 0; i < x.length; i++) {
-    const from = Math.max(0, i - points);
-    sum += i ? samples[i] : 0;
-    if (from > 0) sum -= samples[from];
-    const passed = time[i] - time[from], valid = i > 0 && passed > 0;
+    if (starts.some((at) => time[i - 1] < at && at <= time[i])) [first, sum, worked] = [i, 0, 0];
+    const from = Math.max(first, i - points);
+    if (i > first) [sum, worked] = [sum + samples[i], worked + work(i)];
+    if (from > first) [sum, worked] = [sum - samples[from], worked - work(from)];
+    const passed = time[i] - time[from], valid = i > first && passed > 0;
     rate.push(valid ? sum / passed : null);
     seconds.push(valid ? passed / Math.max(1, x[i] - x[from]) : null);
-    each.push(valid && workers[i] ? sum / passed / workers[i] : null);
+    each.push(valid && worked > 0 ? sum / worked : null);
   }
   return { rate, seconds, each };
 }
