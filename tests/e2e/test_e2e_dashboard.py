@@ -286,6 +286,11 @@ def test_a_speed_counts_the_workers_of_each_step_and_no_time_in_which_nothing_ra
     assert found["each"] == [None, 4, 4, 4, 4, 4, None, 4]
     assert found["rate"] == [None, 8, 8, 8, 6, 4.8, None, 8]
     assert found["seconds"] == [None, 1, 1, 1, 4 / 3, 5 / 3, None, 1]
+    said = view.page.evaluate(
+        "async (run) => (await import('/static/charts.js')).Overlay.prototype.kinds([run])[3][3](0.6)",
+        {"head": {}, "curves": {"steps": steps}, "generations": starts},
+    )
+    assert said == "600 ms"
     view.close()
 
 

@@ -419,7 +419,8 @@ export class Overlay {
     this.smoothing.addEventListener("change", () => this.runs && this.update(this.runs));
   }
 
-  /** A curve's chart, title and values: those of every step, and those with points of their own. */
+  /** A curve's title, values, and words for one of them, and for those at the axis if these are words, too: curves of
+   * every step, and those with points of their own. */
   kinds(runs) {
     const took = (v) => (v ? duration(v) : "0"), points = (run) => (run.head.rate_points ?? 12) - 1;
     const steps = (pick) => (run) => ({ x: run.curves.steps.x, y: pick(run) });
@@ -429,7 +430,7 @@ export class Overlay {
       ["Loss by step", steps((run) => column(run, 1)), (v) => number(v, 4)],
       ["Samples per second by step", steps((run) => rates(run, points(run)).rate), (v) => number(v)],
       ["Samples per second and worker by step", steps((run) => rates(run, points(run)).each), (v) => number(v)],
-      ["Step time by step", steps((run) => rates(run, points(run)).seconds), took],
+      ["Step time by step", steps((run) => rates(run, points(run)).seconds), took, took],
       ["Learning rate by step", steps((run) => column(run, 4)), (v) => (v ? Number(v.toPrecision(3)).toString() : "0")],
       ...names.map((name) => [`${name.startsWith("eval:") ? "Evaluated: " : ""}${name.slice(name.indexOf(":") + 1)} by step`, own(name), (v) => number(v, 4)]),
     ];
@@ -443,8 +444,8 @@ export class Overlay {
   }
 
   /** A new chart; on a phone most of them are folded. */
-  made(title, format) {
-    const chart = new Chart($(this.place()), title, format, { alone: true, zoomed: (range, from) => this.zoomed(range, from) });
+  made(title, format, ticks) {
+    const chart = new Chart($(this.place()), title, format, { alone: true, ticks, zoomed: (range, from) => this.zoomed(range, from) });
     chart.range = this.range;
     this.charts.set(title, chart);
   }
@@ -462,8 +463,8 @@ export class Overlay {
     if (!there.length) return;
     this.drawn = true;
     const kinds = this.kinds(there), left = new Set(this.charts.keys());
-    for (const [title, pick, format] of kinds) {
-      if (!this.charts.has(title)) this.made(title, format);
+    for (const [title, pick, format, ticks] of kinds) {
+      if (!this.charts.has(title)) this.made(title, format, ticks);
       left.delete(title);
       const curves = there.map((run) => [run, pick(run)]).filter(([, curve]) => curve !== null && curve.y.some((v) => v !== null));
       const table = curves.length ? uPlot.join(curves.map(([, { x, y }]) => [x, share ? smooth(y, share) : y])) : [[]];
