@@ -269,6 +269,31 @@ def test_charts_tell_values_and_show_what_is_switched_on(dashboard: Dashboard, b
     view.close()
 
 
+@pytest.mark.longer
+def test_a_speed_counts_the_workers_of_each_step_and_no_time_in_which_nothing_ran(
+    dashboard: Dashboard, browser: Any
+) -> None:
+    """4 samples per second and worker: one of two is lost after step 4, and the job is started again after step 6."""
+    view = Page(browser, dashboard.owners)
+    none: list[float] = []
+    times, workers = [1, 2, 3, 4, 6, 8, 110, 111], [2, 2, 2, 2, 1, 1, 2, 2]
+    steps = {"x": list(range(1, 9)), "columns": [times, none, none, none, none, [8] * 8, workers]}
+    starts = [[1, at_ms, 0, 2, [0], "all workers are there", "started"] for at_ms in (500, 109_500)]
+    found = view.page.evaluate(
+        "async (run) => (await import('/static/charts.js')).rates(run, 3)",
+        {"curves": {"steps": steps}, "generations": starts},
+    )
+    assert found["each"] == [None, 4, 4, 4, 4, 4, None, 4]
+    assert found["rate"] == [None, 8, 8, 8, 6, 4.8, None, 8]
+    assert found["seconds"] == [None, 1, 1, 1, 4 / 3, 5 / 3, None, 1]
+    said = view.page.evaluate(
+        "async (run) => (await import('/static/charts.js')).Overlay.prototype.kinds([run])[3][3](0.6)",
+        {"head": {}, "curves": {"steps": steps}, "generations": starts},
+    )
+    assert said == "600 ms"
+    view.close()
+
+
 def drag(page: Any, chart: Any) -> None:
     """Zoom into a part of a chart."""
     plot = chart.locator(".u-over")

@@ -244,6 +244,9 @@ def test_what_is_wrong_is_said_at_a_glance(
         if name == "exception":
             block = view.page.locator("#raised")
             sync_api.expect(block).to_have_text(BLOCK, timeout=CAUGHT)
+        if name == "launcher dead":
+            sync_api.expect(view.page.locator("#incidents li")).to_contain_text("the launcher of the job died")
+            sync_api.expect(view.page.locator("#incidents .cause")).to_have_count(0)
         if name == "epochs":
             sync_api.expect(view.page.locator("#tiles div").first).to_contain_text("7 / 7")
             sync_api.expect(view.page.locator("#progress")).to_have_attribute("aria-valuenow", "100")

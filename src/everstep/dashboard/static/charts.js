@@ -254,19 +254,23 @@ function stack(series) {
 
 const column = (run, i) => run.curves.steps?.columns[i] ?? [];
 
-/** Over the newest `points` points up to each: samples per second, also per worker; for single points, seconds a step. */
-function rates(run, points = 1) {
+/** Over the newest `points` points up to each: samples per second, also per worker; for single points, seconds a step.
+ * The time in which no job ran, before a new start, is in none of them. */
+export function rates(run, points = 1) {
   const x = run.curves.steps?.x ?? [], time = column(run, 0), samples = column(run, 5), workers = column(run, 6);
+  const starts = run.generations.filter((g) => g[6] === "started").map((g) => g[1] / 1000);
   const rate = [], seconds = [], each = [];
-  let sum = 0;
+  const work = (i) => (time[i] - time[i - 1]) * (workers[i] ?? 0);
+  let sum = 0, worked = 0, first = 0;
   for (let i = 0; i < x.length; i++) {
-    const from = Math.max(0, i - points);
-    sum += i ? samples[i] : 0;
-    if (from > 0) sum -= samples[from];
-    const passed = time[i] - time[from], valid = i > 0 && passed > 0;
+    if (starts.some((at) => time[i - 1] < at && at <= time[i])) [first, sum, worked] = [i, 0, 0];
+    const from = Math.max(first, i - points);
+    if (i > first) [sum, worked] = [sum + samples[i], worked + work(i)];
+    if (from > first) [sum, worked] = [sum - samples[from], worked - work(from)];
+    const passed = time[i] - time[from], valid = i > first && passed > 0;
     rate.push(valid ? sum / passed : null);
     seconds.push(valid ? passed / Math.max(1, x[i] - x[from]) : null);
-    each.push(valid && workers[i] ? sum / passed / workers[i] : null);
+    each.push(valid && worked > 0 ? sum / worked : null);
   }
   return { rate, seconds, each };
 }
@@ -415,7 +419,8 @@ export class Overlay {
     this.smoothing.addEventListener("change", () => this.runs && this.update(this.runs));
   }
 
-  /** A curve's chart, title and values: those of every step, and those with points of their own. */
+  /** A curve's title, values, and words for one of them, and for those at the axis if these are words, too: curves of
+   * every step, and those with points of their own. */
   kinds(runs) {
     const took = (v) => (v ? duration(v) : "0"), points = (run) => (run.head.rate_points ?? 12) - 1;
     const steps = (pick) => (run) => ({ x: run.curves.steps.x, y: pick(run) });
@@ -425,7 +430,7 @@ export class Overlay {
       ["Loss by step", steps((run) => column(run, 1)), (v) => number(v, 4)],
       ["Samples per second by step", steps((run) => rates(run, points(run)).rate), (v) => number(v)],
       ["Samples per second and worker by step", steps((run) => rates(run, points(run)).each), (v) => number(v)],
-      ["Step time by step", steps((run) => rates(run, points(run)).seconds), took],
+      ["Step time by step", steps((run) => rates(run, points(run)).seconds), took, took],
       ["Learning rate by step", steps((run) => column(run, 4)), (v) => (v ? Number(v.toPrecision(3)).toString() : "0")],
       ...names.map((name) => [`${name.startsWith("eval:") ? "Evaluated: " : ""}${name.slice(name.indexOf(":") + 1)} by step`, own(name), (v) => number(v, 4)]),
     ];
@@ -439,8 +444,8 @@ export class Overlay {
   }
 
   /** A new chart; on a phone most of them are folded. */
-  made(title, format) {
-    const chart = new Chart($(this.place()), title, format, { alone: true, zoomed: (range, from) => this.zoomed(range, from) });
+  made(title, format, ticks) {
+    const chart = new Chart($(this.place()), title, format, { alone: true, ticks, zoomed: (range, from) => this.zoomed(range, from) });
     chart.range = this.range;
     this.charts.set(title, chart);
   }
@@ -458,8 +463,8 @@ export class Overlay {
     if (!there.length) return;
     this.drawn = true;
     const kinds = this.kinds(there), left = new Set(this.charts.keys());
-    for (const [title, pick, format] of kinds) {
-      if (!this.charts.has(title)) this.made(title, format);
+    for (const [title, pick, format, ticks] of kinds) {
+      if (!this.charts.has(title)) this.made(title, format, ticks);
       left.delete(title);
       const curves = there.map((run) => [run, pick(run)]).filter(([, curve]) => curve !== null && curve.y.some((v) => v !== null));
       const table = curves.length ? uPlot.join(curves.map(([, { x, y }]) => [x, share ? smooth(y, share) : y])) : [[]];

@@ -12,8 +12,8 @@ const MOST_LINES = 300;
 /** Handlers of clicks on a moment or a generation: {moment(ms, worker)}. */
 export const acts = {};
 
-/** The cause, as programs use it. */
-const causeTag = (cause) => [el("code", { className: "cause" }, cause), " "];
+/** The cause, as programs use it; an unknown one is left out, for the words beside it say more. */
+const causeTag = (cause) => (cause === "unknown" ? [] : [el("code", { className: "cause" }, cause), " "]);
 
 function table(header, rows, numbers = []) {
   const cell = (tag, text, i) => el(tag, { className: numbers.includes(i) ? "n" : "" }, text instanceof Node ? text : String(text));
