@@ -114,16 +114,14 @@ class Transfers:
         position = effect.position
         offer = Offer(position=position, records=effect.records, held={})
         if effect.live:
-            # A loop may change a state that is not divided, while others still copy it.
-            lies = _shelved if self._view.config.zero.stage else _snapshot
-            offer = self._live(effect, effect.live, _standing if effect.ends else lies)
+            offer = self._live(effect, effect.live, _shelved if effect.stands else _snapshot)
         held: dict[int, list[Held]] = {k: list(of) for k, of in offer.held.items()}
         for stage, kept in self._keeper.held(position.step).items():
             held.setdefault(stage, []).append(kept)
         whole = {k: [one for one in of if one[1].whole][:1] for k, of in held.items()}
         given = {k: whole[k] or of for k, of in held.items()}
         self._donor.shelve(("settle", effect.generation), msgspec.structs.replace(offer, held=given))
-        if self._loop.moves.known:  # it may go on at once, with a gather that others have decided
+        if not effect.stands:
             self._donor.busy_snapshot(stays=True)
 
     def offer_feeds(self, effect: do.OfferFeeds) -> None:
@@ -394,8 +392,8 @@ def _snapshot(replica: StageReplica, there: Extents) -> Snapshot:
 
 
 def _shelved(replica: StageReplica, there: Extents) -> Snapshot | StandingState:
-    """Nothing changes the state before all members have copied what they lack, so no copy is needed for them where
-    other threads can read it."""
+    """Nothing changes the state before all members have copied what they lack, so they need no copy of it where other
+    threads can read it."""
     near = replica.state.memory.others is None and all(p.device.type == "cpu" for p in replica.everything)
     return _standing(replica, there) if near else _snapshot(replica, there)
 

@@ -166,6 +166,7 @@ def test_what_others_lack_is_shelved_until_the_next_decision() -> None:
         records=w.driver.machine.records,
         gathers=w.driver.gathered,
         live={0: WHOLE},
+        stands=True,
     )
     assert w.out[0] == shelf
     assert set(shelf.gathers) == {Key(2, 0)} and shelf.records
@@ -177,6 +178,23 @@ def test_what_others_lack_is_shelved_until_the_next_decision() -> None:
     w.done(1)
     w.step(4)
     assert w.count(do.Unshelve) == 1
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_a_state_stands_only_where_the_loop_waits_for_all(decided: bool) -> None:
+    """A loop that is told of a gather which was decided before goes on while others copy, and may change the state."""
+    w = member_worker(0, 1)
+    w.step(1)
+    w.ask(do.GatherAsked(b""))
+    w.hear(plan(2, (0, 1)))
+    if decided:
+        w.exchange(gather_records(w.plan))
+    else:
+        w.abort()
+    w.settle(w1=at(0))
+    (shelf,) = [one for one in w.out if isinstance(one, do.Shelve)]
+    assert shelf.stands is not decided
+    assert any(isinstance(one, do.GatherDone) for one in w.out) is decided
 
 
 def test_a_gather_empties_the_shelf_too() -> None:

@@ -87,7 +87,7 @@ def holder() -> tuple[Transfers, Donor, Any]:
 
 def test_members_that_settle_read_the_state_where_it_lies_until_all_have_what_they_lack() -> None:
     transfers, donor, state = holder()
-    transfers.shelve(do.Shelve(3, Key(1, 0), {}, {}, transfers._view.driver.machine.held))
+    transfers.shelve(do.Shelve(3, Key(1, 0), {}, {}, transfers._view.driver.machine.held, stands=True))
     ((standing, there),) = donor._shelves["settle"].held[0]
     assert isinstance(standing, StandingState) and there == transfers._view.driver.machine.held[0]
     donor.busy_snapshot(stays=True)  # this worker fills what it lacks itself
@@ -99,10 +99,9 @@ def test_members_that_settle_read_the_state_where_it_lies_until_all_have_what_th
 
 
 def test_a_state_that_the_loop_may_change_is_copied_for_members_that_settle() -> None:
-    """Its loop goes on while others still copy: with a step, or a gather, that it was told of as the last one."""
+    """Its loop goes on while others still copy: with a step, or a gather, that they had decided before."""
     transfers, donor, state = holder()
-    transfers._view.config.zero.stage, transfers._loop.moves.known = 0, True
-    transfers.shelve(do.Shelve(3, Key(1, 0), {}, {}, {0: WHOLE}))
+    transfers.shelve(do.Shelve(3, Key(1, 0), {}, {}, {0: WHOLE}, stands=False))
     before = bytes(state.read_block(0))
     with torch.no_grad():
         next(state.model.parameters()).mul_(0.5)

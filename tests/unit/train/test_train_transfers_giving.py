@@ -34,7 +34,8 @@ def same(snapshot: Any, stage: Stage) -> bool:
 
 
 def shelved(mover: Mover, **live: Extents) -> Offer:
-    effect = do.Shelve(3, HERE, RECORDS, {HERE: OTHERS}, {int(name[1:]): blocks for name, blocks in live.items()})
+    there = {int(name[1:]): blocks for name, blocks in live.items()}
+    effect = do.Shelve(3, HERE, RECORDS, {HERE: OTHERS}, there, stands=True)
     mover.transfers.handlers()[do.Shelve](effect)
     ((shelf, offer),) = mover.said("donor.shelve")
     assert shelf == ("settle", 3) and isinstance(offer, Offer) and offer.position == HERE

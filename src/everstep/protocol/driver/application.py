@@ -110,6 +110,17 @@ class Application:
                 return self._gather in known and not self._last.gathers.disagrees(self._gather)
         return self._jumped or isinstance(ask, do.JoinAsked)
 
+    @property
+    def waits(self) -> bool:
+        """Whether the application, once this worker is settled, changes the state only after a decision that all
+        members take: it has asked for the next step, or for a gather that nobody has decided."""
+        match self.ask:
+            case do.StepAsked(step=wanted):
+                return not self._jumped and wanted == self._machine.step + 1
+            case do.GatherAsked() | SaveAsked() | do.EndAsked():
+                return not (self._jumped or self.ended or self._gather in self._last.gathers.known)
+        return False
+
     # ---- what happens
 
     def end(self, message: wire.JobEnded) -> None:
@@ -231,7 +242,11 @@ class Application:
             return self._stepped(ask.step)
         if isinstance(ask, do.GatherAsked | SaveAsked | do.EndAsked):
             return self._answer_gather(ask)
-        return self._answer_end()
+        if not self.ended:
+            return None
+        if isinstance(ask, do.EvaluateAsked):
+            return do.Evaluated()
+        return do.Exit("the job is over, and this worker was not needed", drained=True)
 
     def _stepped(self, wanted: int) -> do.Answer:
         at = self._machine.step  # later than the step asked for if the state was copied from members that are there
@@ -255,11 +270,3 @@ class Application:
             key = self._gather
             return do.Exit(f"the others have decided {key} without this worker; it has to restart")
         return None
-
-    def _answer_end(self) -> do.Answer | None:
-        """The answer to an ask for a step or for membership when the job is over."""
-        if not self.ended:
-            return None
-        if isinstance(self.ask, do.EvaluateAsked):
-            return do.Evaluated()
-        return do.Exit("the job is over, and this worker was not needed", drained=True)

@@ -36,7 +36,7 @@ class MachineEffects:
             step.Regroup: lambda e: self._open(e.plan),
             step.SendHolding: lambda e: settler.state_holding(*self._loop()),
             step.SettleAnew: lambda e: settler.settle_again(Why(Cause.CORRUPT, e.reason)),
-            step.ServeState: settler.serve,
+            step.ServeState: lambda e: settler.serve(e, stands=parts.application.waits),
             step.FetchState: settler.fetch,
             step.GoBack: self._go_back,
             step.Entered: self._entered,

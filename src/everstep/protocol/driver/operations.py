@@ -268,13 +268,12 @@ class Decided(AtOnce, frozen=True):
 
 
 class Shelve(AtOnce, frozen=True):
-    """Put the state at `position` on the shelf of a generation, for members that lack it; it stays unchanged until
-    `Unshelve`.
+    """Put the state at `position` on the shelf of a generation, for members that lack it, until `Unshelve`.
 
     gathers: those that belong to it. live: blocks of the present state that are of that position, by stage; other
     blocks come from snapshots. The user-loop state is the copy taken right after the update, even if the position is
-    a later one: the receiver repeats the gathers in between. ends: the job is at its end: this worker changes the
-    state no more, unless another generation begins.
+    a later one: the receiver repeats the gathers in between. stands: nothing changes the state before `Unshelve`; else
+    the loop goes on at once, and may.
     """
 
     generation: int
@@ -282,7 +281,7 @@ class Shelve(AtOnce, frozen=True):
     records: Mapping[int, Record]
     gathers: GatheredRecords
     live: Mapping[int, Extents]
-    ends: bool = False
+    stands: bool = False
 
 
 class Unshelve(AtOnce, frozen=True):

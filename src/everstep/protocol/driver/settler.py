@@ -175,8 +175,8 @@ class Settler:
 
     # ---- state for others
 
-    def serve(self, effect: step.ServeState, *, ends: bool = False) -> None:
-        """Put the state of a position on the shelf, for members that lack it. ends: as in `Shelve`."""
+    def serve(self, effect: step.ServeState, *, stands: bool) -> None:
+        """Put the state of a position on the shelf, for members that lack it. stands: as in `Shelve`."""
         machine, position = self._machine, effect.position
         live = position.step == machine.step
         records: Mapping[int, Record] = self._keeper.records_of(position.step)
@@ -189,7 +189,7 @@ class Settler:
             records = self._gathers.of_update(position.step)
             gathers = {position: records} if records else {}
         self._shelved = True
-        self._out.put(do.Shelve(effect.generation, position, records, gathers, machine.held if live else {}, ends))
+        self._out.put(do.Shelve(effect.generation, position, records, gathers, machine.held if live else {}, stands))
 
     def bring_together(self) -> tuple[Sources, Piecewise]:
         """Sources of the stages that the job's leader lacks at the end of the job; other workers put theirs on the
@@ -200,7 +200,7 @@ class Settler:
             lacking = [k for k in range(plan.stages) if k not in held or not held[k].whole]
             return from_shares(plan, lacking, me, {k: blocks.of for k, blocks in held.items()})
         if plan.stages > 1 or plan.shards:
-            self.serve(step.ServeState(machine.generation, machine.position, (plan.leader(0),)), ends=True)
+            self.serve(step.ServeState(machine.generation, machine.position, (plan.leader(0),)), stands=True)
         return {}, {}
 
     def unshelve(self) -> None:
