@@ -159,7 +159,9 @@ def state_of(head: Part) -> tuple[list[StateEntry], list[Tensor], StateMemory]:
 
 def taken(head: Part) -> Snapshot:
     entries, tensors, memory = state_of(head)
-    snapshot = Snapshot(entries, tensors, {}, Outline(), [1], None, lambda arena: None, memory)
+    snapshot = Snapshot(
+        entries, tensors, {}, Outline(), [1], None, lambda arena: None, memory, [(0, max(e.stop for e in entries))]
+    )
     snapshot.start()
     assert snapshot.wait()
     return snapshot
