@@ -6,7 +6,9 @@ merged manifest, so they are those of the unsplit job. All goes tensor by tensor
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,8 +38,12 @@ from everstep.train.executor import Unusable
 from everstep.train.taking import Copier
 from everstep.train.view import WorkerView
 
+log = logging.getLogger(__name__)
+
 _MODEL = "model/"
 _SYNCED_BYTES = 1 << 30
+_ROOM_WAIT_S = 600.0
+_RETRY_S = 1.0
 
 
 class Lying(NamedTuple):
@@ -93,6 +99,30 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
         placed(draft, path.name)
 
 
+def when_there_is_room(write: Callable[[], None], goes_on: Callable[[], bool], wait_s: float = _ROOM_WAIT_S) -> bool:
+    """Write; while the disk is full, try again, since what the whole job has computed is at stake. False if it is not
+    to go on before that.
+
+    Raises: OSError after `wait_s`, or if it is not for want of room.
+    """
+    end_s, said = time.monotonic() + wait_s, False
+    while True:
+        try:
+            write()
+            return True
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() >= end_s:
+                raise
+            if not said:
+                log.warning("the result cannot be written (%s): free some space; it waits up to %g s", error, wait_s)
+            said = True
+        retry_s = time.monotonic() + _RETRY_S
+        while time.monotonic() < retry_s:
+            if not goes_on():
+                return False
+            time.sleep(0.02)
+
+
 def model_tensors(model: nn.Module, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Lying]:
     """state_dict, in a fixed order of names; extra state, too. A tied parameter appears under each of its names, as in
     the model's own state_dict. whole: gives the content of a tensor, wherever it lies."""
@@ -124,8 +154,8 @@ class Finisher:
             _refuse_other({0: self._view.stages.only.compared(number)}, operation)
             digest = self._digest(operation)
             tensors = model_tensors(model, state.memory.whole)
-            write_final(run_dir, tensors, state.model_digest(), digest, number, left=left, tick=self._view.tick)
-            return self._arrived(plan)
+            about = tensors, state.model_digest(), digest
+            return self._put(plan, lambda: write_final(run_dir, *about, number, left=left, tick=self._view.tick))
         with _aside(run_dir) as aside:
             parts = self._collect(operation, aside)
             if not self._view.config.zero.stage:  # else others are looked at as members compare them
@@ -135,10 +165,17 @@ class Finisher:
             tensors = {name: one for _, found in parts for name, one in found.items()}
             ordered = {name: tensors[name] for name in sorted(tensors)}
             digest = topology.state_digest(merged, number)
-            write_final(
-                run_dir, ordered, topology.model_digest(merged), digest, number, left=left, tick=self._view.tick
-            )
-        return self._arrived(plan)
+            about = ordered, topology.model_digest(merged), digest
+            return self._put(plan, lambda: write_final(run_dir, *about, number, left=left, tick=self._view.tick))
+
+    def _put(self, plan: Plan, write: Callable[[], None]) -> bool:
+        """Write, also to a disk that is full for a while; False if the plan changed before."""
+
+        def goes_on() -> bool:
+            self._view.tick()
+            return not self._view.cutter.over(plan.generation)
+
+        return when_there_is_room(write, goes_on) and self._arrived(plan)
 
     def _look(self, plan: Plan, number: int) -> None:
         """Warn if the trained state is not finite: the loss does not show a gradient of the last step, or parameters
