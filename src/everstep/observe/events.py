@@ -115,8 +115,9 @@ class EventLog:
         took_s = time.monotonic() - begin_s
         if took_s > SLOW_S and begin_s > self._slow_s + _SLOW_AGAIN_S:
             self._slow_s = begin_s
-            words = f"{file.parent} is slow: writing {file.name} there took {took_s:.1f} s"
-            said: dict[str, Any] = {"cause": Cause.SLOW, "reason": f"{words}, and the job waits for such writes", "took_s": took_s}
+            slow = f"{file.parent} is slow: writing {file.name} there took {took_s:.1f} s"
+            reason = f"{slow}, and the job waits for such writes"
+            said: dict[str, Any] = {"cause": Cause.SLOW, "reason": reason, "took_s": took_s}
             self.write("warning", **said)
 
     def close(self, wait_s: float = 0.0) -> None:
