@@ -144,9 +144,10 @@ def _read_round(reader: Reader, loop: Any, frame: types.FrameType) -> None:
     else:
         with memory.under(memory.use(reader.value(loop.test, scope))):
             memory.sink(())
-    for told in reader.sources.set_before(frame, "is_main"):
-        for target in told.targets:
-            reader.store(target, reader.value(told.value, scope), scope)
+    for name, leads in reader.sources.set_before(frame, "is_main"):
+        place, now = scope.place(name)
+        if isinstance(now, bool | int | float | complex | str):  # an object with such a setting is read as it is
+            memory.values[place] = Value(memory.use(reader.value(leads, scope)), title=name)
     reader.block(loop.body, scope)
 
 

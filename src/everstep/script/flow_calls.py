@@ -51,6 +51,7 @@ from everstep.script.flow_words import (
     REFUSING,
     SEEDS,
     SETTING,
+    SHOWING,
     SILENT,
     SILENT_HERE,
     TOGETHER,
@@ -356,7 +357,7 @@ class Calls:
     ) -> Value | None:
         """Result of functions that share something with their arguments; None for all others."""
         plain = given.plain
-        running = next((v for v in plain if "run" in v.flags), None)
+        running = next((v for v in plain if "run" in v.flags or ("step" in v.flags and name in SHOWING)), None)
         if name == "enumerate" and plain:
             inner = self.iterate(plain[0], node)
             flags = frozenset(("run",)) if running is not None else frozenset()

@@ -71,17 +71,22 @@ class SyntaxTrees:
                 if isinstance(found, str | PurePath):
                     yield str(found)
 
-    def set_before(self, frame: types.FrameType, attribute: str) -> list[ast.Assign]:
-        """Assignments to a name, before the loop that this frame is in, of what depends on this attribute of something,
-        in order."""
-        found = [
-            node
-            for node in self._before(frame)
-            if isinstance(node, ast.Assign)
-            and all(isinstance(target, ast.Name) for target in node.targets)
-            and any(isinstance(inner, ast.Attribute) and inner.attr == attribute for inner in ast.walk(node.value))
-        ]
-        return sorted(found, key=lambda node: node.lineno)
+    def set_before(self, frame: types.FrameType, attribute: str) -> Iterator[tuple[str, ast.Attribute]]:
+        """Names that this frame sets before its loop, and not in it, by an expression with this attribute of something,
+        or under such a condition; with that expression's attribute."""
+        loop = self.loop(frame)
+        again = _stored(loop) if loop is not None else set()
+        for node in self._before(frame):
+            match node:
+                case ast.Assign(value=said) | ast.AnnAssign(value=said) | ast.NamedExpr(value=said):
+                    names = _stored(node) - _stored(said)
+                case ast.If(test=said):
+                    names = _stored(node) - _stored(said)
+                case _:
+                    continue
+            for inner in ast.walk(said) if said is not None else ():
+                if isinstance(inner, ast.Attribute) and inner.attr == attribute:
+                    yield from ((name, inner) for name in sorted(names - again))
 
     def _before(self, frame: types.FrameType) -> Iterator[Any]:
         """Nodes of this frame's code that end before its loop begins."""
@@ -89,6 +94,12 @@ class SyntaxTrees:
         top: Any = self.tree(code.co_filename) if code.co_name == "<module>" else self.function(code)
         until = loop.lineno if loop is not None else frame.f_lineno
         yield from (n for n in inside_of(top) if getattr(n, "end_lineno", until) < until) if top is not None else ()
+
+
+def _stored(top: ast.AST | None) -> set[str]:
+    """Names that are set in this code."""
+    nodes = ast.walk(top) if top is not None else ()
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
 def _value(node: ast.expr, frame: types.FrameType) -> Any:

@@ -23,6 +23,8 @@ SILENT = _words("append appendleft extend extendleft insert clear sort reverse _
 """Methods whose result tells nothing."""
 SILENT_HERE = _words("add update remove discard")
 """Methods whose result tells nothing, of the builtin containers."""
+SHOWING = _words("tqdm track")
+"""Functions that give what they are given, and show how far that is."""
 MODES = _words("train eval")
 """Methods by which a worker evaluates alone, and that it undoes; workers compare the modes of their models."""
 SETTING = _words("train eval requires_grad_ zero_grad copy_ zero_ fill_")

@@ -18,7 +18,7 @@ import indirect_loops
 from everstep.script.carried_names import Read, Trained, read_loop
 from everstep.script.loop_values import LoopValues, held
 from everstep.script.reachable import loop_frames
-from rehearsed_scripts import HEAD
+from rehearsed_scripts import Loop
 
 
 class Reading(Exception):
@@ -93,18 +93,51 @@ def test_there_are_enough_of_both() -> None:
     assert len(carried_loops.BAD) >= 40 and len(carried_loops.CLEAN) >= 40
 
 
-@pytest.mark.parametrize("main", ["run.is_main", "bool(run.is_main)", "not run.is_main and bool(data)"])
-@pytest.mark.parametrize("uses, carried", [("x = x * (2 if main else 1)", ["run.is_main"]), ("if main: print(x)", [])])
+SETS = {
+    "main = run.is_main": "2 if main else 1",
+    "main = not run.is_main and bool(data)": "2 if main else 1",
+    "main: bool = run.is_main": "2 if main else 1",
+    "scale = 1.0\nif run.is_main:\n    scale = 0.5": "scale",
+    "print(main := run.is_main)": "2 if main else 1",
+}
+
+
+@pytest.mark.parametrize("sets", SETS)
+@pytest.mark.parametrize("use", ["x = x * ({})", "print({})", "main, scale = False, 1.0\nx = x * ({})"])
 def test_a_name_set_before_the_loop_may_stand_for_the_leader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: str, uses: str, carried: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: str, use: str
 ) -> None:
-    text = f"""
-run = everstep.join(model, optimizer, data, lanes=2, micro_batch=2, steps=6)
-main = {main}
-for step in run:
-    for x, y in step:
-        {uses}
-        step.backward(loss_fn(model(x), y))
+    loop = Loop("leads", batch=use.format(SETS[sets]))
+    text = loop.text.replace("for step in run:", f"{sets}\nfor step in run:")
+    found = read(tmp_path, text, monkeypatch)
+    assert [kind for _, kind, _, _ in found.carried] == ["leader"] * use.startswith("x")
+
+
+@pytest.mark.parametrize("verbose", ["run.is_main", "True"])
+def test_an_object_that_knows_the_leader_is_read_as_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verbose: str
+) -> None:
+    helpers = """
+class Helper:
+    def __init__(self, verbose):
+        self.verbose, self.calls, self.rate = verbose, 0, 1.0
+    def weigh(self, x):
+        if self.verbose:
+            print(x)
+        return x
+    def count(self):
+        self.calls += 1
+        if self.calls > 3:
+            optimizer.param_groups[0]['lr'] *= 0.9
 """
-    found = read(tmp_path, HEAD + text, monkeypatch)
-    assert [(title, kind) for title, kind, _, _ in found.carried] == [(title, "leader") for title in carried]
+    made = f"helper = Helper(verbose={verbose})\nfor step in run:"
+    honest = Loop("weighs", setup=helpers, batch="x = helper.weigh(x)").text.replace("for step in run:", made)
+    assert not read(tmp_path, honest, monkeypatch).carried
+    counts = Loop("counts", setup=helpers, after="helper.count()").text.replace("for step in run:", made)
+    assert [title for title, *_ in read(tmp_path, counts, monkeypatch).carried] == ["helper.calls"]
+
+
+def test_a_bar_that_the_leader_alone_shows_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop("bar", setup="from tqdm import tqdm").text
+    shown = loop.replace("in step:", "in tqdm(step, disable=not run.is_main):")
+    assert not read(tmp_path, shown, monkeypatch).carried
