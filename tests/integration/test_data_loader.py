@@ -139,12 +139,16 @@ def test_a_change_of_the_dataset_by_the_loop_reaches_its_processes(first: int) -
 
 
 def test_processes_stay_while_nothing_changes() -> None:
-    loads = loader(1, Changing())
+    data = Changing()
+    loads = loader(1, data)
     try:
         loads.schedule(1, [0])
         began = loads._slots[0].process.pid
         loads.schedule(2, [0])
         assert loads._slots[0].process.pid == began
+        data.later = None
+        loads.schedule(3, [0])
+        assert loads._slots[0].process.pid != began
     finally:
         loads.close()
 

@@ -191,7 +191,8 @@ class LaneLoader:
             return
         if not self._told:
             self._told = True
-            name = next(name for name in {**self._forked_with, **now} if self._forked_with.get(name) != now.get(name))
+            before, none = self._forked_with, object()
+            name = next(name for name in {**before, **now} if before.get(name, none) != now.get(name, none))
             log.warning("%s has changed in the loop: loader processes are started again after each such change", name)
         for slot in self._slots:
             slot.process.close()

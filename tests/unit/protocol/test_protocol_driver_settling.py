@@ -15,7 +15,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import encode_holding
 from everstep.protocol.driver.saver import SavingRules
-from everstep.protocol.step_types import Discard, Key, LaneDone, Record, Release
+from everstep.protocol.step_types import Discard, Key, LaneDone, Record, Release, ServeState
 
 OF_5 = {7: records_of(plan(1, (7,)))[7]}
 
@@ -195,6 +195,18 @@ def test_a_state_stands_only_where_the_loop_waits_for_all(decided: bool) -> None
     (shelf,) = [one for one in w.out if isinstance(one, do.Shelve)]
     assert shelf.stands is not decided
     assert any(isinstance(one, do.GatherDone) for one in w.out) is decided
+
+
+@pytest.mark.parametrize("position", [Key(1, 0), Key(1, 1)])
+def test_a_state_does_not_stand_where_the_worker_goes_back_from(position: Key) -> None:
+    """Its loop is answered at once then, while others copy."""
+    w = member_worker(0, 1)
+    w.step(1)
+    w.gather()
+    w.ask(do.StepAsked(2))
+    w.driver._effects.carry_out(ServeState(1, position, (1,)))
+    (shelf,) = [one for one in w.driver._effects._parts.out.drain() if isinstance(one, do.Shelve)]
+    assert shelf.stands is (position == w.driver.machine.position)
 
 
 def test_a_gather_empties_the_shelf_too() -> None:

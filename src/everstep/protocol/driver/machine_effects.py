@@ -36,7 +36,7 @@ class MachineEffects:
             step.Regroup: lambda e: self._open(e.plan),
             step.SendHolding: lambda e: settler.state_holding(*self._loop()),
             step.SettleAnew: lambda e: settler.settle_again(Why(Cause.CORRUPT, e.reason)),
-            step.ServeState: lambda e: settler.serve(e, stands=parts.application.waits),
+            step.ServeState: self._serve,
             step.FetchState: settler.fetch,
             step.GoBack: self._go_back,
             step.Entered: self._entered,
@@ -67,6 +67,12 @@ class MachineEffects:
         if parts.probing.void(plan, parts.machine.step + 1):
             parts.out.put(parts.machine.void())
         parts.settler.open(plan)
+
+    def _serve(self, effect: step.ServeState) -> None:
+        """A worker that is about to go back may answer its application at once, which may change the state then."""
+        parts = self._parts
+        stands = parts.application.waits and effect.position == parts.machine.position
+        parts.settler.serve(effect, stands=stands)
 
     def _go_back(self, effect: step.GoBack) -> None:
         leaves = self._parts.settler.go_back(effect)
