@@ -189,8 +189,8 @@ class History:
 
     @property
     def resume(self) -> str:
-        """The command that goes on with the job, and in a comment the keys to give again, whose values may be secrets; ""
-        if job.json does not name the task."""
+        """The command that goes on with the job, with the keys of secrets, to be given again, in a comment; "" if
+        job.json does not name the task."""
         job, config = self.job, as_dict(self.job.get("config"))
         task, argv, explicit = job.get("task"), job.get("argv"), job.get("explicit")
         if not isinstance(task, str) or not task:
@@ -199,7 +199,7 @@ class History:
         missing = []
         for key in explicit if isinstance(explicit, list) else []:
             if isinstance(key, str) and key not in _NOT_AGAIN and (value := _value(config, key)) is not None:
-                if is_secret(key):
+                if is_secret(key, value):
                     missing.append(key)
                 else:
                     words += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
