@@ -14,17 +14,17 @@ _BOUND = re.compile(r"([<>]=?)([\d.]+)")
 
 
 def refuse_versions(*names: str) -> None:
-    """Check the installed versions of packages, without importing one; packages that are missing are not looked at.
+    """Check the installed versions of packages, without importing one; one missing, or in part, is left out.
 
     Raises: ConfigError naming the first outside the range.
     """
     for name in names:
         wanted = _ranges().get(name)
         try:
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+            found = importlib.metadata.version(name)  # None or KeyError, by Python's version, after half a removal
+        except (importlib.metadata.PackageNotFoundError, KeyError):
             continue
-        if wanted and not in_range(found, wanted):
+        if wanted and found and not in_range(found, wanted):
             raise ConfigError(
                 f"{name}: expected a version {wanted}, got {found}: pip install '{name}{wanted}', or another version "
                 "of everstep"

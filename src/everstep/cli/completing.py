@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -11,10 +12,14 @@ from everstep.cli.task_loading import zoo_names
 
 
 def complete_task(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Ready tasks and scripts of this folder that begin so; else files, which the shell itself lists."""
+    """Ready tasks, and scripts and folders of this one, that begin so. The shell lists files where no task or script
+    does, and puts no blank after a folder then."""
     scripts = sorted(str(path) for path in Path().glob("*.py"))
-    found = [CompletionItem(word) for word in (*zoo_names(), *scripts) if word.startswith(incomplete)]
-    return found or complete_place(ctx, param, incomplete)
+    if not any(word.startswith(incomplete) for word in (*zoo_names(), *scripts)):
+        return complete_place(ctx, param, incomplete)
+    folders = sorted(f"{path}/" for path in Path().glob("*") if os.path.isdir(path))
+    seen = [name for name in folders if incomplete or not name.startswith(".")]
+    return [CompletionItem(word) for word in (*zoo_names(), *scripts, *seen) if word.startswith(incomplete)]
 
 
 def complete_place(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -23,7 +23,7 @@ from everstep.order.cursor import last_step
 from everstep.report.facts import Facts, lost_mark
 from everstep.report.headline import Headline, Now, headline
 from everstep.report.incidents import Incident, lost_launcher
-from everstep.report.shown_settings import HIDDEN, is_secret
+from everstep.report.shown_settings import is_secret
 from everstep.report.tail import Folder, Tail, free_bytes, object_of
 from everstep.report.tally import Tally
 from everstep.report.told_facts import Mark
@@ -189,18 +189,23 @@ class History:
 
     @property
     def resume(self) -> str:
-        """The command that goes on with the job; "" if job.json does not name the task."""
+        """The command that goes on with the job, with the keys of secrets, to be given again, in a comment; "" if
+        job.json does not name the task."""
         job, config = self.job, as_dict(self.job.get("config"))
         task, argv, explicit = job.get("task"), job.get("argv"), job.get("explicit")
         if not isinstance(task, str) or not task:
             return ""
         words = ["everstep", "run", task, "--run-dir", str(self.run_dir), *_doors(job, config)]
+        missing = []
         for key in explicit if isinstance(explicit, list) else []:
             if isinstance(key, str) and key not in _NOT_AGAIN and (value := _value(config, key)) is not None:
-                said = HIDDEN if is_secret(key) else value if isinstance(value, str) else json.dumps(value)
-                words += ["--set", f"{key}={said}"]
+                if is_secret(key, value):
+                    missing.append(key)
+                else:
+                    words += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
         own = ["--", *map(str, argv)] if isinstance(argv, list) and argv else []
-        return one_line(shlex.join([*words, *own]), 2000)
+        again = f" # and give {one_line(', '.join(missing))} again" if missing else ""
+        return one_line(shlex.join([*words, *own]), 2000) + again
 
     def disk_step(self) -> int | None:
         """The newest step with a checkpoint on disk, 0 if none, None if this user may not look; nothing is verified."""

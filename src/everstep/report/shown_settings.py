@@ -6,25 +6,29 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.report.words import as_dict
-
 HIDDEN = "(not shown)"
-_SECRET = re.compile(r"notify\.command|env\..*(TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH).*", re.IGNORECASE)
+_VARIABLE = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASS(WORD|WD)?|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE)
+_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
-def is_secret(key: str) -> bool:
-    """Whether the value of a dotted key may hold a secret: the arguments of a command, variables with such a name."""
-    return _SECRET.fullmatch(key) is not None
+def is_secret(key: str, value: Any) -> bool:
+    """Whether the value of a dotted key may be a secret: the arguments of a command, a variable with a word in its name
+    that says so, a URL with a password."""
+    group, _, name = key.partition(".")
+    named = key == "notify.command" or (group == "env" and _VARIABLE.search(name) is not None)
+    return bool(value) and (named or _PASSWORD.search(str(value)) is not None)
 
 
-def shown_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested config of job.json, without values that may hold a secret."""
-    found = dict(config)
-    for group in ("notify", "env"):
-        values = as_dict(config.get(group))
-        if values:
-            found[group] = {k: HIDDEN if v and is_secret(f"{group}.{k}") else v for k, v in values.items()}
-    return found
+def shown_settings(config: Mapping[str, Any], group: str = "") -> dict[str, Any]:
+    """The nested config of job.json, without values that may be secrets. group: what its keys begin with."""
+    return {
+        name: shown_settings(value, f"{group}{name}.")
+        if isinstance(value, Mapping)
+        else HIDDEN
+        if is_secret(f"{group}{name}", value)
+        else value
+        for name, value in config.items()
+    }
 
 
 def setting_text(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +36,9 @@ def test_one_outside_the_range_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError) as refused:
         refuse_versions("torch", "transformers")
     assert str(refused.value).startswith("transformers: expected a version >=5.20,<6, got 4.57.1: pip install 'transf")
+
+
+def test_a_package_that_was_removed_by_half_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "transformers-5.20.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    refuse_versions("transformers")

@@ -53,13 +53,15 @@ def test_completion_of_a_shell(shell: str, capsys: pytest.CaptureFixture[str], m
         ("everstep init", {"init"}),
         ("everstep config loader.pre", {"loader.prefetch"}),
         ("everstep run x --set loader.w", {"loader.workers="}),
-        ("everstep run tra", {"transformer-text", "train.py"}),
+        ("everstep run tra", {"transformer-text", "train.py", "trainers/"}),
+        ("everstep run traine", {"traine"}),  # a folder alone: the shell lists it, and puts no blank after it
         ("everstep check models/", {"models/"}),  # files, which the shell lists
         ("everstep checkpoints ls ru", {"ru"}),
     ],
 )
 def test_what_a_shell_gets(words: str, expected: set[str], tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
+    (tmp_path / "trainers").mkdir()
     variables = {"_EVERSTEP_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     command = [sys.executable, "-m", "everstep"]
     environment = {**os.environ, **variables}
