@@ -134,6 +134,11 @@ class Aside:
         self._file = TemporaryFile(dir=folder)  # noqa: SIM115  (closed by `close`)
         self._size = 0
 
+    @property
+    def size(self) -> int:
+        """Bytes that have a place."""
+        return self._size
+
     def room(self, size: int) -> int:
         """Where so many bytes have a place of their own."""
         begin = self._size

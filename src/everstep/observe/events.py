@@ -98,7 +98,11 @@ class EventLog:
     def write(self, kind: str, *, time_unix_ns: int | None = None, **fields: Any) -> bool:
         """Append one event; `time_unix_ns` is now unless given. Returns False if it is lost; it may also wait."""
         line = format_event(kind, time_unix_ns, {**self._defaults, **fields})
-        with self.timing(self.path), self._lock:
+        with self.timing(self.path):
+            return self._put(line)
+
+    def _put(self, line: bytes) -> bool:
+        with self._lock:
             kept = len(self._waiting) + len(line) <= MOST_WAITING_BYTES
             if kept:
                 self._waiting += line
@@ -112,16 +116,24 @@ class EventLog:
         """Time a write into a file of the job; if it takes seconds, tell so."""
         begin_s = time.monotonic()
         yield
-        took_s = time.monotonic() - begin_s
-        if took_s > SLOW_S and begin_s > self._slow_s + _SLOW_AGAIN_S:
-            self._slow_s = begin_s
+        end_s = time.monotonic()
+        took_s = end_s - begin_s
+        if took_s > SLOW_S and self._tells_slow(end_s):
             words = f"{file.parent} is slow: writing {file.name} there took {took_s:.1f} s"
             said: dict[str, Any] = {
                 "cause": Cause.SLOW,
                 "reason": f"{words}, and the job waits for such writes",
                 "took_s": took_s,
             }
-            self.write("warning", **said)
+            self._put(format_event("warning", None, {**self._defaults, **said}))  # not timed: it would tell of itself
+
+    def _tells_slow(self, now_s: float) -> bool:
+        """Whether a slow write is to be told now; then none is for a while."""
+        with self._lock:
+            told = now_s < self._slow_s + _SLOW_AGAIN_S
+            if not told:
+                self._slow_s = time.monotonic()
+            return not told
 
     def close(self, wait_s: float = 0.0) -> None:
         """Close the descriptor; a later write opens the file again. Events that wait for the disk are tried again for

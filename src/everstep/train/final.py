@@ -44,6 +44,7 @@ _MODEL = "model/"
 _SYNCED_BYTES = 1 << 30
 _ROOM_WAIT_S = 600.0
 _RETRY_S = 1.0
+_LITTLE_BYTES = 1 << 20
 
 
 class Lying(NamedTuple):
@@ -91,6 +92,12 @@ def _write_each(tensors: Mapping[str, Lying], tick: Callable[[], None], path: Pa
             tick()
 
 
+def _size(tensors: Mapping[str, Lying]) -> int:
+    """Bytes of all that `write_final` writes of these, but for a little."""
+    names = [*tensors, *adapter_names(tensors)]
+    return sum(bytes_in(tensors[name].form) for name in names)
+
+
 def _put(path: Path, write: Callable[[Path], object]) -> None:
     with drafted(path, 1, make=True) as draft:
         write(draft)
@@ -99,9 +106,28 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
         placed(draft, path.name)
 
 
-def when_there_is_room(write: Callable[[], None], goes_on: Callable[[], bool], wait_s: float = _ROOM_WAIT_S) -> bool:
-    """Write; while the disk is full, try again, since what the whole job has computed is at stake. False if it is not
-    to go on before that.
+class Room:
+    """Free space for what is written. needed: bytes of it, as far as that is known."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.needed = 0
+
+    def need(self, size: int) -> None:
+        """At least so many bytes are written in all."""
+        self.needed = max(self.needed, size)
+
+    def is_there(self) -> bool:
+        """Whether it would fit now. Raises: OSError."""
+        found = os.statvfs(self._folder)
+        return found.f_bavail * found.f_frsize >= self.needed + _LITTLE_BYTES
+
+
+def when_there_is_room(
+    write: Callable[[], None], room: Room, goes_on: Callable[[], bool], wait_s: float = _ROOM_WAIT_S
+) -> bool:
+    """Write; while the disk is full, wait and try again, since what the whole job has computed is at stake. What would
+    not fit is not tried: others write to that disk. False if it is not to go on before that.
 
     Raises: OSError after `wait_s`, or if it is not for want of room.
     """
@@ -117,7 +143,7 @@ def when_there_is_room(write: Callable[[], None], goes_on: Callable[[], bool], w
                 log.warning("the result cannot be written (%s): free some space; it waits up to %g s", error, wait_s)
             said = True
         retry_s = time.monotonic() + _RETRY_S
-        while time.monotonic() < retry_s:
+        while (now_s := time.monotonic()) < retry_s or (now_s < end_s and not room.is_there()):
             if not goes_on():
                 return False
             time.sleep(0.02)
@@ -149,33 +175,45 @@ class Finisher:
         self._look(plan, number)
         if run_dir is None or not self._view.is_main:
             return False
-        if not self._view.stages.split:
-            model, state = self._view.stages.only.parts.model, self._view.stages.only.state
-            _refuse_other({0: self._view.stages.only.compared(number)}, operation)
-            digest = self._digest(operation)
-            tensors = model_tensors(model, state.memory.whole)
-            about = tensors, state.model_digest(), digest
-            return self._put(plan, lambda: write_final(run_dir, *about, number, left=left, tick=self._view.tick))
+        room = Room(run_dir)
+        if self._view.stages.split:
+            return self._put(plan, room, lambda: self._write_split(run_dir, operation, room, left=left))
+        model, state = self._view.stages.only.parts.model, self._view.stages.only.state
+        _refuse_other({0: self._view.stages.only.compared(number)}, operation)
+        digest = self._digest(operation)
+        tensors = model_tensors(model, state.memory.whole)
+        room.need(_size(tensors))
+        about = tensors, state.model_digest(), digest
+        return self._put(plan, room, lambda: write_final(run_dir, *about, number, left=left, tick=self._view.tick))
+
+    def _write_split(self, run_dir: Path, operation: Finish, room: Room, *, left: bool) -> None:
+        """May be repeated: the other members have their states on the shelf until the job is over.
+
+        Raises: OSError; as `_pass_by`.
+        """
+        number, ordered = operation.step, dict[str, Lying]()
         with _aside(run_dir) as aside:
-            parts = self._collect(operation, aside)
-            if not self._view.config.zero.stage:  # else others are looked at as members compare them
-                digests = {k: topology.state_digest(manifest, number) for k, (manifest, _) in enumerate(parts)}
-                _refuse_other(digests, operation)
-            merged = topology.merge([manifest for manifest, _ in parts])
-            tensors = {name: one for _, found in parts for name, one in found.items()}
-            ordered = {name: tensors[name] for name in sorted(tensors)}
-            digest = topology.state_digest(merged, number)
-            about = ordered, topology.model_digest(merged), digest
-            return self._put(plan, lambda: write_final(run_dir, *about, number, left=left, tick=self._view.tick))
+            try:
+                parts = self._collect(operation, aside)
+                if not self._view.config.zero.stage:  # else others are looked at as members compare them
+                    digests = {k: topology.state_digest(manifest, number) for k, (manifest, _) in enumerate(parts)}
+                    _refuse_other(digests, operation)
+                merged = topology.merge([manifest for manifest, _ in parts])
+                tensors = {name: one for _, found in parts for name, one in found.items()}
+                ordered = {name: tensors[name] for name in sorted(tensors)}
+                about = ordered, topology.model_digest(merged), topology.state_digest(merged, number)
+                write_final(run_dir, *about, number, left=left, tick=self._view.tick)
+            finally:
+                room.need(aside.size + _size(ordered))
 
-    def _put(self, plan: Plan, write: Callable[[], None]) -> bool:
-        """Write, also to a disk that is full for a while; False if the plan changed before."""
+    def _put(self, plan: Plan, room: Room, write: Callable[[], None]) -> bool:
+        """Write, also to a disk that is full for a while; False if it did not go on before."""
+        return when_there_is_room(write, room, lambda: self._goes_on(plan)) and self._arrived(plan)
 
-        def goes_on() -> bool:
-            self._view.tick()
-            return not self._view.cutter.over(plan.generation)
-
-        return when_there_is_room(write, goes_on) and self._arrived(plan)
+    def _goes_on(self, plan: Plan) -> bool:
+        """Whether the plan is still that, and this worker's host does not end the job."""
+        self._view.tick()
+        return not (self._view.cutter.over(plan.generation) or self._view.link.row.end_asked)
 
     def _look(self, plan: Plan, number: int) -> None:
         """Warn if the trained state is not finite: the loss does not show a gradient of the last step, or parameters
@@ -192,11 +230,10 @@ class Finisher:
                 self._view.publisher.emit("warning", step=number, cause=Cause.NONFINITE, reason=reason)
 
     def _arrived(self, plan: Plan) -> bool:
-        """Where the job's directory is on another host: until final/ is there too; False if the plan changed before."""
+        """Where the job's directory is on another host: until final/ is there too; False if it did not go on before."""
         while not self._view.link.has_arrived("final/digest.json"):
-            if self._view.cutter.over(plan.generation):
+            if not self._goes_on(plan):
                 return False
-            self._view.tick()
             time.sleep(0.02)
         return True
 

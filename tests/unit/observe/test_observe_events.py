@@ -275,3 +275,21 @@ def test_a_write_that_takes_no_time_is_no_news(tmp_path: Path) -> None:
     with log.timing(tmp_path / "journal.jsonl"):
         log.write("step_committed", step=1)
     assert [event["kind"] for event in read_events(tmp_path / "events.jsonl")] == ["step_committed"]
+
+
+def test_a_directory_that_hangs_is_told_once_and_not_of_the_warning_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, real_write = [0.0], os.write
+
+    def hang(fd: int, data: bytes) -> int:
+        now_s[0] += 90.0
+        return real_write(fd, data)
+
+    monkeypatch.setattr("everstep.observe.events.time.monotonic", lambda: now_s[0])
+    log = EventLog(tmp_path / "events.jsonl")
+    with monkeypatch.context() as hangs:
+        hangs.setattr(os, "write", hang)
+        log.write("step_committed", step=1)
+    events = read_events(tmp_path / "events.jsonl")
+    assert [(event["kind"], event.get("took_s")) for event in events] == [("step_committed", None), ("warning", 90.0)]

@@ -6,14 +6,18 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from everstep.base.errors import CollectiveAborted
+from everstep.checkpoint.tensor_file import Aside
 from everstep.train import final
-from everstep.train.final import Lying, _aside, model_tensors, write_final
+from everstep.train.final import Finisher, Lying, _aside, model_tensors, write_final
 
 MODEL = nn.Linear(3, 2)
 
@@ -53,12 +57,71 @@ def full_for(times: int, code: int = errno.ENOSPC) -> Callable[[], None]:
     return write
 
 
-def test_a_full_disk_does_not_lose_the_result_if_it_is_freed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_lose_the_result_if_it_is_freed_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = final.Room(tmp_path)
     monkeypatch.setattr(final, "_RETRY_S", 0.0)
-    assert final.when_there_is_room(full_for(3), lambda: True)
+    assert final.when_there_is_room(full_for(3), room, lambda: True)
     monkeypatch.setattr(final, "_RETRY_S", 60.0)
-    assert not final.when_there_is_room(full_for(1), lambda: False), "the plan has changed"
+    assert not final.when_there_is_room(full_for(1), room, lambda: False), "the plan has changed"
     with pytest.raises(OSError, match="No space"):
-        final.when_there_is_room(full_for(1), lambda: True, wait_s=0.0)
+        final.when_there_is_room(full_for(1), room, lambda: True, wait_s=0.0)
     with pytest.raises(OSError, match="Input/output"):
-        final.when_there_is_room(full_for(1, errno.EIO), lambda: True)
+        final.when_there_is_room(full_for(1, errno.EIO), room, lambda: True)
+
+
+def test_what_would_not_fit_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, free, looks, tries = os.statvfs(tmp_path), [0], [0], list[int]()
+    room = final.Room(tmp_path)
+    room.need(10 << 20)
+
+    def statvfs(path: Path) -> os.statvfs_result:
+        looks[0] += 1
+        free[0] = 10 << 20 if looks[0] < 3 else 12 << 20
+        return os.statvfs_result((*found[:4], free[0] // found.f_frsize, *found[5:]))
+
+    def write() -> None:
+        tries.append(looks[0])
+        if len(tries) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    monkeypatch.setattr(final, "_RETRY_S", 0.0)
+    assert final.when_there_is_room(write, room, lambda: True)
+    assert tries == [0, 3]
+
+
+class FullAside(Finisher):
+    """Of a job of stages, on a disk that is full when the first try puts other stages aside."""
+
+    def __init__(self, run_dir: Path, *, end_asked: bool = False) -> None:
+        link = SimpleNamespace(run_dir=run_dir, row=SimpleNamespace(end_asked=end_asked))
+        view = SimpleNamespace(link=link, order=SimpleNamespace(total_steps=3), is_main=True)
+        view.stages, view.cutter = SimpleNamespace(split=True), SimpleNamespace(over=lambda generation: False)
+        view.driver = SimpleNamespace(machine=SimpleNamespace(stages=()))
+        view.phase = view.tick = lambda *_: None
+        super().__init__(cast(Any, view), cast(Any, None))
+        self.asides = list[Aside]()
+
+    def _collect(self, operation: Any, aside: Aside) -> Any:
+        self.asides.append(aside)
+        if len(self.asides) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise CollectiveAborted("it passes by again")
+
+
+def test_what_is_put_aside_waits_for_room_too_and_is_freed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operation: Any = SimpleNamespace(plan=SimpleNamespace(generation=1), step=3)
+    monkeypatch.setattr(final, "_RETRY_S", 0.0)
+    finisher = FullAside(tmp_path)
+    with pytest.raises(CollectiveAborted, match="passes by again"):
+        finisher.write(operation)
+    first, second = finisher.asides
+    assert first is not second
+    with pytest.raises(ValueError, match="closed"):
+        first.read(0, 1)
+    monkeypatch.setattr(final, "_RETRY_S", 60.0)
+    assert not FullAside(tmp_path, end_asked=True).write(operation), "its host ends the job"
