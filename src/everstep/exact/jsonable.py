@@ -5,7 +5,7 @@ Unknown types are refused by name, rather than restored as something else.
 
 JSON strings, integers, booleans, null and lists stand for themselves; everything else is an object with one key: f
 (float, hexadecimal), tuple, dict (pairs, in order), counter, ordered, deque, set, bytes, tensor, array, scalar (numpy),
-dtype, device.
+dtype, device, undigested.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from torch import Tensor
 from everstep.base.errors import CheckpointCorrupt, ConfigError
 
 _MAX_DEPTH = 64
+
+
+class Undigested(dict[str, Any]):
+    """A value of a dict that is saved, and that digests leave out: it may differ where all bits are the same."""
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
@@ -44,7 +48,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) ->
         items = [encode(v, f"{path}/{k}", tensors, depth + 1) for k, v in enumerate(value)]
         return items if kind is list else {"deque": [value.maxlen, items]} if kind is deque else {"tuple": items}
     if isinstance(value, dict):
-        tag = "counter" if kind is Counter else "ordered" if kind is OrderedDict else "dict"
+        tag = _DICTS.get(kind, "dict")
         return {tag: [_pair(path, k, v, tensors, depth) for k, v in value.items()]}
     return _encode_rare(value, path, tensors)
 
@@ -100,14 +104,18 @@ def decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def canonical(node: Any) -> Any:
-    """The JSON with dict entries in a fixed order, for digests that ignore the order of insertion."""
+    """The JSON with dict entries in a fixed order, for digests that ignore the order of insertion, and `Undigested`."""
     if isinstance(node, list):
         return [canonical(v) for v in node]
     if isinstance(node, dict):
         ((tag, body),) = node.items()
-        rest = canonical(body)
+        rest = canonical([pair for pair in body if not _undigested(pair[1])] if tag == "dict" else body)
         return {tag: sorted(rest, key=lambda pair: json.dumps(pair[0])) if tag in ("dict", "counter") else rest}
     return node
+
+
+def _undigested(node: Any) -> bool:
+    return isinstance(node, dict) and "undigested" in node
 
 
 def _pairs(body: Any, tensors: Mapping[str, Tensor]) -> list[tuple[Any, Any]]:
@@ -121,12 +129,14 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
+_DICTS: dict[type, str] = {Counter: "counter", OrderedDict: "ordered", Undigested: "undigested"}
 _DECODERS: dict[str, Any] = {
     "f": lambda body, _: float.fromhex(body),
     "tuple": lambda body, tensors: tuple(decode(v, tensors) for v in body),
     "set": lambda body, tensors: {decode(v, tensors) for v in body},
     "deque": lambda body, tensors: deque((decode(v, tensors) for v in body[1]), maxlen=body[0]),
     "dict": lambda body, tensors: dict(_pairs(body, tensors)),
+    "undigested": lambda body, tensors: Undigested(_pairs(body, tensors)),
     "ordered": lambda body, tensors: OrderedDict(_pairs(body, tensors)),
     "counter": lambda body, tensors: Counter(dict(_pairs(body, tensors))),
     "bytes": lambda body, _: bytes.fromhex(body),

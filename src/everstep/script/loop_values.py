@@ -11,10 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from everstep.base.errors import ConfigError
+from everstep.exact.jsonable import Undigested
+
 _OBJECTS = "objects"
 _VALUES = "values"
-_REPLACED = "replaced"
-_FILLED = (torch.Tensor, np.ndarray, list, deque, dict, set, torch.nn.Module)
+_HELD = "held"
+_FILLED = (torch.Tensor, np.ndarray, list, deque, dict, set)
+_GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
 
 class LoopValues:
@@ -22,42 +26,88 @@ class LoopValues:
     random generators, and objects with state_dict and load_state_dict, which are loaded in place. An attribute that the
     loop has set to another object gets another object, too: the script may need the first one as it was."""
 
-    __slots__ = ("__dict__", "_first_objects")
+    __slots__ = ("__dict__", "__weakref__", "_first_objects")
 
     def __init__(self, /, **values: Any) -> None:
+        self.__setstate__(values)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
         vars(self).update(values)
-        self._first_objects = {name: value for name, value in values.items() if isinstance(value, _FILLED)}
+        self._first_objects = {name: v for name, v in values.items() if isinstance(v, _FILLED) or _has_state(v)}
 
     def __repr__(self) -> str:
         return f"everstep.state({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     def state_dict(self) -> dict[str, Any]:
-        """All attributes; for an object with a state of its own, that state."""
+        """All attributes; for an object with a state of its own, that state. And which objects they are, which digests
+        leave out: a first object may come back out of a list, where a resumed worker has only its copy."""
         found: dict[str, Any] = {_VALUES: {}, _OBJECTS: {}}
         for name, value in vars(self).items():
-            state = _state_of(value)
-            found[_VALUES if state is None else _OBJECTS][name] = value if state is None else state
-        first = self._first_objects.items()
-        replaced = sorted(name for name, value in first if name in vars(self) and vars(self)[name] is not value)
-        return {**found, _REPLACED: replaced} if replaced else found
+            if _has_state(value):
+                found[_OBJECTS][name] = _state_of(value)
+            else:
+                found[_VALUES][name] = value
+        held = self._exchanged()
+        return {**found, _HELD: Undigested(held)} if held else found
+
+    def _exchanged(self) -> dict[str, Any]:
+        """For each attribute that has not its first object: whose first object it has, as text; or, in a list, the
+        first attribute that has the same object, which is nobody's first one."""
+        found: dict[str, Any] = {}
+        others: dict[int, str] = {}
+        for name, value in sorted(vars(self).items()):
+            if self._first_objects.get(name) is value or not (isinstance(value, _FILLED) or _has_state(value)):
+                continue
+            owner = next((other for other, first in self._first_objects.items() if first is value), None)
+            same = others.setdefault(id(value), name) if owner is None else name
+            if owner is not None or same != name or name in self._first_objects:
+                found[name] = owner if owner is not None else [same]
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the attributes; present ones that were not saved are removed."""
-        values, objects = dict(state[_VALUES]), dict(state[_OBJECTS])
-        own, replaced = vars(self), set(state.get(_REPLACED, ()))
-        for name in list(own):
-            if name not in values and name not in objects:
-                del own[name]
-        for name, first in self._first_objects.items():
-            if name in values or name in objects:
-                own[name] = _another(first) if name in replaced else first
-        for name, value in values.items():
-            if not _refill(own.get(name), value):
-                own[name] = copy.deepcopy(value)
-                if name in self._first_objects and name not in replaced:
-                    self._first_objects[name] = own[name]
-        for name, saved in objects.items():
-            _load(own[name], saved)
+        """Restore the attributes; present ones that were not saved are removed. Raises: ConfigError for the state of an
+        object that the loop has made, and that is not here."""
+        saved, held = {**state[_VALUES], **state[_OBJECTS]}, state.get(_HELD, {})
+        own, present, firsts = vars(self), dict(vars(self)), self._first_objects
+        for name in own.keys() - saved.keys():
+            del own[name]
+        others = []
+        for name, value in saved.items():
+            owner = held.get(name, name)
+            first = firsts.get(owner) if isinstance(owner, str) else None
+            if first is None or _has_state(first) != (name in state[_OBJECTS]):
+                others.append(name)
+            elif _has_state(first):
+                _load(first, value)
+                own[name] = first
+            elif isinstance(value, _FILLED):
+                if not _refill(first, value):
+                    new = copy.deepcopy(value)
+                    firsts.update({key: new for key, thing in firsts.items() if thing is first})
+                own[name] = firsts[owner]
+            else:
+                others.append(name)
+        self._load_others(sorted(others), state, present)
+
+    def _load_others(self, names: list[str], state: dict[str, Any], present: dict[str, Any]) -> None:
+        """Restore attributes that have no first object: into the present ones, unless another attribute has these."""
+        own, taken = vars(self), {id(first) for first in self._first_objects.values()}
+        for name in names:
+            same = state.get(_HELD, {}).get(name)
+            if isinstance(same, list) and same[0] != name and same[0] in names:
+                own[name] = own[same[0]]
+                continue
+            now = None if id(present.get(name)) in taken else present.get(name)
+            if name in state[_OBJECTS]:
+                own[name] = now if _has_state(now) else _another(name, self._first_objects.get(name))
+                _load(own[name], state[_OBJECTS][name])
+            else:
+                value = state[_VALUES][name]
+                own[name] = now if _refill(now, value) else copy.deepcopy(value)
+            taken.add(id(own[name]))
 
 
 def state(**values: Any) -> LoopValues:
@@ -75,9 +125,18 @@ def held(extras: Mapping[str, Any]) -> list[Any]:
     return [*found, *(v for thing in found if isinstance(thing, LoopValues) for v in vars(thing).values())]
 
 
-def _another(first: Any) -> Any:
-    """An object to load into, which is not the first one; None if the saved value itself serves."""
-    return copy.deepcopy(first) if isinstance(first, torch.nn.Module) else None
+def _another(name: str, first: Any) -> Any:
+    """An object to load into, beside the first one if that can be copied. Raises: ConfigError if there is none."""
+    if not _has_state(first):
+        raise ConfigError(
+            f"everstep.state: the loop has set {name} to an object with a state, which a resumed worker does not have: "
+            f"write everstep.state({name}=...) with such an object, and load the other one's state into it"
+        )
+    return copy.deepcopy(first) if isinstance(first, torch.nn.Module) else first
+
+
+def _has_state(value: Any) -> bool:
+    return isinstance(value, _GENERATORS) or callable(getattr(type(value), "load_state_dict", None))
 
 
 def _refill(value: Any, saved: Any) -> bool:
@@ -101,16 +160,13 @@ def _refill(value: Any, saved: Any) -> bool:
 
 
 def _state_of(value: Any) -> Any:
-    """State of the value; None if the value is its own state."""
-    if callable(getattr(type(value), "load_state_dict", None)):
-        return value.state_dict()
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, np.random.RandomState):
         return value.get_state(legacy=False)
-    return value.bit_generator.state if isinstance(value, np.random.Generator) else None
+    return value.bit_generator.state if isinstance(value, np.random.Generator) else value.state_dict()
 
 
 def _load(value: Any, saved: Any) -> None:
