@@ -17,6 +17,8 @@ from everstep.exact.seeding import preserve_rng
 from everstep.exact.settings import evaluating
 from everstep.train.run import Step
 
+_MOST_ROWS = 16
+
 
 class LaneLoss:
     """Loss of lanes. trainer: a `transformers.Trainer`; first: its first batch, collated; passes: per update; shifts:
@@ -32,7 +34,24 @@ class LaneLoss:
         contrasts = "return_loss" in inspect.signature(trainer.model.forward).parameters
         self._shifts = shifts
         self._divided = self._divides(first)
-        self.whole = contrasts or (passes > 1 and not self._divided)
+        self.whole = contrasts or (passes > 1 and not self._divided) or not self._adds_up(first)
+
+    def _adds_up(self, batch: Mapping[str, Any]) -> bool:
+        """Whether the loss of a batch is the mean of its samples' losses; not if classes have weights, or samples are
+        compared with each other."""
+        size = min(len(next(iter(batch.values()), ())), _MOST_ROWS)
+        if size < 2 or not all(isinstance(value, torch.Tensor) and value.dim() for value in batch.values()):
+            return True
+        rows = [{key: value[at : at + 1] for key, value in batch.items()} for at in range(size)]
+        with evaluating(self._trainer.model), torch.no_grad(), preserve_rng():
+            weights = [self._part(row) for row in rows]
+            found = sum(
+                float(self._loss(row, self._items(row))) * weight for row, weight in zip(rows, weights, strict=True)
+            )
+            together = {key: value[:size] for key, value in batch.items()}
+            whole = float(self._loss(together, self._items(together)))
+        coarse = self._trainer.args.bf16 or self._trainer.args.fp16
+        return not sum(weights) or not abs(found / sum(weights) - whole) > (0.05 if coarse else 1e-3) * abs(whole)
 
     def _divides(self, batch: Mapping[str, Any]) -> bool:
         """Whether the loss depends on the number of items that it is told."""
@@ -68,8 +87,13 @@ class LaneLoss:
             summed = items is not None or (self._told and self._trainer.compute_loss_func is not None)
             step.backward(loss * passes if summed else loss, weight=1.0)
             return
-        weight = items if self._divided and items is not None else self._weight(batch)
+        weight = self._part(batch)
         step.backward(loss * weight if weight else torch.nan_to_num(loss) * 0.0, weight=float(weight))
+
+    def _part(self, batch: Mapping[str, Any]) -> int:
+        """What a lane's loss counts in the mean over all lanes."""
+        items = self._items(batch)
+        return items if self._divided and items is not None else self._weight(batch)
 
     def _weight(self, batch: Mapping[str, Any]) -> int:
         """Number of labels that a mean is taken over; of samples without labels."""
