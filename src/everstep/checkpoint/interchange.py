@@ -97,7 +97,7 @@ class PassingWeights:
         wanted = {name: tuple(t.shape) for name, t in targets.items() if name not in modules}
         given = {name: tuple(shape) for name, (_, shape) in self.forms.items() if name not in modules}
         _refuse(
-            missing=sorted(wanted.keys() - given.keys()),
+            missing=sorted((wanted.keys() | modules.keys()) - self.forms.keys()),
             unexpected=sorted(given.keys() - wanted.keys()),
             shapes=[
                 f"{name} ({list(given[name])} there, {list(shape)} in the model)"

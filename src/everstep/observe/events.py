@@ -130,10 +130,10 @@ class EventLog:
     def _tells_slow(self, now_s: float) -> bool:
         """Whether a slow write is to be told now; then none is for a while."""
         with self._lock:
-            told = now_s < self._slow_s + _SLOW_AGAIN_S
-            if not told:
-                self._slow_s = time.monotonic()
-            return not told
+            tells = now_s >= self._slow_s + _SLOW_AGAIN_S
+            if tells:
+                self._slow_s = now_s
+            return tells
 
     def close(self, wait_s: float = 0.0) -> None:
         """Close the descriptor; a later write opens the file again. Events that wait for the disk are tried again for
@@ -362,7 +362,7 @@ def _starts(file: BinaryIO, least: int, end: int) -> Iterator[bytes]:
 
 def told_lately(path: str | os.PathLike[str]) -> set[tuple[str, int]]:
     """(kind, step) of the events at the end of a file since the last `job_started` at step 0; reads the last megabyte
-    at most. None if the file cannot be read: events may be told twice, and stop no training."""
+    at most. Empty if the file cannot be read: events may be told twice then, which stops no training."""
     try:
         events, _ = _newest(path, 1 << 20)
     except OSError:

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "(not shown)"
-_VARIABLE = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASS(WORD|WD)?|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE)
+_VARIABLE = re.compile(
+    r"(^|_)(TOKENS?|KEYS?|SECRETS?|PASS|PWD|CREDENTIALS?|AUTH)(_|$)|(PASSWORD|PASSWD|APIKEYS?)(_|$)", re.IGNORECASE
+)
 _PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 

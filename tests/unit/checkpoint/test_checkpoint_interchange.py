@@ -96,6 +96,16 @@ def test_no_room_aside_is_told(checkpoint: Checkpoint, tmp_path: Path, monkeypat
         read_weights(checkpoint, aside=tmp_path)
 
 
+class Keeper(torch.nn.Module):
+    """Has a state of its own."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 0}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
 def test_a_model_is_filled_tensor_by_tensor(checkpoint: Checkpoint) -> None:
     model = trained(seed=5)[0]
     PassingWeights(checkpoint).fill(model)
@@ -104,10 +114,12 @@ def test_a_model_is_filled_tensor_by_tensor(checkpoint: Checkpoint) -> None:
     model.low = torch.nn.Linear(6, 5, dtype=torch.bfloat16)
     del model.scale
     model.more = torch.nn.Parameter(torch.zeros(2))
+    model.keeper = Keeper()
     with pytest.raises(ConfigError) as told:
         PassingWeights(checkpoint).fill(model)
     text = str(told.value)
-    assert "missing: more; unexpected: scale; of another type or shape: low.weight ([6, 6] there, [5, 6] in" in text
+    assert "missing: keeper._extra_state, more; unexpected: scale; " in text
+    assert "of another type or shape: low.weight ([6, 6] there, [5, 6] in" in text
     assert torch.equal(model.embed.weight, before["embed.weight"])
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.base.errors import ConfigError
-from everstep.cost import quantities
+from everstep.cost import memory, quantities
 from everstep.cost.catalogue import device_named
 from everstep.cost.memory import (
     GB,
@@ -23,6 +23,7 @@ from everstep.cost.memory import (
     of_running,
 )
 from everstep.placement.tree import cover
+from everstep.train import taking
 
 BILLION = 10**9
 
@@ -105,6 +106,7 @@ def test_a_recovery_copies_one_workers_part_of_a_divided_state_and_all_of_anothe
     assert [of(0, workers=workers) for workers in (1, 2, 3)] == [0, 24, 36]
     assert of(0, 10**6) == 24, "one gives a small state alone"
     assert (of(2, copies=8), of(0, offload=True)) == (48, 12), "all have all; copies lie in files"
+    assert (memory._MOST_FOLLOWED, memory._FROM_EACH_BYTES) == (taking.MOST_FOLLOWED, taking.LEAST_BYTES)
 
 
 def test_what_is_staged_is_at_most_a_part_of_a_checkpoint() -> None:
