@@ -11,7 +11,7 @@ from everstep.sim.model import SimJob
 from everstep.sim.scenario import simulate
 from everstep.sim.setups import Setup
 
-SEEDS = range(60)
+SEEDS = range(24)
 MEANWHILE = ("kill", "kill", "freeze", "coordinator", "coordinator_mid_effects", "drop_control", "cut_control", "host")
 
 
