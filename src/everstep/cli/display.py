@@ -49,6 +49,7 @@ _LAST_SAMPLES_BYTES = 1 << 16
 _LAST_TOLD = 64
 _WHOLE = 1 << 14
 _PRINTS_WAIT_S = 0.3  # for earlier events: a commit is told a moment after its own time
+_SAVES_FIRST = ": a checkpoint is taken first"
 _PROCESS_WORDS = {
     "worker_exited": "worker {worker_id} exited: {reason}",
     "worker_restarting": "worker {worker_id} is started again{delay}",
@@ -60,8 +61,8 @@ _PROCESS_WORDS = {
 
 
 class Sentences:
-    """Events as lines for people; what an exception says is said once, and left out of the lines that it led to, and so
-    is the reason of a plan in the line that names its leader."""
+    """Events as lines for people; what an exception says is said once, and left out of the lines that it led to. So
+    is a plan's reason in the line that names its leader, and in that of the checkpoint that it asks for."""
 
     def __init__(self) -> None:
         self._raised: deque[str] = deque(maxlen=_LAST_EVENTS)
@@ -79,6 +80,8 @@ class Sentences:
             return f"worker {event.get('worker_id')} raised the same"
         if event["kind"] == "waiting" and self._raised and cause(event) is Cause.EXCEPTION:
             return "waiting: all workers raised an exception, and are started again"
+        if event["kind"] == "checkpoint_completed" and text and self._planned.endswith(_SAVES_FIRST):
+            text = text.removesuffix(f": {self._planned.removesuffix(_SAVES_FIRST)}")
         if event["kind"] == "generation_started":
             self._planned = own
         elif event["kind"] == "leader_changed" and text and self._planned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -320,12 +321,13 @@ def test_a_restarted_writer_is_another_one() -> None:
 
 
 def test_failures_shorten_the_interval() -> None:
-    def interval(plan: Plan) -> float:
+    def interval(*plans: Plan) -> float:
         one = Alone(SavingRules(CheckpointConfig(), on=True))
         one.saver.ended(SaveEnded(step=4, ok=True, reason="", cost_s=1.0))
         one.update(6, "disk")
         one.saver.parts_there(PartsThere(6))
-        one.saver.regroup(plan)
+        for plan in plans:
+            one.saver.regroup(plan)
         assert not one.saver.due(7)
         waited = 0.0
         for number in range(8, 200):
@@ -335,7 +337,10 @@ def test_failures_shorten_the_interval() -> None:
                 break
         return waited
 
-    assert interval(plan_of(0, generation=2)) < interval(plan_of(0, 1, generation=2))
+    killed = replace(plan_of(0, generation=2), cause=Cause.KILLED)
+    again = replace(plan_of(0, generation=3), cause=Cause.HUNG)  # there is no checkpoint any more that it ends
+    drained = replace(plan_of(0, generation=2), cause=Cause.DRAINED)
+    assert interval(killed, again) < interval(killed) < interval(drained) == interval()
 
 
 def test_invalidated_states_are_forgotten() -> None:

@@ -122,6 +122,20 @@ def test_a_plan_gives_its_reason_once() -> None:
     lines, why = Sentences(), "worker 0 (incarnation 0): killed by SIGKILL"
     planned = event("generation_started", 6, generation=2, workers=[1], cause="killed", reason=why)
     assert lines.of(planned) == "generation 2 with worker 1: worker 0: killed by SIGKILL"
+    ends = "worker 1: step 5: the loss of lane 0 is not finite"
+    last = event(
+        "generation_started",
+        7,
+        generation=3,
+        workers=[1],
+        cause="nonfinite",
+        reason=f"{ends}: a checkpoint is taken first",
+    )
+    assert lines.of(last) == f"generation 3 with worker 1: {ends}: a checkpoint is taken first"
+    saved = event("checkpoint_completed", 8, step=5, worker_id=1, tier="disk", cause="nonfinite", reason=ends)
+    assert ends not in str(lines.of(saved)) and ends in str(lines.of(last))
+    lines = Sentences()
+    lines.of(planned)
     leads = {"cause": "killed", "reason": f"worker 1 is the first member of generation 2: {why}"}
     first = "worker 1 is the first member of generation 2"
     assert lines.of(event("leader_changed", 6, worker_id=1, **leads)) == f"the leader is now worker 1: {first}"

@@ -181,12 +181,13 @@ class Saver:
     def regroup(self, plan: Plan) -> None:
         """A new generation: a checkpoint in progress can still be completed if its writers and its leader are all
         members."""
+        if plan.cause.is_fault:
+            self._schedule.failed()
         before = self._plan
         if before is None:
             return
         gone = [m.worker_id for m in before.members if not plan.has(m.key)]
         if gone:
-            self._schedule.failed()
             self._give_up(Why(Cause.REGROUPED, f"worker {', '.join(map(str, gone))} left"), plan)
         elif plan.leader(0) != before.leader(0):
             self._give_up(Why(Cause.REGROUPED, "the leader changed"), plan)
