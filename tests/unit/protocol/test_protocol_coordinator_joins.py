@@ -347,7 +347,7 @@ def test_when_all_state_is_lost_it_starts_over_and_says_so():
     for i in range(3):
         rejoined(world, i, 1)
     assert world.plan.worker_ids == (0, 1, 2) and world.plan.previous == 0 and world.plan.joining == ()
-    assert "starting over from step 0" in world.report("generation_started")["reason"]
+    assert "starting over from the newest copy" in world.report("generation_started")["reason"]
     assert "fallback" not in world.kinds() and world.coordinator.status()["step"] == 0
     for i in range(3):
         world.entered(i, world.plan.generation, 1, incarnation=1)

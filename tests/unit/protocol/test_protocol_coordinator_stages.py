@@ -308,7 +308,7 @@ def test_a_healed_joiner_is_named_when_it_alone_is_left():
     hello(world, 4)
     world.exited(0)
     world.wait(11 * S)
-    assert "starting over from step 0" in world.plan.reason, "it had not healed"
+    assert "starting over from the newest copy" in world.plan.reason, "it had not healed"
     world = running(2)
     world.exited(1)
     world.entered(0, 2, 5)

@@ -99,7 +99,7 @@ def test_the_lines_of_a_run_say_an_exception_once() -> None:
     ]
     assert Sentences().of(FAILED) == f"failed: {text}"
     assert lines.of({**evicted, "worker_id": 0}) == "worker 0 raised the same"
-    why = f"every worker that held the training state is gone (worker 1 (incarnation 0): {text}): waiting"
+    why = f"no worker holds the training state any more (worker 1 (incarnation 0): {text}): waiting"
     waits = event("waiting", 7, step=1, cause="exception", reason=why)
     assert lines.of(waits) == "waiting: all workers raised an exception, and are started again"
     assert Sentences().of({**waits, "cause": "killed", "reason": "x"}) == "waiting: x"

@@ -343,7 +343,7 @@ def _regroup(job: JobState) -> None:
     if lost and agreement.plan.stages > 1:
         text += f"; stage {listed(lost)} has lost its whole pool: every stage goes back to the newest copy"
     elif lost:
-        text += "; every worker that held the training state is gone: back to the newest copy"
+        text += "; no worker holds the training state any more: back to the newest copy"
     domain = job.agents.whereabouts.lost_domain((name, agent.host) for name, agent in job.agents.known.items())
     text = f"{domain}: {text}" if domain else text
     if not agreement.entered:  # stages that were to be restored before may still be nowhere
@@ -394,7 +394,7 @@ def _fall_back(job: JobState, why: Why) -> None:
     wait_for_all = job.env.config.on_failure == "wait"
     expected = _as_before(job) if wait_for_all else max(slots.least, slots.expected())
     enough = len(ready) >= expected or (len(ready) >= slots.least and not quorum.patient and not wait_for_all)
-    text = f"every worker that held the training state is gone ({why.reason}): "
+    text = f"no worker holds the training state any more ({why.reason}): "
     generation = job.agreement.generation
     if not enough:
         why = Why(why.cause, f"{text}waiting for workers to start over")
@@ -406,7 +406,7 @@ def _fall_back(job: JobState, why: Why) -> None:
     if step:
         text += f"worker {ready[0].key.worker_id}, which had healed, goes on from step {step} or later"
     else:
-        text += "starting over from step 0, or from the newest copy that is left"
+        text += "starting over from the newest copy that is left, or else from step 0"
     why = Why(why.cause, text)
     if not job.progress.fall_back(step):
         job.env.report("fallback", why, step=step or None, generation=generation + 1)
