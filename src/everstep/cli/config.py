@@ -17,7 +17,7 @@ from everstep.cli.terminal import stdout_width
 from everstep.report.words import aligned
 
 CAUSES = "causes"
-_WIDEST = 32
+_PIPED = 100  # characters of a line in a pipe
 _FIELDS = ("key", "type", "default", "meaning")
 
 
@@ -55,19 +55,22 @@ def command(key: str | None, search: str | None, as_json: bool) -> int:
     if as_json:
         print(json.dumps(rows))
     else:
-        wide = stdout_width()
-        print("\n".join(aligned(cells, _WIDEST) if wide is None else wrapped(cells, wide)))
+        print("\n".join(_table(cells, stdout_width() or _PIPED)))
     return 0
 
 
-def wrapped(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Lines of at most so many characters, as words allow it: for each row the cells, and the last one below them."""
+def _table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Lines of at most so many characters, as words allow it: a line for each row, or its last cell below the others if
+    not all rows fit so."""
+    lines = aligned(rows)
+    if max(map(len, lines)) <= width:
+        return lines
     wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
-    lines = []
+    folded = []
     for *cells, meaning in rows:
-        lines += wrap("  ".join(cells), subsequent_indent="    ")
-        lines += wrap(meaning, initial_indent="    ", subsequent_indent="    ")
-    return lines
+        folded += wrap("  ".join(cells), subsequent_indent="    ")
+        folded += wrap(meaning, initial_indent="    ", subsequent_indent="    ")
+    return folded
 
 
 def _keys(key: str | None) -> list[dict[str, str]]:

@@ -140,9 +140,9 @@ def number_text(value: Any, form: str = "f") -> str:
     return f"{found:.4{form}}" if isfinite(found) else "not finite"
 
 
-def aligned(lines: Sequence[Sequence[str]], most: int = 1000) -> list[str]:
-    """Lines of cells as text, each column as wide as its widest cell, but at most so many characters."""
-    widths = [min(most, max(map(len, column))) for column in zip(*lines, strict=True)]
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of cells as text, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 

@@ -31,7 +31,8 @@ def test_a_key_a_group_and_all_of_them(capsys: pytest.CaptureFixture[str]) -> No
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["key"], row["type"], row["default"]) == ("lanes", "whole number", "8") and row["meaning"]
     assert run_command(["config", "heartbeat"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == [
         "heartbeat.interval_s",
         "heartbeat.floor_s",
         "heartbeat.ceiling_s",
@@ -59,8 +60,11 @@ def test_what_a_search_finds_has_default_and_first_sentence(capsys: pytest.Captu
     assert run_command(["config", "--search", "GRAD-NORM"]) == 0
     assert capsys.readouterr().out.split(maxsplit=2) == ["clip_norm", "none", "largest global norm of the gradient\n"]
     assert run_command(["config", "--search", "nonfinite"]) == 0
-    line = capsys.readouterr().out.splitlines()[0]
-    assert line.split(maxsplit=2) == ["on_nonfinite", "warn", "when the loss or gradient of a step is not finite"]
+    key, meaning = capsys.readouterr().out.splitlines()[:2]
+    assert (
+        key.split() == ["on_nonfinite", "warn"]
+        and meaning.strip() == "when the loss or gradient of a step is not finite"
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,12 +88,10 @@ def test_what_is_no_key_is_one_line(arguments: list[str], said: str, capsys: pyt
 
 
 def test_lines_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a pipe a key has one line, for `grep`; one wide cell widens no other line. On a terminal, and where COLUMNS
-    says so, no line is longer than that, and no word is cut."""
+    """No line is longer than the terminal, or than COLUMNS says, or 100 characters in a pipe; no word is cut."""
     monkeypatch.delenv("COLUMNS", raising=False)
     assert run_command(["config"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(describe()) and max(map(len, lines)) < 500
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
     monkeypatch.setenv("COLUMNS", "80")
     for terminal in (False, True):
         monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal, raising=False)
