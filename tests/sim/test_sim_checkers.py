@@ -173,6 +173,18 @@ class HearsAtOnce(Driver):
         return super().handle(now_ns, event)
 
 
+class AnswersTheLastGather(Driver):
+    """Tells the application of the gather before."""
+
+    def handle(self, now_ns: int, event: object) -> list[do.Effect]:
+        effects = super().handle(now_ns, event)
+        for n, effect in enumerate(effects):
+            if isinstance(effect, do.GatherDone) and effect.records:
+                last, self._told = getattr(self, "_told", effect.records), effect.records
+                effects[n] = do.GatherDone(last)
+        return effects
+
+
 @pytest.mark.parametrize(
     ("driver", "setup", "expected"),
     [
@@ -180,11 +192,25 @@ class HearsAtOnce(Driver):
         (KeepsTheShelf, POOL_DIES, "P5"),
         (KeepsFollowing, JOINED, "P5"),
         (HearsAtOnce, DISTURBED, "Error"),
+        (AnswersTheLastGather, SMALL, "and is told"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
 def test_a_bug_in_the_driver_is_caught(driver, setup, expected):
     assert any(expected in problem for problem in problems(setup, driver=driver))
+
+
+class ForgetsGathers(Driver):
+    """Does not take the records of gathers together with the state that it copies, and waits for them."""
+
+    def __init__(self, config: DriverConfig, machine: StepMachine) -> None:
+        super().__init__(config, machine)
+        self._parts.gathers.copied = lambda gathers: None
+
+
+def test_a_worker_that_waits_and_is_taken_for_hung_is_caught():
+    problems = (simulate(seed, driver=ForgetsGathers).problem for seed in range(88024, 88060))
+    assert any("is taken for hung, but" in problem for problem in problems)
 
 
 # ---- the coordinator

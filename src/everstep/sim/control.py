@@ -46,6 +46,8 @@ from everstep.sim.world import MS, Process, SimConnection, World, connect
 
 CONTROL_HOST = "control"
 HEARTBEAT_NS = 200 * MS
+KNOWN_LATE_NS = 2000 * MS
+"""Time in which the coordinator may judge a process by what it was."""
 FOUL = Cause.STORE
 """Cause in messages that the coordinator has to refuse; nothing else in the simulation has it."""
 _MOST_IDLE_TICKS = 5
@@ -558,8 +560,11 @@ class Control:
                 believed = [w for w in machine.status()["workers"] if w["role"] in ("leader", "active", "standby")]
                 who = _evicted_key(effect.fields)
                 worker, cause = self.workers.get(who), effect.fields["cause"]
-                busy = worker is not None and (worker.starved or worker.ties.compiles) and cause is Cause.HUNG
-                require(not busy, "P8", f"{who} is taken for hung, but it waits for a processor, or compiles")
+                if worker is not None and cause is Cause.HUNG:
+                    busy = worker.starved or worker.ties.compiles
+                    require(not busy, "P8", f"{who} is taken for hung, but it waits for a processor, or compiles")
+                    stood = worker.frozen_ns is not None or self.world.now_ns - worker.thawed_ns < KNOWN_LATE_NS
+                    require(stood, "P8", f"{who} is taken for hung, but it is not what the others wait for")
                 excused = bool(believed) or self._cut_off(who, effect.fields["cause"])
                 self.checks.given_up_by(term, who, excused=excused)
 

@@ -1,9 +1,12 @@
-"""The promise about effects of steps: what leaves a worker, and when."""
+"""The promises about what steps lead to: what leaves a worker, and when; what applications are told of a gather."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from everstep.base.plan import WorkerKey
-from everstep.protocol.step_types import Key
+from everstep.protocol.driver.records import gathered
+from everstep.protocol.step_types import Key, Record
 from everstep.sim.promises import PromiseBroken, require
 
 
@@ -37,3 +40,25 @@ class Effects:
         require(step > self.released.get(who, 0), "P2", f"{who} released step {step} twice or out of order")
         self.released[who] = step
         self.floor = max(self.floor, step)
+
+
+class Answers:
+    """P1 for gathers: applications that go on from one are told the same of it, and of no other one."""
+
+    def __init__(self) -> None:
+        self._told: dict[WorkerKey, dict[Key, Mapping[int, Record]]] = {}
+
+    def stands(self, who: WorkerKey, step: int) -> None:
+        """An application is told of its step: it will ask for that step's gathers, and knows those of earlier ones."""
+        self._told[who] = {key: records for key, records in self._told.get(who, {}).items() if key.step == step - 1}
+
+    def told(
+        self, who: WorkerKey, key: Key, records: Mapping[int, Record], question: str, living: Iterable[WorkerKey]
+    ) -> None:
+        """An application is told what members gave; question: how the data of each has to end."""
+        other = [data for data in gathered(records).values() if not data.endswith(question.encode())]
+        require(not other, "P1", f"{who} asks for {key}, and is told {other}")
+        for one in living:
+            known = self._told.get(one, {}).get(key, records)
+            require(known == records, "P1", f"{who} is told other data of {key} than {one}, which has gone on")
+        self._told.setdefault(who, {})[key] = records

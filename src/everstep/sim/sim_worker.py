@@ -100,12 +100,18 @@ class Loop:
     def _stepped(self, effect: do.Arrived | do.Stepped | do.WentBack) -> None:
         life, at = self.life, self.life.state.at
         life.site.checks.exact.stands(life.me, effect.step, at)
+        life.site.checks.answers.stands(life.me, effect.step)
         freed(life.me, f"lanes, at step {at}", [s for s in self.lanes.held if s != at + 1])
         freed(life.me, f"gathers, at step {at}", [k for k in life.driver.gathered if k.step != at])
         self._step, self._gathers, self._evaluated, self._ends = effect.step, 0, False, False
         self._go_on()
 
     def _gathered(self, effect: do.GatherDone) -> None:
+        step, number, site = self._step, self._gathers, self.life.site
+        if effect.records:
+            living = [me for me, life in site.lives.items() if life.alive]
+            question = "" if number % 2 else f" {step} {number}"
+            site.checks.answers.told(self.life.me, Key(step, number + 1), effect.records, question, living)
         self._gathers += 1
         self._go_on()
 

@@ -11,6 +11,7 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 US = 1_000
@@ -159,7 +160,7 @@ def _pair(a: str, b: str) -> tuple[str, str]:
 class Process:
     """A program that runs on a host, until it dies. While frozen it does nothing, and does all of it afterwards: a
     signal has stopped it, or (`starved`) it waits for a processor, or (`stuck`) for a lock. waited_ns: how long it has
-    waited for a processor."""
+    waited for a processor; thawed_ns: when it last went on."""
 
     def __init__(self, world: World, name: str, host: str) -> None:
         self.world = world
@@ -170,6 +171,7 @@ class Process:
         self.frozen_ns: int | None = None
         self.starved = self.stuck = False
         self.waited_ns = 0
+        self.thawed_ns: float = -inf
         self._backlog: list[tuple[Act, tuple[Any, ...]]] = []
 
     def later(self, delay_ns: int, act: Act, *args: Any) -> None:
@@ -204,6 +206,7 @@ class Process:
         self.world.log(self.name, "THAWED")
         self.waited_ns += self.world.now_ns - self.frozen_ns if self.starved else 0
         self.frozen_ns, self.starved, self.stuck = None, False, False
+        self.thawed_ns = self.world.now_ns
         backlog, self._backlog = self._backlog, []
         for act, args in backlog:
             self.wake(act, args)
