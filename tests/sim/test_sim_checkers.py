@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from planted_bugs import OneRecordTooFew, machine_with
 
+from everstep.base.cause import Cause
 from everstep.base.plan import Plan
 from everstep.placement.lanes import place
 from everstep.protocol import messages as wire
 from everstep.protocol.coordinator import speeds
 from everstep.protocol.coordinator.coordinator import Coordinator
+from everstep.protocol.coordinator.types import Report
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.driver.driver_parts import DriverConfig
@@ -200,19 +203,6 @@ def test_a_bug_in_the_driver_is_caught(driver, setup, expected):
     assert any(expected in problem for problem in problems(setup, driver=driver))
 
 
-class ForgetsGathers(Driver):
-    """Does not take the records of gathers together with the state that it copies, and waits for them."""
-
-    def __init__(self, config: DriverConfig, machine: StepMachine) -> None:
-        super().__init__(config, machine)
-        self._parts.gathers.copied = lambda gathers: None
-
-
-def test_a_worker_that_waits_and_is_taken_for_hung_is_caught():
-    problems = (simulate(seed, driver=ForgetsGathers).problem for seed in range(88024, 88060))
-    assert any("is taken for hung, but" in problem for problem in problems)
-
-
 # ---- the coordinator
 
 
@@ -223,6 +213,19 @@ def test_a_placement_that_gives_a_lane_away_twice_is_caught(monkeypatch):
 
     monkeypatch.setattr(speeds, "place", twice)
     assert "lane" in scenario.simulate(0, setup=SMALL).problem
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_worker_that_goes_on_and_is_taken_for_hung_is_caught(frozen: bool) -> None:
+    simulation = scenario.Simulation(0, SMALL, tracing=False)
+    assert not simulation.run()
+    control = simulation.control
+    worker = next(iter(control.workers.values()))
+    worker.frozen_ns = control.world.now_ns if frozen else None
+    fields = {"worker_id": worker.me.worker_id, "incarnation": worker.me.incarnation, "cause": Cause.HUNG}
+    machine = SimpleNamespace(status=lambda: {"workers": []})
+    with nullcontext() if frozen else pytest.raises(PromiseBroken, match="is taken for hung, but"):
+        control.said(1, [Report("worker_evicted", fields)], machine)
 
 
 def test_two_plans_of_one_generation_are_caught():
