@@ -155,8 +155,9 @@ print(urllib.request.urlopen(sys.argv[1], timeout=2, context=context).read(999).
 """
 
 
-def etcd_on(hosts: Sequence[Host], ca_seed: bytes | None = None) -> EtcdMembers:
-    """One with a member on each of these hosts, which can be used now. ca_seed: as for `EtcdMembers`."""
+def etcd_on(hosts: Sequence[Host], ca_seed: bytes | None = None, addresses: Sequence[str] = ()) -> EtcdMembers:
+    """One with a member on each of these hosts, which can be used now. ca_seed: as for `EtcdMembers`. addresses: of the
+    members, if these are not those of the hosts."""
 
     def spawn(number: int, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         return hosts[number].start(command, log)
@@ -165,7 +166,7 @@ def etcd_on(hosts: Sequence[Host], ca_seed: bytes | None = None) -> EtcdMembers:
         where, files = f"{'https' if members.secured else 'http'}://{members.addresses[0]}{path}", members.files()
         return hosts[0].run("python3", "-c", _FETCH, where, *(files.values() if members.secured else ())).stdout
 
-    members = EtcdMembers([host.address for host in hosts], spawn, ca_seed)
+    members = EtcdMembers(addresses or [host.address for host in hosts], spawn, ca_seed)
     try:
         members.wait(page)
     except AssertionError:

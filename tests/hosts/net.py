@@ -130,14 +130,22 @@ class Host:
         """Its link is up again."""
         _ip("-n", self._net.switch, "link", "set", f"v{self.number}", "up")
 
-    def drop_to(self, other: Host) -> None:
-        """What it sends to the other vanishes; the other way it goes on."""
-        neighbour = ("neigh", "replace", other.address, "lladdr", BOGUS, "nud", "permanent", "dev", "eth0")
+    def second(self) -> str:
+        """Another address of it, for a service that can be cut off alone."""
+        address = f"{self._net.prefix}{100 + self.number}"
+        _ip("-n", self.namespace, "addr", "add", f"{address}/24", "dev", "eth0")
+        return address
+
+    def drop_to(self, other: Host | str) -> None:
+        """What it sends to the other, or to this address, vanishes; the other way it goes on."""
+        address = other if isinstance(other, str) else other.address
+        neighbour = ("neigh", "replace", address, "lladdr", BOGUS, "nud", "permanent", "dev", "eth0")
         _ip("-n", self.namespace, *neighbour)
 
-    def undrop_to(self, other: Host) -> None:
-        """What it sends to the other arrives again."""
-        _ip("-n", self.namespace, "neigh", "del", other.address, "dev", "eth0")
+    def undrop_to(self, other: Host | str) -> None:
+        """What it sends there arrives again."""
+        address = other if isinstance(other, str) else other.address
+        _ip("-n", self.namespace, "neigh", "del", address, "dev", "eth0")
 
 
 class Net:

@@ -5,6 +5,7 @@ Each host has a member of etcd, too. Most of them run in `make extended`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from hosts_harness import EVERSTEP, SLOTS, HostJobs, _Head, gap_s, now_ns
-from net import HIDE, Net
+from net import HIDE, Host, Net
 
 from etcd_members import EtcdMembers, etcd_on, etcd_there
 from everstep.runtime.link.address import read_address
@@ -32,9 +33,11 @@ class LedJobs(HostJobs):
         super().__init__(net, jobs, base, apart=apart)
         self.etcd: EtcdMembers | None = None
 
-    def start_etcd(self, *, secured: bool = False) -> EtcdMembers:
-        """On all hosts. secured: it wants certificates."""
-        self.etcd = etcd_on(self.net.hosts, b"c" * 32 if secured else None)
+    def start_etcd(self, *, secured: bool = False, away: bool = False) -> EtcdMembers:
+        """On all hosts. secured: it wants certificates. away: at addresses of its own, and not on the first host."""
+        hosts = self.net.hosts[1:] if away else self.net.hosts
+        addresses = [host.second() for host in hosts] if away else []
+        self.etcd = etcd_on(hosts, b"c" * 32 if secured else None, addresses)
         return self.etcd
 
     def led(
@@ -46,9 +49,10 @@ class LedJobs(HostJobs):
         settings: Mapping[str, Any] | None = None,
         lane_s: float = 0.06,
         secured: bool = False,
+        away: bool = False,
     ) -> _Head:
         """A job with its lease there. Of hosts that share no directory it takes its time until `go`."""
-        etcd = self.start_etcd(secured=secured)
+        etcd = self.start_etcd(secured=secured, away=away)
         lease = {"control.etcd": etcd.url(), "control.lease_s": LEASE_S, **(settings or {})}
         paced: dict[str, str] = etcd.files() if secured else {}
         if self.apart:
@@ -309,3 +313,40 @@ def test_a_host_that_was_cut_off_sets_aside_what_is_of_before_and_takes_part_aga
     led_apart.go()
     led_apart.check(heirs[number])
     assert [job.end(), heirs[5 - number].end()] == [0, 0], job.account()
+
+
+def lives(host: Host) -> set[int]:
+    """Processes of a host that are workers, or their fork server."""
+    found = set()
+    for pid in host.pids():
+        with contextlib.suppress(OSError):
+            if b"everstep.runtime.host.fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                found.add(pid)
+    return found
+
+
+@pytest.mark.longer
+def test_a_host_that_is_cut_off_from_etcd_alone_keeps_its_workers(led_apart: LedJobs) -> None:
+    """Its workers hear of the next head from the other hosts, which they reach, and outlive that their host becomes one
+    that stands by."""
+    job = led_apart.led(workers=6, lane_s=0.3, steps=120, away=True)
+    heirs: dict[int, Job] = {number: led_apart.standby(number) for number in (2, 3)}
+    job.wait_for("generation_started", lambda e: len(e["workers"]) == 6)
+    job.wait_for("step_committed", lambda e: e["step"] >= 3)
+    first, before = led_apart.net.hosts[0], lives(led_apart.net.hosts[0])
+    members = [address.rpartition(":")[0] for address in (led_apart.etcd.addresses if led_apart.etcd else [])]
+    for address in members:
+        first.drop_to(address)
+    number = leader(led_apart, heirs)
+    taken = heirs[number].wait_for("coordinator_restarted")
+    heirs[number].wait_for("step_committed", lambda e: e["time_unix_ns"] > taken["time_unix_ns"] + 12 * 10**9)
+    for address in members:
+        first.undrop_to(address)
+    job.wait_for_words("another host leads the job")
+    job.wait_for_words("stands by for the job in")
+    assert lives(first) == before
+    led_apart.go()
+    led_apart.check(heirs[number])
+    assert [job.end(), heirs[5 - number].end()] == [0, 0], job.account()
+    assert len(heirs[number].of_kind("generation_started")) == 1, heirs[number].account()
+    assert not heirs[number].of_kind("worker_evicted"), heirs[number].account()

@@ -11,14 +11,30 @@ from everstep.base.below import write_atomically
 from everstep.base.domains import VARIABLE
 from everstep.cli.run_dir import set_aside
 from everstep.cli.tokens import TOKEN_VARIABLE
+from everstep.runtime.files.host_directory import OWN_FOLDER
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.lead.etcd_access import file_variables
-from everstep.runtime.link.address import CHECKPOINTS_DIR
+from everstep.runtime.link.address import CHECKPOINTS_DIR, COORDINATOR_FILE, LOGS_FOLDER
 from everstep.runtime.process import own_command
 from everstep.runtime.start import Start
 
 HEAD_MARK = "EVERSTEP_HEAD_MARK"
 """Variable with the name of a file that is there while this host leads the job, for the script that started it."""
+
+
+_AGENT = "EVERSTEP_AGENT"
+"""Variable with the pid of this host's agent, for the program that this process becomes."""
+_KEPT = (CHECKPOINTS_DIR, OWN_FOLDER, LOGS_FOLDER, COORDINATOR_FILE)
+
+
+def left_agent() -> int:
+    """Pid of an agent that this process has left to itself; 0 if there is none."""
+    text = os.environ.pop(_AGENT, "")
+    try:
+        pid = int(text) if text.isdecimal() else 0
+        return pid if pid and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None else 0
+    except OSError:
+        return 0  # no child of this process
 
 
 def mark_head(*, leads: bool) -> None:
@@ -32,8 +48,9 @@ def mark_head(*, leads: bool) -> None:
 
 
 def become_standby(begun: Start, *, deposed: bool = True) -> NoReturn:
-    """Go on as a standby host. begun: of this host, where nothing of the job runs any more. deposed: this host led the
-    job, and what is of before is set aside. Raises: ConfigError, OSError if that fails."""
+    """Go on as a standby host. begun: of this host, where nothing of the job runs any more but the agent, with its
+    workers. deposed: this host led the job, and what is of before is set aside. Raises: ConfigError, OSError if that
+    fails."""
     if deposed:
         with run_lock(begun.folder):
             put_aside(begun.folder)
@@ -43,12 +60,9 @@ def become_standby(begun: Start, *, deposed: bool = True) -> NoReturn:
 
 
 def put_aside(folder: Path) -> Path | None:
-    """Move the contents of a locked directory away, except for parts of checkpoints, which other hosts may need.
-    Returns where they are. Raises: ConfigError, OSError."""
-    aside = set_aside(folder)
-    if aside is not None and (aside / CHECKPOINTS_DIR).is_dir():
-        os.rename(aside / CHECKPOINTS_DIR, folder / CHECKPOINTS_DIR)
-    return aside
+    """Move the contents of a locked directory away, except for parts of checkpoints, which other hosts may need, and
+    the files of this host's agent, which may run. Returns where they are. Raises: ConfigError, OSError."""
+    return set_aside(folder, but=_KEPT)
 
 
 def standby_words(begun: Start) -> list[str]:
@@ -63,4 +77,5 @@ def _variables(begun: Start) -> dict[str, str]:
     """Environment of the command, which has not read the job's config yet when it asks etcd."""
     domains = ",".join(f"{kind}={name}" for kind, name in begun.domains.items())
     found = {TOKEN_VARIABLE: begun.token.hex(), **begun.secrets, **({VARIABLE: domains} if domains else {})}
+    found |= {_AGENT: str(begun.agent)} if begun.agent else {}
     return {**file_variables(begun.config.control), **os.environ, **found}

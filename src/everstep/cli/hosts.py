@@ -35,7 +35,7 @@ def hosts(run_dir: Path, as_json: bool) -> int:
         workers = f"{len(host['workers'])} ({ids})" if ids else "0"
         room = "any" if host["slots"] is None else str(host["slots"])
         labels = ",".join(f"{kind}={name}" for kind, name in host["domains"].items() if kind != "host")
-        rtt = f"{host['rtt_ms']:.1f} ms"
+        rtt = f"{host['rtt_ms']:.1f} ms" if host["rtt_ms"] else "-"
         role = "head" if host["is_head"] else "agent"
         rows.append([host["name"], role, host["address"] or "-", host["state"], room, workers, rtt, labels or "-"])
     for line in aligned(rows):

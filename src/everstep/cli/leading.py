@@ -130,7 +130,8 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
             pages.close()
             if outcome.exit_code == ANOTHER_LEADS and config.control.etcd is not None:
                 display.note(f"{outcome.why.reason}: {begun.name} stands by for the job from now on")
-                raise Deposed(outcome.why.reason, functools.partial(become_standby, begun))
+                left = replace(begun, agent=process.left_agent)
+                raise Deposed(outcome.why.reason, functools.partial(become_standby, left))
             if begun.succession.guest and begun.stays and outcome.later:
                 raise Deposed(outcome.why.reason, functools.partial(become_standby, begun, deposed=False))
             if begun.succession.guest and (not work.led or outcome.exit_code > 128):

@@ -20,6 +20,7 @@ from everstep.base.errors import ConfigError, EverstepError, NoHead, ProtocolErr
 from everstep.base.etcd_address import EtcdAddress
 from everstep.base.exit_codes import JOB_FAILED, WORKERS_MISSING
 from everstep.cli.beside import parse_listen
+from everstep.cli.coming_back import left_agent
 from everstep.cli.conclusion import ENDS
 from everstep.cli.doors import check_own_ports
 from everstep.cli.job import about_to_run, check_network, read_job
@@ -31,7 +32,7 @@ from everstep.cli.starting import start_here
 from everstep.observe.events import read_events
 from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, Look
 from everstep.report.history import History
-from everstep.runtime.files.host_directory import OWN_FOLDER, new_word, private_folder, word_in
+from everstep.runtime.files.host_directory import new_word, private_folder, word_in
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.lead.etcd import Announced, Etcd
 from everstep.runtime.lead.etcd_access import find_access
@@ -129,7 +130,7 @@ def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
             _wait_for_next(etcd)
         found = _announced(etcd)
         word = str(found.facts.get("word", ""))
-        begun = replace(begun, own=begun.own or _own(etcd, begun.config))
+        begun = replace(begun, own=begun.own or _own(etcd, begun.config), agent=left_agent())
         shown = begun.run_dir or Path(str(found.facts.get("run_dir")))
         shared = _sees(shown, lambda: _place(etcd) or word)
         if not shared:
@@ -138,7 +139,7 @@ def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
             met(Met(begun.own, begun.token, (str(where["host"]), int(where["port"]))))
         job = read_job(shown, joined=False)
         check_lease(job.config, begun.secrets)
-        copying_host = begun.host if (shown / OWN_FOLDER).is_dir() else ""
+        copying_host = "" if shared and word_in(shown) == word else begun.host  # hosts share the first directory alone
         begun = replace(begun, room=begun.room or None)
         check_own_ports(job.config, begun.room, head=True)
         succession = Succession(True, new_owner(), found.job, copying_host=copying_host)

@@ -43,15 +43,16 @@ def copy_in(begun: Start, job: str, look: Callable[[], Where | None]) -> Iterato
     """
     folder = begun.run_dir or private_folder(job[:16], f"{begun.host}-standby")
     with run_lock(folder):
-        words = _make_ready(folder, job, begun.token)
+        words = _make_ready(folder, job, begun.token, anew=not begun.agent)
         if words:
             print(words, file=sys.stderr, flush=True)
         _fill(folder, begun, look)
         yield folder
 
 
-def _make_ready(folder: Path, job: str, token: bytes) -> str:
-    """Prepare the folder; returns words for the user if old contents were set aside."""
+def _make_ready(folder: Path, job: str, token: bytes, *, anew: bool = True) -> str:
+    """Prepare the folder; returns words for the user if old contents were set aside. anew: no process of the job runs
+    here yet that follows the head's address."""
     words = ""
     try:
         if kept_apart(folder, job):
@@ -59,7 +60,8 @@ def _make_ready(folder: Path, job: str, token: bytes) -> str:
         own = folder / OWN_FOLDER
         for path in (own, folder / LOGS_FOLDER, folder / CHECKPOINTS_DIR):
             path.mkdir(parents=True, exist_ok=True)
-        (folder / COORDINATOR_FILE).unlink(missing_ok=True)
+        if anew:
+            (folder / COORDINATOR_FILE).unlink(missing_ok=True)
         wire.write_token(folder / TOKEN_FILE, token)
         for role in PEOPLE:
             wire.write_token(folder / role_file(role), role_token(token, role))

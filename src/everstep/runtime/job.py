@@ -72,7 +72,8 @@ Observer = Callable[[dict[str, Any]], None]
 
 
 class Job:
-    """Runs a job in its directory. `reached`: the newest step that any worker has applied.
+    """Runs a job in its directory. `reached`: the newest step that any worker has applied. `left_agent`: pid of this
+    host's agent if it goes on, because another host leads; 0 if not.
 
     The directory must be locked by the caller (`run_lock`). In the main thread `run` takes SIGINT and SIGTERM;
     elsewhere the caller passes them on with `interrupt`.
@@ -82,6 +83,7 @@ class Job:
         self.run_dir = begun.folder
         self.config = begun.config
         self.reached = 0
+        self.left_agent = 0
         self._begun = begun
         self._token = begun.token or wire.new_token()
         self._on_event: Observer | None = None
@@ -342,10 +344,15 @@ class Job:
             last_first.callback(self._hear_the_last)
             if self._link is not None:
                 last_first.callback(self._link.close)
-            if self._local is not None:
+            if self._local is not None and self._coordinator.moved and self._succession.keeps_apart:
+                last_first.callback(self._leave_agent, self._local)
+            elif self._local is not None:
                 last_first.callback(self._local.end, *([INTERRUPTED_WAIT_S] if self._end.interrupted else []))
             if self._link is not None and not (self._succession.guest or self._coordinator.moved):
                 last_first.callback(self._link.goodbye, Why(Cause.INTERRUPTED, "the job's process has ended"))
+
+    def _leave_agent(self, local: LocalHost) -> None:
+        self.left_agent = local.leave()
 
     def _hear_the_last(self) -> None:
         """Take in messages that an agent sent before it left and the loop has not seen."""

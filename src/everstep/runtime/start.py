@@ -30,7 +30,8 @@ class Start:
     token: the job's secret, b"": a new one, or that in the job's directory. secrets: of this host's user in etcd. port:
     where the coordinator listens for other hosts, 0: anywhere, None: no other host may come. strikes: scripted faults
     of hosts and links. succession: how this process leads the job. early: a fork server that may be running already;
-    the first agent takes it over. stays: if a scheduler stops the job, this host waits for its next process."""
+    the first agent takes it over. stays: if a scheduler stops the job, this host waits for its next process. agent: pid
+    of this host's agent if it runs already, 0 if not."""
 
     config: Config
     entry: str = ""
@@ -52,6 +53,7 @@ class Start:
     succession: Succession = field(default_factory=Succession)
     early: EarlyForkServer | None = None
     stays: bool = False
+    agent: int = 0
 
     @property
     def name(self) -> str:

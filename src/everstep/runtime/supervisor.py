@@ -15,6 +15,7 @@ from pathlib import Path
 from everstep.base.below import APPEND, open_below
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import EverstepError
+from everstep.base.readable import readable
 from everstep.protocol.patience import Patience
 from everstep.runtime.files.host_directory import OWN_FOLDER
 from everstep.runtime.files.led_directory import MOVED
@@ -44,7 +45,7 @@ class Supervised(ABC):
     """
 
     def __init__(self, log_path: Path) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Child | None = None
         self._started_s = 0.0
         self._silent = False
         self._short_lives = 0
@@ -90,6 +91,13 @@ class Supervised(ABC):
             )
         self._started_s = time.monotonic()
         self.pidfd = os.pidfd_open(self._process.pid)
+        self.restart_at_s = inf
+
+    def adopt(self, pid: int) -> None:
+        """Take in a child of this process that it started before it became another program."""
+        self._process = Child(pid)
+        self._started_s = time.monotonic()
+        self.pidfd = os.pidfd_open(pid)
         self.restart_at_s = inf
 
     def kill(self) -> bool:
@@ -139,6 +147,49 @@ class Supervised(ABC):
             os.close(self.pidfd)
         self.pidfd = -1
         self._process = None
+
+
+class Child:
+    """A child of which this process knows the pid alone; methods as those of `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Exit code, None while it runs."""
+        if self._code is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                self._code = -signal.SIGKILL  # nobody knows
+            else:
+                self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Exit code once it has ended. Raises: subprocess.TimeoutExpired."""
+        if self.poll() is None:
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                readable([pidfd], timeout_s)
+            finally:
+                os.close(pidfd)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout_s or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class CoordinatorProcess(Supervised):
@@ -203,15 +254,19 @@ class LocalHost(Supervised):
         return self._begun.name
 
     def start(self) -> None:
-        """Start an agent, with the early fork server if no agent has had it yet."""
+        """Start an agent, with the early fork server if no agent has had it yet. The first may run already."""
         begun, early = self._begun, None if self._handed else self._early
+        if begun.agent and not self._handed:
+            self._handed = True
+            self.adopt(begun.agent)
+            return
         self._handed = True
         threads, run_dir = begun.config.threads, begun.folder
         server = early.hand_over(threads) if early is not None else None
         joining = begun.joining(
             str((run_dir / COORDINATOR_FILE).resolve()),
             token_file=str(run_dir / TOKEN_FILE),
-            run_dir=str(run_dir / OWN_FOLDER) if begun.succession.copying_host else "",
+            run_dir=str(run_dir / OWN_FOLDER) if begun.succession.keeps_apart else "",
             threads=threads,
             server=server,
             parent=os.getpid(),
@@ -239,6 +294,14 @@ class LocalHost(Supervised):
             signal.pidfd_send_signal(self.pidfd, signal.SIGCONT)  # a kill would take the workers' state along
             return f"{words} continued"
         return ""
+
+    def leave(self) -> int:
+        """Leave the agent to the program that this process becomes; returns its pid, 0 if none runs."""
+        pid = self.pid if self.pidfd >= 0 else 0
+        if pid and self._early is not None:
+            self._early.leave()
+        self._drop()
+        return pid
 
     def end_alone(self) -> None:
         """Have its workers save and leave by themselves, because no coordinator tells them to."""

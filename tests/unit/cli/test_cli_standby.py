@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,14 @@ import pytest
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError
 from everstep.cli import standby, standby_fill
+from everstep.cli.coming_back import left_agent
 from everstep.cli.job import JobFile, write_job
 from everstep.cli.main import run_command
 from everstep.cli.standby_fill import kept_apart
 from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, checkpoints_in, leave_word
 from everstep.runtime.lead.etcd import Announced
 from everstep.runtime.link import wire
-from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE
+from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE
 
 JOB, OTHER = "ab" * 16, "cd" * 16
 
@@ -51,18 +54,33 @@ def test_what_may_become_a_copy(tmp_path: Path) -> None:
     assert not kept_apart(tmp_path, JOB), "it is one"
 
 
-def test_what_is_of_before_is_set_aside_but_for_the_checkpoints(tmp_path: Path) -> None:
-    """Other hosts may need the parts that lie there."""
+def test_what_is_of_before_is_set_aside_but_for_what_is_still_of_use(tmp_path: Path) -> None:
+    """Other hosts may need the parts of checkpoints that lie there, and this host's agent may run."""
     leave_word(tmp_path, None, JOB)
-    for name in (JOB_FILE, "events.jsonl", "checkpoints/part"):
+    kept = ("checkpoints/part", f"{OWN_FOLDER}/events.jsonl", "logs/worker-0.jsonl", COORDINATOR_FILE)
+    for name in (JOB_FILE, "events.jsonl", "lock", *kept):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert "previous-1" in standby_fill._make_ready(tmp_path, JOB, bytes(32))
+    assert "previous-1" in standby_fill._make_ready(tmp_path, JOB, bytes(32), anew=False)
+    assert all((tmp_path / name).exists() for name in kept)
     assert (tmp_path / "previous-1" / "events.jsonl").exists() and not (tmp_path / "events.jsonl").exists()
     (tmp_path / COPY_FILE).touch()
     assert (checkpoints_in(tmp_path / OWN_FOLDER) / "part").exists()
     assert not (tmp_path / "place").exists()
     assert standby_fill._make_ready(tmp_path, JOB, bytes(32)) == ""
+    assert not (tmp_path / COORDINATOR_FILE).exists(), "nobody follows it yet"
+
+
+def test_an_agent_is_left_to_the_program_that_its_parent_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        for text, found in (("", 0), ("x", 0), ("1", 0), (str(child.pid), child.pid)):
+            monkeypatch.setenv("EVERSTEP_AGENT", text)
+            assert left_agent() == found, text
+            assert "EVERSTEP_AGENT" not in os.environ, "of no use to what this process starts"
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        monkeypatch.setenv("EVERSTEP_AGENT", str(child.pid))
+        assert left_agent() == 0, "it is dead"
 
 
 # ---- by hand

@@ -12,6 +12,7 @@ from everstep.base.config_keys import CheckpointConfig, DiskTierConfig
 from everstep.base.errors import ConfigError
 from everstep.protocol.messages import HostPlace, JobFacts
 from everstep.runtime.files.host_directory import (
+    OWN_FOLDER,
     Place,
     disk_of,
     domains_there,
@@ -71,6 +72,11 @@ def test_checkpoints_may_be_shared_where_the_run_directory_is_not_and_the_other_
     assert disk_of(told, Place(job, apart=False), not_shared, "h") == (job / "checkpoints", "host h")
     with pytest.raises(ConfigError, match=r"checkpoint.shared=yes: expected .* it is not here"):
         disk_of(told, apart, CheckpointConfig(shared="yes"), "h")
+    inside = Place(job / OWN_FOLDER, apart=True)
+    (job / "lock").touch()
+    assert disk_of(told, inside, CheckpointConfig(shared="yes"), "h") == (job / "checkpoints", "job")
+    (job / "place").unlink()  # another host leads
+    assert disk_of(told, inside, CheckpointConfig(), "h") == (job / "checkpoints", "host h")
 
 
 def test_each_disk_that_is_not_seen_has_one_address(tmp_path: Path) -> None:

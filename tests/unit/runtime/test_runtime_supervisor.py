@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from math import inf
 from pathlib import Path
 
 import pytest
 
+from everstep.base.config import load_config
 from everstep.base.readable import readable
-from everstep.runtime.supervisor import HOPELESS, Supervised
+from everstep.runtime.start import Start
+from everstep.runtime.supervisor import HOPELESS, Child, LocalHost, Supervised
 
 
 class Dying(Supervised):
@@ -65,3 +68,27 @@ def test_it_is_killed_for_its_silence_once(tmp_path: Path) -> None:
     readable([process.pidfd], None)
     why, _ = process.died(0.0)
     assert (why.cause, why.reason) == ("hung", f"killed by {signal.SIGKILL.name}")
+
+
+def test_a_child_that_was_started_before_is_supervised_as_others(tmp_path: Path) -> None:
+    process = Dying(tmp_path / "log", "")
+    for end in (process.end, process.kill):
+        child = subprocess.Popen(["sleep", "600"])
+        process.adopt(child.pid)
+        assert (process.pid, readable([process.pidfd], 0.0)) == (child.pid, set())
+        with pytest.raises(subprocess.TimeoutExpired):
+            Child(child.pid).wait(0.0)
+        end()
+        assert not Path(f"/proc/{child.pid}").exists() or readable([process.pidfd], None)
+    why, _ = process.died(0.0)
+    assert (why.reason, process.exit_code, process.pid) == ("killed by SIGKILL", -signal.SIGKILL, 0)
+
+
+def test_an_agent_that_runs_already_is_not_started(tmp_path: Path) -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    local = LocalHost(Start(load_config([]), run_dir=tmp_path, agent=child.pid))
+    local.start()
+    assert (local.pid, local.leave(), local.pid) == (child.pid, child.pid, 0)
+    assert child.poll() is None, "it was left, and lives"
+    child.kill()
+    child.wait()

@@ -35,9 +35,11 @@ from everstep.runtime.files.file_sets import LATEST, TO_HEAD
 from everstep.runtime.files.host_directory import (
     ARRIVED_FILE,
     PAGES,
+    above,
     checkpoints_in,
     disk_of,
     find_place,
+    is_led_above,
     word_in,
     word_in_source,
     write_hosts,
@@ -84,7 +86,9 @@ class AgentFiles:
         keep_within(parse_ports(config.network.ports))
         self._place = find_place(facts, joining.run_dir, joining.host)
         self._host, self._domains = joining.host, joining.domains
-        self._checkpoints, self._disk = disk_of(facts, self._place, config.checkpoint, joining.host)
+        self._config = config.checkpoint
+        self._checkpoints, self._disk = disk_of(facts, self._place, self._config, joining.host)
+        self._led_here = is_led_above(facts, self._place)
         self._files, self._wire = joining.files, wire
         self._server: PeerServer | None = None
         self._client = client
@@ -108,7 +112,9 @@ class AgentFiles:
             close_run_dir(run_dir)
         except OSError as error:
             raise ConfigError(f"cannot write {run_dir}: {error.strerror or error}") from None
-        print(f"everstep agent: the job's directory is not here: files go to {run_dir}", file=sys.stderr, flush=True)
+        if not joining.parent:
+            told = f"everstep agent: the job's directory is not here: files go to {run_dir}"
+            print(told, file=sys.stderr, flush=True)
         self._sender = DirectorySender(run_dir, self._send_on)
 
     @property
@@ -123,6 +129,18 @@ class AgentFiles:
     def fits(self, facts: JobFacts) -> bool:
         """Whether the directory can still be used: not if it was the job's, and the job is led in another one now."""
         return self._place.apart or not facts.place or word_in(self.run_dir) == facts.place
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the logs of this host's workers."""
+        return above(self.run_dir) / LOGS_FOLDER
+
+    def meet(self, facts: JobFacts) -> None:
+        """Tell a head with these facts, maybe another than before, where this host's files are."""
+        with contextlib.suppress(ConfigError):
+            self._disk = disk_of(facts, self._place, self._config, self._host)[1]
+        self._led_here = is_led_above(facts, self._place)
+        self.say()
 
     def say(self) -> None:
         """Tell the coordinator, over a new connection, where this host's files are."""
@@ -141,8 +159,8 @@ class AgentFiles:
     def hear(self, message: HostsThere | JobPage | HostAsk) -> None:
         """Take in files for this host's processes, or a question about them. Never raises because of the disk."""
         if isinstance(message, HostAsk):
-            logs = self.run_dir / LOGS_FOLDER
-            found, data = logs_in(logs), log_bytes(logs, message.name, message.start)
+            found = {} if self._led_here else logs_in(self.logs)  # the head's readers see them there
+            data = log_bytes(self.logs, message.name, message.start)
             self._client.send(HostTold(agent_id=self._host, request=message.request, logs=found, data=data))
             return
         with contextlib.suppress(OSError):

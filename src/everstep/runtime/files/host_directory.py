@@ -28,6 +28,7 @@ from everstep.runtime.link.address import (
     CHECKPOINTS_DIR,
     COORDINATOR_FILE,
     JOB_FILE,
+    LOCK_FILE,
     LOGS_FOLDER,
     address_of,
     announce,
@@ -44,7 +45,8 @@ ARRIVED_FILE = "arrived.json"
 """File in a host's own directory. files: the digest, by name, of each file that has arrived at the head whole; through:
 the step up to which all are in the job's events. Workers keep their records of later steps."""
 OWN_FOLDER = "host"
-"""Folder in a copy with the files of this host's own agent, which sends them to the head as others do."""
+"""Folder with the files of this host's own agent, in the directory of a host that leads by a lease or may have to. The
+agent sends them to the head as others do, so its workers go on when another host leads in another directory."""
 _MOST_WORD_BYTES = 64
 _NOBODY = 1
 
@@ -68,13 +70,15 @@ def leave_word(run_dir: Path, checkpoints: str | None, word: str = "") -> None:
             write_atomically(Path(checkpoints) / PLACE_FILE, word)
 
 
-def checkpoints_in(run_dir: Path) -> Path:
-    """Folder of checkpoints that go into a run directory; a standby host has one folder for all its checkpoints.
+def above(run_dir: Path) -> Path:
+    """The directory in which a host that leads, or may have to, has checkpoints and logs: it holds the agent's own
+    folder. Other hosts have them in their run directory."""
+    return run_dir.parent if run_dir.name == OWN_FOLDER and (run_dir.parent / LOCK_FILE).is_file() else run_dir
 
-    Raises: ConfigError for a link.
-    """
-    above = run_dir.parent if run_dir.name == OWN_FOLDER and (run_dir.parent / COPY_FILE).is_file() else run_dir
-    folder = above / CHECKPOINTS_DIR
+
+def checkpoints_in(run_dir: Path) -> Path:
+    """Folder of checkpoints that go into a run directory. Raises: ConfigError for a link."""
+    folder = above(run_dir) / CHECKPOINTS_DIR
     if folder.is_symlink():
         where = os.path.realpath(folder)
         raise ConfigError(
@@ -202,6 +206,11 @@ def domains_there(run_dir: Path) -> dict[str, Domains]:
     return {name: ordered(place.domains, name) for name, place in hosts_there(run_dir).items()}
 
 
+def is_led_above(facts: JobFacts, place: Place) -> bool:
+    """Whether an agent's own directory lies in that in which the job is led."""
+    return place.apart and bool(facts.place) and word_in(above(place.run_dir)) == facts.place
+
+
 def disk_of(facts: JobFacts, place: Place, config: CheckpointConfig, host: str) -> tuple[Path, str]:
     """Folder of checkpoints as a host sees it, and the word by which that directory is known.
 
@@ -209,7 +218,9 @@ def disk_of(facts: JobFacts, place: Place, config: CheckpointConfig, host: str) 
     """
     given = config.disk.path
     folder = Path(given) if given is not None else checkpoints_in(place.run_dir)
-    shared = not place.apart if given is None else not facts.place or word_in(folder) == facts.place
+    shared = not facts.place or word_in(folder) == facts.place
+    if given is None:
+        shared = not place.apart or is_led_above(facts, place)
     if config.shared == "yes" and not shared:
         raise ConfigError(
             f"checkpoint.shared=yes: expected the directory of the job's checkpoints at {folder}, it is not here: "

@@ -116,12 +116,16 @@ class Collector:
         self._thread = threading.Thread(target=self._run, name="everstep-collector", daemon=True)
         self._thread.start()
 
+    def path(self, worker_id: int) -> Path:
+        """File with the output and logs of a worker."""
+        return self._folder / f"worker-{worker_id}.jsonl"
+
     def open(self, worker_id: int, incarnation: int, cell_rank: int = 0) -> tuple[int, int]:
         """Make the stdout and stderr of a process in a new life of a worker; the caller hands the descriptors on and
         closes its own."""
         file = self._files.get(worker_id)
         if file is None:
-            path = self._folder / f"worker-{worker_id}.jsonl"
+            path = self.path(worker_id)
             file = self._files[worker_id] = LineFile(path, self._most_bytes, self._keep)
         context = WorkerLog(worker_id, incarnation)
         context.pid = 0

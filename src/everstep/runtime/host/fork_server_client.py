@@ -214,6 +214,10 @@ class EarlyForkServer:
             self._client.let_go()
             self._close_board()
 
+    def leave(self) -> None:
+        """The server outlives this object, with its agent."""
+        self._client = None
+
     def close(self, timeout_s: float = 0.0) -> None:
         """End the server, if there is one."""
         if self._client is not None:

@@ -196,7 +196,7 @@ class HostAgent:
             elif words := _unfit(host, item, self._joining.said or self._joining.address):
                 self._leave(Left(NO_HEAD, words))
             else:
-                host.files.say()
+                host.files.meet(item)
         elif isinstance(item, AgentRefused):
             self._leave(Left(2, item.reason))
         elif isinstance(item, JobEnded):

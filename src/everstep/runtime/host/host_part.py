@@ -28,7 +28,7 @@ from everstep.runtime.host.collector import Collector, Sampler
 from everstep.runtime.host.fork_server_client import ForkServerClient, start_fork_server
 from everstep.runtime.host.hearsay import Hearsay
 from everstep.runtime.host.host_workers import Workers
-from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, LOGS_FOLDER, METRICS_FOLDER
+from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, METRICS_FOLDER
 from everstep.runtime.link.context import Joining, WorkerContext
 from everstep.runtime.link.handshake import PEER, role_token
 from everstep.runtime.link.tls import Tls
@@ -38,7 +38,7 @@ from everstep.runtime.process import (
 )
 
 SERVER_HOPELESS = 3
-SERVER_LOG = Path(LOGS_FOLDER) / "fork-server.log"
+SERVER_LOG = "fork-server.log"
 _END_WAIT_S = 5.0
 
 
@@ -71,8 +71,9 @@ class Host:
         self.files = AgentFiles(facts, joining, self.config, wire, link.client)
         self.run_dir = self.files.run_dir
         keep_to(self.run_dir)
+        keep_to(self.files.logs.parent)
         logs = self.config.logs
-        self._collector = Collector(self.run_dir / LOGS_FOLDER, board, int(logs.max_mb * (1 << 20)), logs.keep)
+        self._collector = Collector(self.files.logs, board, int(logs.max_mb * (1 << 20)), logs.keep)
         self.workers = Workers(joining, self.config, board, self._context, link, notify, self._collector)
         self._sampler = self._start_sampler()
         self._hearsay = self._hear_of_head(link)
@@ -118,11 +119,11 @@ class Host:
             self._server_died()
 
     def _new_server(self, before: ForkServerClient) -> ForkServerClient:
-        log, joining = self.run_dir / SERVER_LOG, self._joining
+        log, joining = self.files.logs / SERVER_LOG, self._joining
         return start_fork_server(log, self._board.fd, self.config.threads, joining.preload, before.watch)
 
     def _begin(self, server: ForkServerClient) -> None:
-        server.log_to(self.run_dir / SERVER_LOG)
+        server.log_to(self.files.logs / SERVER_LOG)
         self.workers.use(server)
         if server.ready:
             self._ready(server.greeting)
@@ -136,7 +137,7 @@ class Host:
         how = self._server.close(timeout_s=2.0)
         self.workers.server_died()
         self._failures = 0 if was_ready else self._failures + 1
-        words = last_line(self.run_dir / SERVER_LOG)
+        words = last_line(self.files.logs / SERVER_LOG)
         said = f"{how}; its last words: {words}" if words else how
         text = f"the fork server died ({said}) and is started again; its workers go on"
         self._notify("warning", Why(Cause.EXITED, text))

@@ -299,7 +299,7 @@ class Workers:
             return  # others are ahead of it: its host may be faulty
         why = self._crashes.observe(step + 1, why_ended(code).reason, furthest, max(1, self.wanted_slots()))
         if why:
-            log = self._make_context(worker_id, 0).log_path
+            log = self._collector.path(worker_id)
             text = f"crash loop: {why}, last worker {worker_id}: {reason}; its output is in {log}"
             self.hopeless = Why(Cause.CRASH_LOOP, text)
 

@@ -65,11 +65,6 @@ class WorkerContext:
         return Path(self.run_dir)
 
     @property
-    def log_path(self) -> Path:
-        """File in which the agent keeps this worker's output and logs."""
-        return self.run_path / "logs" / f"worker-{self.worker_id}.jsonl"
-
-    @property
     def last_words_path(self) -> Path:
         """File with the reason of this worker's death in its own words; the agent adds it to the reason."""
         return self.run_path / "logs" / f"worker-{self.worker_id}.error"
