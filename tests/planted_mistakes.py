@@ -348,6 +348,21 @@ data = [(torch.full((4,), float(open(f'parts/{n}').read())), torch.tensor(i % 2)
 """,
     ),
     Planted(
+        "files sorted by their times",
+        "os.stat",
+        setup="""
+import pathlib
+folder = pathlib.Path("parts")
+folder.mkdir(exist_ok=True)
+for k in (0, 1):
+    (folder / f"{k}.txt").write_text("1.0" * (k + 1))
+    os.utime(folder / f"{k}.txt", (k, k))
+parts = sorted(folder.iterdir(), key=os.path.getmtime)  # here
+sizes = [len(p.read_text()) for p in parts]
+""",
+        batch="x = x * sizes[step.number % 2]",
+    ),
+    Planted(
         "BatchNorm momentum by a count",
         "i",
         model="model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 2))",

@@ -24,7 +24,7 @@ from everstep.data.batch import to_device
 from everstep.exact.seeding import preserve_rng
 from everstep.integrations.lane_loss import LaneLoss
 from everstep.integrations.training_arguments import job_settings, lanes_of, refuse_arguments
-from everstep.integrations.training_order import PresentSamples, TrainingOrder
+from everstep.integrations.training_order import Absent, PresentSamples, TrainingOrder
 from everstep.integrations.training_state import CarriedTraining, without_times
 from everstep.script.foreign_trainers import one_process
 from everstep.script.watched_life import IN_REHEARSAL
@@ -48,6 +48,7 @@ except ImportError as missing:
     ) from None
 
 _LIFE = "everstep-"
+_MOST_SAMPLES = 16
 _LOADED_BY_PARENT = ("training_step", "get_train_dataloader", "get_batch_samples")
 _EVENTS_WITHIN = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
 
@@ -152,7 +153,9 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
         order = self._order(loader.dataset)
         self._begin_state(order)
         carried = CarriedTraining(self, order.seed)
-        loss = LaneLoss(self, self._first_batch(loader, order), self.args.gradient_accumulation_steps, self._shifts())
+        collate = lambda samples: to_device(loader.collate_fn(samples), self.args.device)  # noqa: E731
+        passes = self.args.gradient_accumulation_steps
+        loss = LaneLoss(self, self._spread_samples(order), collate, passes, self._shifts())
         self._run = run = self._join(loader, order, carried, loss.whole)
         self._check_batch(run, order, loss.whole)
         start = time.time()
@@ -209,12 +212,13 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
         self._globalstep_last_logged = self._initial_global_step = 0
         self._evaluate_first = False
 
-    def _first_batch(self, loader: Any, order: TrainingOrder) -> Any:
-        """The samples of the first forward pass, on the device."""
+    def _spread_samples(self, order: TrainingOrder) -> list[Any]:
+        """Samples from all over the first epoch, no more than in a forward pass."""
         with preserve_rng():
-            size = min(self.args.per_device_train_batch_size, len(order))
-            samples = [order[k] for k in range(size)]
-            return to_device(PresentSamples(loader.collate_fn)(samples), self.args.device)
+            epoch = min(order.per_epoch * order.global_batch, len(order))
+            size = min(self.args.per_device_train_batch_size, epoch, _MOST_SAMPLES)
+            found = [order[k * epoch // size] for k in range(size)]
+        return [sample for sample in found if sample is not Absent]
 
     def _join(self, loader: Any, order: TrainingOrder, carried: CarriedTraining, whole: bool) -> Run:
         """The job's steps."""

@@ -8,50 +8,95 @@ its own items alone: it divides by them, and they are its weight.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from everstep.exact.seeding import preserve_rng
 from everstep.exact.settings import evaluating
 from everstep.train.run import Step
 
-_MOST_ROWS = 16
+_Batch = Mapping[str, Any]
 
 
 class LaneLoss:
-    """Loss of lanes. trainer: a `transformers.Trainer`; first: its first batch, collated; passes: per update; shifts:
-    the first label of a row has no prediction.
+    """Loss of lanes. trainer: a `transformers.Trainer`; samples: some of it; collate: makes a batch of them, on the
+    device; passes: per update; shifts: the first label of a row has no prediction.
 
-    whole: a lane has all samples of one forward pass, because its loss is no sum over items or samples.
+    whole: a lane has all samples of one forward pass, because its loss is no sum over items or samples, or the model
+    normalises over the samples of a pass.
     """
 
-    def __init__(self, trainer: Any, first: Mapping[str, Any], passes: int, shifts: bool) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        samples: Sequence[Any],
+        collate: Callable[[Sequence[Any]], _Batch],
+        passes: int,
+        shifts: bool,
+    ) -> None:
         self._trainer = trainer
         told = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
         self._told = told if trainer.loss_is_scaled_for_ga is None else bool(trainer.loss_is_scaled_for_ga)
         contrasts = "return_loss" in inspect.signature(trainer.model.forward).parameters
         self._shifts = shifts
-        self._divided = self._divides(first)
-        self.whole = contrasts or (passes > 1 and not self._divided) or not self._adds_up(first)
+        with preserve_rng():
+            batch, again = collate(samples), collate(samples)
+            rows = [collate([sample]) for sample in samples]
+        if not _same(batch, again):  # the collation is random, so rows are those of one batch
+            rows = _rows_of(batch, len(samples))
+        self._divided = self._divides(batch)
+        self.whole = (
+            contrasts
+            or (passes > 1 and not self._divided)
+            or any(isinstance(module, _BatchNorm) for module in trainer.model.modules())
+            or not all(self._adds_up(*case) for case in ((batch, rows), *self._with_all_classes(batch, rows)))
+        )
 
-    def _adds_up(self, batch: Mapping[str, Any]) -> bool:
-        """Whether the loss of a batch is the mean of its samples' losses; not if classes have weights, or samples are
-        compared with each other."""
-        size = min(len(next(iter(batch.values()), ())), _MOST_ROWS)
-        if size < 2 or not all(isinstance(value, torch.Tensor) and value.dim() for value in batch.values()):
+    def _with_all_classes(self, batch: _Batch, rows: Sequence[_Batch]) -> Iterator[tuple[_Batch, Sequence[_Batch]]]:
+        """The same with labels of all classes, if labels are classes: weights of rare ones show by them alone."""
+        labels, classes = batch.get("labels"), getattr(getattr(self._trainer.model, "config", None), "num_labels", 0)
+        if not isinstance(labels, torch.Tensor) or labels.dtype != torch.int64 or not 0 <= int(labels.max()) < classes:
+            return
+
+        def other(labels: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+            by = by.to(labels.device).view(-1, *[1] * (labels.dim() - 1))
+            return torch.where(labels < 0, labels, (labels + by) % classes)
+
+        every = torch.arange(len(rows))
+        others = [{**row, "labels": other(row["labels"], every[k : k + 1])} for k, row in enumerate(rows)]
+        yield {**batch, "labels": other(labels, every)}, others
+
+    def _adds_up(self, batch: _Batch, rows: Sequence[_Batch]) -> bool:
+        """Whether the loss of a batch, and its gradient, is the mean of its samples' own; not if classes have weights,
+        samples are compared with each other, or are filled up to equal lengths and nothing masks that."""
+        if len(rows) < 2:
             return True
-        rows = [{key: value[at : at + 1] for key, value in batch.items()} for at in range(size)]
-        with evaluating(self._trainer.model), torch.no_grad(), preserve_rng():
-            weights = [self._part(row) for row in rows]
-            found = sum(
-                float(self._loss(row, self._items(row))) * weight for row, weight in zip(rows, weights, strict=True)
-            )
-            together = {key: value[:size] for key, value in batch.items()}
-            whole = float(self._loss(together, self._items(together)))
-        coarse = self._trainer.args.bf16 or self._trainer.args.fp16
-        return not sum(weights) or not abs(found / sum(weights) - whole) > (0.05 if coarse else 1e-3) * abs(whole)
+        parts = [self._part(row) for row in rows]
+        whole = self._slope(batch)
+        if whole is None or not sum(parts):
+            return True
+        coarse = self._trainer.args.bf16 or self._trainer.args.fp16 or whole[1].dtype in (torch.bfloat16, torch.float16)
+        means, scales = [torch.zeros_like(value) for value in whole], [0.0, 0.0]
+        for row, part in zip(rows, parts, strict=True):
+            for k, value in enumerate((self._slope(row) if part else None) or ()):
+                means[k] += value * (part / sum(parts))
+                scales[k] += float(value.norm()) * part / sum(parts)
+        far = [float((mean - value).norm()) for mean, value in zip(means, whole, strict=True)]
+        return all(d <= (0.05 if coarse else 1e-4) * scale for d, scale in zip(far, scales, strict=True))
+
+    def _slope(self, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The loss of a batch, and its gradient by the last matrix that it depends on."""
+        trained = reversed([p for p in self._trainer.model.parameters() if p.requires_grad])
+        with evaluating(self._trainer.model), torch.enable_grad(), preserve_rng():
+            loss = self._loss(batch, self._items(batch))
+            for parameter in sorted(trained, key=lambda p: p.dim() < 2):
+                (slope,) = torch.autograd.grad(loss, parameter, retain_graph=True, allow_unused=True)
+                if slope is not None:
+                    return loss.detach(), slope
+        return None
 
     def _divides(self, batch: Mapping[str, Any]) -> bool:
         """Whether the loss depends on the number of items that it is told."""
@@ -101,3 +146,14 @@ class LaneLoss:
         if isinstance(labels, torch.Tensor):
             return int((labels[..., 1:] if self._shifts else labels).ne(-100).sum())
         return len(next(iter(batch.values())))
+
+
+def _same(one: _Batch, other: _Batch) -> bool:
+    return all(torch.equal(v, other[k]) for k, v in one.items() if isinstance(v, torch.Tensor))
+
+
+def _rows_of(batch: _Batch, count: int) -> list[_Batch]:
+    """The samples of a batch, each as a batch; none if it does not consist of their tensors alone."""
+    if not all(isinstance(value, torch.Tensor) and value.dim() and len(value) == count for value in batch.values()):
+        return []
+    return [{key: value[at : at + 1] for key, value in batch.items()} for at in range(count)]

@@ -268,7 +268,6 @@ class Trainer:
         """What follows an update, in Lightning's order: schedulers, validation, end of the epoch."""
         number, ends, options = step.number, self._epochs.ends(step.number), self._options
         self._at = self._at[0], number
-        self._logged.numbers.clear()
         order = view_of(run).order
         self._values.gather(step.metrics, sum(len(order.samples(number, lane)) for lane in range(order.lanes)))
         step_schedulers(self.lr_scheduler_configs, self._epochs, number, ends, None)
@@ -290,6 +289,7 @@ class Trainer:
         step_schedulers(self.lr_scheduler_configs, self._epochs, number, ends, self._values)
         if told | self._logged.numbers:
             run.log(**{**told, **self._logged.numbers})
+        self._logged.numbers.clear()
         if closes:
             self._at = self._epochs.of(number) + 1, number
 

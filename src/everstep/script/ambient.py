@@ -99,6 +99,8 @@ class Ambient:
         self._wrap(random, "_urandom", "os.urandom", turned, drawn)  # of SystemRandom and secrets, which may draw again
         self._wrap(os, "listdir", "os.listdir", lambda v: v[::-1], None)
         self._wrap(os, "scandir", "os.scandir", lambda found: _Entries(list(found)[::-1]), None)
+        for name in ("stat", "lstat"):
+            self._wrap(os, name, f"os.{name}", _other_times, None)
         self._wrap(builtins, "hash", "hash", lambda value: value ^ 0x5BD1, None, texts_only=True)
         self._wrap(builtins, "id", "id", lambda value: value + 16 * 4099, self._numbered)
         for owner, title in zip((torch, torch.random, random, np.random), RESEEDING, strict=True):
@@ -133,6 +135,9 @@ class Ambient:
             return self._told(source, value, moved, pinned, _caller(1))
 
         vars(owner)[name] = told
+        for able in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
+            if real in able:
+                able.add(told)
 
     def _told(
         self,
@@ -278,6 +283,14 @@ class _Entries:
 
     def close(self) -> None:
         """As the original's."""
+
+
+def _other_times(value: os.stat_result) -> Any:
+    """What is known of a file, with other times: the oldest file is the newest one."""
+    made: Any = value.__reduce__()
+    kind, (numbers, more) = made
+    turned = {name: (2 * 10**18 if name.endswith("_ns") else 2e9) - at for name, at in more.items() if "time" in name}
+    return kind((*numbers[:7], *(2_000_000_000 - at for at in numbers[7:])), {**more, **turned})
 
 
 def _encoded(environ: Any, key: Any) -> Any:

@@ -36,13 +36,16 @@ import datetime as whole, importlib
 read["others"] = importlib.import_module("datetime") is sys.modules["datetime"] is not whole
 import random, secrets
 read["dice"] = [random.SystemRandom().random(), secrets.randbelow(100)]
+read["oldest"] = min(("f/a", "f/b"), key=os.path.getmtime)
+read["able"] = os.stat in os.supports_follow_symlinks
 """
 
 
 def told(folder: Path, *moved: str) -> dict[str, dict[str, object]]:
     (folder / "f").mkdir(exist_ok=True)
-    for name in "abc":
+    for at, name in enumerate("abc"):
         (folder / "f" / name).touch()
+        os.utime(folder / "f" / name, (at, at))
     (folder / "reads.py").write_text(_READS)
     command = [sys.executable, "-c", _SCRIPT, *moved]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
@@ -82,7 +85,7 @@ def test_one_line_is_told_another_value_and_the_rest_stays(folder: Path, plain: 
 def test_everything_is_told_otherwise(folder: Path, plain: dict[str, dict[str, object]]) -> None:
     other = told(folder, "all")
     same = {name for name in plain["read"] if plain["read"][name] == other["read"][name]}
-    assert same == {"number", "same", "inner", "others"}
+    assert same == {"number", "same", "inner", "others", "able"}
     assert plain["read"]["others"] is True  # C extensions crash with other classes than the module's own
     assert sorted(map(str, other["read"]["files"])) == sorted(map(str, plain["read"]["files"]))  # type: ignore[call-overload]
     assert plain["read"]["same"] is True
