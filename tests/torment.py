@@ -3,8 +3,8 @@
 One JSON line per seed: `seed`, `ok`, `reason`, `schedule` (the job, its lives, and what was done to whom), `seconds`.
 What has passed leaves its line in build/torment, in a folder named for what src and tests hold, and is not run again;
 of what has failed the run directory and an account of it stay there. Instead of A:B a printed line, or the schedule in
-it, may be given (`-`: such lines on standard input): that is done again as it is written there. `--with KEY` keeps
-those alone whose settings name the key.
+it, may be given (`-`: such lines on standard input): that is done again as it is written there. `--with KEY`
+or `--with KEY=VALUE` keeps those alone that set the key, or set it so; it is an error if none does.
 """
 
 from __future__ import annotations
@@ -523,15 +523,13 @@ def torment(jobs: Jobs, seed: int, plan: Plan, folder: Path, find_reference: Cal
     }
 
 
-def work(argument: str, *keys: str) -> dict[int, Plan]:
-    """What is to be done: the seeds of A:B whose settings name these keys, or what a line says that was printed.
-    Raises: ValueError."""
+def work(argument: str) -> dict[int, Plan]:
+    """What is to be done: the seeds of A:B, or what a line says that was printed. Raises: ValueError."""
     if argument != "-" and not argument.startswith("{"):
         first, colon, last = argument.partition(":")
         if not colon or not 0 <= int(first) < int(last):
             raise ValueError
-        drawn = {seed: plans.draw(seed) for seed in range(int(first), int(last))}
-        return {seed: plan for seed, plan in drawn.items() if plan.settings.keys() >= {*keys}}
+        return {seed: plans.draw(seed) for seed in range(int(first), int(last))}
     lines = [json.loads(text) for text in (sys.stdin if argument == "-" else [argument])]
     return {int(line.get("seed", n)): plans.from_json(line.get("schedule", line)) for n, line in enumerate(lines)}
 
@@ -550,12 +548,19 @@ def main(arguments: list[str]) -> int:
         argument, *rest = arguments
         if len(rest) % 2 or any(word != "--with" for word in rest[::2]):
             raise ValueError
-        todo = work(argument, *rest[1::2])
+        drawn = work(argument)
     except (ValueError, KeyError, TypeError, AttributeError):
         print(
-            f"expected seeds as A:B with A < B, perhaps --with KEY, or a line that was printed, got "
+            f"expected seeds as A:B with A < B, perhaps --with KEY or KEY=VALUE, or a line that was printed, got "
             f"{' '.join(arguments)!r}",
             file=sys.stderr,
+        )
+        return 2
+    todo = {seed: plan for seed, plan in drawn.items() if all(plans.sets(plan, word) for word in rest[1::2])}
+    if not todo:
+        known = sorted({name for plan in drawn.values() for name in (*plan.numerics, *plan.settings)})
+        print(
+            f"no plan of {argument:.20} sets {' and '.join(rest[1::2])}; they set {', '.join(known)}", file=sys.stderr
         )
         return 2
     folder = FOLDER / key()

@@ -274,6 +274,13 @@ def from_json(data: Mapping[str, Any]) -> Plan:
     return Plan(data["task"], data["numerics"], data["settings"], tuple(lives))
 
 
+def sets(plan: Plan, words: str) -> bool:
+    """Whether a plan sets KEY, or sets it as KEY=VALUE says."""
+    key, equals, value = words.partition("=")
+    found = {**plan.numerics, **plan.settings}
+    return key in found and (not equals or str(found[key]).lower() == value.lower())
+
+
 @dataclass(frozen=True)
 class Sent:
     """A signal that the command has got. steps: committed before it."""

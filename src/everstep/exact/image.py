@@ -164,6 +164,7 @@ class Image:
         self.outline = outline
         self._data = list(data)
         self._there, self._let_go = memory.there if copied is None else copied.there, memory.let_go
+        self._look: Callable[[], None] = lambda: None
         self.n_blocks = block_count(self.entries)
 
     @staticmethod
@@ -177,6 +178,10 @@ class Image:
         """Image over the tensors' own memory if they are contiguous and in host memory, else over copies made now."""
         data = [bytes_of(t if t.is_contiguous() else memory.whole(t)) for t in tensors]
         return Image(entries, data, values, outline, memory)
+
+    def look_at(self, look: Callable[[], None]) -> None:
+        """Call this now and then while blocks are hashed; what it raises ends that."""
+        self._look = look
 
     def read_block(self, index: int) -> memoryview:
         """The bytes of one block, `BLOCK_BYTES` long; without a copy if it lies inside one entry."""
@@ -211,6 +216,7 @@ class Image:
             for k, lo, hi in pieces_of(self.entries, index):
                 hashes[k].update(data[lo - start : hi - start])
             if index % _BLOCKS_AT_ONCE == 0:
+                self._look()
                 self._let_go()
         return blocks, [h.hexdigest() for h in hashes]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,12 +159,15 @@ class StandingState:
     def __init__(self, image: Image, shared: bool = True) -> None:
         """shared: it is read in other threads than that which changes it, so each block is copied."""
         self._image: Image | None = image
+        self._over = threading.Event()
+        image.look_at(partial(_refuse_if, self._over))
         self._shared = shared
         self._lock = threading.Lock()
         self.n_blocks = image.n_blocks
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """The state may change from now on. Waits for readers, each of which takes one block, or hashes all."""
+        """The state may change from now on. Waits for readers, each of which takes one block; hashing ends."""
+        self._over.set()
         with self._lock:
             self._image = None
         return True
@@ -184,6 +188,10 @@ class StandingState:
         self.wait()
 
     def _there(self) -> Image:
-        if self._image is None:
-            raise CheckpointCorrupt("the state has changed since it was offered")
-        return self._image
+        _refuse_if(self._over)
+        return self._image  # type: ignore[return-value]
+
+
+def _refuse_if(changed: threading.Event) -> None:
+    if changed.is_set():
+        raise CheckpointCorrupt("the state has changed since it was offered")

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
+import torment
 from everstep.base.config import load_config
 from everstep.base.config_keys import Config
 from torment_plan import (
@@ -26,6 +27,7 @@ from torment_plan import (
     leftovers,
     lost_without_need,
     may_fail,
+    sets,
     wrong_code,
     wrong_output,
 )
@@ -80,6 +82,19 @@ def test_every_setting_is_one_that_the_config_knows() -> None:
             values |= {"workers": life.workers, "stages": life.stages, "spares": life.spares}
             values |= {"cell.fsdp": life.fsdp, "cell.tp": life.tp}
             assert isinstance(load_config([("drawn", values)]), Config)
+
+
+def test_plans_are_chosen_by_what_they_set() -> None:
+    plan = Plan("Text", {"precision": "fp32"}, {"zero.stage": 1, "checkpoint.enabled": False})
+    assert all(sets(plan, words) for words in ("zero.stage", "zero.stage=1", "precision", "checkpoint.enabled=false"))
+    assert not any(sets(plan, words) for words in ("zero.stage=2", "zero.copies", "zero.copies=1", "zero", ""))
+
+
+@pytest.mark.parametrize("words", ["zero.stge", "zero.stage=7"])
+def test_a_choice_that_leaves_nothing_is_an_error(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert torment.main(["0:20", "--with", words]) == 2
+    said = capsys.readouterr()
+    assert f"no plan of 0:20 sets {words}; they set" in said.err and " zero.stage\n" in said.err and not said.out
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
+import everstep.exact.image
 from everstep.base.errors import CheckpointCorrupt, InvariantViolation
 from everstep.exact.digest import bytes_of
 from everstep.exact.image import Image
 from everstep.exact.passing import PassingState
+from everstep.exact.snapshot import StandingState
 from everstep.exact.state import ModelState
+from everstep.exact.state_memory import StateMemory
 
 
 def trained() -> ModelState:
@@ -65,6 +70,25 @@ def test_a_standing_state_is_read_until_it_may_change() -> None:
     for read in (standing.manifest, lambda: standing.read_block(0)):
         with pytest.raises(CheckpointCorrupt, match="has changed"):
             read()
+
+
+def test_who_hashes_a_standing_state_gives_up_when_it_is_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits until all of a large one is hashed."""
+    whole, others = trained().image(), list[threading.Thread]()
+    monkeypatch.setattr(everstep.exact.image, "_BLOCKS_AT_ONCE", 1)
+
+    class Notices(StateMemory):
+        def let_go(self) -> None:
+            assert not others, "it went on"
+            others.append(threading.Thread(target=standing.wait))
+            others[0].start()
+            assert standing._over.wait(60.0)
+
+    standing = StandingState(Image(whole.entries, whole._data, whole.values, whole.outline, Notices()))
+    with pytest.raises(CheckpointCorrupt, match="has changed"):
+        standing.manifest()
+    others[0].join(60.0)
+    assert not others[0].is_alive()
 
 
 def test_an_empty_state_has_no_rows() -> None:
