@@ -57,6 +57,7 @@ def more(file: str, **environment: str) -> Part:
 
 TIERS = {
     "sim": [part for kind in KINDS for part in seeds(kind)],
+    "schedules": [more(f"sim/test_sim_{name}cells.py", EVERSTEP_TEST_SCHEDULES="20000") for name in ("", "staged_")],
     "generations": [more("chaos/test_chaos_leaks.py", EVERSTEP_TEST_GENERATIONS="200")],
     "kills": [
         more("chaos/test_chaos_checkpoints.py", EVERSTEP_TEST_KILLS="200"),

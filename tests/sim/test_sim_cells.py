@@ -1,8 +1,9 @@
 """The ranks of one worker, in the abstract: they meet, add up and leave in any order, and never wait for one that has
-left. Values are nested tuples, so a sum tells which lanes it is of, and in which order they were added."""
+left. Values are nested tuples, so a sum tells which lanes and shards it is of, and in which order they were added."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
@@ -12,9 +13,9 @@ import pytest
 
 from everstep.base.ports import Node
 from everstep.placement.ranks import Add, Folding, SumPlace, rounds
-from everstep.placement.tree import children, cover
+from everstep.placement.tree import children, cover, fold
 
-SEEDS = 500
+SEEDS = int(os.environ.get("EVERSTEP_TEST_SCHEDULES", "500"))
 ATOMS = 12
 """Of each unit: ranges for two, three and four ranks consist of them."""
 Waits = Iterator[Callable[[], bool]]
@@ -126,8 +127,79 @@ def problem(kind: type[Cell], seed: int) -> str:
     return ""
 
 
+@dataclass
+class Seat:
+    """Ranks that compute a lane together, each its own shards of it, which they exchange again and again by boxes that
+    take turns, as `BoxExchange` and `ShardMesh.total` have them. came: ranks in the order in which they came to each
+    point; leaver: raises before this exchange."""
+
+    degree: int
+    shards: int
+    exchanges: int
+    leaver: tuple[int, int] | None
+    boxes: int = 2
+    counts: list[int] = field(default_factory=list)
+    came: dict[int, list[int]] = field(default_factory=dict)
+    held: dict[tuple[int, int], Any] = field(default_factory=dict)
+    totals: dict[tuple[int, int], Any] = field(default_factory=dict)
+    broken: bool = False
+
+    def mine(self, me: int) -> range:
+        each = self.shards // self.degree
+        return range(me * each, (me + 1) * each)
+
+    def rank(self, me: int) -> Waits:
+        for point in range(1, self.exchanges + 1):
+            if (me, point) == self.leaver:
+                self.leaves()
+                return
+            for shard in self.mine(me):
+                self.held[shard, point % self.boxes] = (shard, point)
+                yield lambda: True
+            self.counts[me] = point
+            self.came.setdefault(point, []).append(me)
+            yield lambda point=point: self.broken or min(self.counts) >= point  # type: ignore[misc]
+            if min(self.counts) < point:
+                return
+            found = {}
+            for shard in range(self.shards):
+                found[shard] = self.held[shard, point % self.boxes]
+                yield lambda: True
+            self.totals[me, point] = self.total(point, found)
+
+    def leaves(self) -> None:
+        self.broken = True
+
+    def total(self, point: int, found: dict[int, Any]) -> Any:
+        return fold(self.shards, found, lambda left, right: (left, right))
+
+
+def seat_problem(kind: type[Seat], seed: int) -> str:
+    """As `problem`, of ranks that compute a lane together."""
+    rng = Random(seed)
+    shards = rng.choice((2, 4, 6))
+    degree = rng.choice([n for n in range(2, shards + 1) if shards % n == 0])
+    seat = kind(degree, shards, rng.randint(1, 5), rng.choice((None, (rng.randrange(degree), rng.randint(1, 5)))))
+    seat.counts = [0] * degree
+    running = {me: seat.rank(me) for me in range(degree)}
+    waits: dict[int, Callable[[], bool]] = dict.fromkeys(running, lambda: True)
+    while able := [me for me in running if waits[me]()]:
+        me = rng.choice(able)
+        try:
+            waits[me] = next(running[me])
+        except StopIteration:
+            del running[me]
+    if running:
+        return f"ranks {sorted(running)} wait for one that has left"
+    for (me, point), total in seat.totals.items():
+        if total != fold(shards, {k: (k, point) for k in range(shards)}, lambda left, right: (left, right)):
+            return f"the sum of rank {me} at {point} is {total}"
+    return ""
+
+
 def test_all_schedules_end_with_the_canonical_sums() -> None:
     assert [seed for seed in range(SEEDS) if problem(Cell, seed)] == []
+    assert [seed for seed in range(SEEDS) if seat_problem(Seat, seed)] == []
 
 
 class NoGate(Cell):
@@ -179,3 +251,33 @@ class OneBox(Cell):
 )
 def test_planted_bugs_are_noticed(bug: type[Cell], said: str) -> None:
     assert any(said in problem(bug, seed) for seed in range(SEEDS))
+
+
+class AsTheyCome(Seat):
+    """Shards are added in the order in which their ranks came."""
+
+    def total(self, point: int, found: dict[int, Any]) -> Any:
+        order = [shard for me in self.came[point] for shard in self.mine(me)]
+        return super().total(point, {k: found[shard] for k, shard in enumerate(order)})
+
+
+class LeavesSilently(Seat):
+    """A rank whose pass raises tells nobody."""
+
+    def leaves(self) -> None:
+        pass
+
+
+@dataclass
+class OneShardBox(Seat):
+    """A rank puts its next shards where others still read the last ones."""
+
+    boxes: int = 1
+
+
+@pytest.mark.parametrize(
+    ("bug", "said"),
+    [(AsTheyCome, "the sum of"), (LeavesSilently, "wait for one that has left"), (OneShardBox, "the sum of")],
+)
+def test_planted_bugs_among_shards_are_noticed(bug: type[Seat], said: str) -> None:
+    assert any(said in seat_problem(bug, seed) for seed in range(SEEDS))

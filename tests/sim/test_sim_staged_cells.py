@@ -3,6 +3,7 @@ waits for one that has left, and what is not cut is done."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
@@ -13,7 +14,7 @@ from everstep.base.plan import Member, Plan, Seat
 from everstep.placement.routes import holder, ops, turns
 from everstep.placement.schedules import PipeOp
 
-SEEDS = 400
+SEEDS = int(os.environ.get("EVERSTEP_TEST_SCHEDULES", "400"))
 Waits = Iterator[Callable[[], bool]]
 """Steps of one rank; before each it waits for this."""
 

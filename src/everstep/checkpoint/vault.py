@@ -16,6 +16,7 @@ from everstep.base.extents import WHOLE, Extents
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, Scatter, spread
 from everstep.exact.state import ModelState
+from everstep.exact.state_memory import Block
 from everstep.protocol.moving.memory_retention import Retention, SnapshotKey
 
 
@@ -41,7 +42,7 @@ class StageState:
     """A stage's state as it came from others, each block checked then; None for those that are not held here."""
 
     made_of: dict[str, Any]
-    blocks: list[memoryview | None]
+    blocks: list[Block | None]
 
     @property
     def n_blocks(self) -> int:
@@ -56,7 +57,7 @@ class StageState:
     def read_block(self, index: int) -> memoryview:
         block = self.blocks[index]
         check(block is not None, f"block {index} is not held here")
-        return block  # type: ignore[return-value]
+        return block() if callable(block) else block  # type: ignore[return-value]
 
     def release(self) -> None:
         self.blocks.clear()
@@ -67,9 +68,9 @@ class StageState:
         state.load_with(self.made_of, self._fill)
 
     def _fill(self, scatter: Scatter) -> None:
-        for index, data in enumerate(self.blocks):
-            if data is not None:
-                spread(data, scatter.views(index))
+        for index, block in enumerate(self.blocks):
+            if block is not None:
+                spread(self.read_block(index), scatter.views(index))
                 scatter.written(index)
                 self.blocks[index] = None
 

@@ -50,9 +50,15 @@ class ShardCut:
         if size % self.fused:
             raise ConfigError(f"{about}: expected an axis of {self.fused} equal parts, got {size}")
         if heads and heads % shards:
-            raise ConfigError(f"{about}, of {heads} heads: expected a number of heads that {shards} shards divide")
+            raise ConfigError(
+                f"{about}, of {heads} heads: expected a number of heads that {shards} shards divide; set cell.shards "
+                f"to a divisor of {heads}"
+            )
         if size // self.fused % shards:
-            raise ConfigError(f"{about}: expected a size that {shards} shards divide, got {size // self.fused}")
+            raise ConfigError(
+                f"{about}: expected a size that {shards} shards divide, got {size // self.fused}; set cell.shards to "
+                "a divisor of it"
+            )
 
     def views(self, whole: Tensor, shard: int, shards: int) -> list[Tensor]:
         """Views of the whole parameter that make up a shard, one for each fused part."""

@@ -28,6 +28,8 @@ _GLOBAL = {f"_global{name}": f"{words} of all modules" for name, words in _HOOKS
 _CLOSE, _NOISE = 1e-3, 1e-5
 """Of a tensor's own largest value, and of the largest of all: rounding of other kernels stays far below."""
 _REMEDY = "take it away, or set cell.tp=1 and cell.shards=1"
+CORRECT = "correct the plan, or set cell.tp=1 and cell.shards=1"
+"""What to do where a plan does not fit its model."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,7 @@ def compare_with_whole(
         if not same:
             raise ConfigError(
                 f"cell.shards: what {name} ({type(owner).__name__}) gives is another one by shards than as a whole: "
-                "expected a forward pass that the plan's column and row-parallel layers make up; correct the plan, or "
-                "set cell.tp=1 and cell.shards=1"
+                f"expected a forward pass that the plan's column and row-parallel layers make up; {CORRECT}"
             )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from everstep.base.errors import ConfigError
-from everstep.exact.shard_guard import BorderHook, refuse_hooks
+from everstep.exact.shard_guard import CORRECT, BorderHook, refuse_hooks
 from everstep.exact.shard_region import RegionRule, SequencePieces, ShardedRegion
 from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.shard_vocabulary import VocabularyEmbedding, VocabularyHead
@@ -44,7 +44,9 @@ def shard_model(model: nn.Module, plan: ShardPlan, mesh: ShardMesh) -> None:
     """
     for name, module in model.named_modules():
         if any(isinstance(value, _WRAPPED) for value in vars(module).values()):
-            raise ConfigError(f"cell.shards: {name} is wrapped already: expected a model that is not yet cut")
+            raise ConfigError(
+                f"cell.shards: {name} is wrapped already: expected a model that is not yet cut; call shard_model once"
+            )
     matched = {rule.modules + rule.method: _matching(model, rule.modules) for rule in plan.regions}
     between = [name for pattern in plan.sequence.between for name in _matching(model, pattern)]
     lone = [name for name in (plan.embedding, plan.head, plan.sequence.enter, plan.sequence.leave) if name]
@@ -142,7 +144,10 @@ def _matching(model: nn.Module, pattern: str) -> list[str]:
         and all(want in ("*", part) for want, part in zip(wanted, parts, strict=True))
     ]
     if not found:
-        raise ConfigError(f"cell.shards: the plan names {pattern}, but the model has no such module")
+        raise ConfigError(
+            f"cell.shards: the plan names {pattern}, but the model has no such module: expected a name as of "
+            f"model.named_modules(); {CORRECT}"
+        )
     return found
 
 
@@ -152,9 +157,10 @@ def _refuse_twice(plan: ShardPlan, matched: Mapping[str, list[str]], between: Se
     for rule in plan.regions:
         for name in matched[rule.modules + rule.method]:
             taken += [f"{name}.{layer}" for layer in _inside(rule)] if rule.method else [name]
+            both = [f"{name}.{layer}" for layer in rule.column if layer in rule.row]
+            taken += [layer for layer in both for _ in range(2)]
     for k, name in enumerate(taken):
         for other in taken[k + 1 :]:
             if name == other or name.startswith(f"{other}.") or other.startswith(f"{name}."):
-                raise ConfigError(
-                    f"cell.shards: the plan wraps {max(name, other, key=len)} twice: expected one rule for it"
-                )
+                inner = max(name, other, key=len)
+                raise ConfigError(f"cell.shards: the plan wraps {inner} twice: expected one rule for it; {CORRECT}")

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from everstep.base.errors import ConfigError, TaskError
 from everstep.exact.shard_cut import ShardCut
-from everstep.exact.shard_guard import CutModules, compare_with_whole
+from everstep.exact.shard_guard import CORRECT, CutModules, compare_with_whole
 from everstep.exact.shard_sums import ShardMesh
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -76,6 +76,7 @@ class ShardedRegion:
     def __init__(self, name: str, owner: nn.Module, rule: RegionRule, mesh: ShardMesh) -> None:
         """name: of the module in the model. Raises: ConfigError for what the rule cannot cut."""
         self._name, self._owner, self._mesh, self._method = name, owner, mesh, rule.method
+        _refuse_missing(name, owner, rule)
         self._layers = {layer: _layer(name, owner, layer) for layer in (*rule.column, *rule.row)}
         _refuse_others(name, owner, rule, self._layers)
         self._guard = CutModules(_in_region(name, owner, rule, self._layers), owner)
@@ -221,12 +222,20 @@ def _add_bias(y: Tensor, bias: Tensor, mesh: ShardMesh) -> Tensor:
     return mesh.together([piece + own for piece, own in zip(mesh.pieces(y), mesh.spread(bias), strict=True)])
 
 
+def _refuse_missing(name: str, owner: nn.Module, rule: RegionRule) -> None:
+    """Raises: ConfigError for what the plan names of a module that has no such thing."""
+    there = dict(owner.named_modules(remove_duplicate=False))
+    missing = [path for path in (*rule.column, *rule.row, *rule.after) if path not in there]
+    missing += [number for number in rule.divided if type(vars(owner).get(number)) is not int]
+    if rule.method and not callable(getattr(type(owner), rule.method, None)):
+        missing.append(f"{rule.method}()")
+    if missing:
+        raise ConfigError(f"cell.shards: the plan names {name}.{missing[0]}, which the model does not have: {CORRECT}")
+
+
 def _layer(name: str, owner: nn.Module, layer: str) -> nn.Module:
     """A linear layer, or one of GPT-2's, which are turned."""
-    try:
-        module = owner.get_submodule(layer)
-    except AttributeError:
-        raise ConfigError(f"cell.shards: the plan names {name}.{layer}, which the model does not have") from None
+    module = owner.get_submodule(layer)
     if type(module) is not nn.Linear and type(module).__name__ != "Conv1D":
         raise ConfigError(
             f"cell.shards: {name}.{layer} is a {type(module).__name__}: expected a linear layer, which can be cut"
@@ -265,7 +274,9 @@ def _refuse_others(name: str, owner: nn.Module, rule: RegionRule, layers: Mappin
     known |= {id(value) for path in rule.after for value in owner.get_submodule(path).parameters()}
     for path, value in (*owner.named_parameters(), *owner.named_buffers()):
         if id(value) not in known:
-            raise ConfigError(f"cell.shards: the plan does not say how {name}.{path} {list(value.shape)} is cut")
+            raise ConfigError(
+                f"cell.shards: the plan does not say how {name}.{path} {list(value.shape)} is cut: {CORRECT}"
+            )
 
 
 def _twin(owner: nn.Module, rule: RegionRule, made: dict[int, Any], shards: int) -> nn.Module:
@@ -285,7 +296,8 @@ def _twin(owner: nn.Module, rule: RegionRule, made: dict[int, Any], shards: int)
         count = vars(found)[number]
         if count % shards:
             raise ConfigError(
-                f"cell.shards: {rule.modules}.{number} is {count}: expected one that {shards} shards divide"
+                f"cell.shards: {rule.modules}.{number} is {count}: expected one that {shards} shards divide; set "
+                f"cell.shards to a divisor of {count}"
             )
         vars(found)[number] = count // shards
     return found

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from everstep.base.errors import ConfigError, TaskError
 from everstep.exact.shard_cut import ShardCut, bounds
-from everstep.exact.shard_guard import CutModules, compare_with_whole
+from everstep.exact.shard_guard import CORRECT, CutModules, compare_with_whole
 from everstep.exact.shard_sums import ShardMesh
 
 _ROWS = ShardCut(0)
@@ -111,6 +111,10 @@ class VocabularyHead(_VocabularyModule):
     def __init__(self, name: str, owner: nn.Module, mesh: ShardMesh, method: str) -> None:
         """method: that gives the logits, "": the forward pass. Raises: ConfigError for a head that has more than a
         weight."""
+        if method and not callable(getattr(type(owner), method, None)):
+            raise ConfigError(
+                f"cell.shards: the plan names {name}.{method}(), which the model does not have: {CORRECT}"
+            )
         present = [name for name, parameter in owner._parameters.items() if parameter is not None]
         if (not method and type(owner) is not nn.Linear) or present != ["weight"]:
             raise ConfigError(f"cell.shards: {name}: expected a linear head that has a weight and no bias")

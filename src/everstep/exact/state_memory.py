@@ -13,6 +13,8 @@ from torch import Tensor
 from everstep.base.own_pages import own_pages
 from everstep.exact.layout import aligned_like
 
+Block = memoryview | Callable[[], memoryview]
+"""Bytes, or what reads them where they lie."""
 Landing = tuple[memoryview, Callable[[], None]]
 """Memory that is written, and what is to be called then."""
 
@@ -32,8 +34,18 @@ class OtherHosts(Protocol):
     def copies(self, arena: Tensor) -> CopiesThere:
         """A copy of the state, of which each of them keeps its part. arena: where the rest is."""
 
+    def room(self, nbytes: int) -> RoomThere:
+        """Room for a state that comes from other workers."""
+
     def let_go(self) -> None:
         """All of the state is about to be another one."""
+
+
+class RoomThere(Protocol):
+    """Room of which each of them has a part."""
+
+    def put(self, offset: int, data: memoryview) -> Block:
+        """Have these bytes lie where they belong. From any thread."""
 
 
 class CopiesThere(Protocol):

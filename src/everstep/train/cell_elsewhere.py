@@ -14,7 +14,7 @@ import mmap
 import threading
 import weakref
 from bisect import bisect_right, insort
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import NamedTuple, Protocol
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from everstep.base.errors import CheckpointCorrupt
 from everstep.exact.digest import digest_with
-from everstep.exact.state_memory import Landing
+from everstep.exact.state_memory import Block, Landing
 from everstep.parallel.cell_memory import CellMemory, SharedPlace
 from everstep.runtime.host.cell_doors import CellPlan, PartLines
 
@@ -192,6 +192,7 @@ class OtherParts(NoOthers):
 
     def let_go(self) -> None:
         self.end_passes()
+        self._lines.drop()
         self.version += 1
         self._holds = False
         with self._memory.alone():
@@ -261,6 +262,10 @@ class OtherParts(NoOthers):
         """A copy of the state, of which each part keeps what it holds. arena: where this one's is."""
         return PartCopies(self, self._memory, self._lines, arena)
 
+    def room(self, nbytes: int) -> PartRoom:
+        """Room for a state that comes from other workers."""
+        return PartRoom(self._lines, nbytes)
+
     # ----
 
     def _fill(self, part: int, start: int, stop: int) -> None:
@@ -275,12 +280,10 @@ class OtherParts(NoOthers):
 class PartCopies:
     """A copy of the state, of which each part keeps what it holds. Thread-safe once it is made."""
 
-    _numbers = count()
-
     def __init__(self, parts: OtherParts, memory: CellMemory, lines: PartLines, arena: Tensor) -> None:
         """arena: of this part, as large as the copy. What lies elsewhere has the same place there."""
         self._parts, self._memory, self._lines, self._arena = parts, memory, lines, arena
-        self._number = next(self._numbers)
+        self._number = next(_numbers)
         self._elsewhere: list[OwnedRange] = []
         self._lock = threading.Lock()
         self._dropped = False
@@ -329,10 +332,41 @@ class PartCopies:
         self._lines.drop()
 
 
+class PartRoom:
+    """Room for a state that comes from other workers before it is loaded: each part has as much of it, in order, until
+    nothing reads it any more. So no host has all of it. Thread-safe."""
+
+    def __init__(self, lines: PartLines, nbytes: int) -> None:
+        self._lines, self._nbytes, self._number = lines, nbytes, next(_numbers)
+        weakref.finalize(self, _left, lines.plan, self._number, range(len(lines.plan.doors)))
+
+    def put(self, offset: int, data: memoryview) -> Block:
+        plan = self._lines.plan
+        part = offset * len(plan.doors) // self._nbytes
+        if part == plan.part:
+            return data
+        self._lines.keep(part, self._number, self._nbytes, offset, data)
+        return partial(self._read, part, offset, len(data))
+
+    def _read(self, part: int, offset: int, size: int) -> memoryview:
+        data = memoryview(bytearray(size))
+        self._lines.copied(part, self._number, offset, data)
+        return data
+
+
+_numbers = count()
+"""Of copies, each its own."""
+
+
 def _gone(plan: CellPlan, number: int, elsewhere: Sequence[OwnedRange]) -> None:
+    """As `_left`, of those that have a part of a copy."""
+    _left(plan, number, {one.part for one in elsewhere})
+
+
+def _left(plan: CellPlan, number: int, parts: Iterable[int]) -> None:
     """Nobody reads this copy any more. Maybe the garbage collector says so, at any point of any thread: others are told
     later."""
-    plan.dropped.extend((part, number) for part in {one.part for one in elsewhere})
+    plan.dropped.extend((part, number) for part in parts if part != plan.part)
 
 
 def _runs(ranges: Sequence[OwnedRange], own: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

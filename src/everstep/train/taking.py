@@ -24,6 +24,7 @@ from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.checkpoint.vault import Kept, StageState
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, sizes_of
+from everstep.exact.state_memory import Block, RoomThere
 from everstep.placement.shards import share as share_of
 from everstep.protocol.driver.hearing import FOREVER
 from everstep.protocol.driver.operations import Keep
@@ -137,17 +138,19 @@ class Taking:
         tick: Callable[[], None] | None = None,
         wanted: Callable[[int, Sizes], Extents] = lambda stage, of: WHOLE,
         joint: Mapping[int, JointAsk] = {},
+        room: Callable[[int], RoomThere] | None = None,
     ) -> None:
         """own: this worker's blocks of a stage. tick: called while `offer` waits; None: the training thread waits.
         wanted: the part of a stage of these sizes to get. joint: what to ask of donors that offer a state together, by
-        worker id."""
+        worker id. room: makes one for so many bytes, where blocks lie; None: here."""
         self._tick = tick or view.tick
         self.view, self.generation, self.order = view, generation, order
         self._members = {member.key: member for member in members}
         self._request = {**request, "stages": list(order.stages)}
-        self._own, self._wanted, self._joint = own, wanted, joint
+        self._own, self._wanted, self._joint, self._room = own, wanted, joint, room
         self._manifests: dict[int, dict[str, Any]] = {}
-        self._blocks: dict[int, list[memoryview | None]] = {}
+        self._blocks: dict[int, list[Block | None]] = {}
+        self._rooms: dict[int, RoomThere] = {}
         self._lines: dict[WorkerKey, SourceTalk] = {}
         self._news: queue.SimpleQueue[moving.TakerEffect] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -192,7 +195,8 @@ class Taking:
             elif data.nbytes != BLOCK_BYTES or digest_bytes(data) != manifest["blocks"][n]:
                 damaged.append(n)
             else:
-                blocks[n] = data  # nobody else has this block under way
+                room = self._rooms.get(chunk.stage)  # nobody else has this block under way
+                blocks[n] = data if room is None else room.put(n * BLOCK_BYTES, data)
         if damaged:
             connection.send_json({"stage": chunk.stage, "damaged": True})
         return moving.BlocksCame(source, chunk, Extents.numbered(of, damaged + empty))
@@ -213,11 +217,12 @@ class Taking:
                         raise BlocksDamaged(why) if refused else CollectiveAborted(why, [k.worker_id for k in lost])
         except BaseException:
             self.close()
-            self._blocks = {}
+            self._blocks, self._rooms = {}, {}
             raise
         for line in self._lines.values():
             line.ended()
         blocks, self._blocks = self._blocks, {}  # nothing keeps them but who gets them: it is a copy of the state
+        self._rooms = {}
         states = {k: StageState(self._manifests[k], v) for k, v in blocks.items()}
         return heal.offered(head, states)
 
@@ -242,6 +247,9 @@ class Taking:
             theirs = [(one[stage], head.place((stage,))[1][stage]) for one, head in zip(told, heads, strict=True)]
             self._manifests[stage] = heal.joint_manifest(theirs, [(r, there - missing) for r, there in own])
         self._blocks = {k: own_blocks(manifest, missing, own) for k, manifest in self._manifests.items()}
+        if self._room is not None:
+            sizes = {k: len(manifest["blocks"]) * BLOCK_BYTES for k, manifest in self._manifests.items()}
+            self._rooms = {k: self._room(size) for k, size in sizes.items()}
         of = {k: sizes_of(manifest) for k, manifest in self._manifests.items()}
         needed = {k: self._needed(k, of[k]) for k in of}
         lacking = {k: [n for n in needed[k] if block[n] is None] for k, block in self._blocks.items()}
@@ -268,11 +276,9 @@ class Taking:
             line.ended()
 
 
-def own_blocks(
-    manifest: Mapping[str, Any], missing: Extents = NONE, own: Iterable[Held] = ()
-) -> list[memoryview | None]:
+def own_blocks(manifest: Mapping[str, Any], missing: Extents = NONE, own: Iterable[Held] = ()) -> list[Block | None]:
     """A stage's blocks as far as they are here, where they are those of the manifest; of those missing, none."""
-    blocks: list[memoryview | None] = [None] * len(manifest["blocks"])
+    blocks: list[Block | None] = [None] * len(manifest["blocks"])
     for n, _, data in _sound(manifest, missing, own):
         blocks[n] = data
     return blocks
@@ -321,14 +327,16 @@ class Copier:
         sources: Mapping[int, tuple[int, ...]],
         pieces: Piecewise,
     ) -> list[ReceivedOffer]:
-        """All wanted blocks, in memory: nothing is changed before all of them are there.
+        """All wanted blocks, in memory (of a worker that spans hosts, in that of all of them): nothing is changed
+        before all of them are there.
 
         Raises: CollectiveAborted; Unusable if no member sends blocks that were stated.
         """
         me = self._view.me
         own = partial(self._here, position.step)
+        room = self._view.stages.room
         return [
-            self._take(plan, order, own, lambda stage, of: share_of(plan.shard(me, stage), of))
+            self._take(plan, order, own, lambda stage, of: share_of(plan.shard(me, stage), of), room)
             for order in orders(plan, position, sources, pieces, self._several, me)
         ]
 
@@ -355,10 +363,11 @@ class Copier:
         order: TakeOrder,
         own: Callable[[int], Sequence[Held]],
         wanted: Callable[[int, Sizes], Extents],
+        room: Callable[[int], RoomThere] | None = None,
     ) -> ReceivedOffer:
-        request = {"kind": "settle", "generation": plan.generation}
+        request, generation = {"kind": "settle", "generation": plan.generation}, plan.generation
         try:
-            return Taking(self._view, plan.generation, order, plan.members, request, own, wanted=wanted).offer()
+            return Taking(self._view, generation, order, plan.members, request, own, wanted=wanted, room=room).offer()
         except BlocksDamaged as error:
             step = order.position.step if order.position is not None else 0
             raise Unusable(Why(error.cause, f"the state of step {step} cannot be copied: {error}"), False) from error
@@ -388,7 +397,8 @@ class Copier:
         def wanted(stage: int, of: Sizes) -> Extents:
             return WHOLE if plan is None else share_of(plan.shard(me, stage), of)
 
-        return Taking(self._view, generation, order, donors, request, wanted=wanted, joint=joint)
+        room = self._view.stages.room
+        return Taking(self._view, generation, order, donors, request, wanted=wanted, joint=joint, room=room)
 
     def kept(self, effect: Keep) -> Iterator[ReceivedOffer]:
         """The snapshots of a step that others keep. In any thread, for as long as the job goes on.
@@ -398,7 +408,8 @@ class Copier:
         plan, request = effect.plan, {"kind": "kept", "step": effect.step}
         at, me = Key(effect.step, 0), self._view.me
         for order in orders(plan, at, effect.sources, effect.pieces, self._several, me):
-            yield Taking(self._view, FOREVER, order, plan.members, request, tick=lambda: None).offer()
+            room = self._view.stages.room
+            yield Taking(self._view, FOREVER, order, plan.members, request, tick=lambda: None, room=room).offer()
 
     def _several(self, stages: Sequence[int], sources: int, most: int = MOST_DONORS) -> int:
         size = max(0, self._view.stages.expected_bytes) * len(stages)

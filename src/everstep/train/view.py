@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from everstep.base.config import Config
 from everstep.base.errors import check
 from everstep.base.plan import Divides, Plan
+from everstep.exact.state_memory import RoomThere
 from everstep.parallel.staged import StagedTransport
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.identity import Kernels
@@ -76,6 +77,12 @@ class Stages(Mapping[int, StageReplica]):
     def any(self) -> StageReplica:
         """One of the stages, for facts that all stages share."""
         return self._held[min(self._held)]
+
+    @property
+    def room(self) -> Callable[[int], RoomThere] | None:
+        """What makes room, for so many bytes, with the other hosts of this worker; None if it is on one."""
+        others = self.any.state.memory.others if self._held else None
+        return None if others is None else others.room
 
     def divides(self) -> dict[int, Divides]:
         """How the optimizer's state of each of them can be divided, where that is done."""

@@ -185,11 +185,11 @@ def names_in_files(model: Any, weights: WeightFiles) -> dict[str, str]:
         choices = [own, own.removeprefix(prefix), *(other for other, first in tied.items() if first == own)]
         stored = next((choice for choice in choices if choice in weights.shapes), None)
         if stored is None:
-            raise ConfigError(f"{_whose(weights)} are incomplete: {own} is in none of the files")
+            raise _incomplete(weights, own)
         if weights.shapes[stored] != tuple(parameter.shape):
             raise ConfigError(
                 f"{_whose(weights)} do not fit config.json: {own} is {list(weights.shapes[stored])} in the files, "
-                f"{list(parameter.shape)} by the config"
+                f"{list(parameter.shape)} by the config; {_REMEDY}"
             )
         weights.refuse_other(stored)
         found[name] = stored
@@ -197,7 +197,7 @@ def names_in_files(model: Any, weights: WeightFiles) -> dict[str, str]:
     harmless = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     more = [name for name in weights.shapes if name not in known and not name.endswith(harmless)]
     if more:
-        raise ConfigError(f"{_whose(weights)} do not fit config.json: the model has no {more[0][:100]!a}")
+        raise ConfigError(f"{_whose(weights)} do not fit config.json: the model has no {more[0][:100]!a}; {_REMEDY}")
     return found
 
 
@@ -215,7 +215,17 @@ def refuse_other_model(kind: type[nn.Module], config: Any, weights: WeightFiles)
     there, known = ({name.removeprefix(prefix) for name in found} for found in (weights.shapes, model.state_dict()))
     lacking = [tied[0] for tied in names.values() if there.isdisjoint(name.removeprefix(prefix) for name in tied)]
     if lacking and (there <= known or there.isdisjoint(known)):
-        raise ConfigError(f"{_whose(weights)} are incomplete: {lacking[0]} is in none of the files")
+        raise _incomplete(weights, lacking[0])
+
+
+_REMEDY = "take the config.json that they were saved with"
+
+
+def _incomplete(weights: WeightFiles, name: str) -> ConfigError:
+    return ConfigError(
+        f"{_whose(weights)} are incomplete: {name} is in none of the files; fetch them again, or name its config.json "
+        "alone for fresh weights"
+    )
 
 
 def _whose(weights: WeightFiles) -> str:

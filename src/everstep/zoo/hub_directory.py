@@ -108,7 +108,9 @@ class HubDirectory:
         names = sorted({str(shard) for shard in where.values()})
         for name in names:
             if Path(name).name != name or not (self.folder / name).exists():
-                raise ConfigError(f"hf:{self.name}: weights are incomplete: {_INDEX} names {name[:100]!a}, not there")
+                raise ConfigError(
+                    f"hf:{self.name}: weights are incomplete: {_INDEX} names {name[:100]!a}, not there; fetch it"
+                )
         return [self.folder / name for name in names]
 
     def _json(self, path: Path, most_bytes: int = _MOST_CONFIG_BYTES) -> dict[str, Any]:
@@ -172,7 +174,7 @@ class WeightFiles:
                     return read(file)
         except (OSError, SafetensorError) as error:
             said = (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0][:200]
-            raise ConfigError(f"hf:{self._named}: {path.name} cannot be read: {said}") from None
+            raise ConfigError(f"hf:{self._named}: {path.name} cannot be read: {said}; fetch it again") from None
 
 
 def _facts(file: Any) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -88,7 +88,8 @@ class HuggingFace(ReadyTask):
         kind = directory.model_type
         if kind not in mapping:
             raise ConfigError(
-                f"hf:{directory.name}: transformers {self._library.__version__} has no architecture {kind[:60]!r}"
+                f"hf:{directory.name}: transformers {self._library.__version__} has no architecture {kind[:60]!r}: "
+                "expected one that it knows; install a newer one, or write a Task"
             )
         try:
             config = mapping[kind].from_dict(directory.config)

@@ -10,6 +10,7 @@ import re
 import signal
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -217,10 +218,34 @@ def test_a_copy_outlives_the_memory_that_it_was_made_of(doors: list[CellDoor], p
     snapshot.release()
 
 
-def test_no_room_for_a_copy_is_told_by_name(parts: list[Part], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(nbytes: int) -> memoryview:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+def test_what_comes_from_others_lies_with_both_until_it_is_loaded(
+    doors: list[CellDoor], parts: list[Part], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where several threads bring it; and if a part has no memory for it, that is told."""
+    head = parts[0]
+    room = head.elsewhere.room(4 * PAGE)
+    pieces = [memoryview(bytes([k]) * PAGE) for k in range(4)]
+    with ThreadPoolExecutor(2) as pool:
+        kept = list(pool.map(room.put, range(0, 4 * PAGE, PAGE), pieces))
+    assert kept[0] is pieces[0] and kept[1] is pieces[1]
+    assert [block() for block in kept if callable(block)] == pieces[2:]
+    (there,) = doors[1]._copies.values()
+    assert not any(there[: 2 * PAGE]) and not doors[0]._copies
+    del room, kept
+    head.elsewhere.let_go()
+    head.lines.read(1, STATE.offset + PAGE, memoryview(bytearray(4)))  # the next word on the line of the last one
+    assert not doors[1]._copies
+    monkeypatch.setattr(cell_doors, "own_pages", full)
+    with pytest.raises(OSError, match=r"part 1 of this worker, at 127.0.0.1:\d+: no \d+ bytes for a copy"):
+        head.elsewhere.room(4 * PAGE).put(3 * PAGE, pieces[3])
+    head.lines.read(1, STATE.offset + PAGE, memoryview(bytearray(4)))
 
+
+def full(nbytes: int) -> memoryview:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def test_no_room_for_a_copy_is_told_by_name(parts: list[Part], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cell_doors, "own_pages", full)
     with pytest.raises(OSError, match=r"part 1 of this worker, at 127.0.0.1:\d+: no \d+ bytes for a copy") as told:
         taken(parts[0])

@@ -18,6 +18,7 @@ from everstep.base.ports import Piece, Reduced
 from everstep.exact.image import BLOCK_BYTES, sizes_of
 from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.exact.state import ModelState
+from everstep.exact.state_memory import Block, RoomThere
 from everstep.protocol.driver import operations as do
 from everstep.protocol.messages import MAX_FRAME_BYTES
 from everstep.protocol.moving.giver import JointAsk
@@ -121,12 +122,25 @@ def several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(taking, "CHUNK_BLOCKS", 1)
 
 
-def copier(own: Mapping[int, Held] | None = None) -> Copier:
+class Apart:
+    """Room in which every second block lies elsewhere."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.there = bytearray(nbytes)
+
+    def put(self, offset: int, data: memoryview) -> Block:
+        if not offset // BLOCK_BYTES % 2:
+            return data
+        self.there[offset : offset + len(data)] = data
+        return lambda: memoryview(self.there)[offset : offset + BLOCK_BYTES]
+
+
+def copier(own: Mapping[int, Held] | None = None, room: Callable[[int], RoomThere] | None = None) -> Copier:
     size = make_state().n_blocks * BLOCK_BYTES
     view = SimpleNamespace(
         cutter=Cutter(lambda generation: None),
         link=SimpleNamespace(call_peer=lambda address, request: peer_connect(address, TOKEN, request), me="9.0"),
-        stages=SimpleNamespace(expected_bytes=size),
+        stages=SimpleNamespace(expected_bytes=size, room=room),
         tick=lambda: None,
         me=9,
     )
@@ -158,6 +172,23 @@ def test_a_small_state_comes_of_one_donor(peers):
         peer.shelve(Shown(state))
     assert same(settled(peers), state)
     assert [peer.given for peer in peers] == [state.n_blocks, 0, 0]
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_what_comes_lies_with_other_hosts_until_it_is_loaded(peers, follows):
+    state = make_state()
+    if follows:
+        taking = copier(room=Apart).follow(1, [peers[0].member], [0])
+        peers[0].offer(Shown(state))
+        received = taking.offer()
+        taking.fed[0].close()
+    else:
+        peers[0].shelve(Shown(state))
+        received = settled(peers[:1], room=Apart)
+    blocks = received.states[0].blocks
+    assert [callable(block) for block in blocks] == [n % 2 == 1 for n in range(state.n_blocks)]
+    assert received.states[0].read_block(1) == _block(state, 1)
+    assert same(received, state)
 
 
 def test_a_large_state_comes_of_several_at_once(peers, several):

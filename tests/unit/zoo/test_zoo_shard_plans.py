@@ -246,12 +246,24 @@ def test_a_plan_that_names_no_module_is_refused() -> None:
     assert "names tokens" in _refusal(replace(whole, embedding="tokens"), 4)
     rule = RegionRule("blocks.*.attention", {"query": Column()}, ["out"])
     assert "names blocks.0.attention.query" in _refusal(replace(whole, regions=[rule]), 4)
+    attention, perceptron = whole.regions
+    for regions, missing in (
+        ([replace(attention, after=["drop"]), perceptron], "attention.drop"),
+        ([replace(attention, divided=["headz"]), perceptron], "attention.headz"),
+        ([attention, replace(perceptron, method="mlp")], "mlp()"),
+    ):
+        said = _refusal(replace(whole, regions=regions), 4)
+        assert f"names blocks.0.{missing}, which the model does not have" in said and "set cell.tp=1" in said
+    assert "names head.logit()" in _refusal(replace(whole, head_method="logit"), 4)
 
 
 def test_a_module_that_is_wrapped_twice_is_refused() -> None:
     made = _zoo(0.0)
     again = [*made.plan.regions, made.plan.regions[0]]
     assert "wraps blocks.0.attention twice" in _refusal(replace(made.plan, regions=again), 4)
+    column = {"qkv": Column(3, 4), "out": Column()}
+    rule = RegionRule("blocks.*.attention", column, ["out"])
+    assert "wraps blocks.0.attention.out twice" in _refusal(replace(made.plan, regions=[rule]), 4)
     shard_model(made.model, made.plan, ShardMesh(4))
     assert "wrapped already" in _refusal(made.plan, 4, made.model)
 

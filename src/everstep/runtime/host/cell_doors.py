@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,7 +30,7 @@ _LOOK_S = 1.0
 _END_S = 5.0
 _MEET_S = 30.0
 _WRITTEN, _READ, _WRITE = "word", "read", "write"
-_COPY, _COPIED, _DROP = "copy", "copied", "drop"
+_COPY, _COPIED, _KEEP, _DROP = "copy", "copied", "keep", "drop"
 _MEMORY, _COMMANDS, _LIFE = "memory", "commands", "life"
 
 
@@ -133,6 +133,8 @@ class CellDoor:
                 shown.receive(*numbers)
             elif what == _COPY:
                 connection.send_json(self._copy(shown, *numbers))
+            elif what == _KEEP:
+                self._keep(connection, *numbers)
             elif what == _DROP:
                 self._copies.pop(numbers[0], None)
             elif what == _COPIED:
@@ -151,14 +153,27 @@ class CellDoor:
                         connection.send_json(True)
 
     def _copy(self, shown: PartMemory, number: int, total: int, at: int, to: int, size: int) -> list[Any]:
-        """Copy bytes into a copy, which is made if there is none of that number; returns [] or what the system says."""
-        if number not in self._copies:
-            try:
-                self._copies[number] = own_pages(total)
-            except OSError as error:
-                return [error.errno, f"no {total} bytes for a copy of the state: {error.strerror}"]
-        with _extent(shown.memory, at, size) as part, _extent(self._copies[number], to, size) as into:
-            into[:] = part
+        """Copy bytes into a copy; returns as `_has`."""
+        problem = self._has(number, total)
+        if not problem:
+            with _extent(shown.memory, at, size) as part, _extent(self._copies[number], to, size) as into:
+                into[:] = part
+        return problem
+
+    def _keep(self, connection: PeerConnection, number: int, total: int, to: int, size: int) -> None:
+        """Take bytes that follow into a copy."""
+        problem = self._has(number, total)
+        with _extent(self._copies.get(number, bytearray(to + size)), to, size) as into:
+            connection.recv_into(into)
+        connection.send_json(problem)
+
+    def _has(self, number: int, total: int) -> list[Any]:
+        """Have a copy of that number, which is made if there is none; returns [] or what the system says."""
+        try:
+            if number not in self._copies:
+                self._copies.setdefault(number, own_pages(total))  # of those that come at once, one counts
+        except OSError as error:
+            return [error.errno, f"no {total} bytes for a copy of the state: {error.strerror}"]
         return []
 
 
@@ -204,6 +219,17 @@ class PartLines:
         with self._talking(part) as line:
             line.send_json([_COPY, number, total, offset, to, size])
             problem = line.recv_json()
+        self._refuse(part, problem)
+
+    def keep(self, part: int, number: int, total: int, to: int, data: memoryview) -> None:
+        """As `copy`, of bytes that are here."""
+        with self._talking(part) as line:
+            line.send_json([_KEEP, number, total, to, len(data)])
+            line.send_bytes([data])
+            problem = line.recv_json()
+        self._refuse(part, problem)
+
+    def _refuse(self, part: int, problem: Sequence[Any]) -> None:
         if problem:
             number, text = problem
             raise OSError(number, f"part {part} of this worker, at {self.plan.doors[part]}: {text}")
