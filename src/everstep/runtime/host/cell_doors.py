@@ -163,7 +163,8 @@ class CellDoor:
     def _keep(self, connection: PeerConnection, number: int, total: int, to: int, size: int) -> None:
         """Take bytes that follow into a copy."""
         problem = self._has(number, total)
-        with _extent(self._copies.get(number, bytearray(to + size)), to, size) as into:
+        kept, at = (bytearray(size), 0) if problem else (self._copies[number], to)
+        with _extent(kept, at, size) as into:
             connection.recv_into(into)
         connection.send_json(problem)
 
