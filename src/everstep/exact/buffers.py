@@ -360,7 +360,7 @@ class BufferGuard:
             self._restore()
             for index, change in outcome.items():
                 self._apply(self._others[index], index, change)
-        self._step = None
+        self._end()
 
     @contextmanager
     def shielded(self) -> Iterator[None]:
@@ -380,7 +380,12 @@ class BufferGuard:
         if self._step is not None:
             with torch.no_grad():
                 self._restore()
-            self._step = None
+            self._end()
+
+    def _end(self) -> None:
+        """The step is over: a worker without lanes, which begins none, must not report those of its last one."""
+        self._step, self._elsewhere = None, {}
+        self.forget_lanes()
 
     def _take(self, index: int, guarded: _Guarded, outcome: dict[int, str]) -> None:
         value = guarded.current()

@@ -70,10 +70,9 @@ class LoopGuard:
         scaling: Callable[..., Any] = torch.amp.GradScaler.scale
         torch.amp.GradScaler.scale = _refusing_if_enabled(scaling)  # type: ignore[method-assign]
         self._undo.callback(setattr, torch.amp.GradScaler, "scale", scaling)
-        for name in _CLIPPING:
-            if name in vars(clip_grad):
-                self._replace(vars(clip_grad), name, _refusing_call("gradient clipping"))
-        self._replace(vars(torch.nn.utils), "clip_grad_value_", _refusing_call("gradient clipping"))
+        for names, name in [(vars(clip_grad), one) for one in _CLIPPING] + [(vars(torch.nn.utils), _CLIPPING[1])]:
+            if name in names:
+                self._replace(names, name, self._clipping(names[name]))
 
     def __exit__(self, *_: object) -> None:
         """The loop is over."""
@@ -82,6 +81,16 @@ class LoopGuard:
     def _before_step(self, *_: Any) -> None:
         if not self._updating():
             raise refused("optimizer.step()")
+
+    def _clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        """An optimizer may clip in its own step."""
+
+        def guarded(*args: Any, **more: Any) -> Any:
+            if not self._updating():
+                raise refused("gradient clipping")
+            return clip(*args, **more)
+
+        return guarded
 
     def _replace(self, names: dict[str, Any], name: str, value: Any) -> None:
         missing = object()

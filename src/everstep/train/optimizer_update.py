@@ -47,7 +47,7 @@ class OptimizerUpdate:
     """Updates of an optimizer: the same bits as of its own `step`.
 
     kind: which parts of it can be updated apart; None while that did not matter. dealt: the parts that were updated
-    last, None if all were. proven: an update is known to be deterministic. under_way: the optimizer is being stepped.
+    last, None if all were. proven: an update is known to be deterministic. under_way: it, or a copy of it, is stepped.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class OptimizerUpdate:
         Raises: ConfigError if there is no room for the state, or it cannot be divided. DeterminismError.
         """
         began, optimizer, memory = time.monotonic(), self._optimizer, self._memory
-        self.dealt = dealt
+        self.dealt, self.under_way = dealt, True
         if isinstance(memory, ModelFile):
             self._refuse_hooks("zero.offload_params", "gradients are put into place for one part after the other")
             if not self.proven or self._looks_now(step):  # at these parameters, below
@@ -108,7 +108,6 @@ class OptimizerUpdate:
             self._find_kind(step, seed)
         ranges = pieces if self.dealt is None else self._divided(self.dealt)
         seed_all(seed)
-        self.under_way = True
         if ranges is not None:
             self._bounded(ranges, give, step)
             if self.dealt is not None and (strange := self.dealt.strange()) is not None:
@@ -119,12 +118,11 @@ class OptimizerUpdate:
             self._each(optimizer, step, seed)
         else:
             optimizer.step()
-        self.under_way = False
         if probe is not None:
             probe.refuse_uncarried()
             if ranges is None:
                 probe.compare(step)
-        self.proven = True
+        self.proven, self.under_way = True, False
         memory.let_go()
         if isinstance(memory, FarMemory):
             self._judge(began, time.monotonic())

@@ -137,6 +137,23 @@ def test_workers_must_agree_and_those_without_lanes_learn() -> None:
         guards[0].commit([guards[0].report(), guards[1].report()])
 
 
+@pytest.mark.parametrize("end", ["commit", "abandon"])
+def test_who_has_no_lane_any_more_does_not_report_those_of_a_step_before(end: str) -> None:
+    """A member that others have taken the lanes of begins no step."""
+    model = Counting()
+    guard = BufferGuard(model)
+    guard.begin_step(1)
+    guard.begin_lane()
+    model.count.add_(1)
+    guard.end_lane()
+    guard.note_elsewhere(1, guard.report())
+    if end == "commit":
+        guard.commit([guard.report()])
+    else:
+        guard.abandon()
+    assert guard.report() == BufferReport(0, ())
+
+
 def test_a_changed_buffer_is_sent_up_to_a_mebibyte() -> None:
     models = [Counting(131_072), Counting(131_072)]
     guards = [BufferGuard(m, shared=True) for m in models]

@@ -56,6 +56,27 @@ def test_what_belongs_to_another_loop_is_named(text: str, act: Act, where: str) 
         train(**{where: act})
 
 
+class Clips(torch.optim.SGD):
+    """Clips in its own step."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        clip_grad_norm_(parameters, 0.1)
+        torch.nn.utils.clip_grad_value_(parameters, 0.05)
+        return super().step()
+
+
+def test_an_optimizer_may_clip_in_its_own_step() -> None:
+    before = nn.Linear(4, 2).requires_grad_(False)
+    model = nn.Linear(4, 2)
+    before.load_state_dict(model.state_dict())
+    for step in everstep.join(model, Clips(model.parameters(), lr=1.0), DATA, micro_batch=2, steps=4):
+        for batch in step:
+            step.backward(loss_of(model, batch))
+    moved = (model.weight - before.weight).abs().max()
+    assert 0 < moved <= 4 * 0.05 + 1e-6
+
+
 def test_a_scheduler_of_the_job_is_stepped_by_the_job_alone() -> None:
     with pytest.raises(TaskError, match=r"scheduler.step\(\) was called in the loop: remove it"):
         train(after=lambda m, o, s: s.step())
