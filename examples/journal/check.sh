@@ -2,6 +2,10 @@
 # check.sh [RUN_DIR]: does the task keep the promise here? With RUN_DIR: is that job's state sound, its ledger clean?
 set -eu
 python=${PYTHON:-python3}
+if [ $# -gt 1 ]; then
+    echo "usage: check.sh [RUN_DIR]" >&2
+    exit 2
+fi
 if [ $# -eq 0 ]; then
     exec "$python" -m everstep check resnet18-digits
 fi

@@ -17,9 +17,16 @@ from pathlib import Path
 TASK, LANES = "resnet18-digits", 8
 
 
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, without the list of all options."""
+
+    def error(self, message):
+        self.exit(2, f"error: {message}: main.py --help lists the options\n")
+
+
 def parser():
     """The options, with what each becomes."""
-    found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    found = Parser(description=__doc__.splitlines()[0])
     add = found.add_argument
     add("--mode", choices=("train", "eval"), required=True, help="everstep run, or everstep eval")
     add("--rank", type=int, default=0, help="number of this host: --rank")
@@ -40,7 +47,7 @@ def parser():
     add("--eval-freq", type=int, default=1, help="eval_every_epochs")
     add("--checkpoint-freq", type=int, default=1, help="checkpoint.disk.every_epochs")
     add("--checkpoint-dir", default="runs/journal", help="--run-dir")
-    add("--log-interval", type=int, default=0, help="steps between lines that this prints when the job is done")
+    add("--log-interval", type=int, default=1, help="steps between lines: log_every; 0: none")
     add("--log-dir", default="", help="folder for a copy of events.jsonl when the job is done")
     add("--simulate-failure", action="store_true", help="--simulate-failure")
     return found
@@ -64,11 +71,14 @@ def command(given):
         raise ValueError(f"--redundancy-factor: expected a divisor of {workers} workers, got {copies}")
     if given.start_epoch and not (Path(given.checkpoint_dir) / "checkpoints").is_dir():
         raise ValueError(f"--start-epoch {given.start_epoch}: there is no checkpoint in {given.checkpoint_dir}")
+    if given.log_dir and (not_written := unwritable(given.log_dir)):
+        raise ValueError(f"--log-dir {given.log_dir}: {not_written}")
     batch = given.batch_size * given.accumulation_steps
     settings = {
         "lanes": LANES * given.accumulation_steps,
         "eval_every_epochs": given.eval_freq,
         "checkpoint.disk.every_epochs": given.checkpoint_freq,
+        "log_every": given.log_interval,
         "task.num_classes": given.num_classes,
         "task.lr": given.lr,
         "task.momentum": given.momentum,
@@ -85,6 +95,15 @@ def command(given):
     return found + [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 
 
+def unwritable(folder):
+    """Why nothing can be written to a folder, which is made if it is not there; "" if it can be."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error.strerror
+    return "" if os.access(folder, os.W_OK) else "it cannot be written to"
+
+
 def main():
     """Translate, and become `everstep`."""
     given = parser().parse_args()
@@ -94,30 +113,16 @@ def main():
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     print("+ everstep", *words[3:], file=sys.stderr, flush=True)
-    if not (given.log_dir or given.log_interval) or given.mode == "eval":
+    if not given.log_dir or given.mode == "eval":
         os.execv(words[0], words)
     job = subprocess.Popen(words, start_new_session=True)  # gets each signal once, from here
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda number, _: job.send_signal(number))
     code = job.wait()
-    told(given)
-    sys.exit(code if code >= 0 else 128 - code)
-
-
-def told(given):
-    """The job's steps, in the log folder and on the screen."""
-    import json
-
     events = Path(given.checkpoint_dir) / "events.jsonl"
-    if not events.is_file():
-        return
-    if given.log_dir:
-        Path(given.log_dir).mkdir(parents=True, exist_ok=True)
+    if events.is_file():
         (Path(given.log_dir) / "events.jsonl").write_bytes(events.read_bytes())
-    for line in events.read_text().splitlines() if given.log_interval else ():
-        event = json.loads(line)
-        if event["kind"] == "step_committed" and event["step"] % given.log_interval == 0:
-            print(f"step {event['step']}: loss {event['loss']:.4f}")
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 if __name__ == "__main__":

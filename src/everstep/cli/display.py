@@ -144,7 +144,7 @@ class FinalStep:
 
 
 class PlainDisplay(Display):
-    """One line per `log_every` steps, and one per event worth telling; no escape codes."""
+    """One line per `log_every` steps (0: none), and one per event worth telling; no escape codes."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class PlainDisplay(Display):
         free_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         """free_bytes: room on the disk of the events, None if unknown."""
-        self._log_every = max(1, log_every)
+        self._log_every = log_every
         self._last = last or FinalStep(None)
         self._sentences = Sentences()
         self._out = out
@@ -164,7 +164,7 @@ class PlainDisplay(Display):
     def event(self, event: Event, facts: Facts) -> None:
         if event["kind"] == "step_committed":
             number, total = int(event["step"]), self._last()
-            if number % self._log_every == 0 or number == total:
+            if self._log_every and (number % self._log_every == 0 or number == total):
                 self.note(step_line(facts, number, total))
             return
         text = self._sentences.of(event)

@@ -52,5 +52,7 @@ def completion(shell: str | None) -> int:
     name = shell or Path(os.environ.get("SHELL", "")).name
     if name not in _SHELLS:
         raise ConfigError(f"expected one of {', '.join(_SHELLS)}, got {name or 'no $SHELL'}: name the shell")
-    print(_SHELLS[name](click.Group("everstep"), {}, "everstep", "_EVERSTEP_COMPLETE").source())
+    text = _SHELLS[name](click.Group("everstep"), {}, "everstep", "_EVERSTEP_COMPLETE").source()
+    # bash would put a blank between KEY= and its value
+    print(text.replace("    return 0\n", '    [[ "${COMPREPLY[*]}" == *= ]] && compopt -o nospace\n    return 0\n'))
     return 0

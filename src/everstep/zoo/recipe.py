@@ -28,6 +28,12 @@ RESNET_OPTIONS: Mapping[str, Any] = {
     "momentum": 0.9,
 }
 """Options of each `ResNetClassifier`, with their defaults."""
+_RANGES: Mapping[str, tuple[int, float]] = {
+    **dict.fromkeys(("lr", "weight_decay", "limit_bytes", "num_classes", "context", "lora.rank"), (0, math.inf)),
+    **dict.fromkeys(("layers", "width", "heads", "size", "vocabulary"), (1, math.inf)),
+    **dict.fromkeys(("dropout", "warmup"), (0, 1)),
+}
+"""Least and largest value of options by name; the other numbers only have to be finite."""
 
 
 class ReadyTask(Task):
@@ -108,7 +114,19 @@ def options(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"task.{name}: expected {kind.__name__}, got {value!r}") from None
         if kind is int and chosen[name] != float(value):
             raise ConfigError(f"task.{name}: expected a whole number, got {value!r}")
+        if kind in (int, float):
+            _check_range(name, chosen[name])
     return chosen
+
+
+def _check_range(name: str, value: float) -> None:
+    """Raises: ConfigError for a number that no task can use."""
+    if not math.isfinite(value):
+        raise ConfigError(f"task.{name}: expected a finite number, got {value}")
+    least, most = _RANGES.get(name, (-math.inf, math.inf))
+    if not least <= value <= most:
+        wanted = f"at least {least}" if most == math.inf else f"{least} to {most}"
+        raise ConfigError(f"task.{name}: expected {wanted}, got {value:g}")
 
 
 def total_steps(config: Any, dataset_size: int, otherwise: int) -> int:

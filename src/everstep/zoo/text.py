@@ -82,7 +82,10 @@ class TransformerText(ReadyTask):
                 tokens = tokenizer.encode(data)
             else:
                 tokens, tokenizer = byte_pairs(data, self.option("vocabulary"))
-            self._text = Windows(tokens, self.option("context")), tokenizer
+            context = self.option("context")
+            if context < 1:
+                raise ConfigError(f"task.context: expected at least 1, got {context}")
+            self._text = Windows(tokens, context), tokenizer
         return self._text
 
     def build_model(self) -> nn.Module:

@@ -200,6 +200,16 @@ def test_plain_lines() -> None:
     assert "\x1b" not in out.getvalue()
 
 
+def test_log_every_0_means_no_progress_lines() -> None:
+    out = io.StringIO()
+    display, facts = PlainDisplay(0, FinalStep(4), out), Facts()
+    for one in JOB:
+        facts.take(one)
+        display.event(one, facts)
+    assert "worker 0 was evicted: killed by SIGKILL" in out.getvalue()
+    assert [line for line in out.getvalue().splitlines() if line.startswith("step ")] == []
+
+
 def test_a_full_disk_is_told_though_no_event_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, and again after training has gone on; what is told late bears its time."""
     out, free, steps = io.StringIO(), [0], [commit(k, float(k)) for k in range(1, 9)]

@@ -67,3 +67,15 @@ def test_what_a_shell_gets(words: str, expected: set[str], tmp_path: Path) -> No
     environment = {**os.environ, **variables}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert {line.partition(",")[2] for line in done.stdout.splitlines()} == expected, done.stderr
+
+
+def test_bash_puts_no_blank_between_a_key_and_its_value() -> None:
+    program = Path(sys.executable).with_name("everstep")
+    script = f"""eval "$({program} completion bash)"
+    compopt() {{ echo compopt "$@"; }}
+    for words in "--set loader.w" "--work"; do
+      COMP_WORDS=(everstep run $words); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMPREPLY=()
+      _everstep_completion {program} && echo "${{COMPREPLY[@]}}"
+    done"""
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["compopt -o nospace", "loader.workers=", "--workers"], done.stderr

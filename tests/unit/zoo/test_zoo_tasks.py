@@ -208,6 +208,24 @@ def test_options_are_checked() -> None:
             options(load_config([("the test", {"task": given})]), {"lr": 1.0, "layers": 2})
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("mlp-digits", {"lr": -1}, r"task\.lr: expected at least 0, got -1"),
+        ("mlp-digits", {"lr": "nan"}, r"task\.lr: expected a finite number, got nan"),
+        ("mlp-digits", {"weight_decay": "inf"}, r"task\.weight_decay: expected a finite number, got inf"),
+        ("transformer-text", {"dropout": 2}, r"task\.dropout: expected 0 to 1, got 2"),
+        ("transformer-text", {"width": 0}, r"task\.width: expected at least 1, got 0"),
+        ("transformer-text", {"context": 0}, r"task\.context: expected at least 1, got 0"),
+        ("transformer-text", {"context": -5}, r"task\.context: expected at least 0, got -5"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_by_its_option(name: str, given: dict[str, Any], said: str) -> None:
+    task = made(name, task=given)
+    with pytest.raises(ConfigError, match=said):
+        task.build_optimizer(task.build_model().parameters())
+
+
 def test_the_schedule_follows_steps_and_epochs() -> None:
     assert total_steps(None, 100, 17) == 17
     assert total_steps(load_config([("t", {"steps": 9})]), 10_000, 17) == 9
