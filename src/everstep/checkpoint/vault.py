@@ -38,10 +38,14 @@ class Kept(Protocol):
 
 @dataclass(frozen=True)
 class StageState:
-    """A stage's state as it came from others, each block checked then; None for those that are not held here."""
+    """A stage's state in this worker's memory, by block; None for those that are not held here.
+
+    A block that came from others was checked then. One of an own snapshot is named by that snapshot, and is read and
+    checked as it is loaded: snapshots may lie with other hosts, where the state is larger than this one's memory.
+    """
 
     made_of: dict[str, Any]
-    blocks: list[memoryview | None]
+    blocks: list[memoryview | Kept | None]
 
     @property
     def n_blocks(self) -> int:
@@ -54,51 +58,30 @@ class StageState:
         return self.made_of
 
     def read_block(self, index: int) -> memoryview:
+        """Raises: CheckpointCorrupt if it is not what it was."""
         block = self.blocks[index]
         check(block is not None, f"block {index} is not held here")
-        return block  # type: ignore[return-value]
+        if isinstance(block, memoryview):
+            return block
+        data = block.read_block(index)  # type: ignore[union-attr]
+        if digest_bytes(data) != self.made_of["blocks"][index]:
+            raise CheckpointCorrupt(f"block {index} of a snapshot is not what it was")
+        return data
 
     def release(self) -> None:
         self.blocks.clear()
 
     def load_into(self, state: ModelState) -> None:
         """Each block is let go once it is in its place, so that the state is not here twice. Raises: CheckpointCorrupt
-        if it does not fit."""
+        if it does not fit, or is not what it was."""
         state.load_with(self.made_of, self._fill)
 
     def _fill(self, scatter: Scatter) -> None:
-        for index, data in enumerate(self.blocks):
-            if data is not None:
-                spread(data, scatter.views(index))
+        for index, block in enumerate(self.blocks):
+            if block is not None:
+                spread(self.read_block(index), scatter.views(index))
                 scatter.written(index)
                 self.blocks[index] = None
-
-
-@dataclass(frozen=True)
-class KeptState:
-    """A stage's state in this worker's own snapshots. sources: by block, the one that has it; None for those that are
-    not held here."""
-
-    made_of: dict[str, Any]
-    sources: list[Kept | None]
-
-    def manifest(self) -> dict[str, Any]:
-        """As of a snapshot."""
-        return self.made_of
-
-    def load_into(self, state: ModelState) -> None:
-        """Block by block: snapshots may lie with other hosts, where the state is larger than this one's memory. Raises:
-        CheckpointCorrupt if it does not fit, or is not what it was."""
-        state.load_with(self.made_of, self._fill)
-
-    def _fill(self, scatter: Scatter) -> None:
-        for index, source in enumerate(self.sources):
-            if source is not None:
-                data = source.read_block(index)
-                if digest_bytes(data) != self.made_of["blocks"][index]:
-                    raise CheckpointCorrupt(f"block {index} of a snapshot is not what it was")
-                spread(data, scatter.views(index))
-                scatter.written(index)
 
 
 class Vault:

@@ -147,7 +147,7 @@ class Taking:
         self._request = {**request, "stages": list(order.stages)}
         self._own, self._wanted, self._joint = own, wanted, joint
         self._manifests: dict[int, dict[str, Any]] = {}
-        self._blocks: dict[int, list[memoryview | None]] = {}
+        self._blocks: dict[int, list[memoryview | Kept | None]] = {}
         self._lines: dict[WorkerKey, SourceTalk] = {}
         self._news: queue.SimpleQueue[moving.TakerEffect] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -270,17 +270,17 @@ class Taking:
 
 def own_blocks(
     manifest: Mapping[str, Any], missing: Extents = NONE, own: Iterable[Held] = ()
-) -> list[memoryview | None]:
+) -> list[memoryview | Kept | None]:
     """A stage's blocks as far as they are here, where they are those of the manifest; of those missing, none."""
-    blocks: list[memoryview | None] = [None] * len(manifest["blocks"])
+    blocks: list[memoryview | Kept | None] = [None] * len(manifest["blocks"])
     for n, _, data in _sound(manifest, missing, own):
         blocks[n] = data
     return blocks
 
 
-def own_sources(manifest: Mapping[str, Any], own: Iterable[Held]) -> list[Kept | None]:
+def own_sources(manifest: Mapping[str, Any], own: Iterable[Held]) -> list[memoryview | Kept | None]:
     """By block, which of these snapshots has it as the manifest says."""
-    sources: list[Kept | None] = [None] * len(manifest["blocks"])
+    sources: list[memoryview | Kept | None] = [None] * len(manifest["blocks"])
     for n, readable, _ in _sound(manifest, NONE, own):
         sources[n] = readable
     return sources
