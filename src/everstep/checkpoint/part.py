@@ -206,7 +206,6 @@ class PartWriter:
 
     @cached_property
     def _here(self) -> frozenset[int]:
-        """The blocks that are held here."""
         spans = self._job.held.spans((("", self._live.n_blocks),))
         return frozenset(n for lo, hi in spans for n in range(lo, hi))
 
@@ -509,7 +508,6 @@ class LiveState:
         return self.n_blocks
 
     def buffer(self) -> Tensor:
-        """Memory for one block."""
         return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._cuda is not None)
 
     def copy_block(self, index: int, out: Tensor) -> None:

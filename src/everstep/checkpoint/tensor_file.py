@@ -167,7 +167,6 @@ class Aside:
         return memoryview(mmap(self._file.fileno(), self._size, access=ACCESS_COPY))
 
     def close(self) -> None:
-        """They are not needed any more."""
         self._file.close()
 
 

@@ -135,20 +135,17 @@ class Vault:
             self._retention.lose(stage, step, lost)
 
     def retire(self, complete_step: int, proven: int = 0) -> None:
-        """As `Retention.retire`."""
         with self._lock:
             released = self._taken(self._retention.retire(complete_step, proven))
         _release(released)
 
     def forget(self, after_step: int) -> None:
-        """As `Retention.forget`."""
         with self._lock:
             self.times_forgotten += 1
             released = self._taken(self._retention.forget(after_step))
         _release(released)
 
     def clear(self) -> None:
-        """Drops everything."""
         self.forget(-1)
 
     def _taken(self, gone: Iterable[SnapshotKey]) -> list[Kept]:

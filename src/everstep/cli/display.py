@@ -331,7 +331,6 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="display", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def stop(self) -> None:

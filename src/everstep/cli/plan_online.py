@@ -55,7 +55,6 @@ class _Run:
 
     @property
     def steps(self) -> int:
-        """Those that were measured."""
         return int(sum(one[2] for one in self.history.facts.course.rates.values()))
 
     @property

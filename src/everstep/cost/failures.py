@@ -68,7 +68,6 @@ class Observed:
 
     @property
     def total(self) -> int:
-        """All interruptions."""
         return sum(self.counts.values())
 
     @property

@@ -80,7 +80,6 @@ class _Watched:
         self.first = self.look()
 
     def look(self) -> dict[str, Any]:
-        """Look again; returns the attributes."""
         self.now = _attributes(self.module)
         return self.now
 

@@ -48,11 +48,9 @@ class Steps:
 
     @property
     def first(self) -> int | None:
-        """Lowest step; None if there is none."""
         return self._firsts[0] if self._firsts else None
 
     def add(self, step: int) -> None:
-        """Add a step."""
         if step in self:
             return
         k = bisect_right(self._firsts, step)
@@ -129,7 +127,6 @@ class Telling:
                     self._once.popitem(last=False)
 
     def is_new(self, event: dict[str, Any]) -> bool:
-        """Whether the event has not been told."""
         step = event.get("step")
         if event["kind"] == "step_committed":
             return not isinstance(step, int) or self.lacks(step)
@@ -137,7 +134,6 @@ class Telling:
         return name is None or name not in self._once
 
     def lacks(self, step: int) -> bool:
-        """Whether the step has not been told."""
         return step > self._assumed and step not in self._steps
 
 

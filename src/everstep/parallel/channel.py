@@ -120,7 +120,6 @@ class Arena:
         return idle
 
     def clear(self) -> None:
-        """Free all runs."""
         self.forget(1 << 62)
 
 
@@ -232,7 +231,6 @@ class SharedMemoryChannel:
         self._fence.abort(generation)
 
     def close(self) -> None:
-        """Detach."""
         self._fence.abort(1 << 62)
         self._attached.close()
         self._inboxes.clear()

@@ -115,11 +115,9 @@ class EitherTransport:
         return self._near.node(step, node)
 
     def divide(self, step: int, takes: Takers | None, *, frees: bool = False) -> None:
-        """As `Transport.divide`."""
         self._current.divide(step, takes, frees=frees)
 
     def given_back(self, step: int) -> frozenset[Node]:
-        """As `Transport.given_back`."""
         return self._near.given_back(step)
 
     def offering(self, step: int) -> OnFinal | None:
@@ -217,7 +215,6 @@ class EitherChannel:
         self._near.spread(step, stage, ways.relayed, relayed=True)
 
     def forget(self, step: int) -> None:
-        """Messages of steps up to this one may be overwritten."""
         self._near.forget(step)
         if self._far is not None:
             self._far.forget(step)
@@ -231,7 +228,6 @@ class EitherChannel:
                 self._far.abort(generation)
 
     def close(self) -> None:
-        """Release everything."""
         if self._far is not None:
             self._far.close()
         self._near.close()

@@ -142,7 +142,6 @@ class GroupTransport:
             self._stream.divide(step, among, frees=frees)
 
     def given_back(self, step: int) -> frozenset[Node]:
-        """As `Transport.given_back`."""
         return self._flats.lost(step)
 
     def offering(self, step: int) -> OnFinal | None:
@@ -343,7 +342,6 @@ class GroupLinks:
             self._reaper.take(self._old.pop().retire)
 
     def close(self) -> None:
-        """Take down what is left."""
         self.retire_old()
         self._reaper.close()
 

@@ -259,7 +259,6 @@ class Attached(Generic[P]):
         return {m.worker_id: self._found[m.segment] for m in others}
 
     def close(self) -> None:
-        """Detach from all."""
         while self._found:
             self._found.popitem()[1].close()
 
@@ -338,7 +337,6 @@ class Geometry:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of the flat gradient."""
         return -(-self.numel // BLOCK_ELEMENTS)
 
     @cached_property

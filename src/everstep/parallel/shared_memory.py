@@ -126,7 +126,6 @@ class SharedMemoryTransport:
         return self._slots.tensor(step, node)
 
     def divide(self, step: int, takes: Takers | None, *, frees: bool = False) -> None:
-        """As `Transport.divide`."""
         self._frees = frees
         if takes is not None and (self._division is None or self._division[0] != step):
             self._division = step, Division.among(takes, self._layout.n_blocks)
@@ -137,7 +136,6 @@ class SharedMemoryTransport:
         return None if found is None else found.take
 
     def given_back(self, step: int) -> frozenset[Node]:
-        """As `Transport.given_back`."""
         return self._slots.lost(step)
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
@@ -192,11 +190,9 @@ class SharedMemoryTransport:
 
     @property
     def own(self) -> OwnSegment:
-        """The own memory."""
         return self._own
 
     def segment_of(self, worker_id: int) -> OwnSegment | PeerSegment:
-        """The memory of a member of this host."""
         return self._own if worker_id == self._me.worker_id else self._peers[worker_id]
 
     def tell_final(self, whom: int, generation: int, step: int, node: Node, runs: Sequence[tuple[int, int]]) -> None:
@@ -254,7 +250,6 @@ class SharedMemoryTransport:
         return self.own_result(step)
 
     def give_back(self, step: int, first: int, last: int) -> None:
-        """Give back the memory of the blocks [first, last) of all own nodes of the step."""
         self._slots.give_back(step, first, last)
 
     def held(self, worker_id: int, slot: int) -> torch.Tensor:

@@ -120,11 +120,9 @@ class StagedTransport:
         return flat
 
     def divide(self, stage: int, step: int, takes: Takers | None, *, frees: bool = False) -> None:
-        """As `Transport.divide`."""
         self._pools[stage].divide(step, takes, frees=frees)
 
     def given_back(self, stage: int, step: int) -> frozenset[Node]:
-        """As `Transport.given_back`."""
         return self._pools[stage].given_back(step)
 
     def offering(self, stage: int, step: int) -> OnFinal | None:

@@ -294,7 +294,6 @@ class TieredTransport:
         self._far.abort(generation)
 
     def close(self) -> None:
-        """Leave the others."""
         self._far.close()
 
     def divide(self, step: int, takes: Takers | None, *, frees: bool = False) -> None:

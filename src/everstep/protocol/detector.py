@@ -89,7 +89,6 @@ class PhiDetector:
         return self._last_ns + self._ceiling_ns
 
     def suspicion(self, now_ns: int) -> Suspicion:
-        """Judgement of the peer now."""
         silence = self.silence_ns(now_ns)
         suspect_after, dead_after = self._limits()
         if silence < suspect_after:

@@ -71,7 +71,6 @@ class Vitals:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has stopped the process."""
         return self._last is not None and self._last[1].stopped
 
     def look(self, now_s: float, figures: Figures | None) -> float:
@@ -115,12 +114,10 @@ class Patience:
     # ---- its lives
 
     def begins(self) -> None:
-        """A life begins."""
         self.spoke, self._first_s, self._asked = False, inf, None
         self._clear()
 
     def answered(self) -> None:
-        """The process has answered."""
         self.spoke = True
         self._clear()
 

@@ -120,7 +120,6 @@ class Crew:
         return i
 
     def end_spans(self, time_ns: int) -> None:
-        """End the present state of every worker."""
         for span in self._open.values():
             span.end_ns = time_ns
         self._open.clear()

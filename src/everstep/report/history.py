@@ -74,7 +74,6 @@ class History:
         return changed
 
     def load(self) -> History:
-        """Read everything there is."""
         while self.poll():
             pass
         return self

@@ -438,7 +438,6 @@ class JobLink:
         return JobHello(asked=[_what_is_left(*asked) for asked in tuple(self._asked.values())])
 
     def close(self) -> None:
-        """End the connection."""
         self._client.close(0.0)
 
     def _receive(self, message: AnyMessage) -> None:

@@ -86,7 +86,6 @@ class Calls:
 
     @property
     def memory(self) -> RoundMemory:
-        """Facts of the round."""
         return self.reader.memory
 
     def iterate(self, value: Value, node: ast.expr) -> Value:

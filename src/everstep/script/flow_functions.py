@@ -41,11 +41,9 @@ class Functions:
 
     @property
     def memory(self) -> RoundMemory:
-        """Facts of the round."""
         return self.reader.memory
 
     def is_users(self, thing: Any) -> bool:
-        """Whether this is a user's function."""
         return isinstance(thing, types.FunctionType) and self.memory.judge.of_user(unwrapped(thing))
 
     def live(self, thing: Any, callee: Value, given: Given) -> Value | None:

@@ -158,7 +158,6 @@ class SimLanes:
         self._next()
 
     def _leave(self, operation: Compute, accused: tuple[int, ...], reason: str) -> None:
-        """End the operation with the present pass."""
         if self._operation is operation:
             self._leaving = self._leaving or (accused, reason)
             self._next()
@@ -228,7 +227,6 @@ class SimLanes:
         return _each(self._odd, found) if self.life.site.is_odd(self.life) else found
 
     def _odd(self, value: int) -> int:
-        """A value as this worker computes it."""
         return hash((value, 53)) | 1 if self.life.site.is_odd(self.life) else value
 
     def _with_trials(self, operation: Compute) -> Plan:
@@ -307,7 +305,6 @@ class Reduction:
         life.install({("message", "part"): self._on_part, ("message", "piece"): self._on_piece})
 
     def clear(self) -> None:
-        """Begin a generation."""
         self._parts, self._pieces, self._divisions = {}, {}, {}
 
     def _division(self, plan: Plan, stage: int, step: int) -> Division:
@@ -434,7 +431,6 @@ class Spreading:
         life.install({do.Spread: self._spread, ("owes", do.Spread): self._owes, ("message", "spread"): self._on_block})
 
     def clear(self) -> None:
-        """Begin a generation."""
         self._came = {}
 
     def _spread(self, operation: do.Spread) -> None:

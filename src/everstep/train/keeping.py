@@ -109,7 +109,6 @@ class SnapshotKeeper:
             self._note(self._in_memory())
 
     def close(self) -> None:
-        """Give the memory back."""
         self.stand_still()
         self._vault.clear()
 

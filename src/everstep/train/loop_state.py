@@ -43,7 +43,6 @@ class LoopMoves:
         self._round = 0
 
     def begin(self, tensors: StandingTensors) -> None:
-        """The loop is about to begin."""
         self._tensors = tensors
 
     def enter(self, number: int) -> None:

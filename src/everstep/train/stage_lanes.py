@@ -195,7 +195,6 @@ class StageLanes:
         return self._sums.offered(lanes)
 
     def reports(self, lanes: Sequence[int]) -> list[LaneReport]:
-        """Reports of these lanes."""
         return [self._reports[lane] for lane in lanes]
 
     # ---- buffers

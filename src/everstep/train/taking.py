@@ -158,7 +158,6 @@ class Taking:
     # ---- from any thread
 
     def tell(self, event: moving.TakerEvent) -> None:
-        """Something has happened."""
         with self._lock:
             self._carry_out(self._taker.handle(event))
 

@@ -89,7 +89,6 @@ class Transfers:
 
     @property
     def copier(self) -> Copier:
-        """Gets state from others."""
         return Copier(self._view, self._own)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
@@ -358,7 +357,6 @@ class Transfers:
         return self._updates.apply(operation.outcome, operation.records, gradients, plan.generation, plan)
 
     def close_feeds(self, effect: do.CloseFeeds | None = None) -> None:
-        """Stop following."""
         for feed in self._feeds:
             feed.taking.close()
         self._feeds, self._offers = [], []

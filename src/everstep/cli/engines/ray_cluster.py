@@ -63,7 +63,6 @@ class HostProcess:
         return self._process.wait()
 
     def tell(self, number: int) -> None:
-        """Send the process a signal."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)

@@ -79,7 +79,6 @@ class RayPlaces:
             self._ask_again(waiting)  # otherwise they would wait for resources of that node
 
     def close(self) -> None:
-        """Give all groups back."""
         for group in dict.fromkeys(group for group, _ in self._of.values()):
             self._groups.remove(group)
 

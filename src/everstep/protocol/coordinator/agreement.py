@@ -218,7 +218,6 @@ class JobProgress:
             self.step_times_ms.append(step_ms)
 
     def tell(self, generation: int) -> None:
-        """The start of this generation has been reported."""
         self.told = generation
 
     # ---- set-backs

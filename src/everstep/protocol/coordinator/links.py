@@ -53,7 +53,6 @@ class Probes:
         return not begun
 
     def ask(self, number: int, agent_id: str, until_ns: int) -> None:
-        """An agent is asked."""
         self.asked[number], self.until_ns = agent_id, until_ns
 
     def heard(self, agent_id: str, host: str, message: HostsProbed) -> bool:
@@ -100,7 +99,6 @@ class Links:
         return Why(Cause.LINK, _behind(behind, self._reasons[0])) if behind else None
 
     def forget_accusations(self) -> None:
-        """The generation of the accusations is over."""
         self._accusations, self._reasons = {}, []
         self._probes = Probes()
 
@@ -115,7 +113,6 @@ class Links:
         return [(workers[a], workers[b]) for a, b in found.values()]
 
     def asks(self, agent_id: str) -> int:
-        """An agent is asked to probe. Returns the number of the request."""
         number, until_ns = self._env.number(), self._env.now + PROBE_NS
         self._probes.ask(number, agent_id, until_ns)
         self._env.alarms.set(Alarm.LINKS, until_ns)

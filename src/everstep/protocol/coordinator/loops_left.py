@@ -29,7 +29,6 @@ class Leaving:
         self._on: dict[WorkerKey, tuple[int, int]] = {}
 
     def left(self, key: WorkerKey, step: int) -> None:
-        """A member has left its loop after this step."""
         self._left[key] = step
         self._env.alarms.set(Alarm.LEFT, self._env.now + FOLLOW_NS)
 

@@ -103,7 +103,6 @@ class Worker:
         self.step = max(self.step, step)
 
     def healed(self, step: int) -> None:
-        """The worker follows the members from this step on."""
         self.step = step
 
     def ordered(self, now_ns: int) -> None:
@@ -250,7 +249,6 @@ class Membership:
         return self._env.now - self._absent_since_ns
 
     def end_grace(self) -> None:
-        """The grace period is over."""
         self._env.change()
         self.grace_until_ns, self._absent_since_ns = 0, None
 
@@ -314,7 +312,6 @@ class Agent:
 
     @property
     def draining(self) -> bool:
-        """Whether the agent has to give up its slots."""
         return self.drained in ("asked", "emptied", "told")
 
     @property
@@ -342,7 +339,6 @@ class Agent:
         return self.lives | self.restored
 
     def runs(self, key: WorkerKey) -> None:
-        """The agent reports that it runs this process."""
         self.lives.add(key)
 
     def exited(self, key: WorkerKey) -> None:
@@ -419,7 +415,6 @@ class Agents:
         return agent
 
     def greet(self, agent: Agent, connection: str, hello: AgentHello) -> None:
-        """An agent has said hello."""
         self.version += 1
         if agent.left_ns is not None:
             self._env.change()
@@ -454,7 +449,6 @@ class Agents:
         agent.exited(key)
 
     def remove(self, agent_id: str) -> None:
-        """An agent is given up because it is silent."""
         self.version += 1
         agent = self._forget(agent_id)
         self.whereabouts.give_up(agent_id, agent.host, {name: other.detector for name, other in self.known.items()})
@@ -510,5 +504,4 @@ class Agents:
         return away is not None and away < self._env.config.hosts.reconnect_ns
 
     def run(self, key: WorkerKey) -> bool:
-        """Whether any agent presumably runs this process."""
         return any(key in agent.believed for agent in self.known.values())

@@ -91,7 +91,6 @@ class Driver:
     # ---- events
 
     def handle(self, now_ns: int, event: object) -> list[do.Effect]:
-        """Take one event. Returns the effects, to be carried out in order."""
         out, machine = self._parts.out, self.machine
         out.times.tick(now_ns)
         self._events.get(type(event), self._asked)(event)

@@ -36,7 +36,6 @@ class MachineQueue:
             self._effects.extend(effects)
 
     def next(self) -> step.StepEffect:
-        """The next effect to carry out."""
         return self._effects.popleft()
 
     def drop_transfers(self) -> None:

@@ -91,7 +91,6 @@ class Candidate:
         return self._asked
 
     def answered(self, now_ns: int, answer: StoreAnswer) -> None:
-        """The request was answered, or will not be."""
         asked, asked_ns = self._asked, self._asked_ns
         check(asked is not None and asked_ns is not None, "an answer to nothing that was asked")
         self._asked = self._asked_ns = None

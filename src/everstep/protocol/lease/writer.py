@@ -56,7 +56,6 @@ class Writer:
 
     @property
     def number(self) -> int:
-        """The next number to write under."""
         return self._number
 
     @property
@@ -65,7 +64,6 @@ class Writer:
         return len(self._waiting) + (len(self._asked.entries) if isinstance(self._asked, Append) else 0)
 
     def put(self, entries: Iterable[JournalEntry]) -> None:
-        """Write this after all entries before it."""
         self._waiting.extend(entries)
 
     def request(self) -> StoreRequest | None:

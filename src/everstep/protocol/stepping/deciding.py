@@ -54,7 +54,6 @@ class Deciding:
         return self._decide(key, records) if self._complete(records) else []
 
     def _complete(self, records: Mapping[int, Record]) -> bool:
-        """Whether the records of all members have come."""
         return len(records) == len(self._known.plans.current.members)
 
     def _decide(self, key: Key, records: dict[int, Record]) -> list[StepEffect]:

@@ -230,7 +230,6 @@ class AgentLink:
     # ---- births and deaths
 
     def worker_started(self, life: WorkerLife) -> None:
-        """Report that a process was started."""
         self._lost.pop(life.worker_id, None)
         self.client.send(WorkerStarted(agent_id=self.agent_id, worker=life))
 
@@ -287,7 +286,6 @@ class AgentLink:
         self.client.send(AgentNotice(agent_id=self.agent_id, kind=kind, fields=fields))
 
     def close(self, flush_s: float = 0.5) -> None:
-        """End the connection."""
         self.client.close(flush_s)
 
     # ---- in the connection's thread

@@ -92,7 +92,6 @@ class Row:
         self._marks: list[tuple[int, str]] | None = None
 
     def tick(self) -> None:
-        """Count one movement."""
         words = self._words
         words[_COUNTER] += 1
         words[_BEAT_NS] = _monotonic_ns()
@@ -167,7 +166,6 @@ class Row:
 
     @property
     def end_asked(self) -> bool:
-        """Whether the agent has asked this life to end."""
         return bool(self._words[_ENDING])
 
     def leave(self, exit_code: int) -> None:

@@ -141,7 +141,6 @@ class ForkServerClient:
         self._sock.close()
 
     def kill(self) -> None:
-        """SIGKILL the server alone."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
@@ -215,7 +214,6 @@ class EarlyForkServer:
             self._close_board()
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """End the server, if there is one."""
         if self._client is not None:
             self._client.close(timeout_s)
             self._client = None

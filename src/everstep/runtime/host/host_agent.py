@@ -134,7 +134,6 @@ class HostAgent:
 
     @property
     def link(self) -> AgentLink:
-        """The connection to the coordinator."""
         return self._link
 
     def run(self) -> Left:

@@ -174,7 +174,6 @@ class Host:
         return self._board.read(life.worker_id).phase == "finish" and not any(map(is_stopped, pids))
 
     def kill_idle(self) -> None:
-        """SIGKILL all other workers."""
         for life in self.workers.lives():
             if not self._finishes(life):
                 self.workers.kill(life.worker_id, life.incarnation)
