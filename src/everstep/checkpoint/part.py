@@ -521,7 +521,6 @@ class LiveState:
         out[at:] = 0
 
     def release(self) -> None:
-        """Lets go of the tensors."""
         self._tensors, self._bytes, self._at = [], None, -1
 
     def _copy(self, k: int, lo: int, hi: int, out: Tensor) -> None:

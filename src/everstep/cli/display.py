@@ -403,7 +403,6 @@ class Output:
         self._waiting.clear()
 
     def before(self, time_ns: int) -> list[str]:
-        """Lines printed before that moment."""
         if time_ns >= self._read_ns:
             self._read()
         return self._take(lambda printed_ns, _: printed_ns <= time_ns)

@@ -41,7 +41,6 @@ class Doorkeeper(logging.Filter):
         self._there = 0
 
     def __call__(self, **given: Any) -> Visitor:
-        """Make a protocol, as uvicorn asks."""
         return Visitor(self, **given)
 
     def filter(self, record: logging.LogRecord) -> bool:

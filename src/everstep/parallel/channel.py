@@ -222,7 +222,6 @@ class SharedMemoryChannel:
             inbox.forget(step)
 
     def rest(self) -> None:
-        """Detach from the others, until the next `open`."""
         self._attached.close()
         self._inboxes = {}
 

@@ -125,7 +125,6 @@ class EitherTransport:
         return self._current.offering(step)
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
-        """All-gather of small records."""
         found = self._current.exchange(tag, payload)
         self._leave_sockets()
         return found

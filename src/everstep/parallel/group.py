@@ -152,7 +152,6 @@ class GroupTransport:
         return lambda node, first, last: stream.offer(step, node, self._flats.held(step, node), first, last)
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
-        """All-gather of small records."""
         self._groups.fence.check()
         found = self._groups.gather(tag, payload)
         self._groups.retire_old()

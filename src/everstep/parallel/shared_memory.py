@@ -139,7 +139,6 @@ class SharedMemoryTransport:
         return self._slots.lost(step)
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
-        """All-gather of small records."""
         room = self._geometry.record_bytes - _TOTAL.size
         parts: dict[int, list[bytes]] = {}
         part = 0
@@ -289,7 +288,6 @@ class SharedMemoryTransport:
         """Nothing to do: peers read in place, so nothing is on its way."""
 
     def rest(self) -> None:
-        """Detach from the others, until the next `open`."""
         self._attached.close()
         self._peers = {}
 
@@ -452,7 +450,6 @@ class NodeSlots:
         self._given, self._lost = set(), self._lost | self._given
 
     def lost(self, step: int) -> frozenset[Node]:
-        """Those nodes of the step, once: the caller fills them again."""
         found, self._lost = self._lost, set()
         return frozenset(found if step == self._step else ())
 

@@ -80,7 +80,6 @@ class PhiDetector:
         self._last_ns += gap_ns
 
     def silence_ns(self, now_ns: int) -> int:
-        """Time since the last sign of life."""
         return max(0, now_ns - self._last_ns)
 
     @property

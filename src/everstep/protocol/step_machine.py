@@ -151,12 +151,10 @@ class StepMachine:
 
     @property
     def step(self) -> int:
-        """Updates applied or being applied."""
         return self.position.step
 
     @property
     def records(self) -> Mapping[int, Record]:
-        """Records of the last decision, by worker id."""
         return self._known.decisions.records
 
     @property

@@ -149,7 +149,6 @@ class Incident:
         return max(0, (self.end_ns or 0) - (self.stood_ns or self.begin_ns)) / 1e9
 
     def did(self, text: str) -> None:
-        """Note an act of the system."""
         if text not in self.done and len(self.done) < 2 * _MOST_NAMED:
             self.done.append(text)
 
@@ -197,7 +196,6 @@ class Incidents:
         return [incident for incident in self.all if incident.end_ns is not None and incident.whole_ns is None]
 
     def take(self, event: Event, time_ns: int, step: int) -> None:
-        """Take in the next event other than a commit. step: the newest one by then."""
         act = _ACTS.get(event["kind"])
         if act is not None:
             with contextlib.suppress(TypeError, ValueError):  # it is malformed; the facts count that

@@ -406,7 +406,6 @@ class JobLink:
         )
 
     def ping(self) -> None:
-        """Ask whether the coordinator answers."""
         if self._client.connected:
             self._client.send(Ping(seq=next(self._numbers)))
 

@@ -183,7 +183,6 @@ class SimRecords:
         return said
 
     def copies(self, records: Mapping[int, Record]) -> dict[int, set[int]]:
-        """States of all copies of each stage before the step."""
         copies: dict[int, set[int]] = {}
         for record in records.values():
             for stage, state in self.vote(record.payload).states:
@@ -352,7 +351,6 @@ class Exact:
         self.finals.append(dict(states))
 
     def saved(self, step: int, states: Mapping[int, Blocks]) -> None:
-        """A checkpoint that was requested is on disk."""
         right = states.keys() == self.states[step].keys() and all(
             wrong(state) or state == self.states[step][stage] for stage, state in states.items()
         )

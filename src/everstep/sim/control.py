@@ -491,7 +491,6 @@ class Control:
         self.fate.began(status["state"], status["reason"])
 
     def mend(self) -> None:
-        """End all troubles of the coordinator."""
         self.coordinator.crash_after(None)
         self.coordinator.thaw()
 

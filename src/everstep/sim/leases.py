@@ -50,7 +50,6 @@ class SimCandidate(SimCoordinator):
         return self._candidate.term
 
     def begin(self) -> None:
-        """The process has started, and stands by."""
         self.world.log(self.name, "STANDS BY")
         self._turn()
 

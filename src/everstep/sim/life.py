@@ -132,7 +132,6 @@ class Disk:
         self._asking, self._said, self.saving, self.past = {}, {}, {}, {}
 
     def damage(self) -> None:
-        """Damage the newest complete checkpoint."""
         self.damaged.update(sorted(self.parts)[-1:])
 
     def read(self, stage: int, step: int) -> Blocks | None:
@@ -319,7 +318,6 @@ class SimSite:
         self.told: list[dict[str, Any]] = []  # events of the job, as its log would have them
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Write an event of the job."""
         self.told.append({"kind": kind, "time_unix_ns": self.world.now_ns, **fields})
 
     @property
@@ -447,7 +445,6 @@ class Life(Process):
         self.cut_to = max(self.cut_to, generation)
 
     def abort(self, operation: do.Operation, accused: tuple[int, ...] = (), reason: str = "interrupted") -> None:
-        """End the operation, unless it has been answered."""
         if self.operation is operation and not isinstance(operation, UNINTERRUPTED):
             self.handlers.get(("abort", type(operation)), self.aborted)(operation, accused, reason)
 

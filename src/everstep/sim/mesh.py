@@ -317,7 +317,6 @@ class Ties:
             require(answer.values == known, "P3", f"{self.life.me} meets {answer.values} in {generation}, not {known}")
 
     def show_stacks(self) -> None:
-        """From now on its pulses say where it stands still."""
         self.at = "task.py:7"
 
     def _plan(self) -> Plan | None:

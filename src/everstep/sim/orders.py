@@ -108,5 +108,4 @@ class ScriptedStrikes:
             self._struck.add(fields["target"])
 
     def clear(self) -> None:
-        """Another run of the job begins."""
         self._struck.clear()

@@ -141,7 +141,6 @@ class World:
         return _pair(a, b) in self._bad
 
     def mend_all(self) -> None:
-        """End all faults of the network."""
         self._bad.clear()
         for a, b in sorted(self._one_way):
             self.mend_one_way(a, b)

@@ -46,7 +46,6 @@ class LoopMoves:
         self._tensors = tensors
 
     def enter(self, number: int) -> None:
-        """The body is about to be entered, for this step."""
         self._round = number
 
     def reach(self) -> bool:

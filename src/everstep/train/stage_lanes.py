@@ -127,7 +127,6 @@ class StageLanes:
         self._reports[lane] = LaneReport(lane, 0.0, 1.0, count, use)
 
     def note(self, report: LaneReport) -> None:
-        """Note the report of a lane whose loss was computed here."""
         self._reports[report.lane] = report
 
     # ---- passes of a model that is split
@@ -218,7 +217,6 @@ class StageLanes:
     # ---- the end
 
     def discard(self) -> None:
-        """The step is over: drop its lanes' results."""
         self._sums.forget()
         self.drop()
         self._reports = {}
@@ -266,7 +264,6 @@ class LoopLane:
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss, before its backward pass."""
         return self._scaler.scale
 
     def take(self, node: Node, row: bytes, flat: torch.Tensor) -> None:

@@ -76,7 +76,6 @@ class SourceTalk:
         self._thread.start()
 
     def say(self, effect: moving.SourceTold) -> None:
-        """Send the source the next message."""
         self._asked.put(effect)
 
     def close(self) -> None:
@@ -257,7 +256,6 @@ class Taking:
         return [line.connection for line in lines if line.feeds and line.connection is not None]
 
     def close(self) -> None:
-        """Leave all conversations, be they finished or not."""
         with self._lock:
             self._taker.stop()
             lines = list(self._lines.values())

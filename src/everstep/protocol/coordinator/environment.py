@@ -131,7 +131,6 @@ class Environment:
         self.now = max(self.now, now_ns)
 
     def change(self) -> None:
-        """Something has changed that decisions depend on."""
         self.version += 1
 
     def distrust(self, span_ns: int) -> None:

@@ -106,7 +106,6 @@ class Worker:
         self.step = step
 
     def ordered(self, now_ns: int) -> None:
-        """The worker got a plan or a ticket."""
         self.ordered_ns = now_ns
 
     def suspect(self, in_trouble: bool = True) -> bool:
@@ -150,7 +149,6 @@ class Membership:
         return [worker for key in keys if (worker := self.alive(key)) is not None]
 
     def newer(self, key: WorkerKey) -> bool:
-        """Whether a newer life of the same slot is known."""
         known = self.workers.get(key.worker_id)
         return known is not None and known.key.incarnation > key.incarnation
 
@@ -160,7 +158,6 @@ class Membership:
         return 1 + (fenced if known is None else max(fenced, known.key.incarnation))
 
     def add(self, key: WorkerKey, host: str = "") -> Worker:
-        """Add a new life of a slot that had none, or whose last one is over."""
         self._env.change()
         worker = self.workers[key.worker_id] = Worker(key, host=host)
         self._to_come[key.worker_id] = worker
@@ -207,7 +204,6 @@ class Membership:
             (self.alive(member.key) or self.add(member.key)).restore(member, agent_id)
 
     def replay_evict(self, key: WorkerKey, cause: Cause) -> None:
-        """An earlier life of the coordinator declared this life over."""
         self._fenced[key.worker_id] = max(key.incarnation, self._fenced.get(key.worker_id, -1))
         self._fenced_for[key.worker_id] = cause
         worker = self.workers.get(key.worker_id)
@@ -215,7 +211,6 @@ class Membership:
             del self.workers[key.worker_id]
 
     def keep_only(self, keys: Container[WorkerKey]) -> None:
-        """Forget all lives but these."""
         self.workers = {i: worker for i, worker in self.workers.items() if worker.key in keys}
 
     # ---- time to come back
@@ -287,7 +282,6 @@ class Agent:
     _killed_ns: dict[WorkerKey, int] = field(default_factory=dict)
 
     def greet(self, connection: str, hello: AgentHello, now_ns: int) -> None:
-        """The agent has connected (again) and said hello."""
         self.connection, self.left_ns = connection, None
         self.host, self.slots = hello.host, hello.slots
         self.room, self.process, self.about = hello.room, hello.process, hello.about
@@ -303,7 +297,6 @@ class Agent:
         return before
 
     def leave(self, now_ns: int) -> None:
-        """The agent's connection has ended."""
         self.connection, self.left_ns = None, now_ns
 
     def drain(self, state: Draining) -> None:
@@ -342,7 +335,6 @@ class Agent:
         self.lives.add(key)
 
     def exited(self, key: WorkerKey) -> None:
-        """The agent reports that this process is dead."""
         self.lives.discard(key)
         self.restored.discard(key)
         self._killed_ns.pop(key, None)
@@ -444,7 +436,6 @@ class Agents:
         self._drained[agent_id] = process
 
     def exited(self, agent: Agent, key: WorkerKey) -> None:
-        """An agent says that this process is dead."""
         self.version += 1
         agent.exited(key)
 

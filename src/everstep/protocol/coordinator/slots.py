@@ -177,7 +177,6 @@ class Slots:
     # ---- from the journal
 
     def replay_lost(self, worker_id: int, reason: str) -> None:
-        """An earlier life of the coordinator gave this slot up."""
         self.lost[worker_id] = reason
 
     def restore(self, worker_ids: Iterable[int]) -> None:

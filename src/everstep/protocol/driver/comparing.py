@@ -202,7 +202,6 @@ class Comparing:
         self._asked = number
 
     def due(self, number: int, plan: Plan) -> bool:
-        """Whether members compare their states before this step."""
         periodic = bool(self._every) and number % self._every == 0
         known = self._repeats and bool(self._alike.get(number - 1))
         return periodic or known or (len(plan.members) > 1 and (bool(self._members) or self._asked == number))

@@ -84,7 +84,6 @@ class Driver:
         return self._parts.proven(number)
 
     def progress(self, number: int, step_ms: float, committed_unix_ns: int = 0) -> wire.AnyMessage:
-        """The job's progress, as a message of this generation."""
         at = {"step": number, "step_ms": step_ms, "committed_unix_ns": committed_unix_ns}
         return self._parts.out.signed(wire.Progress, generation=self.machine.generation, **at)
 

@@ -368,17 +368,14 @@ class Joiner:
     # ---- operations that have ended
 
     def opened(self, operation: do.OpenFeeds, positions: Sequence[Key]) -> None:
-        """Donors have offered their states."""
         groups = zip(operation.groups, positions, strict=True)
         self._feeds = [_Feed(stages, position) for (_, stages), position in groups]
 
     def saw(self, operation: do.Watch, seen: Sequence[do.Seen]) -> None:
-        """Feeds have sent something."""
         for one in seen:
             self._feeds[one.feed].saw(one)
 
     def adopted(self, operation: do.Adopt, result: do.Copied) -> Iterable[StepEvent]:
-        """The offered state is loaded."""
         self._adopted, self._at = True, operation.position.step
         for feed, passed in zip(self._feeds, operation.passed, strict=True):
             for _ in passed:

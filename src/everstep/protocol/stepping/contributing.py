@@ -59,7 +59,6 @@ class Contributing:
         return []
 
     def resume(self) -> list[StepEffect]:
-        """Go on with what the application waits for."""
         known, asked = self._known, self.asked
         if isinstance(asked, StepWanted):
             return self._begin_step()

@@ -35,7 +35,6 @@ class Deciding:
         self._switching = switching
 
     def record_arrived(self, event: RecordArrived) -> list[StepEffect]:
-        """A member's record has come."""
         known, plans, decisions = self._known, self._known.plans, self._known.decisions
         if plans.plan is None or event.generation != plans.generation:
             return []

@@ -31,7 +31,6 @@ class Decisions:
         self._arrived = {}
 
     def arrived(self, event: RecordArrived) -> None:
-        """Note a member's record."""
         self._arrived.setdefault(event.key, {}).setdefault(event.worker_id, event.record)
 
     def given(self, key: Key) -> dict[int, Record]:

@@ -194,7 +194,6 @@ class AgentLink:
     # ---- heartbeats
 
     def due_in(self, now_s: float) -> float:
-        """Seconds until the next heartbeat."""
         return max(0.0, self._next_s - now_s)
 
     def interval(self) -> float:
@@ -256,7 +255,6 @@ class AgentLink:
         self.client.send(self._lost[worker_id])
 
     def host_failed(self, why: Why) -> None:
-        """Report that no restart on this host can help."""
         self._failed = HostFailed(agent_id=self.agent_id, **vars(why))
         self.client.send(self._failed)
 

@@ -157,7 +157,6 @@ class Row:
         self.set(phase="starting")
 
     def set_pid(self, pid: int) -> None:
-        """Name the process of this life."""
         self._words[_PID] = pid
 
     def ask_end(self) -> None:

@@ -101,7 +101,6 @@ class Host:
             self._server_died()
 
     def ping_in(self, now_s: float) -> float:
-        """Seconds until the fork server is pinged."""
         return self._server.watch.due_in(now_s) if self._server.fd >= 0 else inf
 
     def watch_server(self, now_s: float) -> None:

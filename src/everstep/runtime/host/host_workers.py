@@ -353,7 +353,6 @@ class Slot:
         return self.incarnation
 
     def started(self, *pids: int) -> None:
-        """Note the processes of the present life."""
         self.state, self.pids = "running", pids
 
     def resize(self, ranks: int, now_s: float) -> None:

@@ -30,7 +30,6 @@ class Running:
         """Whether the end of a process was not seen."""
 
     def started(self, pids: Sequence[int]) -> None:
-        """Note its processes, the head's first."""
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):  # dead and reaped already: a later message says so
                 self._pidfds[pid] = os.pidfd_open(pid)

@@ -347,7 +347,6 @@ class TlsPipe:
         self._tls.write(data)
 
     def leaving(self) -> bytes:
-        """Encrypted bytes to put on the wire now."""
         return self._out.read()
 
 
