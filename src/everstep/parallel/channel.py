@@ -226,7 +226,6 @@ class SharedMemoryChannel:
         self._inboxes = {}
 
     def abort(self, generation: int) -> None:
-        """Thread-safe; a waiting caller sees it within 5 ms."""
         self._fence.abort(generation)
 
     def close(self) -> None:

@@ -134,7 +134,6 @@ class EitherTransport:
         return self._current.reduce(step, presence)
 
     def settled(self) -> None:
-        """All members are known to have received everything that was sent here in this generation."""
         self._current.settled()
         self._leave_sockets()
 
@@ -193,15 +192,12 @@ class EitherChannel:
         self._far.open(plan)
 
     def send(self, to: int, key: Hop, tensors: Sequence[torch.Tensor], meta: bytes = b"") -> None:
-        """Raises: CollectiveAborted."""
         self._way(to).send(to, key, tensors, meta)
 
     def expect(self, source: int, key: Hop) -> None:
-        """Raises: CollectiveAborted."""
         self._way(source).expect(source, key)
 
     def recv(self, source: int, key: Hop) -> tuple[list[torch.Tensor], bytes]:
-        """Raises: CollectiveAborted."""
         return self._way(source).recv(source, key)
 
     def spread(self, step: int, stage: int, portions: Sequence[Portion]) -> None:

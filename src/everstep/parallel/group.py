@@ -126,7 +126,6 @@ class GroupTransport:
         return self._ticker.ticking()
 
     def settled(self) -> None:
-        """All members are known to have received everything that was sent here in this generation."""
         self._groups.retire_old()
 
     def node(self, step: int, node: Node) -> torch.Tensor:

@@ -446,7 +446,6 @@ class NodeSlots:
                     self._own.forget_node(slot, first, last)
 
     def lose(self) -> None:
-        """A generation begins: nodes of which blocks were given back in older ones are of no use in it."""
         self._given, self._lost = set(), self._lost | self._given
 
     def lost(self, step: int) -> frozenset[Node]:

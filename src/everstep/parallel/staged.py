@@ -142,7 +142,6 @@ class StagedTransport:
         return found
 
     def abort(self, generation: int) -> None:
-        """Thread-safe. Free any caller that waits in an operation of this generation or an older one."""
         with self._lock:
             self._fence.abort(generation)
             for part in self._parts():

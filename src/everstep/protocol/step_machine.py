@@ -101,7 +101,6 @@ class StepMachine:
         return effects
 
     def void(self) -> Discard:
-        """Forget all results for the next step. Returns the effect that drops them."""
         return self._known.void()
 
     def holding(self) -> Holding:

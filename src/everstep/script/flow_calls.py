@@ -89,7 +89,6 @@ class Calls:
         return self.reader.memory
 
     def iterate(self, value: Value, node: ast.expr) -> Value:
-        """Each value that an iterable gives."""
         memory = self.memory
         if "run" in value.flags:
             return value.element or Value(frozenset((STEP,)), flags=frozenset(("step",)), title="step")
@@ -145,7 +144,6 @@ class Calls:
             self.memory.sink(self.memory.use(self._beside(function, given)))
 
     def operate(self, value: Value, name: str, given: Sequence[Value]) -> Value | None:
-        """Result of a user's method that Python calls by itself; None if there is none."""
         return self.functions.operate(value, name, given)
 
     def _beside(

@@ -125,7 +125,6 @@ class Functions:
             )
 
     def operate(self, value: Value, name: str, given: Sequence[Value]) -> Value | None:
-        """Result of a user's method that Python calls by itself; None if there is none."""
         found = []
         for thing in value.objects:
             method = method_of(type(thing), name) if self.memory.judge.of_user(thing) else None

@@ -441,7 +441,6 @@ class Life(Process):
             self.handle(do.Done(operation.op, result))
 
     def cut(self, generation: int) -> None:
-        """End the transfers of this generation and older ones."""
         self.cut_to = max(self.cut_to, generation)
 
     def abort(self, operation: do.Operation, accused: tuple[int, ...] = (), reason: str = "interrupted") -> None:

@@ -40,7 +40,6 @@ class SnapshotKeeper:
         self._told: InMemory = InMemory({})
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """Handlers of the driver's operations and effects."""
         return {Keep: self.keep, RetireKept: self.retire, ForgetKept: self.forget}
 
     # ---- training thread

@@ -136,7 +136,6 @@ class PartSaver:
         self._loop.watch(survey)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """Handlers for the driver's operations and effects."""
         return {
             Save: self.save,
             AbandonSave: self.abandon,
@@ -291,7 +290,6 @@ class LastCheckpoint:
     _saver: PartSaver
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """Handlers for the driver's operations and effects."""
         return {do.SaveLast: self.save, do.Linger: self.linger}
 
     def save(self, operation: do.SaveLast) -> str:

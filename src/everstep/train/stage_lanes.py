@@ -107,7 +107,6 @@ class StageLanes:
         self._sums.begin(step, lanes, buffer, offer)
 
     def lacking(self, lanes: Sequence[int]) -> tuple[int, ...]:
-        """Lanes that must be computed here before exactly these can be offered to the reduction."""
         return self._sums.lacking(lanes)
 
     @property

@@ -92,7 +92,6 @@ class Transfers:
         return Copier(self._view, self._own)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """Handlers of the driver's operations and effects."""
         return {
             do.Fetch: self.fetch,
             do.Restore: self.restore,

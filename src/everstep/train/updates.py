@@ -57,7 +57,6 @@ class Updates:
     _compared: bool = False
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """Handlers of the driver's operations and effects."""
         return {
             do.Update: self.update,
             do.Spread: self._dealing.spread,
