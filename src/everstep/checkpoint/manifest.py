@@ -142,6 +142,7 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
+        """Size of the state in bytes, even if only a part was written."""
         return self.n_blocks * BLOCK_BYTES
 
     @cached_property

@@ -87,6 +87,7 @@ class Watched:
         self._before = self._look()
 
     def changed(self) -> list[str]:
+        """Names of changed attributes, sorted."""
         now = self._look()
         return [name for name in sorted(now.keys() | self._before.keys()) if now.get(name) != self._before.get(name)]
 

@@ -75,6 +75,7 @@ class ShardCut:
         return torch.cat(parts, self.axis) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
     def put(self, mine: Tensor, whole: Tensor, shard: int, shards: int) -> None:
+        """Inverse of `take`: copy a shard to its place in the whole tensor."""
         for view, part in zip(self.views(whole, shard, shards), mine.chunk(self.fused, self.axis), strict=True):
             view.copy_(part)
 

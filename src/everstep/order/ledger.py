@@ -181,6 +181,7 @@ class _Problems:
         self._lines: list[str] = []
 
     def add(self, line: str, count: int = 1) -> None:
+        """Add a problem. count: number of problems that the line stands for."""
         self.found += count
         if self.found < _MOST_PROBLEMS:
             self._lines.append(line)

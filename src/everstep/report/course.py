@@ -44,6 +44,7 @@ class Course:
     clean: bool = False
 
     def begin(self, step: int, time_ns: int) -> Again:
+        """The job goes on from this step. Returns the time of the steps that it repeats."""
         self.redo_to = self.step if 0 < step < self.step else 0  # int refuses longer ones, and so the line
         self.steps_lost += max(0, self.step - step)
         again = self._go_back(step, time_ns)

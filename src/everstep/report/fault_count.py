@@ -34,6 +34,7 @@ class FaultCount:
     _injected: dict[str, int] = field(default_factory=dict)
 
     def take(self, event: Event, time_ns: int, again: bool) -> None:
+        """Take in the next event. again: a worker raised what another one has raised."""
         kind = event["kind"]
         if kind == "fault_injected":
             self._injected[struck_by(event)] = time_ns

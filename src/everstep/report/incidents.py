@@ -196,6 +196,7 @@ class Incidents:
         return [incident for incident in self.all if incident.end_ns is not None and incident.whole_ns is None]
 
     def take(self, event: Event, time_ns: int, step: int) -> None:
+        """Take in the next event other than a commit. step: the newest one by then."""
         act = _ACTS.get(event["kind"])
         if act is not None:
             with contextlib.suppress(TypeError, ValueError):  # it is malformed; the facts count that

@@ -27,6 +27,7 @@ class JobCondition:
     account: TimeAccount = field(default_factory=TimeAccount)
 
     def be(self, state: str, why: Event | None = None) -> None:
+        """Set the job's state; why: the event with the reason, if it has one."""
         self.state = state
         self.cause, self.reason = (None, "") if why is None else why_of(why)
 

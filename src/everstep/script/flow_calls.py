@@ -89,6 +89,7 @@ class Calls:
         return self.reader.memory
 
     def iterate(self, value: Value, node: ast.expr) -> Value:
+        """Each value that an iterable gives."""
         memory = self.memory
         if "run" in value.flags:
             return value.element or Value(frozenset((STEP,)), flags=frozenset(("step",)), title="step")

@@ -233,6 +233,7 @@ class Publication:
                 self._sink.scalars(step, time_ns, values)
 
     def _wanted(self, again: bool) -> bool:
+        """Whether to tell the sink; begins it at its first news."""
         if again and not self._sink.remembers:
             return False
         if self._run is None:

@@ -458,6 +458,7 @@ class Rehearsal:
         return Judgement(tuple(places.of(f) for f in found if f.refused or listed), seen=first)
 
     def result(self, life: str) -> Sighting:
+        """The findings of a life; waits for its end."""
         self.seen[life] = found = self._found(life)
         return found
 
@@ -475,6 +476,7 @@ class Rehearsal:
         return self._seen(life, os.waitpid(pid, 0)[1])
 
     def _seen(self, life: str, status: int) -> Sighting:
+        """What a life that is over has reported; otherwise that it has died."""
         try:
             found = _read(self._what.path(f"{life}.json"))
         except (OSError, ValueError, KeyError, TypeError):

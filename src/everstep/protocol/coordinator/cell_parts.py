@@ -41,6 +41,7 @@ class CellParts:
         self._cells |= {part.key: list(cell) for part in cell}
 
     def form(self, hosts: Mapping[WorkerKey, str], size: int) -> None:
+        """Make as many cells as there can be. hosts: of lives that look for one and may have one."""
         for keys in matched(hosts, size):
             found = [self._looking.pop(key) for key in keys]
             cell = [part for _, part in found]

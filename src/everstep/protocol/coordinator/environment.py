@@ -156,6 +156,7 @@ class Environment:
         self.connections[name] = replace(self.connections[name], **who)
 
     def disconnected(self, name: str) -> Connection | None:
+        """A connection has ended. Returns it; None if it was closed from here."""
         return self.connections.pop(name, None)
 
     # ---- effects

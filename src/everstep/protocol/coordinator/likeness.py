@@ -25,9 +25,11 @@ class Likeness:
         self._odd[worker_id, host] = why
 
     def lane(self, worker_id: int, host: str) -> Why | None:
+        """Why a later life of this slot may not take part; None if it may."""
         return self._odd.get((worker_id, host))
 
     def kernels(self, said: Kernels | None, host: str) -> Why | None:
+        """A worker reports its numerics. Returns why it may not take part, None if it may."""
         words = "" if said is None or self._kernels is None else said.unlike(self._kernels)
         if said is None or (not words and self._kernels is not None):
             return None

@@ -113,6 +113,7 @@ class Links:
         return [(workers[a], workers[b]) for a, b in found.values()]
 
     def asks(self, agent_id: str) -> int:
+        """An agent is asked to probe. Returns the number of the request."""
         number, until_ns = self._env.number(), self._env.now + PROBE_NS
         self._probes.ask(number, agent_id, until_ns)
         self._env.alarms.set(Alarm.LINKS, until_ns)

@@ -133,6 +133,7 @@ class Application:
         self._jumped, self._gather, self.asked = True, Key(0, 0), 0
 
     def answer(self, answer: do.Answer) -> None:
+        """Answer the application's ask; it has the turn from here on."""
         self.ask = None
         self._out.put(answer)
 

@@ -29,6 +29,7 @@ class EndAlone:
             self.agreed = Why(outcome.save_cause, outcome.save[1])
 
     def begin(self, generation: int) -> bool:
+        """Whether the last checkpoint is to be begun in this generation: once in each."""
         due = self.agreed is not None and self._begun_in != generation
         if due:
             self._begun_in = generation

@@ -32,6 +32,7 @@ class FirstStates:
         self.built, self.agreed = {**self.built, **built}, {**built, **self.agreed}
 
     def settled(self, step: int, stated: Mapping[int, Holding]) -> None:
+        """All members go on from this step. stated: what each member holds."""
         self._stated, self._count, agreed = stated, step == 0, dict[int, str]()
         for _, holding in sorted(stated.items()):
             agreed = {**holding.first, **agreed}

@@ -24,6 +24,7 @@ class Plans:
 
     @property
     def prepared(self) -> int:
+        """Generation of the newest prepared plan that is held, 0 if none."""
         return max(self._prepared, default=0)
 
     @property

@@ -43,6 +43,7 @@ class StatesHeld:
         self.blocks = dict(blocks)
 
     def lose(self, stage: int, lost: Extents) -> Extents:
+        """Blocks of a stage are gone. Returns what is left of it."""
         left = self.blocks.get(stage, NONE) - lost
         self.blocks = {**self.blocks, stage: left}
         return left

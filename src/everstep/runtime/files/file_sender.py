@@ -115,6 +115,7 @@ class FileSender:
             return self._changed.wait_for(lambda: self._all_there_s > since_s and not self._failed, timeout_s)
 
     def stop(self) -> None:
+        """Send nothing more. Does not wait."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

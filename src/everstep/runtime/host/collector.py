@@ -48,6 +48,7 @@ class LineFile:
         self._torn = False
 
     def write(self, lines: bytes) -> bool:
+        """Append whole lines. Returns whether all were written."""
         data, written = lines, 0
         with contextlib.suppress(OSError):
             self._make_room(len(lines))

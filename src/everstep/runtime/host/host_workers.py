@@ -189,6 +189,7 @@ class Workers:
             running.kill()
 
     def end_all(self) -> None:
+        """SIGKILL all workers, and wait for their ends."""
         for slot in self.slots:
             if slot.state in ("starting", "running"):
                 self._running[slot.worker_id].end()
@@ -348,6 +349,7 @@ class Slot:
         return self.pids[0] if self.pids else 0
 
     def begin(self, now_s: float) -> int:
+        """Begin a new life. Returns its incarnation."""
         self.incarnation = max(self.incarnation + 1, self.first)
         self.state, self.pids, self.started_s = "starting", (), now_s
         return self.incarnation

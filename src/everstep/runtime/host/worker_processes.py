@@ -35,6 +35,7 @@ class Running:
                 self._pidfds[pid] = os.pidfd_open(pid)
 
     def kill(self) -> bool:
+        """SIGKILL all its processes. Returns whether any was there."""
         return sum(_send(pidfd, signal.SIGKILL) for pidfd in self._pidfds.values()) > 0
 
     def send(self, number: int) -> None:
