@@ -50,7 +50,6 @@ class Kind:
 
     @staticmethod
     def of(annotation: Any, meaning: str, **limits: Any) -> Kind:
-        """Kind of a field with this type annotation."""
         accepted = get_args(annotation) if isinstance(annotation, UnionType) or get_origin(annotation) is Union else ()
         base = accepted[0] if accepted else annotation
         name = "list" if get_origin(base) is tuple else "any" if base is Any else base.__name__

@@ -24,7 +24,6 @@ class PortRange(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of ports."""
         return self.last - self.first + 1
 
 

@@ -92,7 +92,6 @@ class Extents:
 
     @staticmethod
     def numbered(of: Sizes, numbers: Iterable[int]) -> Extents:
-        """The blocks with these numbers."""
         return _made(of, [(n, n + 1) for n in numbers])
 
     def __bool__(self) -> bool:
@@ -122,7 +121,6 @@ class Extents:
         return self - (WHOLE - other) if not other.whole else self
 
     def covers(self, other: Extents) -> bool:
-        """Whether this set contains the other."""
         return not other - self
 
     def fits(self, other: Extents) -> bool:
@@ -138,7 +136,6 @@ class Extents:
         return ([(0, _total(of))] if _total(of) else []) if self.whole else self._spans()
 
     def first(self, count: int, of: Sizes) -> Extents:
-        """The first `count` blocks."""
         taken: _Spans = []
         for lo, hi in self.spans(of):
             taken.append((lo, min(hi, lo + count)))
@@ -156,7 +153,6 @@ class Extents:
         return found
 
     def encoded(self) -> Coded:
-        """For a message."""
         if self.whole:
             return None
         places = {plane: k for k, (plane, _) in enumerate(self.of)}

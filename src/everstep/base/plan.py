@@ -71,7 +71,6 @@ class Member:
 
     @property
     def all_domains(self) -> Domains:
-        """All failure domains, the host included."""
         return ordered(dict(self.domains), self.host)
 
     @property

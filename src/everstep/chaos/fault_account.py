@@ -55,7 +55,6 @@ class FaultAccount:
         return statistics.median(self.recoveries_s) if self.recoveries_s else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The account in the form of `--json`."""
         return {
             "faults": [vars(one) for one in self.struck],
             "evicted": self.counts.get("worker_evicted", 0),

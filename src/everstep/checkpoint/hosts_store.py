@@ -65,7 +65,6 @@ class HostsStore(DirectoryStore):
         return self._apart or bool(self._others())
 
     def away(self, hosts: Iterable[str]) -> _Names:
-        """Which of these hosts are not there."""
         there = {self._me, *self._others()}
         return sorted(set(hosts) - there)
 

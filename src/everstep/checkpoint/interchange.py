@@ -51,11 +51,9 @@ class Weights:
 
     @property
     def forms(self) -> dict[str, TensorForm]:
-        """What each of the model's tensors is like."""
         return {name: form_of(tensor) for name, tensor in self.model.items()}
 
     def each(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's tensors, one after the other, by their names."""
         yield from self.model.items()
 
 

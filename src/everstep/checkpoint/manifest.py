@@ -69,7 +69,6 @@ class JobIdentity:
         return digest_bytes(repr(sorted(self.tensors)).encode())
 
     def to_dict(self) -> dict[str, Any]:
-        """As the manifest says it."""
         return {"task": self.task, "numerics": dict(self.numerics), "model": self.model, "job": self.job}
 
 
@@ -167,7 +166,6 @@ class Manifest:
         return self.files[run.file], run.offset + (index - run.first) * BLOCK_BYTES
 
     def encode(self) -> bytes:
-        """The text of manifest.json."""
         body = {item.name: getattr(self, item.name) for item in fields(self)} | {
             "metrics": {name: float(value).hex() for name, value in self.metrics.items()},
             "records": _text(self.records),
@@ -468,7 +466,6 @@ def _type_of_plane(name: str, itemsize: int) -> str:
 
 
 def _place_in(entry: EntryRow, stretch: _Stretch) -> str:
-    """The plane that an entry lies in."""
     name, dtype, _, offset, nbytes = entry
     kind = stretch.plane.partition(":")[0]
     top, _, key = kind.partition("/")

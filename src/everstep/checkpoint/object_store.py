@@ -164,7 +164,6 @@ class ObjectStore:
             return int(self._obstore.head(self._store, self._key(name))["size"])
 
     def exists(self, name: str) -> bool:
-        """Whether the name is there."""
         try:
             self.size(name)
         except BlobMissing:

@@ -206,7 +206,6 @@ class PartWriter:
 
     @cached_property
     def _here(self) -> frozenset[int]:
-        """The blocks that are held here."""
         spans = self._job.held.spans((("", self._live.n_blocks),))
         return frozenset(n for lo, hi in spans for n in range(lo, hi))
 
@@ -509,7 +508,6 @@ class LiveState:
         return self.n_blocks
 
     def buffer(self) -> Tensor:
-        """Memory for one block."""
         return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._cuda is not None)
 
     def copy_block(self, index: int, out: Tensor) -> None:
@@ -523,7 +521,6 @@ class LiveState:
         out[at:] = 0
 
     def release(self) -> None:
-        """Lets go of the tensors."""
         self._tensors, self._bytes, self._at = [], None, -1
 
     def _copy(self, k: int, lo: int, hi: int, out: Tensor) -> None:

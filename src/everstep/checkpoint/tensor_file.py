@@ -127,22 +127,17 @@ class TensorFile:
 
 
 class Aside:
-    """Bytes in a file without a name, which need no memory."""
+    """Bytes in a file without a name, which need no memory. size: of those that have a place."""
 
     def __init__(self, folder: Path) -> None:
         """folder: on the disk that they take. Raises: OSError."""
         self._file = TemporaryFile(dir=folder)  # noqa: SIM115  (closed by `close`)
-        self._size = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes that have a place."""
-        return self._size
+        self.size = 0
 
     def room(self, size: int) -> int:
         """Where so many bytes have a place of their own."""
-        begin = self._size
-        self._size += size + -size % _ALIGNED
+        begin = self.size
+        self.size += size + -size % _ALIGNED
         return begin
 
     def write(self, at: int, data: memoryview) -> None:
@@ -161,13 +156,12 @@ class Aside:
 
     def mapped(self) -> memoryview:
         """All that was put there; to change it changes no file. Raises: OSError."""
-        if not self._size:
+        if not self.size:
             return memoryview(b"")
-        self._file.truncate(self._size)
-        return memoryview(mmap(self._file.fileno(), self._size, access=ACCESS_COPY))
+        self._file.truncate(self.size)
+        return memoryview(mmap(self._file.fileno(), self.size, access=ACCESS_COPY))
 
     def close(self) -> None:
-        """They are not needed any more."""
         self._file.close()
 
 

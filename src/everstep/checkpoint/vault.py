@@ -37,9 +37,21 @@ class Kept(Protocol):
         """Its memory is given back; it is not read any more."""
 
 
+def checked(kept: Kept, index: int, digest: str) -> memoryview:
+    """A block of a snapshot. Raises: CheckpointCorrupt if it is not what it was."""
+    data = kept.read_block(index)
+    if digest_bytes(data) != digest:
+        raise CheckpointCorrupt(f"block {index} of a snapshot is not what it was")
+    return data
+
+
 @dataclass(frozen=True)
 class StageState:
-    """A stage's state as it came from others, each block checked then; None for those that are not held here."""
+    """A stage's state in this worker's memory, by block; None for those that are not held here.
+
+    A block that came from others was checked then. One of an own snapshot is read, and checked, as it is loaded. Both
+    may lie with other hosts, where the state is larger than this one's memory.
+    """
 
     made_of: dict[str, Any]
     blocks: list[Block | None]
@@ -55,6 +67,7 @@ class StageState:
         return self.made_of
 
     def read_block(self, index: int) -> memoryview:
+        """Raises: CheckpointCorrupt if it is not what it was."""
         block = self.blocks[index]
         check(block is not None, f"block {index} is not held here")
         return block() if callable(block) else block  # type: ignore[return-value]
@@ -64,7 +77,7 @@ class StageState:
 
     def load_into(self, state: ModelState) -> None:
         """Each block is let go once it is in its place, so that the state is not here twice. Raises: CheckpointCorrupt
-        if it does not fit."""
+        if it does not fit, or is not what it was."""
         state.load_with(self.made_of, self._fill)
 
     def _fill(self, scatter: Scatter) -> None:
@@ -73,33 +86,6 @@ class StageState:
                 spread(self.read_block(index), scatter.views(index))
                 scatter.written(index)
                 self.blocks[index] = None
-
-
-@dataclass(frozen=True)
-class KeptState:
-    """A stage's state in this worker's own snapshots. sources: by block, the one that has it; None for those that are
-    not held here."""
-
-    made_of: dict[str, Any]
-    sources: list[Kept | None]
-
-    def manifest(self) -> dict[str, Any]:
-        """As of a snapshot."""
-        return self.made_of
-
-    def load_into(self, state: ModelState) -> None:
-        """Block by block: snapshots may lie with other hosts, where the state is larger than this one's memory. Raises:
-        CheckpointCorrupt if it does not fit, or is not what it was."""
-        state.load_with(self.made_of, self._fill)
-
-    def _fill(self, scatter: Scatter) -> None:
-        for index, source in enumerate(self.sources):
-            if source is not None:
-                data = source.read_block(index)
-                if digest_bytes(data) != self.made_of["blocks"][index]:
-                    raise CheckpointCorrupt(f"block {index} of a snapshot is not what it was")
-                spread(data, scatter.views(index))
-                scatter.written(index)
 
 
 class Vault:
@@ -153,20 +139,17 @@ class Vault:
             self._retention.lose(stage, step, lost)
 
     def retire(self, complete_step: int, proven: int = 0) -> None:
-        """As `Retention.retire`."""
         with self._lock:
             released = self._taken(self._retention.retire(complete_step, proven))
         _release(released)
 
     def forget(self, after_step: int) -> None:
-        """As `Retention.forget`."""
         with self._lock:
             self.times_forgotten += 1
             released = self._taken(self._retention.forget(after_step))
         _release(released)
 
     def clear(self) -> None:
-        """Drops everything."""
         self.forget(-1)
 
     def _taken(self, gone: Iterable[SnapshotKey]) -> list[Kept]:

@@ -60,7 +60,6 @@ def adopt(foreign: Foreign, name: str, args: Sequence[str], config: Config) -> i
 
 
 def _run(foreign: Foreign, name: str, args: Sequence[str], listen: str = "") -> int:
-    """Be the job."""
     run_dir = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(parent_began_s()))}"
     own = ["--workers", str(foreign.size), "--run-dir", str(run_dir)]
     own += ["--listen", listen, "--slots", str(foreign.local_size)] if listen else []

@@ -260,7 +260,6 @@ class Result:
         return not self.wrong
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as `--json` prints it."""
         return {
             "kind": "scenario",
             "name": self.name,

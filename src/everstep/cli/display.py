@@ -334,7 +334,6 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="display", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -407,7 +406,6 @@ class Output:
         self._waiting.clear()
 
     def before(self, time_ns: int) -> list[str]:
-        """Lines printed before that moment."""
         if time_ns >= self._read_ns:
             self._read()
         return self._take(lambda printed_ns, _: printed_ns <= time_ns)

@@ -102,7 +102,6 @@ class JobFile:
         return f"{self.created_unix_ns:x}" if self.created_unix_ns else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of job.json."""
         said = {**vars(self), "config": to_dict(self.config), "seed": self.config.seed}
         said |= {name: told(said[name]) for name in ("numerics", "code", "code_before")}
         del said["unknown"]

@@ -91,7 +91,6 @@ def _check_worker(run_dir: Path, files: LogFiles, worker: int) -> None:
 
 
 def _show(lines: Iterable[LogLine], as_json: bool) -> int:
-    """Print the lines; returns their number."""
     count = 0
     for line in lines:
         print(line.json() if as_json else line)

@@ -176,7 +176,6 @@ def _run(argv: list[str] | None, becomes: bool = True) -> int:
 
 
 def _reader_gone(fd: int) -> bool:
-    """Whether the reader of this descriptor is gone."""
     poller = select.poll()
     poller.register(fd, 0)  # poll always reports POLLERR and POLLHUP
     return bool(poller.poll(0))

@@ -446,7 +446,6 @@ def _print(
 
 
 def _headline(asked: Mapping[str, Any], tables: Sequence[_Table]) -> str:
-    """The answer in one sentence."""
     stage, words = asked["zero"], []
     for table in tables:
         found = table.stages[stage]

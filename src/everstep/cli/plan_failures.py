@@ -19,7 +19,7 @@ from everstep.cli.plan_inputs import (
     table,
 )
 from everstep.cost import failures, save_interval
-from everstep.cost.goodput import HARMS, Cluster, closed_form, recovery_policies
+from everstep.cost.goodput import Cluster, closed_form, recovery_policies
 from everstep.cost.quantities import parse_seconds, time_words
 
 _INTERVALS = "Young 1974; Daly 2006, equation 37; the interval that jobs use (checkpoint.interval=auto)"
@@ -93,8 +93,7 @@ def command(nodes: int, hours: float, mtbf: str, per_node: int, checkpoint_cost:
 def llama3_time_lost() -> dict[str, Any]:
     """Share of the time that Llama 3's job lost, beside restarts from checkpoints by our closed form."""
     observed = failures.LLAMA3
-    shares = (observed.share(HARMS[0]), observed.share(HARMS[1]), observed.share(HARMS[2]))
-    cluster = Cluster(observed.devices, 3600 / observed.per_device_hour, shares=shares)
+    cluster = Cluster(observed.devices, 3600 / observed.per_device_hour, shares=observed.shares)
     restart = next(one for one in recovery_policies(recovery_times(())[0], cluster) if one.name == "restart")
     return {
         "published_at_most": failures.LLAMA3_LOST,

@@ -13,7 +13,7 @@ import click
 from everstep.base.errors import ConfigError, did_you_mean
 from everstep.cli.plan_inputs import ASKED, MOST_HOURS, json_option, mtbf_hours, not_given, recovery_times, say, table
 from everstep.cost import failures
-from everstep.cost.goodput import HARMS, Cluster, GoodputFound, Policy, closed_form, recovery_policies, simulate
+from everstep.cost.goodput import Cluster, GoodputFound, Policy, closed_form, recovery_policies, simulate
 from everstep.cost.quantities import parse_bytes, parse_rate, parse_seconds, time_words
 from everstep.cost.wanted_goodput import WantedDevices, fewest_devices
 
@@ -195,7 +195,7 @@ def _cluster(asked: Mapping[str, Any]) -> Cluster:
         checkpoint_s=parse_seconds(asked["checkpoint_cost"], "--checkpoint-cost"),
         stages=stages,
         backups=asked["backups"],
-        shares=(failures.LLAMA3.share(HARMS[0]), failures.LLAMA3.share(HARMS[1]), failures.LLAMA3.share(HARMS[2])),
+        shares=failures.LLAMA3.shares,
     )
 
 

@@ -19,7 +19,7 @@ from everstep.cli.plan_inputs import recovery_times, say, snapshots_of, table
 from everstep.cli.task_loading import is_script
 from everstep.cost import online
 from everstep.cost.failures import LLAMA3
-from everstep.cost.goodput import HARMS, Cluster, closed_form, recovery_policies
+from everstep.cost.goodput import Cluster, closed_form, recovery_policies
 from everstep.cost.memory import Model, Split, most_nodes, of_running
 from everstep.cost.quantities import time_words
 from everstep.cost.save_interval import automatic_interval, daly_s, expected_mtbf_s, young_s
@@ -55,7 +55,6 @@ class _Run:
 
     @property
     def steps(self) -> int:
-        """Those that were measured."""
         return int(sum(one[2] for one in self.history.facts.course.rates.values()))
 
     @property
@@ -83,7 +82,7 @@ class _Run:
         """Shares of failures that harm a process, a device, a host: on one host, processes alone."""
         if self.job.config.hosts.min == 1:
             return 1.0, 0.0, 0.0
-        return LLAMA3.share(HARMS[0]), LLAMA3.share(HARMS[1]), LLAMA3.share(HARMS[2])
+        return LLAMA3.shares
 
 
 def show_run(run_dir: Path, as_json: bool) -> int:

@@ -32,7 +32,7 @@ from everstep.cli.plan_time import SOURCE as TIME_SOURCE
 from everstep.cli.plan_time import job_figures, time_sources
 from everstep.cost import failures, split_memory
 from everstep.cost.catalogue import CATALOGUE, NODE_MTBF
-from everstep.cost.goodput import HARMS, Cluster, closed_form, recovery_policies
+from everstep.cost.goodput import Cluster, closed_form, recovery_policies
 from everstep.cost.quantities import count_words, time_words
 from everstep.cost.split_search import (
     RankedSplit,
@@ -172,7 +172,7 @@ def _described(question: Question, batch: int, one: RankedSplit, device_mtbf_h: 
         step_s=one.time.step_s,
         state_bytes=states,
         link=fleet.network,
-        shares=(failures.LLAMA3.share(HARMS[0]), failures.LLAMA3.share(HARMS[1]), failures.LLAMA3.share(HARMS[2])),
+        shares=failures.LLAMA3.shares,
     )
     goodput = closed_form(recovery_policies(recovery_times(())[0], cluster)[0], cluster)
     whole = job_figures(question, one.time)

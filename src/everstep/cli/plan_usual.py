@@ -10,7 +10,7 @@ import click
 from everstep.cli.plan_inputs import json_option, recovery_times, say
 from everstep.cost import failures
 from everstep.cost.catalogue import CATALOGUE
-from everstep.cost.goodput import HARMS, Cluster, recovery_policies
+from everstep.cost.goodput import Cluster, recovery_policies
 from everstep.cost.memory import STAGES, answers_by_paper
 from everstep.cost.mixed import equal_speed, lanes_by_speed, mixed_speed
 from everstep.cost.models import PUBLISHED, ModelShape
@@ -169,9 +169,13 @@ def _checkpoint() -> UsualAnswer:
 
 def _recovery(best: RankedSplit) -> UsualAnswer:
     states = sum(best.memory.device[kind] for kind in ("parameters", "gradients", "optimizer"))
-    shares = (failures.LLAMA3.share(HARMS[0]), failures.LLAMA3.share(HARMS[1]), failures.LLAMA3.share(HARMS[2]))
     cluster = Cluster(
-        32, _A100.mtbf_h * 3600, step_s=best.time.step_s, state_bytes=states, link=_A100.network, shares=shares
+        32,
+        _A100.mtbf_h * 3600,
+        step_s=best.time.step_s,
+        state_bytes=states,
+        link=_A100.network,
+        shares=failures.LLAMA3.shares,
     )
     policy = recovery_policies(recovery_times(())[0], cluster)[0]
     worst = max(policy.stall_s)

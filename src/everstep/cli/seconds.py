@@ -19,7 +19,6 @@ class Seconds(click.FloatRange):
         super().__init__(least_s, most_s, min_open=above)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Check one value, as click calls it."""
         found = float(super().convert(value, param, ctx))
         if isnan(found):
             self.fail(f"expected a number of seconds, got {value}", param, ctx)

@@ -129,7 +129,6 @@ def _from_files(run_dir: Path, history: History, running: bool) -> dict[str, Any
 
 
 def _cell_of(worker: dict[str, Any], config: Config) -> list[dict[str, Any]]:
-    """The processes of a worker."""
     device = devices_of(parse_map(config.map, config.stages)).get(worker["worker_id"], config.device)
     pids = worker.get("pids", ())
     hosts = worker.get("hosts") or [worker["host"]] * len(pids)

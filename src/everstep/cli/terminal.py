@@ -61,12 +61,10 @@ class Visible:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write text, made visible."""
         self.stream.write(visible(text))
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
-        """Write lines, made visible."""
         for line in lines:
             self.write(line)
 

@@ -68,7 +68,6 @@ class Observed:
 
     @property
     def total(self) -> int:
-        """All interruptions."""
         return sum(self.counts.values())
 
     @property
@@ -80,9 +79,14 @@ class Observed:
         """Seconds between interruptions of a job of so many devices."""
         return 3600 / (self.per_device_hour * devices)
 
-    def share(self, harm: str) -> float:
-        """Share of the interruptions that do this harm, in 0..1."""
-        return sum(n for cause, n in self.counts.items() if self.hits.get(cause, "host") == harm) / self.total
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """Shares of the interruptions that harm a process, a device and a host, in 0..1."""
+        sums = dict.fromkeys(("process", "device", "host"), 0)
+        for cause, count in self.counts.items():
+            sums[self.hits.get(cause, "host")] += count
+        process, device, host = (count / self.total for count in sums.values())
+        return process, device, host
 
 
 _OF_DEVICES = (

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from everstep.base.errors import check
 from everstep.cost.save_interval import automatic_interval
 
-HARMS = ("process", "device", "host")
 LOSSES = ("stalled", "redone", "missing", "checkpoints")
 
 
@@ -24,10 +23,11 @@ LOSSES = ("stalled", "redone", "missing", "checkpoints")
 class Cluster:
     """Devices of a job and how they fail.
 
-    mtbf_s: between failures of one device, its share of its host's included. shares: of failures that do each harm of
-    HARMS. spares: further devices, ready. repair_s: until what broke is back. step_s: length of a step. state_bytes:
-    of one device. link: bytes per second into one device. replica: devices of one replica (torchft). stages: of a
-    pipeline, which divide the devices equally. backups: workers on standby for each of them, beside those devices.
+    mtbf_s: between failures of one device, its share of its host's included. shares: of failures that harm a process, a
+    device and a host. spares: further devices, ready. repair_s: until what broke is back. step_s: length of a step.
+    state_bytes: of one device. link: bytes per second into one device. replica: devices of one replica (torchft).
+    stages: of a pipeline, which divide the devices equally. backups: workers on standby for each of them, beside those
+    devices.
     """
 
     devices: int

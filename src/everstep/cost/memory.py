@@ -107,7 +107,6 @@ class MemoryUse:
 
     @property
     def total(self) -> float:
-        """All bytes on the device."""
         return sum(self.device.values())
 
     def largest(self, memory_bytes: float, parameters: int) -> int:

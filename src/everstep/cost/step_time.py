@@ -80,7 +80,6 @@ class ParallelSplit:
 
     @property
     def devices(self) -> int:
-        """All of them."""
         return self.tp * self.pp * self.replicas
 
     @property

@@ -41,7 +41,6 @@ class Doorkeeper(logging.Filter):
         self._there = 0
 
     def __call__(self, **given: Any) -> Visitor:
-        """Make a protocol, as uvicorn asks."""
         return Visitor(self, **given)
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -52,7 +51,6 @@ class Doorkeeper(logging.Filter):
         return False
 
     def arrive(self, visitor: Visitor) -> None:
-        """Note a new connection."""
         self._there += 1
         self.wait(visitor)
         if self._there > MAX_CONNECTIONS:
@@ -96,7 +94,6 @@ class Visitor(H11Protocol):
         self.host = "?"
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Note the connection."""
         super().connection_made(transport)
         sock, peer = transport.get_extra_info("socket"), transport.get_extra_info("peername")
         self.host = str(peer[0]) if peer else "?"
@@ -105,12 +102,10 @@ class Visitor(H11Protocol):
         self._door.arrive(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Note the end of the connection."""
         self._door.leave(self)
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Note a whole request."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._door.serve(self)

@@ -67,7 +67,6 @@ class RunFeed:
 
     @property
     def run_dir(self) -> Path:
-        """Directory of the run."""
         return self.history.run_dir
 
     def read(self) -> bool:
@@ -80,7 +79,6 @@ class RunFeed:
         return changed
 
     def load(self) -> None:
-        """Read the whole run."""
         while self.read():
             pass
 
@@ -135,7 +133,6 @@ class RunFeed:
                 self.raised, self._raised_ns = found, ended_ns
 
     def list_row(self) -> ListRow:
-        """Row of the run in a list."""
         with self.lock:
             return list_row(self.history, self.running, self.notes)
 
@@ -190,12 +187,10 @@ class Feeds:
             self._threads.append(threading.Thread(target=self._list, name="dashboard-list", daemon=True))
 
     def start(self) -> None:
-        """Begin to read."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """End the threads."""
         self._stop.set()
         for thread in self._threads:
             if thread.is_alive():
@@ -203,7 +198,6 @@ class Feeds:
 
     @property
     def stopped(self) -> bool:
-        """Whether the dashboard is ending."""
         return self._stop.is_set()
 
     def open(self, names: Sequence[str]) -> list[int]:

@@ -107,7 +107,6 @@ class Stream:
 
     @property
     def name(self) -> str:
-        """Name of its class."""
         return type(self.given).__name__
 
     def open(self, epoch: int, state: str = "") -> StreamPass:

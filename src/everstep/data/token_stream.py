@@ -79,7 +79,6 @@ class BytePairs:
         return torch.tensor([number for line in encoded for number in line.ids], dtype=torch.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text."""
         return str(self._bpe.decode(list(tokens)))
 
 

@@ -265,7 +265,6 @@ class LaneAccumulator:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """All nodes of the step, complete or not."""
         return (*self._open, *self.presence)
 
     def drop(self, node: Node) -> None:
@@ -280,7 +279,6 @@ class LaneAccumulator:
         return tuple(sorted(filter(self.is_missing, self._node_of_lane)))
 
     def is_missing(self, lane: int) -> bool:
-        """Whether the lane is one of `missing`."""
         if lane not in self._node_of_lane:
             return False
         return not any(lo <= lane < hi for held in (self._pending, self.presence) for lo, hi in held)
@@ -289,7 +287,6 @@ class LaneAccumulator:
         check(self.is_missing(lane), f"lane {lane} is not expected, or was added before, in step {self._step}")
 
     def forget(self) -> None:
-        """Forget the step."""
         self._leave_lane()
         self._open, self._pending, self._node_of_lane, self.presence = [], {}, {}, {}
         self._step, self._buffer, self._offer = 0, None, None

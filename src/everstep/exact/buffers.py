@@ -72,7 +72,6 @@ class _Guarded:
         return self.module._buffers.get(self.attribute)
 
     def put(self, value: Tensor | None) -> None:
-        """Put another tensor in place."""
         self.module._buffers[self.attribute] = value
 
     def take_over(self, left: Tensor | None) -> None:
@@ -421,7 +420,6 @@ class BufferGuard:
         return self._steps_seen <= _WATCHED_STEPS
 
     def _own(self) -> list[_Guarded]:
-        """Buffers that lanes change."""
         return [*self._statistics, *(self._others[i] for i in sorted(self._volatile))]
 
     def _restore(self) -> None:

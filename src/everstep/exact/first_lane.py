@@ -28,7 +28,6 @@ class FirstLane:
         ]
 
     def end(self) -> None:
-        """Stop listening."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -310,7 +310,6 @@ class Scatter:
         return [view for view in (*found, memoryview(bytearray((index + 1) * BLOCK_BYTES - at))) if view]
 
     def written(self, index: int) -> None:
-        """The views of this block have its content."""
         for send in self._sends.pop(index):
             send()
 

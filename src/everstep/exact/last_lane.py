@@ -151,7 +151,6 @@ class LastLane:
 
     @property
     def open(self) -> list[int]:
-        """Sums that have not been put yet."""
         return list(filter(self.lacks, range(len(self._present))))
 
     @property
@@ -160,7 +159,6 @@ class LastLane:
         return [bool(there) for there in self._present]
 
     def end(self) -> None:
-        """Stop listening."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

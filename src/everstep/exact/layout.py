@@ -48,11 +48,9 @@ class Entry:
 
     @property
     def stop(self) -> int:
-        """First element after the entry's content."""
         return self.offset + self.numel + (1 if self.kind == "buffer" else 0)
 
     def view(self, flat: Tensor) -> Tensor:
-        """The entry's part of a whole flat vector, in its shape."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
 

@@ -31,7 +31,6 @@ class GradientWatch:
         self._counts[i] += 1
 
     def clear(self) -> None:
-        """Begin a lane."""
         self._counts[:] = [0] * len(self._counts)
 
     def end(self) -> set[int]:

@@ -33,7 +33,6 @@ class ParameterWatch:
         self._looked = False
 
     def begin_step(self) -> None:
-        """The lanes of a step begin."""
         self._versions = [_version(p) for _, p in self._named]
         if not self._looked:
             self._digests = [tensor_digest(p) for _, p in self._named]

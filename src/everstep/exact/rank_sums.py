@@ -314,7 +314,6 @@ class _LaneUnderWay:
         self._hooks = list(hooks)
 
     def end(self) -> None:
-        """Listen to autograd no more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -147,7 +147,6 @@ class UnitSeeder:
         self._in_flight.pop(self._flight, None)
 
     def close(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

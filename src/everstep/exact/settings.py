@@ -80,7 +80,6 @@ class _Watched:
         self.first = self.look()
 
     def look(self) -> dict[str, Any]:
-        """Look again; returns the attributes."""
         self.now = _attributes(self.module)
         return self.now
 
@@ -103,7 +102,6 @@ class _Attributes:
                 watched.module, self._seen = modules[name], None
 
     def remember(self) -> None:
-        """Remember the last look, which later looks are compared with."""
         self._fields, self._plain, self._packed, self._others = [], [], [], []
         for watched in self.of.values():
             fields = vars(watched.module)

@@ -24,7 +24,6 @@ class OptimizerSet(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Groups of all members, in order."""
         return [group for member in self.members.values() for group in member.param_groups]
 
     @property
@@ -72,7 +71,6 @@ class _States(MutableMapping[Tensor, Any]):
         return sum(len(member.state) for member in self._members.values())
 
     def clear(self) -> None:
-        """Drop the state of all members."""
         for member in self._members.values():
             member.state.clear()
 
@@ -88,12 +86,10 @@ class SchedulerSet:
         return [getattr(member, "_step_count", None) for member in self.members]
 
     def step(self) -> None:
-        """Step all."""
         for member in self.members:
             member.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of each, by its number."""
         return {str(n): member.state_dict() for n, member in enumerate(self.members)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -86,6 +86,5 @@ class ShardCut:
             view.copy_(part)
 
     def join(self, found: Sequence[Tensor]) -> Tensor:
-        """The whole tensor, from all of its shards."""
         parts = [one.chunk(self.fused, self.axis) for one in found]
         return torch.cat([part[k] for k in range(self.fused) for part in parts], self.axis)

@@ -39,7 +39,6 @@ class AllHere:
     """The exchange of a rank that has all shards."""
 
     def gather(self, mine: Sequence[Tensor]) -> list[Tensor]:
-        """The values that were given."""
         return list(mine)
 
 
@@ -111,7 +110,6 @@ class ShardMesh:
 
     @property
     def mine(self) -> range:
-        """The shards of this rank."""
         count = self.shards // self.degree
         return range(self.rank * count, (self.rank + 1) * count)
 

@@ -62,7 +62,6 @@ class Snapshot:
         self._image = Image(self._entries, data, values, outline, memory, self._there)
 
     def start(self) -> None:
-        """Start copying and, after that, hashing."""
         check(self._thread is None, "a snapshot is started once")
         self._thread = threading.Thread(target=self._run, name="everstep-snapshot", daemon=True)
         self._thread.start()
@@ -184,7 +183,6 @@ class StandingState:
             return memoryview(bytes(block)) if self._shared else block
 
     def release(self) -> None:
-        """It is not read any more."""
         self.wait()
 
     def _there(self) -> Image:

@@ -153,13 +153,11 @@ class ModelState:
 
     @property
     def shape(self) -> Outline:
-        """Outline of the present state, without settings."""
         self.live_tensors(settings=False)
         return self.outline
 
     @property
     def n_blocks(self) -> int:
-        """Number of blocks of the image that `manifest` made last."""
         return self._live().n_blocks
 
     def manifest(self) -> dict[str, Any]:
@@ -366,7 +364,6 @@ class ModelState:
         return names
 
     def _unit_numbers(self) -> Sequence[int]:
-        """Numbers of the units in the whole model."""
         return self._share.units if self._share is not None else range(len(self._units))
 
     def _unit_of_names(self) -> dict[str, int]:
@@ -524,7 +521,6 @@ def _buffer_target(entry: StateEntry, module: nn.Module, attribute: str) -> Tens
 
 
 def _unique(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
-    """The first of tensors over the same memory."""
     firsts: dict[tuple[object, ...], tuple[str, _T]] = {}
     for name, tensor in named:
         firsts.setdefault(memory_of(tensor), (name, tensor))

@@ -89,7 +89,6 @@ class StateMemory:
         return [(view, _nothing)] if self.others is None else self.others.landing(view)
 
     def changes(self) -> None:
-        """All of the state is about to be another one."""
         if self.others is not None:
             self.others.let_go()
 

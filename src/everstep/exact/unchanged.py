@@ -77,7 +77,6 @@ class StandingTensors:
                 tensor.copy_(value)
 
     def begin(self) -> None:
-        """From here on they stand still."""
         self._seen = self._look()
 
     def release(self) -> bool:

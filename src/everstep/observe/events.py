@@ -155,7 +155,6 @@ class EventLog:
             self._fd = None
 
     def _flush(self) -> bool:
-        """Write waiting events. Returns whether all are written."""
         if self._nowhere:
             self._waiting.clear()
             self._lost = 0

@@ -48,11 +48,9 @@ class Steps:
 
     @property
     def first(self) -> int | None:
-        """Lowest step; None if there is none."""
         return self._firsts[0] if self._firsts else None
 
     def add(self, step: int) -> None:
-        """Add a step."""
         if step in self:
             return
         k = bisect_right(self._firsts, step)
@@ -93,7 +91,6 @@ class Telling:
 
     @property
     def first(self) -> int | None:
-        """Lowest step that is known to have been told."""
         return self._steps.first
 
     def assume(self, step: int) -> None:
@@ -129,7 +126,6 @@ class Telling:
                     self._once.popitem(last=False)
 
     def is_new(self, event: dict[str, Any]) -> bool:
-        """Whether the event has not been told."""
         step = event.get("step")
         if event["kind"] == "step_committed":
             return not isinstance(step, int) or self.lacks(step)
@@ -137,7 +133,6 @@ class Telling:
         return name is None or name not in self._once
 
     def lacks(self, step: int) -> bool:
-        """Whether the step has not been told."""
         return step > self._assumed and step not in self._steps
 
 
@@ -153,20 +148,15 @@ def _name(event: dict[str, Any]) -> tuple[str, int] | None:
 
 class ToldFile:
     """`Telling` for a file that others write to as well. tail_bytes: read only this end, and take steps before it as
-    told."""
+    told. position: bytes of the file taken in."""
 
     def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
         self._path = path
         self._tail_bytes = tail_bytes
-        self._position = 0
+        self.position = 0
         self._known: tuple[int, int] | None = None
         self._lines = Lines()
         self.told = Telling()
-
-    @property
-    def position(self) -> int:
-        """Number of bytes of the file taken in."""
-        return self._position
 
     def look(self) -> bool:
         """Take in new events, one portion at most; returns whether that was all. Raises: OSError."""
@@ -174,24 +164,24 @@ class ToldFile:
             with open_given(self._path) as file:
                 found = os.fstat(file.fileno())
                 known = (found.st_dev, found.st_ino)
-                if self._known not in (None, known) or found.st_size < self._position:
-                    self._position, self._lines, self.told = 0, Lines(), Telling()
+                if self._known not in (None, known) or found.st_size < self.position:
+                    self.position, self._lines, self.told = 0, Lines(), Telling()
                 skipped = self._skip(found.st_size) if self._known is None else False
                 self._known = known
-                file.seek(self._position)
+                file.seek(self.position)
                 data = file.read(_PORTION_BYTES)
                 for event in parse_events(self._lines.whole(data)):
                     self.told.take(event)
-                self._position = file.tell()
+                self.position = file.tell()
                 if skipped:
                     first = self.told.first
                     self.told.assume(last_committed_step(self._path) if first is None else first)
-                return self._position >= found.st_size
+                return self.position >= found.st_size
         except FileNotFoundError:
             return True
 
     def _skip(self, size_bytes: int) -> bool:
         """Begin near the end if only the tail is wanted."""
         if self._tail_bytes is not None and size_bytes > self._tail_bytes:
-            self._position = size_bytes - self._tail_bytes
-        return self._position > 0
+            self.position = size_bytes - self._tail_bytes
+        return self.position > 0

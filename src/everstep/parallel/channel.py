@@ -120,7 +120,6 @@ class Arena:
         return idle
 
     def clear(self) -> None:
-        """Free all runs."""
         self.forget(1 << 62)
 
 
@@ -223,16 +222,13 @@ class SharedMemoryChannel:
             inbox.forget(step)
 
     def rest(self) -> None:
-        """Detach from the others, until the next `open`."""
         self._attached.close()
         self._inboxes = {}
 
     def abort(self, generation: int) -> None:
-        """Thread-safe; a waiting caller sees it within 5 ms."""
         self._fence.abort(generation)
 
     def close(self) -> None:
-        """Detach."""
         self._fence.abort(1 << 62)
         self._attached.close()
         self._inboxes.clear()

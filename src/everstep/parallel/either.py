@@ -115,11 +115,9 @@ class EitherTransport:
         return self._near.node(step, node)
 
     def divide(self, step: int, takes: Takers | None, *, frees: bool = False) -> None:
-        """As `Transport.divide`."""
         self._current.divide(step, takes, frees=frees)
 
     def given_back(self, step: int) -> frozenset[Node]:
-        """As `Transport.given_back`."""
         return self._near.given_back(step)
 
     def offering(self, step: int) -> OnFinal | None:
@@ -127,7 +125,6 @@ class EitherTransport:
         return self._current.offering(step)
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
-        """All-gather of small records."""
         found = self._current.exchange(tag, payload)
         self._leave_sockets()
         return found
@@ -137,7 +134,6 @@ class EitherTransport:
         return self._current.reduce(step, presence)
 
     def settled(self) -> None:
-        """All members are known to have received everything that was sent here in this generation."""
         self._current.settled()
         self._leave_sockets()
 
@@ -196,15 +192,12 @@ class EitherChannel:
         self._far.open(plan)
 
     def send(self, to: int, key: Hop, tensors: Sequence[torch.Tensor], meta: bytes = b"") -> None:
-        """Raises: CollectiveAborted."""
         self._way(to).send(to, key, tensors, meta)
 
     def expect(self, source: int, key: Hop) -> None:
-        """Raises: CollectiveAborted."""
         self._way(source).expect(source, key)
 
     def recv(self, source: int, key: Hop) -> tuple[list[torch.Tensor], bytes]:
-        """Raises: CollectiveAborted."""
         return self._way(source).recv(source, key)
 
     def spread(self, step: int, stage: int, portions: Sequence[Portion]) -> None:
@@ -217,7 +210,6 @@ class EitherChannel:
         self._near.spread(step, stage, ways.relayed, relayed=True)
 
     def forget(self, step: int) -> None:
-        """Messages of steps up to this one may be overwritten."""
         self._near.forget(step)
         if self._far is not None:
             self._far.forget(step)
@@ -231,7 +223,6 @@ class EitherChannel:
                 self._far.abort(generation)
 
     def close(self) -> None:
-        """Release everything."""
         if self._far is not None:
             self._far.close()
         self._near.close()

@@ -126,7 +126,6 @@ class GroupTransport:
         return self._ticker.ticking()
 
     def settled(self) -> None:
-        """All members are known to have received everything that was sent here in this generation."""
         self._groups.retire_old()
 
     def node(self, step: int, node: Node) -> torch.Tensor:
@@ -142,7 +141,6 @@ class GroupTransport:
             self._stream.divide(step, among, frees=frees)
 
     def given_back(self, step: int) -> frozenset[Node]:
-        """As `Transport.given_back`."""
         return self._flats.lost(step)
 
     def offering(self, step: int) -> OnFinal | None:
@@ -153,7 +151,6 @@ class GroupTransport:
         return lambda node, first, last: stream.offer(step, node, self._flats.held(step, node), first, last)
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
-        """All-gather of small records."""
         self._groups.fence.check()
         found = self._groups.gather(tag, payload)
         self._groups.retire_old()
@@ -343,7 +340,6 @@ class GroupLinks:
             self._reaper.take(self._old.pop().retire)
 
     def close(self) -> None:
-        """Take down what is left."""
         self.retire_old()
         self._reaper.close()
 

@@ -76,7 +76,6 @@ _SYSCALL.argtypes = (
 
 
 def _wake(address: int) -> None:
-    """Wake all threads that sleep on the word at `address`."""
     if _FUTEX is not None:
         _SYSCALL(_FUTEX, address, _WAKE, 0x7FFFFFFF, None, None, 0)
 
@@ -259,7 +258,6 @@ class Attached(Generic[P]):
         return {m.worker_id: self._found[m.segment] for m in others}
 
     def close(self) -> None:
-        """Detach from all."""
         while self._found:
             self._found.popitem()[1].close()
 
@@ -338,7 +336,6 @@ class Geometry:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of the flat gradient."""
         return -(-self.numel // BLOCK_ELEMENTS)
 
     @cached_property

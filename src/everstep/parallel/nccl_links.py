@@ -77,7 +77,6 @@ class NcclLinks:
             self._group.abort()
 
     def retire(self) -> None:
-        """Release the group."""
         if self._group is not None:
             self._group.shutdown()
             self._group = None

@@ -142,7 +142,6 @@ class PeerSockets:
         return dict(sorted(found.items()))
 
     def retire(self) -> None:
-        """Hang up."""
         for sock in self._sockets.values():
             sock.close()
         self._sockets.clear()
@@ -311,7 +310,6 @@ class _Call:
         return sock
 
     def give_up(self) -> None:
-        """Hang up, if it has not been handed over."""
         if self._sock is not None:
             self._sock.close()
             self._sock = None

@@ -38,7 +38,6 @@ class BlockFinisher:
         self._steps = [-1, -1]
 
     def begin(self, step: int) -> None:
-        """The reduction of `step` begins."""
         parity = step % 2
         if self._steps[parity] != step:
             self._steps[parity] = step
@@ -126,7 +125,6 @@ class Flats:
         self._giving = threading.Lock()
 
     def begin(self, step: int) -> None:
-        """This worker begins a step, or goes on with it."""
         if step != self._step:
             with self._giving:
                 self._step = step

@@ -126,7 +126,6 @@ class SharedMemoryTransport:
         return self._slots.tensor(step, node)
 
     def divide(self, step: int, takes: Takers | None, *, frees: bool = False) -> None:
-        """As `Transport.divide`."""
         self._frees = frees
         if takes is not None and (self._division is None or self._division[0] != step):
             self._division = step, Division.among(takes, self._layout.n_blocks)
@@ -137,11 +136,9 @@ class SharedMemoryTransport:
         return None if found is None else found.take
 
     def given_back(self, step: int) -> frozenset[Node]:
-        """As `Transport.given_back`."""
         return self._slots.lost(step)
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
-        """All-gather of small records."""
         room = self._geometry.record_bytes - _TOTAL.size
         parts: dict[int, list[bytes]] = {}
         part = 0
@@ -192,11 +189,9 @@ class SharedMemoryTransport:
 
     @property
     def own(self) -> OwnSegment:
-        """The own memory."""
         return self._own
 
     def segment_of(self, worker_id: int) -> OwnSegment | PeerSegment:
-        """The memory of a member of this host."""
         return self._own if worker_id == self._me.worker_id else self._peers[worker_id]
 
     def tell_final(self, whom: int, generation: int, step: int, node: Node, runs: Sequence[tuple[int, int]]) -> None:
@@ -254,7 +249,6 @@ class SharedMemoryTransport:
         return self.own_result(step)
 
     def give_back(self, step: int, first: int, last: int) -> None:
-        """Give back the memory of the blocks [first, last) of all own nodes of the step."""
         self._slots.give_back(step, first, last)
 
     def held(self, worker_id: int, slot: int) -> torch.Tensor:
@@ -294,7 +288,6 @@ class SharedMemoryTransport:
         """Nothing to do: peers read in place, so nothing is on its way."""
 
     def rest(self) -> None:
-        """Detach from the others, until the next `open`."""
         self._attached.close()
         self._peers = {}
 
@@ -453,11 +446,9 @@ class NodeSlots:
                     self._own.forget_node(slot, first, last)
 
     def lose(self) -> None:
-        """A generation begins: nodes of which blocks were given back in older ones are of no use in it."""
         self._given, self._lost = set(), self._lost | self._given
 
     def lost(self, step: int) -> frozenset[Node]:
-        """Those nodes of the step, once: the caller fills them again."""
         found, self._lost = self._lost, set()
         return frozenset(found if step == self._step else ())
 

@@ -88,7 +88,6 @@ class Parcel:
         return self._gone
 
     def complete(self) -> None:
-        """Note that all of it has left."""
         self._gone = True
         if self._left is not None:
             self._left()
@@ -106,7 +105,6 @@ class Receipt:
         return self._there
 
     def complete(self) -> None:
-        """Note that all of it has come."""
         self._there = True
         self.content = memoryview(b"")
 
@@ -177,7 +175,6 @@ class SocketMesh:
 
     @property
     def whole(self) -> bool:
-        """Whether all connections are up."""
         return not (self._lost or self._over or self._fence.down)
 
     def fail(self) -> NoReturn:
@@ -206,7 +203,6 @@ class SocketMesh:
         self._tell_lost()
 
     def retire(self) -> None:
-        """Release everything."""
         self.cut()
         for thread in self._threads:
             thread.join()

@@ -36,7 +36,8 @@ class StagedTransport:
     kind: a name of `kinds`. store: where groups meet, for kinds that need one; key: the token of the role `peer`, for
     the same kinds; tls: certificates for connections that need TLS. machine: its name; members with the same one can
     share memory. device: of gradients and received tensors. cell_rank: of this process in its worker's cell; it meets
-    processes of the same rank. folder: for gradients in a file, where members share memory.
+    processes of the same rank. folder: for gradients in a file, where members share memory. channel: for single
+    messages between any two members; opened, aborted and closed with the transport.
 
     One thread calls all methods but `abort`. Blocking calls raise `CollectiveAborted` within a few milliseconds after
     `abort(generation)` was called for theirs, and when a peer is found dead (`accused` names it). They call `tick()` at
@@ -75,17 +76,12 @@ class StagedTransport:
         self._reaper = Reaper()
         self._pools: dict[int, Transport] = {}
         self._layouts: dict[int, str] = {}
-        self._records, self._channel = self._kind.meet(self._site)
+        self._records, self.channel = self._kind.meet(self._site)
 
     @property
     def segment(self) -> str:
         """Text for `Member.segment`, with which peers attach; they learn the rest when they meet."""
         return self._records.segment
-
-    @property
-    def channel(self) -> Channel:
-        """Single messages between any two members; opened, aborted and closed with the transport."""
-        return self._channel
 
     def open(self, plan: Plan, layouts: Mapping[int, GradientLayout]) -> None:
         """Regroup: meet the members of the plan, and those of the pools of the own stages.
@@ -105,7 +101,7 @@ class StagedTransport:
         self._records.open(plan)
         self._renew(layouts)
         told = self._tell_segments(plan.generation)
-        self._channel.open(_at_segments(plan, {w: segments[""] for w, segments in told.items()}))
+        self.channel.open(_at_segments(plan, {w: segments[""] for w, segments in told.items()}))
         for stage, pool in self._pools.items():
             part = plan.of_pool(stage)
             pool.open(_at_segments(part, {w: told[w][str(stage)] for w in part.worker_ids}))
@@ -120,11 +116,9 @@ class StagedTransport:
         return flat
 
     def divide(self, stage: int, step: int, takes: Takers | None, *, frees: bool = False) -> None:
-        """As `Transport.divide`."""
         self._pools[stage].divide(step, takes, frees=frees)
 
     def given_back(self, stage: int, step: int) -> frozenset[Node]:
-        """As `Transport.given_back`."""
         return self._pools[stage].given_back(step)
 
     def offering(self, stage: int, step: int) -> OnFinal | None:
@@ -148,7 +142,6 @@ class StagedTransport:
         return found
 
     def abort(self, generation: int) -> None:
-        """Thread-safe. Free any caller that waits in an operation of this generation or an older one."""
         with self._lock:
             self._fence.abort(generation)
             for part in self._parts():
@@ -166,7 +159,7 @@ class StagedTransport:
     # ---- inside
 
     def _parts(self) -> tuple[Transport | Channel, ...]:
-        return (self._channel, *self._pools.values(), self._records)
+        return (self.channel, *self._pools.values(), self._records)
 
     def _renew(self, layouts: Mapping[int, GradientLayout]) -> None:
         """Close the transports of stages that are gone, make those of stages that are new, keep the others."""
@@ -184,7 +177,7 @@ class StagedTransport:
 
     def _tell_segments(self, generation: int) -> dict[int, dict[str, str]]:
         """All members' texts for attaching to their channels ("") and pools (the stage), by worker id."""
-        own = {"": self._channel.segment, **{str(stage): pool.segment for stage, pool in self._pools.items()}}
+        own = {"": self.channel.segment, **{str(stage): pool.segment for stage, pool in self._pools.items()}}
         records = self._records.exchange(Tag(_OPEN, generation, 0), msgspec.msgpack.encode(own))
         return {w: msgspec.msgpack.decode(record, type=dict[str, str]) for w, record in records.items()}
 

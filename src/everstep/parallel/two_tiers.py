@@ -274,7 +274,6 @@ class TieredTransport:
         self._far.open(replace(plan, shards=()), self._stream)  # `far` has no gradient of its own
 
     def leave(self) -> None:
-        """Stop all writes for the generation, which has been cut, or all have left it."""
         self._far.leave()
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
@@ -282,11 +281,9 @@ class TieredTransport:
         return self._far.exchange(tag, payload)
 
     def settled(self) -> None:
-        """All members are known to have received everything that was sent here in this generation."""
         self._far.settled()
 
     def rest(self) -> None:
-        """All members are known to have left the last generation, and there is none until the next `open`."""
         self._far.rest()
 
     def abort(self, generation: int) -> None:
@@ -294,7 +291,6 @@ class TieredTransport:
         self._far.abort(generation)
 
     def close(self) -> None:
-        """Leave the others."""
         self._far.close()
 
     def divide(self, step: int, takes: Takers | None, *, frees: bool = False) -> None:

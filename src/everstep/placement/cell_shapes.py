@@ -17,7 +17,6 @@ class CellShape(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Processes of the worker."""
         return self.fsdp * self.tp
 
     def __str__(self) -> str:

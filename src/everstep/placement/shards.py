@@ -107,7 +107,6 @@ class SegmentBlocks:
         return bisect_right(self.stops, block)
 
     def blocks(self, segments: Runs) -> Runs:
-        """Blocks that lie in these segments."""
         begins = [0, *self.stops]
         runs = [(begins[lo], begins[hi]) for lo, hi in segments]
         return tuple(run for run in runs if run[0] < run[1])
@@ -197,7 +196,6 @@ class Division:
 
     @staticmethod
     def whole(finishes: Takers, n_blocks: int) -> Division:
-        """All get all."""
         return Division(finishes, dict.fromkeys(finishes, ((0, n_blocks),) if n_blocks else ()))
 
     @staticmethod

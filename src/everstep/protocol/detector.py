@@ -80,7 +80,6 @@ class PhiDetector:
         self._last_ns += gap_ns
 
     def silence_ns(self, now_ns: int) -> int:
-        """Time since the last sign of life."""
         return max(0, now_ns - self._last_ns)
 
     @property
@@ -89,7 +88,6 @@ class PhiDetector:
         return self._last_ns + self._ceiling_ns
 
     def suspicion(self, now_ns: int) -> Suspicion:
-        """Judgement of the peer now."""
         silence = self.silence_ns(now_ns)
         suspect_after, dead_after = self._limits()
         if silence < suspect_after:

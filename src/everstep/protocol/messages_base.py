@@ -49,7 +49,6 @@ class CellPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def key(self) -> WorkerKey:
-        """The life."""
         return WorkerKey(self.worker_id, self.incarnation)
 
 

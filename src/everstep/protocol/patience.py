@@ -71,7 +71,6 @@ class Vitals:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has stopped the process."""
         return self._last is not None and self._last[1].stopped
 
     def look(self, now_s: float, figures: Figures | None) -> float:
@@ -95,8 +94,8 @@ class Patience:
     """Whether a process that is asked again and again still answers, over all of its lives.
 
     least_s: limit of silence, without the time that it waited for a processor. A life has longer before its first
-    word, as it may have much to read. spoke: it has said its first word already. Times are monotonic seconds; any
-    thread may call `answered`.
+    word, as it may have much to read. spoke: it has said its first word already. silence_s: time without an answer,
+    although the process could have answered. Times are monotonic seconds; any thread may call `answered`.
     """
 
     def __init__(self, least_s: float, *, spoke: bool = False) -> None:
@@ -109,18 +108,16 @@ class Patience:
         self._clear()
 
     def _clear(self) -> None:
-        self._silence_s = self.stopped_s = 0.0
+        self.silence_s = self.stopped_s = 0.0
         self._vitals = Vitals()
 
     # ---- its lives
 
     def begins(self) -> None:
-        """A life begins."""
         self.spoke, self._first_s, self._asked = False, inf, None
         self._clear()
 
     def answered(self) -> None:
-        """The process has answered."""
         self.spoke = True
         self._clear()
 
@@ -145,17 +142,12 @@ class Patience:
         if self._asked is not None:
             gap_s = min(now_s - self._asked[0], LATE_S)
             gap_s -= min(gap_s / 2, max(0.0, own_waits_s - self._asked[1]))
-            self._silence_s += max(0.0, gap_s - waited)
+            self.silence_s += max(0.0, gap_s - waited)
             self.stopped_s = self.stopped_s + gap_s if self._vitals.stopped else 0.0
         self._asked = now_s, own_waits_s
         if self.spoke and self._first_s == inf:
             self._first_s = now_s
         return True
-
-    @property
-    def silence_s(self) -> float:
-        """Time without an answer, although the process could have answered."""
-        return self._silence_s
 
     @property
     def limit_s(self) -> float:
@@ -167,8 +159,8 @@ class Patience:
         """Why the process counts as dead; "" while it does not."""
         if self.stopped_s >= self._least_s:
             return f"has not answered for {self.stopped_s:.1f} s, since a signal has stopped it"
-        if self._silence_s >= self.limit_s:
-            return f"has not answered for {self._silence_s:.1f} s"
+        if self.silence_s >= self.limit_s:
+            return f"has not answered for {self.silence_s:.1f} s"
         lifeless_s = self._vitals.lifeless_s or 0.0
         if not self.spoke and lifeless_s >= max(LIFELESS_S, self._least_s):
             return f"has not begun to answer, and has done nothing for {lifeless_s:.1f} s"

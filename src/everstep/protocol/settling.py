@@ -129,7 +129,6 @@ class _Stock:
 
     @cached_property
     def whole(self) -> tuple[int, ...]:
-        """Members that have the whole stage."""
         return tuple(i for i, blocks in self.held.items() if blocks.whole)
 
     @cached_property

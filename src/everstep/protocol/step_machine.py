@@ -88,7 +88,6 @@ class StepMachine:
         self._deciding = Deciding(known, contributing, entering, switching)
 
     def handle(self, event: StepEvent) -> list[StepEffect]:
-        """Take one event. Returns the effects, to be carried out in order."""
         phases, handler_of, name, reach = BY_EVENT[type(event)]
         before = self.phase
         if before not in phases:
@@ -102,7 +101,6 @@ class StepMachine:
         return effects
 
     def void(self) -> Discard:
-        """Forget all results for the next step. Returns the effect that drops them."""
         return self._known.void()
 
     def holding(self) -> Holding:
@@ -118,12 +116,10 @@ class StepMachine:
 
     @property
     def phase(self) -> Phase:
-        """The worker's phase."""
         return self._known.phase
 
     @property
     def plan(self) -> Plan | None:
-        """The present plan, None if there is none."""
         return self._known.plans.plan
 
     @property
@@ -150,17 +146,14 @@ class StepMachine:
 
     @property
     def position(self) -> Key:
-        """Key of the last decision."""
         return self._known.decisions.position
 
     @property
     def step(self) -> int:
-        """Updates applied or being applied."""
         return self.position.step
 
     @property
     def records(self) -> Mapping[int, Record]:
-        """Records of the last decision, by worker id."""
         return self._known.decisions.records
 
     @property

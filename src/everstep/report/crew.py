@@ -48,7 +48,6 @@ class Crew:
         self._seated = frozenset()
 
     def started(self, event: Event) -> None:
-        """The job has begun, or goes on."""
         self.wanted = whole_number(event.get("workers"))
         self.suspected = False
         self.generation = 0  # each start counts from 1
@@ -105,7 +104,6 @@ class Crew:
         worker.hosts = tuple(one_line(one, 80) for one in hosts[:MOST_LISTED]) if isinstance(hosts, list) else ()
 
     def suspect(self, event: Event, time_ns: int) -> None:
-        """Note that a worker may be dead."""
         worker = self.workers.get(int(event["worker_id"]))
         if worker is not None and worker.state not in _GONE:
             self._be(worker, "suspect", time_ns, event)
@@ -120,7 +118,6 @@ class Crew:
         return i
 
     def end_spans(self, time_ns: int) -> None:
-        """End the present state of every worker."""
         for span in self._open.values():
             span.end_ns = time_ns
         self._open.clear()

@@ -44,7 +44,6 @@ class Headline:
     more: str = ""
 
     def whole(self) -> str:
-        """The sentence and what follows it."""
         return f"{self.text} {self.more}".strip()
 
     def fitted(self, width: int) -> str:

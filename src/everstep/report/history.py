@@ -74,7 +74,6 @@ class History:
         return changed
 
     def load(self) -> History:
-        """Read everything there is."""
         while self.poll():
             pass
         return self
@@ -86,7 +85,6 @@ class History:
 
     @property
     def name(self) -> str:
-        """Name of the run for people: the last part of its path."""
         return self.run_dir.resolve().name or str(self.run_dir)
 
     @property
@@ -114,7 +112,6 @@ class History:
         return last_step(size, lanes * batch, *(_least_one(given.get(name)) for name in ("steps", "epochs")))
 
     def running(self) -> bool:
-        """Whether a job holds the directory."""
         return is_locked(self.run_dir)
 
     def begins(self, running: bool) -> bool:

@@ -65,7 +65,6 @@ class Hit:
 
     @property
     def text(self) -> str:
-        """The whole hit."""
         home = f" ({self.home})" if self.home else ""
         return (self.brief.replace(self.who, self.who + home, 1) if home else self.brief) + self.more
 
@@ -150,7 +149,6 @@ class Incident:
         return max(0, (self.end_ns or 0) - (self.stood_ns or self.begin_ns)) / 1e9
 
     def did(self, text: str) -> None:
-        """Note an act of the system."""
         if text not in self.done and len(self.done) < 2 * _MOST_NAMED:
             self.done.append(text)
 
@@ -163,7 +161,6 @@ class Incident:
         return generation >= self.answer if generation else time_ns > (self.planned_ns or 0)
 
     def line(self) -> str:
-        """The whole incident in one line."""
         went = [f"training went on after {time_text(self.stood_s)}"] if self.stood_s else []
         if self.whole_ns is not None and self.end_ns is not None and self.whole_ns > self.end_ns:
             went.append(f"whole again after {time_text(max(0, self.whole_ns - self.begin_ns) / 1e9)}")
@@ -192,7 +189,6 @@ class Incidents:
 
     @property
     def newest(self) -> Incident | None:
-        """The newest incident, None if there is none."""
         return self.all[-1] if self.all else None
 
     def missed(self) -> list[Incident]:

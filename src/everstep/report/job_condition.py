@@ -32,7 +32,6 @@ class JobCondition:
         self.cause, self.reason = (None, "") if why is None else why_of(why)
 
     def begin(self, time_ns: int) -> None:
-        """The job was started."""
         self.be("starting")
         self.exit_code = self.ended_ns = self.stopping = None
         self.started_ns, self.waiting_ns, self.fault_ns = time_ns, None, None
@@ -57,7 +56,6 @@ class JobCondition:
             self.waiting_ns = None
 
     def wait(self, event: Event, time_ns: int) -> None:
-        """Begin to wait for workers."""
         self.be("waiting", event)
         self.waiting_ns = self.waiting_ns or time_ns
 
@@ -67,7 +65,6 @@ class JobCondition:
         self.stopping = Trouble(since_ns, reason_text(event.get("reason")))
 
     def end(self, exit_code: int | None, time_ns: int) -> None:
-        """The job is over; nothing is under way any more."""
         self.exit_code, self.ended_ns = exit_code, time_ns
         self.stopping = self.started_ns = self.waiting_ns = self.fault_ns = None
 

@@ -40,15 +40,12 @@ class LogLine:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def at_least(self, level: str) -> bool:
-        """Whether the line has this level or a graver one."""
         return LEVELS.index(self.level) >= LEVELS.index(level)
 
     def has(self, text: str) -> bool:
-        """Whether the line contains this text."""
         return text in self.text or text in self.more
 
     def json(self) -> str:
-        """The line as one JSON object."""
         said = {"time_unix_ns": self.time_ns, "level": self.level, "source": self.source, "message": self.text}
         return json.dumps({**said, "worker_id": self.worker_id, **self.fields}, default=str)
 

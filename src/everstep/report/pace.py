@@ -46,7 +46,6 @@ class Pace:
 
     @property
     def steps(self) -> int:
-        """Number of steps that the rate is of."""
         return max(0, len(self._recent) - 1)
 
     @property

@@ -87,7 +87,6 @@ class Tail:
                 yield self._split(data)
 
     def lines(self) -> Iterator[bytes]:
-        """All lines appended since the last call, one by one."""
         return (line for lines in self.read(EVERYTHING) for line in lines)
 
     def objects(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
@@ -101,7 +100,6 @@ class Tail:
             yield None if wrong else found
 
     def unread_bytes(self) -> int:
-        """Number of bytes not yet read."""
         try:
             return max(0, self.path.stat().st_size - self._position)
         except OSError:
@@ -170,7 +168,6 @@ class Folder:
                 return
 
     def lines(self) -> Iterator[bytes]:
-        """All new lines of all files."""
         return (line for lines in self.read(EVERYTHING) for line in lines)
 
     def unread_bytes(self) -> int:

@@ -60,7 +60,6 @@ class Tally:
         self._step_ns = 0
 
     def take(self, event: Event) -> None:
-        """Take in the next event."""
         act, time_ns = _ACTS.get(event["kind"]), whole_number(event.get("time_unix_ns"))
         if act is not None and 0 <= time_ns < 1 << 63:
             act(self, event, time_ns)
@@ -133,7 +132,6 @@ class Histogram:
 
     @property
     def sum(self) -> float:
-        """Sum of the values."""
         return self._sum / 1e9
 
     def add(self, value: float, times: int = 1) -> None:

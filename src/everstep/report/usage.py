@@ -42,7 +42,6 @@ class Bucket:
     steps: float = 0.0
 
     def merge(self, other: Bucket) -> None:
-        """Add a neighbouring stretch."""
         for mine, theirs in ((self.seconds, other.seconds), (self.sent_bytes, other.sent_bytes)):
             for name, value in theirs.items():
                 mine[name] += value
@@ -81,7 +80,6 @@ class Usage:
         self._rows: dict[tuple[str, int], Newest] = {}
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """Take in one line: all workers of a host at one moment."""
         time_ns = whole_number(line.get("t"))
         rows = line.get("workers")
         if not time_ns or not isinstance(rows, list):

@@ -67,7 +67,6 @@ class TimeAccount:
         self._set_back_ns = 0
 
     def reach(self, time_ns: int) -> None:
-        """Extend the account to this moment."""
         if self.begin_ns is None:
             self.begin_ns = self._folded_through_ns = time_ns
         if time_ns > self.end_ns:
@@ -89,7 +88,6 @@ class TimeAccount:
             self._shares.append((max(time_ns + self._set_back_ns, self._shares[-1][0]), share))
 
     def paint(self, begin_ns: int, end_ns: int, use: str) -> None:
-        """Add a stretch with its use."""
         if end_ns > begin_ns:
             self.intervals.append(self._inside(Stretch(begin_ns, end_ns, use)))
         if len(self.intervals) > _MOST_INTERVALS:

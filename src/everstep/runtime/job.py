@@ -413,7 +413,6 @@ class JobLink:
         )
 
     def ping(self) -> None:
-        """Ask whether the coordinator answers."""
         if self._client.connected:
             self._client.send(Ping(seq=next(self._numbers)))
 
@@ -445,7 +444,6 @@ class JobLink:
         return JobHello(asked=[_what_is_left(*asked) for asked in tuple(self._asked.values())])
 
     def close(self) -> None:
-        """End the connection."""
         self._client.close(0.0)
 
     def _receive(self, message: AnyMessage) -> None:

@@ -121,7 +121,6 @@ class JobEnd:
         self._left.add(agent_id)
 
     def started(self, agent_id: str) -> None:
-        """Note that a worker of this agent runs."""
         self._left.discard(agent_id)
 
     def look(self, now_s: float, local: bool, leads: bool = True) -> None:

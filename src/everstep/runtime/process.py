@@ -247,7 +247,6 @@ class MemoryKills:
         self._count = count
 
     def lately(self, now_s: float) -> bool:
-        """Whether a process was killed in the last seconds."""
         self.look(now_s)
         return self._rose_s is not None and now_s - self._rose_s <= _LATELY_S
 
@@ -324,7 +323,6 @@ class Inbox(Generic[T]):
         return [self._items.popleft() for _ in range(len(self._items))]
 
     def close(self) -> None:
-        """Give the descriptors back."""
         wake, self._wake = self._wake, -1
         os.close(wake)
         os.close(self.fd)

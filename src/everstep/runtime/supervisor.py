@@ -250,7 +250,6 @@ class LocalHost(Supervised):
 
     @property
     def name(self) -> str:
-        """Name of its agent."""
         return self._begun.name
 
     def start(self) -> None:

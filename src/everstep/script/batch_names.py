@@ -8,7 +8,7 @@ import ast
 import types
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from everstep.script.flow_sources import SyntaxTrees, inside_of
+from everstep.script.flow_sources import SyntaxTrees, inside_of, named_by
 
 _OWN_NAMES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _OWN_CODE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
@@ -62,7 +62,7 @@ class _Round:
                 yield from self.needs(ast.iter_child_nodes(node))
                 self._unset |= hidden
             else:
-                self._unset -= _named_by(node)
+                self._unset -= named_by(node)
                 yield from self.needs(self._in_order(node))
 
     def _in_order(self, node: ast.AST) -> Sequence[ast.AST]:
@@ -100,20 +100,6 @@ def _goes_over(iterated: ast.expr, steps: set[str]) -> bool:
 
 def _catches(handler: ast.ExceptHandler) -> bool:
     return handler.type is None or bool(_CATCH & {n.id for n in ast.walk(handler.type) if isinstance(n, ast.Name)})
-
-
-def _named_by(node: ast.AST) -> set[str]:
-    """Names that a node sets which are no names of its own kind in the tree."""
-    match node:
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return {name}
-        case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-            return {name}
-        case ast.MatchMapping(rest=str(name)):
-            return {name}
-        case ast.Import(names=names) | ast.ImportFrom(names=names):
-            return {(alias.asname or alias.name).split(".")[0] for alias in names}
-    return set()
 
 
 def _stored(nodes: Iterable[ast.AST]) -> Iterator[str]:

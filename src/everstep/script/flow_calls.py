@@ -86,7 +86,6 @@ class Calls:
 
     @property
     def memory(self) -> RoundMemory:
-        """Facts of the round."""
         return self.reader.memory
 
     def iterate(self, value: Value, node: ast.expr) -> Value:
@@ -146,7 +145,6 @@ class Calls:
             self.memory.sink(self.memory.use(self._beside(function, given)))
 
     def operate(self, value: Value, name: str, given: Sequence[Value]) -> Value | None:
-        """Result of a user's method that Python calls by itself; None if there is none."""
         return self.functions.operate(value, name, given)
 
     def _beside(

@@ -41,11 +41,9 @@ class Functions:
 
     @property
     def memory(self) -> RoundMemory:
-        """Facts of the round."""
         return self.reader.memory
 
     def is_users(self, thing: Any) -> bool:
-        """Whether this is a user's function."""
         return isinstance(thing, types.FunctionType) and self.memory.judge.of_user(unwrapped(thing))
 
     def live(self, thing: Any, callee: Value, given: Given) -> Value | None:
@@ -127,7 +125,6 @@ class Functions:
             )
 
     def operate(self, value: Value, name: str, given: Sequence[Value]) -> Value | None:
-        """Result of a user's method that Python calls by itself; None if there is none."""
         found = []
         for thing in value.objects:
             method = method_of(type(thing), name) if self.memory.judge.of_user(thing) else None

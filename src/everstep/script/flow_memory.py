@@ -50,7 +50,6 @@ class Value:
     title: str = ""
 
     def with_deps(self, deps: Iterable[Origin]) -> Value:
-        """The value, with these dependences added."""
         more = frozenset(deps) - self.deps
         return replace(self, deps=normal(self.deps | more), key=self.key if not more else None) if more else self
 
@@ -154,7 +153,6 @@ class RoundMemory:
     # ---- reading
 
     def live(self, thing: Any, title: str, deps: frozenset[Origin] = NOTHING) -> Value:
-        """Value of a live object."""
         if thing is MISSING:
             return Value(deps, title=title)
         self.kept[id(thing)] = thing

@@ -112,7 +112,6 @@ class Reader:
     _fresh: int = 0
 
     def ask(self, calls: CallReader) -> None:
-        """Set the source of calls' effects."""
         self.calls = calls
 
     # ---- functions
@@ -145,7 +144,6 @@ class Reader:
         return joined(inner.results) if inner.results else Value()
 
     def fresh(self) -> Origin:
-        """Key of a new scope."""
         self._fresh += 1
         return ("call", self._fresh)
 
@@ -323,7 +321,6 @@ class Reader:
         return self.calls.iterate(over, node) if self.calls is not None else Value(self.memory.use(over))
 
     def value(self, node: ast.expr, scope: Scope) -> Value:
-        """Possible values of an expression."""
         handler: Any = self.syntax.get(type(node))
         found: Value = handler(self, node, scope) if handler is not None else self.anything(node, scope)
         return found

@@ -148,12 +148,21 @@ def names_of(node: Function) -> frozenset[str]:
     for inner in inside_of(node):
         if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store | ast.Del):
             found.add(inner.id)
-        elif isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(inner.name)
-        elif isinstance(inner, ast.Import | ast.ImportFrom):
-            found |= {(alias.asname or alias.name).split(".")[0] for alias in inner.names}
-        elif isinstance(inner, ast.ExceptHandler) and inner.name:
-            found.add(inner.name)
         elif isinstance(inner, ast.Global | ast.Nonlocal):
             others |= set(inner.names)
+        found |= named_by(inner)
     return frozenset(found - others)
+
+
+def named_by(node: ast.AST) -> set[str]:
+    """Names that a node sets which are no names of their own kind in the tree."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            return {name}
+        case ast.MatchMapping(rest=str(name)):
+            return {name}
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return {(alias.asname or alias.name).split(".")[0] for alias in names}
+    return set()

@@ -75,11 +75,9 @@ class LineTrace:
     _words: _Words = field(default_factory=lambda: _Words())
 
     def start(self) -> None:
-        """Follow all calls from now on."""
         sys.settrace(self._call)
 
     def stop(self) -> None:
-        """Follow nothing any more."""
         sys.settrace(None)
 
     def mark(self, part: str) -> None:
@@ -88,7 +86,6 @@ class LineTrace:
         self._rows = self.parts.setdefault(part, [])
 
     def watch(self, tensors: Sequence[Tensor]) -> None:
-        """Note the number of writes to these tensors with each line."""
         self.watched = tensors
 
     def _call(self, frame: FrameType, _event: str, _arg: Any) -> Any:

@@ -52,7 +52,6 @@ class LoopGuard:
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        """The loop begins."""
         optimizers = optimizers_of(self._optimizer).values()
         for optimizer in optimizers:
             self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
@@ -75,7 +74,6 @@ class LoopGuard:
                 self._replace(names, name, self._clipping(names[name]))
 
     def __exit__(self, *_: object) -> None:
-        """The loop is over."""
         self._undo.close()
 
     def _before_step(self, *_: Any) -> None:

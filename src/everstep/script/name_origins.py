@@ -31,7 +31,6 @@ class Places:
                         self._lines[name] = min(node.lineno, self._lines.get(name, node.lineno))
 
     def of(self, finding: Finding) -> Finding:
-        """The finding with its place."""
         name = finding.object
         last = name.split(".")[-1]
         line = self._lines.get(name) or self._lines.get(f"self.{last}") or self._lines.get(name.split(".")[0])

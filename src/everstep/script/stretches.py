@@ -83,7 +83,6 @@ class _Numbered(ast.NodeTransformer):
         self._fixed = {"total_steps": total, "is_main": True}
 
     def visit(self, node: ast.AST) -> Any:
-        """A node, and those in it."""
         if isinstance(node, ast.Attribute) and node.attr == "number":
             return ast.Name(_NUMBER, ast.Load())
         if isinstance(node, ast.Attribute) and node.attr in self._fixed:

@@ -77,12 +77,10 @@ class LifeNotes:
         return self._watch.work
 
     def watch(self, parameters: Sequence[Any], buffers: Mapping[str, Any]) -> None:
-        """These are the model's."""
         if self._trace is not None:
             self._trace.watch([buffers[self._watch.buffer]] if self._watch.buffer in buffers else parameters)
 
     def turn(self, step: int) -> None:
-        """The step after this one is about to begin."""
         self._ambient.turn(step)
         if self._trace is not None and self._watch.trace == RUN:
             self._trace.mark(str(step))
@@ -94,7 +92,6 @@ class LifeNotes:
             self._trace.mark(part)
 
     def computed(self, step: int, lane: int, said: LaneSaid) -> None:
-        """A lane's results."""
         self._work.append((step, lane, said.data, said.gave))
 
     def noted(self) -> Noted:

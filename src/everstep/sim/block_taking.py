@@ -61,15 +61,12 @@ class SimTaking:
         self._taker = moving.Taker(order, _ALL if life.site.donors == 1 else 1)
 
     def begin(self) -> None:
-        """Ask the first source."""
         self._carry_out(self._taker.begin())
 
     def uses(self, connection: SimConnection) -> bool:
-        """Whether the connection may still carry something for this."""
         return connection in self._lines.values()
 
     def close(self) -> None:
-        """Leave all conversations."""
         self._taker.stop()
         lines, self._lines = self._lines, {}
         for connection in lines.values():

@@ -85,7 +85,6 @@ class SimRecords:
         return self._forgotten < inf
 
     def journaled(self, generation: int) -> None:
-        """The journal has the plan of this generation."""
         self._unknown.discard(generation)
         self._written = max(self._written, generation)
 
@@ -95,7 +94,6 @@ class SimRecords:
         return max(self._written, max(self.plans, default=0))
 
     def plan(self, plan: Plan) -> None:
-        """A plan was sent, or taken in."""
         known = self.plans.get(plan.generation)
         if known is None:
             self.plans[plan.generation] = plan
@@ -106,7 +104,6 @@ class SimRecords:
             raise PromiseBroken(f"P3: two plans of generation {plan.generation}: {known} and {plan}")
 
     def entered(self, generation: int) -> None:
-        """A worker goes on in this generation."""
         self._entered = max(self._entered, generation)
 
     def clear(self) -> None:
@@ -135,7 +132,6 @@ class SimRecords:
             raise PromiseBroken(f"P1: states after step {doubt} are in doubt since generation {before}, not in {plan}")
 
     def contributed(self, generation: int, tag: Tag, worker_id: int, payload: bytes) -> None:
-        """A member gives its record for a decision of this generation."""
         if tag.kind == "decide":
             made = self.exchanged.setdefault(Key(tag.step, tag.seq), {})
             made.setdefault(generation, {})[worker_id] = decode_record(payload)
@@ -159,7 +155,6 @@ class SimRecords:
         return new
 
     def vote(self, payload: bytes) -> Vote:
-        """The vote in an agree record."""
         found = self._votes.get(payload)
         if found is None:
             found = _vote.decode(_agreed(payload).sections[0].buffers[0])
@@ -167,7 +162,6 @@ class SimRecords:
         return found
 
     def stated(self, generation: int, worker_id: int, payload: bytes) -> None:
-        """A member states its holdings."""
         self.holdings.setdefault(generation, {})[worker_id] = decode_holding(payload)
 
     def compared(self, records: Mapping[int, Record]) -> bool:
@@ -189,7 +183,6 @@ class SimRecords:
         return said
 
     def copies(self, records: Mapping[int, Record]) -> dict[int, set[int]]:
-        """States of all copies of each stage before the step."""
         copies: dict[int, set[int]] = {}
         for record in records.values():
             for stage, state in self.vote(record.payload).states:
@@ -211,7 +204,6 @@ class Taint:
         self._alike: dict[tuple[int, int], set[str]] = {}  # by step and stage
 
     def flip(self) -> None:
-        """A bit of a copy has flipped."""
         self.flipped = True
 
     def accept(self) -> None:
@@ -219,7 +211,6 @@ class Taint:
         self.unnoticed = True
 
     def applies(self, who: WorkerKey, step: int, records: Mapping[int, Record]) -> None:
-        """A worker is about to apply a step, decided by these records."""
         for stage, digests in self.records.said(Key(step, 0), records).items():
             alike = stage > _PROBED or len(digests) == 1
             if not alike:
@@ -360,7 +351,6 @@ class Exact:
         self.finals.append(dict(states))
 
     def saved(self, step: int, states: Mapping[int, Blocks]) -> None:
-        """A checkpoint that was requested is on disk."""
         right = states.keys() == self.states[step].keys() and all(
             wrong(state) or state == self.states[step][stage] for stage, state in states.items()
         )

@@ -132,7 +132,6 @@ class SimLanes:
         return {node: _total(node, held) for node in cover(plan.lanes_of(self.life.me.worker_id, stage), plan.lanes)}
 
     def _compute(self, operation: Compute) -> None:
-        """Compute these lanes at all own seats that they pass through."""
         plan, step, me = operation.plan, operation.step, self.life.me.worker_id
         if step != self.life.state.at + 1:
             raise AssertionError(f"{self.life.me} is to compute step {step} at state {self.life.state.at}")
@@ -158,7 +157,6 @@ class SimLanes:
         self._next()
 
     def _leave(self, operation: Compute, accused: tuple[int, ...], reason: str) -> None:
-        """End the operation with the present pass."""
         if self._operation is operation:
             self._leaving = self._leaving or (accused, reason)
             self._next()
@@ -228,7 +226,6 @@ class SimLanes:
         return _each(self._odd, found) if self.life.site.is_odd(self.life) else found
 
     def _odd(self, value: int) -> int:
-        """A value as this worker computes it."""
         return hash((value, 53)) | 1 if self.life.site.is_odd(self.life) else value
 
     def _with_trials(self, operation: Compute) -> Plan:
@@ -307,7 +304,6 @@ class Reduction:
         life.install({("message", "part"): self._on_part, ("message", "piece"): self._on_piece})
 
     def clear(self) -> None:
-        """Begin a generation."""
         self._parts, self._pieces, self._divisions = {}, {}, {}
 
     def _division(self, plan: Plan, stage: int, step: int) -> Division:
@@ -434,7 +430,6 @@ class Spreading:
         life.install({do.Spread: self._spread, ("owes", do.Spread): self._owes, ("message", "spread"): self._on_block})
 
     def clear(self) -> None:
-        """Begin a generation."""
         self._came = {}
 
     def _spread(self, operation: do.Spread) -> None:
@@ -454,7 +449,6 @@ class Spreading:
             self._look(self.life.operation)
 
     def _lacking(self, operation: do.Spread) -> set[int]:
-        """Workers that have not sent all of their parameters yet."""
         plan, me, step = operation.plan, self.life.me.worker_id, operation.step
         givers = {k: _givers(plan, k, me) for k in plan.stages_of(me)}
         return {who for k, of in givers.items() for block, who in of.items() if (step, k, block) not in self._came}

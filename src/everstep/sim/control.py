@@ -85,7 +85,6 @@ class SimCoordinator(Process):
         return 0
 
     def begin(self) -> None:
-        """The process has started."""
         self.world.log(self.name, "STARTED", f"journal of {len(self.control.journal)}")
         self.feed(Tick())
 
@@ -111,7 +110,6 @@ class SimCoordinator(Process):
         self._crash_after = effects
 
     def feed(self, event: CoordinatorEvent) -> None:
-        """Give the machine one event."""
         if self.world.tracing and not _is_routine(event):
             self.world.log(self.name, "<-", event)
         self._orders.heard(event)
@@ -281,7 +279,6 @@ class AgentProcess(Process):
         self.client.send(self.lost[slot])
 
     def leave(self) -> None:
-        """Its host is to leave in order."""
         if self.alive and not self.ended:
             self.leaving = True
             self.client.send(wire.HostLeaving(agent_id=self.host))
@@ -310,17 +307,14 @@ class AgentProcess(Process):
                     worker.die("its fork server died")
 
     def replace_fork_server(self) -> None:
-        """The next fork server is ready."""
         waiting, self.waiting = self.waiting or set(), None
         for worker_id in sorted(waiting):
             self.start(worker_id)
 
     def exited(self, key: WorkerKey, cause: Cause, reason: str, restart: bool, in_order: bool) -> None:
-        """A worker's process has ended."""
         self.soon(MS // 2, 4 * MS, self._reaped, key, cause, reason, restart, in_order)
 
     def _reaped(self, key: WorkerKey, cause: Cause, reason: str, restart: bool, in_order: bool) -> None:
-        """waitpid returned."""
         self.client.send(
             wire.WorkerExited(
                 agent_id=self.host,
@@ -459,12 +453,10 @@ class Control:
 
     @property
     def world(self) -> World:
-        """The world of all of it."""
         return self.site.world
 
     @property
     def checks(self) -> Checks:
-        """The facts for the checkers."""
         return self.site.checks
 
     def dial(
@@ -501,7 +493,6 @@ class Control:
         self.fate.began(status["state"], status["reason"])
 
     def mend(self) -> None:
-        """End all troubles of the coordinator."""
         self.coordinator.crash_after(None)
         self.coordinator.thaw()
 
@@ -587,7 +578,6 @@ class Control:
         return [w.me for _, w in sorted(self.agents[host].workers.items()) if w.alive] if host in self.agents else []
 
     def live_workers(self) -> list[SimWorker]:
-        """Live workers, by key."""
         live = [w for w in self.workers.values() if w.alive]
         return sorted(live, key=lambda w: (w.me.worker_id, w.me.incarnation))
 

@@ -62,7 +62,6 @@ class Memory:
         life.install({do.DropLanes: nothing})
 
     def lose(self, stage: int, number: int, lost: Extents) -> None:
-        """Blocks of a snapshot are gone."""
         self.kept[stage, number] = without(self.kept[stage, number], lost)
         self._retention.lose(stage, number, lost)
         self.say()
@@ -131,7 +130,6 @@ class Memory:
         return any(taking.uses(connection) for taking in self._wanted.values())
 
     def say(self) -> None:
-        """Tell the driver which snapshots there are."""
         self.life.handle(do.InMemory(self._retention.there, self.donor.busy))
 
 
@@ -229,7 +227,6 @@ class SimSaver:
         life.done(operation, "disk")
 
     def at_end(self, operation: do.Finish) -> None:
-        """Leave a checkpoint of the last step."""
         if operation.save is not None and self.life.job.write_every:
             self._save(operation.save)
 
@@ -270,7 +267,6 @@ class _Asker:
         self.given = given
 
     def has_all(self) -> None:
-        """Note that it has all blocks that it was given."""
         self.had = True
 
 
@@ -294,7 +290,6 @@ class SimDonor:
         life.install({do.OfferFeeds: self._offer, do.CutFeeds: lambda effect: self._tell(giver.WentElsewhere())})
 
     def uses(self, connection: SimConnection) -> bool:
-        """Whether the connection may still carry something for this."""
         return any(connection is asker.connection for asker in self.askers)
 
     def _accept(self, connection: SimConnection) -> None:
@@ -394,7 +389,6 @@ class SimDonor:
         self._tell(giver.ShelfFilled(("kept", number), frozenset(copies)))
 
     def keeps_nothing(self) -> None:
-        """Drop all snapshots on the shelf."""
         self._tell(giver.ShelfEmptied("kept"))
 
     def _blocks(self, asker: _Asker, stage: int, extents: Extents) -> None:
@@ -441,7 +435,6 @@ class SimDonor:
             self._tell(giver.StepToFeed(frozenset(gradients), segments), item=(step, encode(records), gradients))
 
     def began(self) -> None:
-        """All members have settled in a new generation."""
         self._tell(giver.GenerationBegan())
 
     def _pass(self, asker: _Asker) -> None:

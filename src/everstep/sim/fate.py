@@ -25,7 +25,6 @@ class Fate:
         self.failed = reason if state == "failed" else self.failed
 
     def report(self, kind: str, fields: dict[str, Any]) -> None:
-        """Take one of the coordinator's reports."""
         self.reports[kind] = self.reports.get(kind, 0) + 1
         self.strikes.reported(kind, fields)
         if kind == "job_completed":
@@ -37,5 +36,4 @@ class Fate:
 
     @property
     def ended(self) -> bool:
-        """Whether the job is over."""
         return self.completed or self.stopped or bool(self.failed)

@@ -41,7 +41,6 @@ class Fetcher:
         life.install({("abort", kind): self._leave for kind in (do.Fetch, do.Restore, do.Finish)})
 
     def uses(self, connection: SimConnection) -> bool:
-        """Whether the connection may still carry something for this."""
         return self._taking is not None and self._taking.uses(connection)
 
     def _restore(self, operation: do.Restore) -> None:
@@ -70,7 +69,6 @@ class Fetcher:
         self._next(operation)
 
     def _stop(self) -> None:
-        """Stop all transfers; they are not wanted any more."""
         if self._taking is not None:
             self._taking.close()
             self._taking = None
@@ -235,7 +233,6 @@ class _Feed:
             del self._coming[step]
 
     def idles(self, source: WorkerKey) -> None:
-        """A source has no more now."""
         self._idle.add(source)
         if len(self._idle) == self.sources and not self._coming:
             self.seen.append(0)
@@ -253,7 +250,6 @@ class Follower:
         life.install({do.Watch: lambda operation: self._look(), do.Adopt: self._adopt, do.Replay: self._replay})
 
     def uses(self, connection: SimConnection) -> bool:
-        """Whether the connection may still carry something for this."""
         return any(feed.taking.uses(connection) for feed in self.feeds)
 
     def _open(self, operation: do.OpenFeeds) -> None:
@@ -279,7 +275,6 @@ class Follower:
             feed.taking.begin()
 
     def _stop(self) -> None:
-        """Stop following."""
         for feed in self.feeds:
             feed.taking.close()
         self.feeds, self.broken = [], ""

@@ -65,7 +65,6 @@ class SimStore:
     # ---- the network
 
     def trouble(self, kind: str, lasts_ns: int) -> None:
-        """Begin a trouble that lasts this long."""
         self.troubles[kind] = self.troubles.get(kind, 0) + 1
         self.world.later(lasts_ns, self._over, kind)
 
@@ -73,7 +72,6 @@ class SimStore:
         self.troubles[kind] = max(0, self.troubles.get(kind, 0) - 1)
 
     def mend(self) -> None:
-        """End all troubles."""
         self.troubles = {}
 
     def ask(self, who: Process, request: StoreRequest, answered: Callable[[StoreAnswer], None]) -> None:
@@ -109,7 +107,6 @@ class SimStore:
     # ---- requests
 
     def do(self, request: StoreRequest) -> StoreAnswer:
-        """Carry out a request."""
         self._expire()
         if isinstance(request, Append | Compact | CompactPart) and len(request.entries) > 1:
             size = len(json.dumps(request.entries))
@@ -120,7 +117,6 @@ class SimStore:
 
     @property
     def holder(self) -> Holder | None:
-        """Present holder of the lease."""
         self._expire()
         return self._holder
 

@@ -50,7 +50,6 @@ class SimCandidate(SimCoordinator):
         return self._candidate.term
 
     def begin(self) -> None:
-        """The process has started, and stands by."""
         self.world.log(self.name, "STANDS BY")
         self._turn()
 
@@ -61,7 +60,6 @@ class SimCandidate(SimCoordinator):
     # ---- the lease
 
     def _turn(self) -> None:
-        """Make the next request for the lease."""
         now = self.world.now_ns
         if self._candidate.deposed(now) and not self.unaware:
             self._stand_down("its lease is over")
@@ -118,7 +116,6 @@ class SimCandidate(SimCoordinator):
     # ---- events and effects
 
     def feed(self, event: CoordinatorEvent) -> None:
-        """Give the machine one event, if it may still decide."""
         if not self.serves or not self.alive:
             return
         candidate, now = self._candidate, self.world.now_ns
@@ -221,7 +218,6 @@ class LeasedControl(Control):
             self.start(number)
 
     def fall(self) -> None:
-        """All processes die."""
         super().fall()
         for candidate in self.candidates:
             candidate.die("its job is gone")

@@ -56,7 +56,6 @@ class Phases:
         self._of: dict[WorkerKey, str] = {}
 
     def note(self, who: WorkerKey, operation: do.Operation) -> None:
-        """A worker begins an operation."""
         phase = _PHASES.get(type(operation), "")
         if isinstance(operation, do.Exchange):
             phase = "settling" if operation.tag.kind == "settle" else "gathering" if operation.tag.seq else "agreeing"
@@ -95,7 +94,6 @@ class Disk:
         self._asking = {step: ended}
 
     def fill(self) -> None:
-        """Fill the disk until `empty`."""
         self._full += 1
 
     def empty(self) -> None:
@@ -103,7 +101,6 @@ class Disk:
         self._full = max(0, self._full - 1)
 
     def empty_all(self) -> None:
-        """Make room on the disk again."""
         self._full = 0
 
     def write(self, stage: int, save: Save, who: int, state: Blocks) -> None:
@@ -135,7 +132,6 @@ class Disk:
         self._asking, self._said, self.saving, self.past = {}, {}, {}, {}
 
     def damage(self) -> None:
-        """Damage the newest complete checkpoint."""
         self.damaged.update(sorted(self.parts)[-1:])
 
     def read(self, stage: int, step: int) -> Blocks | None:
@@ -180,7 +176,6 @@ class SimState:
         self.effects: dict[int, int] = {}
 
     def built_anew(self, stage: int) -> Blocks:
-        """A stage's initial state."""
         return self._first[stage]
 
     def first(self, stage: int) -> str:
@@ -193,15 +188,12 @@ class SimState:
             self.stages = {**self._first, **self.stages}
 
     def flip(self, stage: int) -> None:
-        """Flip a bit of a stage's state."""
         self.stages[stage] = flipped(self.stages[stage])
 
     def lose(self, stage: int, lost: Extents) -> None:
-        """Blocks of a stage are gone."""
         self.stages[stage] = without(self.stages[stage], lost)
 
     def reduced(self, step: int, gradients: dict[int, SimReduced]) -> None:
-        """The gradient of a step is complete, for all own stages."""
         for stage, gradient in gradients.items():
             if None in self.stages[stage] and not self.job.copies:
                 continue
@@ -326,7 +318,6 @@ class SimSite:
         self.told: list[dict[str, Any]] = []  # events of the job, as its log would have them
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Write an event of the job."""
         self.told.append({"kind": kind, "time_unix_ns": self.world.now_ns, **fields})
 
     @property
@@ -382,7 +373,6 @@ class Life(Process):
 
     @property
     def job(self) -> SimJob:
-        """The job that is trained."""
         return self.site.checks.job
 
     @property
@@ -392,7 +382,6 @@ class Life(Process):
     # ---- parts
 
     def install(self, handlers: SimHandlers) -> None:
-        """Register handlers."""
         self.handlers.update(handlers)
 
     def look(self) -> None:
@@ -452,11 +441,9 @@ class Life(Process):
             self.handle(do.Done(operation.op, result))
 
     def cut(self, generation: int) -> None:
-        """End the transfers of this generation and older ones."""
         self.cut_to = max(self.cut_to, generation)
 
     def abort(self, operation: do.Operation, accused: tuple[int, ...] = (), reason: str = "interrupted") -> None:
-        """End the operation, unless it has been answered."""
         if self.operation is operation and not isinstance(operation, UNINTERRUPTED):
             self.handlers.get(("abort", type(operation)), self.aborted)(operation, accused, reason)
 
@@ -506,7 +493,6 @@ class Life(Process):
         )
 
     def die(self, reason: str) -> None:
-        """End by SIGKILL."""
         self.end(Cause.KILLED, reason)
 
     def end(self, cause: Cause, reason: str, restart: bool = True, in_order: bool = False) -> None:

@@ -56,7 +56,6 @@ class Mesh:
         return self.life.driver.standing.plan
 
     def uses(self, connection: SimConnection) -> bool:
-        """Whether the connection may still carry something for this."""
         return connection in self.out.values() or any(connection is c for _, c in self.incoming)
 
     @property
@@ -150,7 +149,6 @@ class Mesh:
     # ---- small records
 
     def _exchange(self, operation: do.Exchange) -> None:
-        """All-gather."""
         if operation.tag.kind == "settle":
             self.life.site.checks.records.stated(operation.generation, self.life.me.worker_id, operation.payload)
         plan, me = operation.generation, self.life.me.worker_id
@@ -210,7 +208,6 @@ class SimControlClient:
         self.closed = True
 
     def begin(self) -> None:
-        """Find the coordinator."""
         self.closed = False
         self._try()
 
@@ -320,14 +317,12 @@ class Ties:
             require(answer.values == known, "P3", f"{self.life.me} meets {answer.values} in {generation}, not {known}")
 
     def show_stacks(self) -> None:
-        """From now on its pulses say where it stands still."""
         self.at = "task.py:7"
 
     def _plan(self) -> Plan | None:
         return self.life.driver.standing.plan
 
     def uses(self, connection: SimConnection) -> bool:
-        """Whether the connection may still carry something for this."""
         return self.client.connection is connection
 
     def pulse(self) -> wire.WorkerPulse:

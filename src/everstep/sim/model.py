@@ -79,7 +79,6 @@ class SimJob:
         return any(at == step for at, _ in self.nonfinite)
 
     def leaves_out(self, step: int) -> bool:
-        """Whether the update of a step is not made."""
         return self.on_nonfinite != "warn" and self.strange(step)
 
     def ends_with(self, step: int) -> bool:
@@ -94,12 +93,10 @@ class SimJob:
         return self.leaves_after or self.steps
 
     def units_of(self, stage: int) -> range:
-        """Units of a stage."""
         units = self.units or self.stages
         return range(units * stage // self.stages, units * (stage + 1) // self.stages)
 
     def cut(self, stages: int) -> SimJob:
-        """The job cut into so many stages."""
         return replace(self, stages=stages, units=self.units or self.stages)
 
     def parts(self) -> Iterator[tuple[int, int]]:
@@ -192,7 +189,6 @@ def _bit(state: Blocks) -> int:
 
 
 def _units(state: Blocks) -> list[Blocks]:
-    """State of each unit of a stage that is whole."""
     if None in state:
         raise InvariantViolation(f"nothing is computed from a state that lacks blocks: {state}")
     return [tuple((value,) for value in unit) for unit in zip(*state, strict=True)]  # type: ignore[arg-type]

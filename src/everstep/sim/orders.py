@@ -32,7 +32,6 @@ class Orders:
         self._refused = connection
 
     def heard(self, event: CoordinatorEvent) -> None:
-        """The coordinator is about to hear this."""
         match event:
             case Disconnected(connection=name):
                 self._over(name)
@@ -49,7 +48,6 @@ class Orders:
                 self._asked[name] = command
 
     def said(self, effects: Collection[CoordinatorEffect]) -> None:
-        """The coordinator answers with this."""
         refused, self._refused = self._refused, ""
         if refused and not any(isinstance(one, Close) and one.connection == refused for one in effects):
             raise PromiseBroken(f"P7: what may not come over {refused} came, and did not end it: {effects}")
@@ -80,7 +78,6 @@ class Orders:
         require(not twice, "P3", f"slots {twice} are wanted of two hosts: {self._told}")
 
     def _granted(self, command: wire.Command, result: dict[str, object]) -> None:
-        """A command has succeeded."""
         workers, least = result.get("workers"), min(self._stages, self._members)
         few = command.name in ("scale", "drain") and isinstance(workers, int) and workers < least
         require(not few, "P3", f"{workers} workers were granted by {command}, of {least} stages")
@@ -105,12 +102,10 @@ class ScriptedStrikes:
         self._struck: set[str] = set()
 
     def reported(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """The coordinator reports an event."""
         if kind == "fault_injected" and fields["phase"] and fields["target"] != "coordinator":
             twice = fields["target"] in self._struck and not self._records.forgetful
             require(not twice, "P2", f"the script's fault strikes a second time: {fields}")
             self._struck.add(fields["target"])
 
     def clear(self) -> None:
-        """Another run of the job begins."""
         self._struck.clear()

@@ -23,7 +23,6 @@ class Effects:
         self.floor = 0
 
     def commit(self, step: int) -> None:
-        """The step was decided."""
         self.committed = max(self.committed, step)
 
     def back(self, step: int) -> None:
@@ -31,7 +30,6 @@ class Effects:
         self.floor = min(self.floor, step)
 
     def release(self, who: WorkerKey, position: Key, step: int, effect: int) -> None:
-        """The effects of a step leave a worker that has decided `position`."""
         if not (position > Key(step, 0)):
             raise PromiseBroken(f"P2: {who} released step {step} at {position}: others may lack it")
         known = self.effects.setdefault(step, effect)

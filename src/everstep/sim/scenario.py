@@ -139,7 +139,6 @@ class SimDriverConfig(DriverConfig):
     known: dict[tuple[int, tuple[tuple[int, Record], ...]], StepOutcome] = field(default_factory=dict)
 
     def outcome(self, number: int, records: Mapping[int, Record]) -> StepOutcome:
-        """Outcome of a step by its records."""
         made_from = number, tuple(sorted(records.items(), key=itemgetter(0)))
         found = self.known.get(made_from)
         if found is None:
@@ -432,7 +431,6 @@ class SeedTally:
     seen: Counter[tuple[str, str]] = field(default_factory=lambda: Counter(dict.fromkeys((*WAYS, *FAULTS), 0)))
 
     def add(self, outcome: Verdict) -> None:
-        """Add a seed."""
         self.count += 1
         self.events += outcome.events
         self.seen.update(outcome.seen)

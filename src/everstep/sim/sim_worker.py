@@ -189,7 +189,6 @@ class SimWorker(Life):
         self.soon(5 * MS, 40 * MS, self._begin_loop)
 
     def _begin_loop(self) -> None:
-        """The process is up."""
         self.ties.client.begin()
         self.handle(do.JoinAsked())
 
@@ -210,7 +209,6 @@ class SimWorker(Life):
         self.handle(BlocksLost(stage, lost))
 
     def uses(self, connection: SimConnection) -> bool:
-        """Whether the connection may still carry something for this."""
         return any(part.uses(connection) for part in self._users)
 
     def look(self) -> None:

@@ -40,7 +40,6 @@ class World:
         self.seen: Counter[tuple[str, str]] = Counter()  # counts by group and name
 
     def later(self, delay_ns: int, act: Act, *args: Any) -> None:
-        """Call `act(*args)` after the delay."""
         self._count += 1
         at_ns = self.now_ns + delay_ns if delay_ns > 0 else self.now_ns
         heapq.heappush(self._heap, (at_ns, self._count, act, args))
@@ -62,7 +61,6 @@ class World:
         return [entry[2] for entry in self._heap]
 
     def log(self, who: str, what: str, *details: Any) -> None:
-        """Write a line of the trace."""
         if self.tracing:
             said = " ".join(str(d) for d in details)
             self.lines.append(f"{self.now_ns / MS:11.3f} {who:<12} {what} {said}".rstrip())
@@ -144,7 +142,6 @@ class World:
         return _pair(a, b) in self._bad
 
     def mend_all(self) -> None:
-        """End all faults of the network."""
         self._bad.clear()
         for a, b in sorted(self._one_way):
             self.mend_one_way(a, b)
@@ -175,7 +172,6 @@ class Process:
         self._backlog: list[tuple[Act, tuple[Any, ...]]] = []
 
     def later(self, delay_ns: int, act: Act, *args: Any) -> None:
-        """Set a timer of this process."""
         self.world.later(delay_ns, self.wake, act, args)
 
     def soon(self, low_ns: int, high_ns: int, act: Act, *args: Any) -> None:
@@ -251,7 +247,6 @@ class SimConnection:
         self._receive[index], self._lost[index] = receive, lost
 
     def send(self, side: Process, message: Any) -> None:
-        """Send a message from one side to the other."""
         if not self.open:
             return
         to = int(side is self.ends[0])

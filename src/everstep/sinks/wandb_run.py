@@ -40,11 +40,9 @@ class WandbRun(Sink):
         self._run.define_metric("*", step_metric="step")
 
     def scalars(self, step: int, time_ns: int, values: Mapping[str, float]) -> None:
-        """Log one row."""
         self._run.log({"step": step, **values, "_timestamp": time_ns / 1e9})
 
     def event(self, step: int, text: str, event: Event) -> None:
-        """Log one row of text."""
         if event["kind"] != "evaluated":
             time_s = whole_number(event.get("time_unix_ns")) / 1e9
             self._run.log({"step": step, f"events/{event['kind']}": text, "_timestamp": time_s})

@@ -134,7 +134,6 @@ class OtherParts(NoOthers):
 
     @property
     def plan(self) -> CellPlan:
-        """Which part this is."""
         return self._lines.plan
 
     def divide(self, place: SharedPlace, runs: Sequence[Sequence[tuple[int, int]]]) -> None:

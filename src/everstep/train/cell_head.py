@@ -99,5 +99,4 @@ class CellHead:
         return [(report, None if said is None else LaneSaid(data=said[0], gave=said[1])) for report, said in finished]
 
     def close(self) -> None:
-        """Let go of the memory."""
         self._stage.close()

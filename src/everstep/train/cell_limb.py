@@ -79,7 +79,6 @@ class CellLimb:
         self._held: dict[int, StageAtLimb] = {}
 
     def commands(self) -> dict[str, Callable[..., Any]]:
-        """Commands of the head."""
         acts: dict[str, Callable[..., dict[str, Any]]]
         acts = {ATTACH: self.attach, LANES: self.lanes, PASSES: self.passes, UPDATE: self.update, ADOPT: self.adopt}
         return {name: _answering(act) for name, act in acts.items()}

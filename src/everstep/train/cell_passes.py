@@ -65,11 +65,9 @@ class CellStages:
         self._head.begin(PASSES, stage=at, note=note, command=self._commands, held=sorted(self._stages))
 
     def of(self, turn: CellTurn) -> CellStage:
-        """The stage of a pass."""
         return self._stages[turn.stage]
 
     def leave(self) -> None:
-        """A pass was left in its middle."""
         for stage in self._stages.values():
             stage.leave()
 
@@ -103,7 +101,6 @@ class CellStages:
             self._stages.pop(number).close()
 
     def close(self) -> None:
-        """Let go of the memory."""
         self._let_go(())
 
 

@@ -160,7 +160,6 @@ class CellStage:
             raise_first(self._head.command(ADOPT, stage=self.number, note=self.store.write_note(kept)))
 
     def close(self) -> None:
-        """Let go of the memory."""
         if self._head.deputies is not None:
             self._head.deputies.door.show(self.number, None)
         self.store.close()

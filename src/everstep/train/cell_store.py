@@ -192,7 +192,6 @@ class CellStore:
         frame.fill(self.memory.tensor(self.places.hops[seat][way], torch.uint8)[: frame.size], tensors)
 
     def take_hop(self, seat: int, way: int) -> Bundle:
-        """A copy of it."""
         place, degree = self.places.hops[seat][way], len(self.places.rows) // len(self.places.boxes)
         rank = 0 if way == CAME else seat * degree
         box = self.memory.tensor(place, torch.uint8)

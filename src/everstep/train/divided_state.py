@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, ItemsView, Iterator, ValuesView
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,16 @@ from torch.optim import Optimizer
 from everstep.base.errors import ConfigError
 
 _ALLOWED = ("everstep.", "torch.optim.")
+
+
+def _looked_at(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a mapping, for those who may see its content."""
+
+    def called(state: DividedState, *given: Any) -> Any:
+        state.look()
+        return method(state, *given)
+
+    return called
 
 
 class DividedState(defaultdict[Tensor, Any]):
@@ -25,7 +35,7 @@ class DividedState(defaultdict[Tensor, Any]):
         self._name, self._stepping = type(optimizer).__name__, stepping
         self._own = frozenset(kind.__module__ for kind in type(optimizer).__mro__)
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Raises: ConfigError if the caller's caller may not see it."""
         module = str(sys._getframe(2).f_globals.get("__name__", ""))
         if not module.startswith(_ALLOWED) and not (self._stepping() and module in self._own):
@@ -34,40 +44,7 @@ class DividedState(defaultdict[Tensor, Any]):
                 "optimizer.state: keep what it needs of it in a tensor of its own, or set zero.stage=0"
             )
 
-    def __getitem__(self, parameter: Tensor) -> Any:
-        self._look()
-        return super().__getitem__(parameter)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self._look()
-        return super().__iter__()
-
-    def get(self, parameter: Tensor, default: Any = None) -> Any:  # type: ignore[override]
-        """As of any mapping. Raises: ConfigError for code that may not see it."""
-        self._look()
-        return super().get(parameter, default)
-
-    def items(self) -> ItemsView[Tensor, Any]:  # type: ignore[override]
-        """As of any mapping. Raises: ConfigError for code that may not see it."""
-        self._look()
-        return super().items()
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        """As of any mapping. Raises: ConfigError for code that may not see it."""
-        self._look()
-        return super().values()
-
-    def setdefault(self, parameter: Tensor, default: Any = None) -> Any:  # type: ignore[override]
-        """As of any mapping. Raises: ConfigError for code that may not see it."""
-        self._look()
-        return super().setdefault(parameter, default)
-
-    def pop(self, parameter: Tensor, *default: Any) -> Any:  # type: ignore[override]
-        """As of any mapping. Raises: ConfigError for code that may not see it."""
-        self._look()
-        return super().pop(parameter, *default)
-
-    def clear(self) -> None:
-        """As of any mapping. Raises: ConfigError for code that may not see it."""
-        self._look()
-        super().clear()
+    __getitem__, __iter__, get, items, values, setdefault, pop, clear = (  # type: ignore[assignment]
+        _looked_at(getattr(defaultdict, name))
+        for name in ("__getitem__", "__iter__", "get", "items", "values", "setdefault", "pop", "clear")
+    )

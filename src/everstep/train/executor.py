@@ -136,7 +136,6 @@ class Executor:
             self._cutter.cut(generation)
 
     def note(self, event: object) -> None:
-        """Queue an event for the driver."""
         self._inbox.put(event)
 
     @property

@@ -270,7 +270,8 @@ class Finisher:
                 if stage not in found:
                     own = self._own(stage, operation)
                     found[stage] = _Passed(state.manifest(), offer.names.get(stage, {}), own, aside)
-                found[stage].seen.take(state.blocks)
+                there = (block is not None for block in state.blocks)
+                found[stage].seen.take([state.read_block(n) if one else None for n, one in enumerate(there)])
         return found
 
     def _own(self, stage: int, operation: Finish) -> Image | None:

@@ -48,7 +48,6 @@ class GenerationTies:
     _divides: dict[int, Divides] = field(default_factory=dict)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """Operations and effects that this carries out."""
         link, cutter = self._view.link, self._view.cutter
         return {
             do.Exchange: self._exchange,

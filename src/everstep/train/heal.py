@@ -157,7 +157,6 @@ class AskerTalk:
         self._told = threading.Event()
 
     def give(self, offer: Offer | None) -> None:
-        """Give the offer."""
         self.offer = offer
         self._told.set()
 
@@ -291,7 +290,6 @@ class Donor:
     # ---- handler threads
 
     def handle(self, connection: PeerConnection, request: dict[str, Any]) -> None:
-        """One conversation, from request to end."""
         kind = request.get("kind")
         if kind == "settle":
             self._serve(connection, request, (kind, int(request["generation"])), follows=False)
@@ -569,7 +567,6 @@ class StateCopy:
         self._image: Callable[[], Image] | None = None
 
     def take(self, state: ModelState) -> None:
-        """The state as it is now."""
         entries, tensors, values, _ = state.live_tensors(settings=False)
         alike = [(t.dtype, t.shape, t.device) for t in tensors] == [(t.dtype, t.shape, t.device) for t in self._tensors]
         with torch.no_grad():

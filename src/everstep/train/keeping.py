@@ -40,7 +40,6 @@ class SnapshotKeeper:
         self._told: InMemory = InMemory({})
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """Handlers of the driver's operations and effects."""
         return {Keep: self.keep, RetireKept: self.retire, ForgetKept: self.forget}
 
     # ---- training thread
@@ -109,7 +108,6 @@ class SnapshotKeeper:
             self._note(self._in_memory())
 
     def close(self) -> None:
-        """Give the memory back."""
         self.stand_still()
         self._vault.clear()
 

@@ -43,11 +43,9 @@ class LoopMoves:
         self._round = 0
 
     def begin(self, tensors: StandingTensors) -> None:
-        """The loop is about to begin."""
         self._tensors = tensors
 
     def enter(self, number: int) -> None:
-        """The body is about to be entered, for this step."""
         self._round = number
 
     def reach(self) -> bool:

@@ -57,7 +57,6 @@ class LoopSurvey:
     _thread: threading.Thread | None = None
 
     def turn(self, frame: FrameType) -> None:
-        """A step is about to begin."""
         if self._turns == 0:
             frames = loop_frames(frame)
             self._first = self._look(frames, _FIRST_LIMIT_S)

@@ -142,7 +142,6 @@ class EntryHolder:
         self.found: list[Tensor | None] = [None] * len(tensors)
 
     def take(self, found: list[Tensor | None]) -> None:
-        """The gradients have come."""
         self.found = found
 
     @staticmethod

@@ -146,7 +146,6 @@ class PartPass:
 
     @property
     def sums(self) -> LaneAccumulator | RankSums:
-        """The sum that lanes are added to."""
         return self.accumulator if self._shared is None else self._shared
 
     @property
@@ -158,7 +157,6 @@ class PartPass:
         return self.part == self._spec.n_parts - 1
 
     def begin_step(self, step: int) -> None:
-        """Begin a step: nothing of another one is in flight."""
         self.guard.begin_step(step)
         self.watch.begin_step()
         self.accumulator.begin_lanes(step)

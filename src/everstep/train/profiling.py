@@ -79,7 +79,6 @@ class WorkerProfiling:
         self.close()
 
     def close(self) -> None:
-        """Wait until the recording is written."""
         writing = self._writing
         if writing is not None:
             writing.join()

@@ -241,7 +241,6 @@ class Untold:
         return max(self._told_through, self._file.told.through)
 
     def add(self, step: int, fields: _Fields) -> None:
-        """Add the event of a step."""
         self._steps[step] = fields
 
     def look(self) -> None:

@@ -420,7 +420,6 @@ class Rehearsal:
             self._pids[life] = self._fork(self._what, life)
 
     def close(self) -> None:
-        """End all lives."""
         for life, pid in self._pids.items():
             os.kill(pid, signal.SIGKILL)
             status = os.waitpid(pid, 0)[1]

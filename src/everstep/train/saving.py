@@ -68,7 +68,6 @@ class Whole:
 
     @staticmethod
     def of(model: nn.Module) -> Whole:
-        """Facts of a model that has all its modules."""
         entries = ModelState(model).live_tensors()[0]
         named = [(e.name.removeprefix(_MODEL), e) for e in entries if e.name.startswith(_MODEL)]
         tensors = tuple((name, e.dtype, e.shape) for name, e in named if not is_extra(name))
@@ -137,7 +136,6 @@ class PartSaver:
         self._loop.watch(survey)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """Handlers for the driver's operations and effects."""
         return {
             Save: self.save,
             AbandonSave: self.abandon,
@@ -292,7 +290,6 @@ class LastCheckpoint:
     _saver: PartSaver
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """Handlers for the driver's operations and effects."""
         return {do.SaveLast: self.save, do.Linger: self.linger}
 
     def save(self, operation: do.SaveLast) -> str:

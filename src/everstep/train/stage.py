@@ -66,7 +66,6 @@ class StageSpec:
 
     @staticmethod
     def whole(n_units: int) -> StageSpec:
-        """Spec of a model that is not split."""
         return StageSpec(0, 1, ((0, n_units),))
 
     @property

@@ -107,7 +107,6 @@ class StageLanes:
         self._sums.begin(step, lanes, buffer, offer)
 
     def lacking(self, lanes: Sequence[int]) -> tuple[int, ...]:
-        """Lanes that must be computed here before exactly these can be offered to the reduction."""
         return self._sums.lacking(lanes)
 
     @property
@@ -127,7 +126,6 @@ class StageLanes:
         self._reports[lane] = LaneReport(lane, 0.0, 1.0, count, use)
 
     def note(self, report: LaneReport) -> None:
-        """Note the report of a lane whose loss was computed here."""
         self._reports[report.lane] = report
 
     # ---- passes of a model that is split
@@ -195,7 +193,6 @@ class StageLanes:
         return self._sums.offered(lanes)
 
     def reports(self, lanes: Sequence[int]) -> list[LaneReport]:
-        """Reports of these lanes."""
         return [self._reports[lane] for lane in lanes]
 
     # ---- buffers
@@ -219,7 +216,6 @@ class StageLanes:
     # ---- the end
 
     def discard(self) -> None:
-        """The step is over: drop its lanes' results."""
         self._sums.forget()
         self.drop()
         self._reports = {}
@@ -267,7 +263,6 @@ class LoopLane:
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss, before its backward pass."""
         return self._scaler.scale
 
     def take(self, node: Node, row: bytes, flat: torch.Tensor) -> None:

@@ -178,7 +178,6 @@ class Lanes:
             raise computed_otherwise(number, lane, differs)
 
     def has_given(self, number: int, lane: int) -> bool:
-        """Whether a lane's results are known."""
         return self._given.has(number, lane)
 
     def pass_empty(self, number: int, stage: int, lane: int) -> None:

@@ -21,7 +21,7 @@ from everstep.base.errors import CollectiveAborted, EverstepError
 from everstep.base.extents import NONE, WHOLE, Extents, Sizes
 from everstep.base.own_pages import own_pages
 from everstep.base.plan import Member, Plan, WorkerKey
-from everstep.checkpoint.vault import Kept, StageState
+from everstep.checkpoint.vault import Kept, StageState, checked
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, sizes_of
 from everstep.exact.state_memory import Block, RoomThere
@@ -77,7 +77,6 @@ class SourceTalk:
         self._thread.start()
 
     def say(self, effect: moving.SourceTold) -> None:
-        """Send the source the next message."""
         self._asked.put(effect)
 
     def close(self) -> None:
@@ -161,7 +160,6 @@ class Taking:
     # ---- from any thread
 
     def tell(self, event: moving.TakerEvent) -> None:
-        """Something has happened."""
         with self._lock:
             self._carry_out(self._taker.handle(event))
 
@@ -266,7 +264,6 @@ class Taking:
         return [line.connection for line in lines if line.feeds and line.connection is not None]
 
     def close(self) -> None:
-        """Leave all conversations, be they finished or not."""
         with self._lock:
             self._taker.stop()
             lines = list(self._lines.values())
@@ -284,11 +281,11 @@ def own_blocks(manifest: Mapping[str, Any], missing: Extents = NONE, own: Iterab
     return blocks
 
 
-def own_sources(manifest: Mapping[str, Any], own: Iterable[Held]) -> list[Kept | None]:
-    """By block, which of these snapshots has it as the manifest says."""
-    sources: list[Kept | None] = [None] * len(manifest["blocks"])
+def own_sources(manifest: Mapping[str, Any], own: Iterable[Held]) -> list[Block | None]:
+    """By block, what reads it from the snapshot that has it as the manifest says."""
+    sources: list[Block | None] = [None] * len(manifest["blocks"])
     for n, readable, _ in _sound(manifest, NONE, own):
-        sources[n] = readable
+        sources[n] = partial(checked, readable, n, manifest["blocks"][n])
     return sources
 
 

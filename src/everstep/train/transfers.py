@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, EverstepE
 from everstep.base.extents import WHOLE, Extents, Sizes, union
 from everstep.base.plan import Plan
 from everstep.checkpoint.manifest import Manifest
-from everstep.checkpoint.vault import KeptState, StageState
+from everstep.checkpoint.vault import StageState
 from everstep.exact.image import sizes_of
 from everstep.exact.snapshot import Snapshot, StandingState
 from everstep.placement.shards import fed_blocks, share
@@ -88,11 +89,9 @@ class Transfers:
 
     @property
     def copier(self) -> Copier:
-        """Gets state from others."""
         return Copier(self._view, self._own)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """Handlers of the driver's operations and effects."""
         return {
             do.Fetch: self.fetch,
             do.Restore: self.restore,
@@ -193,7 +192,7 @@ class Transfers:
         kept = self._keeper.held(step)
         return [*found, kept[stage]] if stage in kept else found
 
-    def _kept(self, plan: Plan, stage: int, step: int) -> KeptState:
+    def _kept(self, plan: Plan, stage: int, step: int) -> StageState:
         """A snapshot that was stated to be in this worker's memory, checked. Raises: Unusable if it lacks blocks of
         this worker's share."""
         kept = self._keeper.held(step).get(stage)
@@ -203,7 +202,7 @@ class Transfers:
         sources, of = own_sources(manifest, own), sizes_of(manifest)
         there = Extents.numbered(of, (n for n, source in enumerate(sources) if source is not None))
         if there.covers(share(plan.shard(self._view.me, stage), of)):
-            return KeptState(manifest, sources)
+            return StageState(manifest, sources)
         self._keeper.check(stage, step)
         why = Why(Cause.CORRUPT, f"the snapshot of stage {stage} at step {step} is not what it was")
         raise Unusable(why, torn=False)
@@ -264,7 +263,7 @@ class Transfers:
         self._updates.arrive(outcome, number)
         return do.Copied(records, built=built, sizes=sizes)
 
-    def _put(self, operation: do.Restore, own: Mapping[int, KeptState]) -> dict[int, str]:
+    def _put(self, operation: do.Restore, own: Mapping[int, StageState]) -> dict[int, str]:
         """Put the stages in place that come from this worker's memory, or are built; drop other stages of the step.
         Returns digests of the built states. Raises: Unusable."""
         machine = self._view.driver.machine
@@ -357,7 +356,6 @@ class Transfers:
         return self._updates.apply(operation.outcome, operation.records, gradients, plan.generation, plan)
 
     def close_feeds(self, effect: do.CloseFeeds | None = None) -> None:
-        """Stop following."""
         for feed in self._feeds:
             feed.taking.close()
         self._feeds, self._offers = [], []
@@ -375,13 +373,10 @@ def _loop_goes_on(view: WorkerView, position: Key) -> Iterator[bool]:
         heal.unpack_state(application, own)
 
 
-def _sizes(received: Iterable[ReceivedOffer], own: Mapping[int, KeptState] = {}) -> dict[int, Sizes]:
+def _sizes(received: Iterable[ReceivedOffer], own: Mapping[int, StageState] = {}) -> dict[int, Sizes]:
     """Sizes of the states that came in parts, or in parts from this worker's own memory: by stage."""
-    came = [
-        (stage, state.manifest()) for offer in received for stage, state in offer.states.items() if None in state.blocks
-    ]
-    kept = [(stage, state.manifest()) for stage, state in own.items() if None in state.sources]
-    return {stage: sizes_of(manifest) for stage, manifest in (*kept, *came)}
+    there = chain(own.items(), *(offer.states.items() for offer in received))
+    return {stage: sizes_of(state.manifest()) for stage, state in there if None in state.blocks}
 
 
 def _snapshot(replica: StageReplica, there: Extents) -> Snapshot:
@@ -403,7 +398,7 @@ def _standing(replica: StageReplica, there: Extents, *, shared: bool = True) -> 
     return replica.state.standing(shared=shared)
 
 
-def _load_stage(replica: StageReplica, state: StageState | KeptState) -> None:
+def _load_stage(replica: StageReplica, state: StageState) -> None:
     replica.abandon()
     state.load_into(replica.state)
     replica.prove_update()

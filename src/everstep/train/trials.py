@@ -75,7 +75,6 @@ class Trials:
         self._stranger.begin("s")
 
     def close(self) -> None:
-        """End it."""
         self._stranger.close()
 
     def findings(self, verdict: Judgement, rehearsal: Rehearsal) -> list[Finding]:

@@ -57,7 +57,6 @@ class Updates:
     _compared: bool = False
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """Handlers of the driver's operations and effects."""
         return {
             do.Update: self.update,
             do.Spread: self._dealing.spread,
@@ -69,7 +68,6 @@ class Updates:
         }
 
     def begin_step(self) -> None:
-        """The loop is about to ask for a step."""
         self._began_ns = time.monotonic_ns()
 
     # ---- operations
@@ -217,7 +215,6 @@ class Updates:
     # ---- effects
 
     def decided(self, effect: do.Decided) -> None:
-        """A decision was taken."""
         if effect.key.seq == 0:
             self._view.transport.channel.forget(effect.key.step)
         if effect.first and self._view.is_main:

@@ -69,7 +69,6 @@ class Stages(Mapping[int, StageReplica]):
 
     @property
     def only(self) -> StageReplica:
-        """The one stage of an unsplit job."""
         check(not self.split, "a worker of a split job may hold several stages, or none")
         return self._held[0]
 
@@ -107,7 +106,6 @@ class Stages(Mapping[int, StageReplica]):
         return self._first[stage]
 
     def keep(self, stages: Iterable[int]) -> None:
-        """Let go of all others."""
         wanted = set(stages)
         self._held = {stage: replica for stage, replica in self._held.items() if stage in wanted}
 
@@ -137,7 +135,6 @@ class WorkerView:
 
     @property
     def plan(self) -> Plan | None:
-        """Plan of the present generation."""
         return self.driver.machine.plan
 
     @property
@@ -153,7 +150,6 @@ class WorkerView:
 
     @property
     def ended(self) -> bool:
-        """Whether the job has."""
         return self.driver.ended is not None
 
     def hold_until_ns(self) -> int:

@@ -51,8 +51,7 @@ def test_the_counts_of_llama_3() -> None:
     assert LLAMA3.counts["Faulty GPU"] == 148 and LLAMA3.counts["Network Switch/Cable"] == 35
     assert LLAMA3.mttf_s(16384) == pytest.approx(54 * 86400 / 419)
     assert LLAMA3.mttf_s(8192) == 2 * LLAMA3.mttf_s(16384)
-    shares = [LLAMA3.share(harm) for harm in ("process", "device", "host")]
-    assert shares == [69 / 419, 262 / 419, 88 / 419] and sum(shares) == pytest.approx(1)
+    assert LLAMA3.shares == (69 / 419, 262 / 419, 88 / 419) and sum(LLAMA3.shares) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(("which", "within"), [(0, 0.065), (1, 0.065), (2, 0.01), (3, 0.04)])

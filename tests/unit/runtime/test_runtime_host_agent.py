@@ -485,7 +485,7 @@ def test_all_of_the_end_is_done_whatever_a_part_of_it_raises(started: Started, m
         raise BrokenPipeError("within")
 
     monkeypatch.setattr(host, "reached", breaks)
-    monkeypatch.setattr(started.agent._link, "close", lambda: done.append("link"))
+    monkeypatch.setattr(started.agent.link, "close", lambda: done.append("link"))
     seen: list[BaseException] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_value))
     started.agent._inbox.put(signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from everstep.script.batch_names import unset_behind
+from everstep.script.flow_sources import Function, names_of
 
 CASES = {
     "the loss": ("    print(loss)", "loss"),
@@ -128,3 +130,12 @@ def test_without_source_nothing_is_said() -> None:
     seen: list[Any] = []
     exec(code, {"f": lambda: seen.append(unset_behind(sys._getframe(1)))})
     assert isinstance(code, types.CodeType) and seen == [None]
+
+
+def test_names_that_a_function_captures_by_match_are_its_own() -> None:
+    source = (
+        "def f(x):\n match x:\n  case [a, *rest]:\n   return a\n  case {'k': v, **others} as all_of_it:\n   return v"
+    )
+    (node,) = ast.parse(source).body
+    assert isinstance(node, Function)
+    assert names_of(node) == {"x", "a", "rest", "v", "others", "all_of_it"}

@@ -52,7 +52,6 @@ class HostProcess:
             return own, int(sock.getsockname()[1])
 
     def run(self, launch: tuple[Any, ...], job_at: str, towards: str, token: str) -> int:
-        """Run the process until it ends. Returns the exit code."""
         found = Launch(*launch)
         words = arguments(found, self._number, job_at, self.where(towards)[0])
         command = own_command(MODULE, str(os.getpid()), *words)
@@ -63,7 +62,6 @@ class HostProcess:
         return self._process.wait()
 
     def tell(self, number: int) -> None:
-        """Send the process a signal."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
@@ -147,7 +145,6 @@ class _Driver:
         self._signal = 0
 
     def run(self) -> int:
-        """Run the job. Returns its exit code."""
         self._say(f"waiting for {self._launch.hosts} nodes with {self._bundle} each")
         before = {n: signal.signal(n, lambda number, _: self._tell(number)) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -233,7 +230,6 @@ class _Driver:
             self._all_again()
 
     def _again(self, number: int, after_s: float = 0.0) -> None:
-        """Start a host again on its node."""
         self._give_up(number)
         self._due[number] = time.monotonic() + after_s
         if number == 0 and not self._launch.etcd:

@@ -31,12 +31,12 @@ class Groups(Protocol):
 
 class RayPlaces:
     """Places for `hosts` hosts. bundle: resources of a host on its node. least: number of hosts with which the job may
-    begin."""
+    begin. alone: each host has a group of its own, as not all of them had a node in time."""
 
     def __init__(self, groups: Groups, bundle: RayBundle, hosts: int, least: int, now_s: float) -> None:
         self._groups = groups
         self._bundle = bundle
-        self._alone = False
+        self.alone = False
         self._least = least
         self._until_s = now_s + GATHER_S
         all_of_them = groups.make([bundle] * hosts)
@@ -44,18 +44,13 @@ class RayPlaces:
         self._taken: dict[int, tuple[str, str]] = {}
         """The node of each host that has one, by the last report."""
 
-    @property
-    def alone(self) -> bool:
-        """Whether each host has a group of its own, as not all of them had a node in time."""
-        return self._alone
-
     def of(self, number: int) -> tuple[Any, int]:
         """The group of a host, and its bundle there."""
         return self._of[number]
 
     def look(self, now_s: float) -> list[int]:
         """Hosts that have a node now and had none when this was last called, or were lost since."""
-        late = not self._alone and not self._taken and now_s >= self._until_s
+        late = not self.alone and not self._taken and now_s >= self._until_s
         if late and self._least < len(self._of) and not all(node for node, _ in self._groups.nodes(self._of[0][0])):
             self._part()
         seen: dict[Hashable, list[tuple[str, str]]] = {}
@@ -65,7 +60,7 @@ class RayPlaces:
             if group not in seen:
                 seen[group] = self._groups.nodes(group)
             found = seen[group][index]
-            if found[0] and self._alone and found in self._taken.values():
+            if found[0] and self.alone and found in self._taken.values():
                 self._ask_again(number)  # both waited when this one node came
             elif found[0]:
                 self._taken[number] = found
@@ -75,16 +70,15 @@ class RayPlaces:
     def lost(self, number: int) -> None:
         """Take in that a host's process is gone, and perhaps its node, too: the host waits for a node again."""
         self._taken.pop(number, None)
-        for waiting in self._waiting() if self._alone else ():
+        for waiting in self._waiting() if self.alone else ():
             self._ask_again(waiting)  # otherwise they would wait for resources of that node
 
     def close(self) -> None:
-        """Give all groups back."""
         for group in dict.fromkeys(group for group, _ in self._of.values()):
             self._groups.remove(group)
 
     def _part(self) -> None:
-        self._alone = True
+        self.alone = True
         self._groups.remove(self._of[0][0])
         for number in self._of:
             self._of[number] = (self._groups.make([self._bundle]), 0)

@@ -74,7 +74,6 @@ class Remote:
     _tries: int = 0
 
     def begun(self, now_s: float) -> None:
-        """Note that its ssh was started."""
         self.running, self.due_s, self._began_s = True, inf, now_s
 
     def ended(self, code: int, now_s: float) -> str:

@@ -63,7 +63,6 @@ class Agreement:
         return self.plan.has(key) or self.is_prepared(key)
 
     def is_prepared(self, key: WorkerKey) -> bool:
-        """Whether this life is a member of the prepared plan, if there is one."""
         return self.prepared is not None and self.prepared.has(key)
 
     def known_as(self, said: PlanName) -> Plan | None:
@@ -218,7 +217,6 @@ class JobProgress:
             self.step_times_ms.append(step_ms)
 
     def tell(self, generation: int) -> None:
-        """The start of this generation has been reported."""
         self.told = generation
 
     # ---- set-backs

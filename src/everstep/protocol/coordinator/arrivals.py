@@ -28,11 +28,9 @@ class Quorum:
         self._gathers_ns: int | None = None
 
     def begin(self) -> None:
-        """Start to wait for workers."""
         self._since_ns = self._env.now
 
     def met(self) -> None:
-        """Enough workers are here: there is a plan."""
         self._since_ns = self._first_came_ns = self.waiting = None
         self.starting_over = False
 
@@ -53,7 +51,6 @@ class Quorum:
 
     @property
     def gathers(self) -> bool:
-        """Whether the job waits for hosts."""
         return self._gathers_ns is not None
 
     def gather(self, why: Why) -> int:

@@ -103,7 +103,6 @@ class Saving:
                 self._env.send(leader.connection, self._asked_for)
 
     def saved(self, message: Saved) -> None:
-        """A requested checkpoint has ended, complete or not."""
         self._saved = message if message.ok else self._saved
         if self.ending is None:
             error = "" if message.ok else f"no checkpoint of step {message.step}: {message.reason}"

@@ -23,7 +23,6 @@ class Cells:
         self._shapes: dict[int, CellShape] = {}
 
     def shape(self, worker_id: int) -> CellShape:
-        """The shape of this worker's next life."""
         shapes = self._env.config.hosts.cells
         return self._shapes.get(worker_id, shapes[0] if shapes else CellShape())
 
@@ -54,7 +53,6 @@ class Cells:
         return [self.shape(i).ranks for i in worker_ids] if self._shapes else []
 
     def replay(self, worker_id: int, ranks: int) -> None:
-        """An earlier life of the coordinator has made a cell smaller."""
         found = next((shape for shape in self._env.config.hosts.cells if shape.ranks == ranks), None)
         if found is not None:
             self._shapes[worker_id] = found

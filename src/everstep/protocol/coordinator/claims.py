@@ -63,7 +63,6 @@ class Claims:
 
     @property
     def asked(self) -> WorkerKey | None:
-        """The worker that was asked last."""
         return None if self._asked is None else self._asked[0]
 
     @property
@@ -72,12 +71,10 @@ class Claims:
         return self._env.now >= self._until_ns
 
     def next(self) -> tuple[WorkerKey, str] | None:
-        """Take the next worker to ask."""
         key = next(iter(self._to_ask), None)
         return None if key is None else (key, self._to_ask.pop(key))
 
     def ask(self, key: WorkerKey, connection: str) -> None:
-        """Ask this worker now."""
         self._asked, self._again_ns = (key, connection), self._env.now + ASK_AGAIN_NS
         self._env.alarms.set(Alarm.ASKED, min(self._again_ns, self._until_ns))
 

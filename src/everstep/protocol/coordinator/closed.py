@@ -14,7 +14,6 @@ class ClosedDoors:
         self._keys: set[WorkerKey] = set()
 
     def has(self, key: WorkerKey) -> bool:
-        """Whether this worker's port is closed."""
         return key in self._keys
 
     def answer(self, key: WorkerKey, listens: bool | None) -> bool:

@@ -131,7 +131,6 @@ class Environment:
         self.now = max(self.now, now_ns)
 
     def change(self) -> None:
-        """Something has changed that decisions depend on."""
         self.version += 1
 
     def distrust(self, span_ns: int) -> None:
@@ -150,7 +149,6 @@ class Environment:
     # ---- connections
 
     def connected(self, name: str, role: str, who: str | None) -> None:
-        """A connection was opened."""
         self.connections[name] = Connection(role, who)
 
     def introduce(self, name: str, **who: Any) -> None:
@@ -168,7 +166,6 @@ class Environment:
         self._persists.append(Persist({"kind": kind, **fields}))
 
     def report(self, kind: str, why: Why, **fields: Any) -> None:
-        """Report an event to people."""
         self._effects.append(Report(kind, {"cause": why.cause, "reason": why.reason, **fields}))
 
     def remember(self, **facts: Any) -> None:
@@ -186,11 +183,9 @@ class Environment:
             self._effects.insert(self.said if at is None else at, Send(connection, message))
 
     def knows(self, connection: str, plan: Plan) -> None:
-        """Note that the other end of the connection has this plan."""
         self._effects.append(Knows(connection, plan))
 
     def send_all(self, message: AnyMessage) -> None:
-        """Send to all workers and agents."""
         for name, connection in sorted(self.connections.items()):
             if connection.role not in PEOPLE:
                 self.send(name, message)

@@ -27,7 +27,6 @@ class Grant:
 
     @property
     def said(self) -> tuple[str, str, str, int]:
-        """The grant as in the journal."""
         return self.agent_id, self.host, self.process, self.first
 
 
@@ -60,7 +59,6 @@ class Grants:
         return [max(n, self._newest[i].first) for i, n in least.items()]
 
     def replay(self, worker_id: int, grant: Grant) -> None:
-        """Take a grant of an earlier life of the coordinator."""
         self._take(worker_id, grant)
 
     def _next(self, worker_id: int, agent: Agent, least: int) -> Grant:

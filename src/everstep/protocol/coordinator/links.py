@@ -53,7 +53,6 @@ class Probes:
         return not begun
 
     def ask(self, number: int, agent_id: str, until_ns: int) -> None:
-        """An agent is asked."""
         self.asked[number], self.until_ns = agent_id, until_ns
 
     def heard(self, agent_id: str, host: str, message: HostsProbed) -> bool:
@@ -100,7 +99,6 @@ class Links:
         return Why(Cause.LINK, _behind(behind, self._reasons[0])) if behind else None
 
     def forget_accusations(self) -> None:
-        """The generation of the accusations is over."""
         self._accusations, self._reasons = {}, []
         self._probes = Probes()
 

@@ -81,7 +81,6 @@ def agent_hello(job: JobState, connection: str, hello: m.AgentHello) -> None:
 
 
 def _saw_life(job: JobState, agent: Agent, life: m.WorkerLife) -> None:
-    """An agent says that it runs this process."""
     key = WorkerKey(life.worker_id, life.incarnation)
     foreign = job.foreign(key, agent.agent_id)
     if not foreign and spoken_for(job, key, agent.agent_id):

@@ -103,11 +103,9 @@ class Worker:
         self.step = max(self.step, step)
 
     def healed(self, step: int) -> None:
-        """The worker follows the members from this step on."""
         self.step = step
 
     def ordered(self, now_ns: int) -> None:
-        """The worker got a plan or a ticket."""
         self.ordered_ns = now_ns
 
     def suspect(self, in_trouble: bool = True) -> bool:
@@ -151,7 +149,6 @@ class Membership:
         return [worker for key in keys if (worker := self.alive(key)) is not None]
 
     def newer(self, key: WorkerKey) -> bool:
-        """Whether a newer life of the same slot is known."""
         known = self.workers.get(key.worker_id)
         return known is not None and known.key.incarnation > key.incarnation
 
@@ -161,7 +158,6 @@ class Membership:
         return 1 + (fenced if known is None else max(fenced, known.key.incarnation))
 
     def add(self, key: WorkerKey, host: str = "") -> Worker:
-        """Add a new life of a slot that had none, or whose last one is over."""
         self._env.change()
         worker = self.workers[key.worker_id] = Worker(key, host=host)
         self._to_come[key.worker_id] = worker
@@ -208,7 +204,6 @@ class Membership:
             (self.alive(member.key) or self.add(member.key)).restore(member, agent_id)
 
     def replay_evict(self, key: WorkerKey, cause: Cause) -> None:
-        """An earlier life of the coordinator declared this life over."""
         self._fenced[key.worker_id] = max(key.incarnation, self._fenced.get(key.worker_id, -1))
         self._fenced_for[key.worker_id] = cause
         worker = self.workers.get(key.worker_id)
@@ -216,7 +211,6 @@ class Membership:
             del self.workers[key.worker_id]
 
     def keep_only(self, keys: Container[WorkerKey]) -> None:
-        """Forget all lives but these."""
         self.workers = {i: worker for i, worker in self.workers.items() if worker.key in keys}
 
     # ---- time to come back
@@ -250,7 +244,6 @@ class Membership:
         return self._env.now - self._absent_since_ns
 
     def end_grace(self) -> None:
-        """The grace period is over."""
         self._env.change()
         self.grace_until_ns, self._absent_since_ns = 0, None
 
@@ -289,7 +282,6 @@ class Agent:
     _killed_ns: dict[WorkerKey, int] = field(default_factory=dict)
 
     def greet(self, connection: str, hello: AgentHello, now_ns: int) -> None:
-        """The agent has connected (again) and said hello."""
         self.connection, self.left_ns = connection, None
         self.host, self.slots = hello.host, hello.slots
         self.room, self.process, self.about = hello.room, hello.process, hello.about
@@ -305,7 +297,6 @@ class Agent:
         return before
 
     def leave(self, now_ns: int) -> None:
-        """The agent's connection has ended."""
         self.connection, self.left_ns = None, now_ns
 
     def drain(self, state: Draining) -> None:
@@ -314,7 +305,6 @@ class Agent:
 
     @property
     def draining(self) -> bool:
-        """Whether the agent has to give up its slots."""
         return self.drained in ("asked", "emptied", "told")
 
     @property
@@ -342,11 +332,9 @@ class Agent:
         return self.lives | self.restored
 
     def runs(self, key: WorkerKey) -> None:
-        """The agent reports that it runs this process."""
         self.lives.add(key)
 
     def exited(self, key: WorkerKey) -> None:
-        """The agent reports that this process is dead."""
         self.lives.discard(key)
         self.restored.discard(key)
         self._killed_ns.pop(key, None)
@@ -419,7 +407,6 @@ class Agents:
         return agent
 
     def greet(self, agent: Agent, connection: str, hello: AgentHello) -> None:
-        """An agent has said hello."""
         self.version += 1
         if agent.left_ns is not None:
             self._env.change()
@@ -449,12 +436,10 @@ class Agents:
         self._drained[agent_id] = process
 
     def exited(self, agent: Agent, key: WorkerKey) -> None:
-        """An agent says that this process is dead."""
         self.version += 1
         agent.exited(key)
 
     def remove(self, agent_id: str) -> None:
-        """An agent is given up because it is silent."""
         self.version += 1
         agent = self._forget(agent_id)
         self.whereabouts.give_up(agent_id, agent.host, {name: other.detector for name, other in self.known.items()})
@@ -510,5 +495,4 @@ class Agents:
         return away is not None and away < self._env.config.hosts.reconnect_ns
 
     def run(self, key: WorkerKey) -> bool:
-        """Whether any agent presumably runs this process."""
         return any(key in agent.believed for agent in self.known.values())

@@ -81,7 +81,6 @@ class Profiling:
             self._env.send(worker.connection, known.request)
 
     def profiled(self, worker: Worker, message: Profiled) -> None:
-        """A worker has recorded, or says why not."""
         known, key = self._newest, worker.key
         if known is not None and (known.request.name, known.workers.get(key.worker_id)) == (message.name, key):
             known.ended[key.worker_id] = "" if message.ok else message.reason or "it gave no reason"

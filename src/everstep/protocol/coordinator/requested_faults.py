@@ -29,7 +29,6 @@ class StruckBefore:
         return True
 
     def replay(self, index: int) -> None:
-        """The fault has struck."""
         self._known.add(index)
 
     def ask(self, strike: Strike) -> None:
@@ -38,7 +37,6 @@ class StruckBefore:
         self._env.persist("strike_asked", strike=asdict(strike))
 
     def replay_asked(self, strike: Strike) -> None:
-        """The fault was requested."""
         self._asked[strike.index] = strike
         if len(self._asked) > MOST_ASKED:
             del self._asked[next(iter(self._asked))]

@@ -60,11 +60,9 @@ class _Domain:
         return self._agents[0][1]
 
     def grow(self, by: int = 1) -> None:
-        """Count this many more slots."""
         self.size += by
 
     def stand(self, agent_id: str, counts: Mapping[str, int]) -> None:
-        """Queue an agent with room."""
         heappush(self._agents, (counts[agent_id], agent_id))
 
     def look(self, counts: Mapping[str, int]) -> None:

@@ -94,18 +94,15 @@ class Slots:
     # ---- fate of the slots
 
     def runs(self, worker_id: int, agent_id: str) -> None:
-        """This agent runs a life of the slot."""
         self._version += self._owners.get(worker_id) != agent_id
         self._owners[worker_id] = agent_id
 
     def revive(self, worker_id: int) -> None:
-        """The slot has a new life, though it may have been given up."""
         self._env.change()
         self._version += worker_id in self.lost
         self.lost.pop(worker_id, None)
 
     def empty(self, worker_id: int) -> None:
-        """The slot's worker has left."""
         self._env.change()
         self._version += worker_id in self._retiring
         self._retiring.discard(worker_id)
@@ -180,7 +177,6 @@ class Slots:
     # ---- from the journal
 
     def replay_lost(self, worker_id: int, reason: str) -> None:
-        """An earlier life of the coordinator gave this slot up."""
         self.lost[worker_id] = reason
 
     def restore(self, worker_ids: Iterable[int]) -> None:

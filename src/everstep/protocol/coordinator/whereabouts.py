@@ -31,7 +31,6 @@ class Whereabouts:
         self.heard(agent_id)
 
     def of_host(self, agent_id: str, host: str) -> Domains:
-        """Domains of an agent's host."""
         return ordered(self.labels.get(agent_id, {}), host)
 
     # ---- hosts that die together
@@ -52,7 +51,6 @@ class Whereabouts:
         return self._doubted_until_ns.get(agent_id, 0) > self._env.now
 
     def heard(self, agent_id: str) -> None:
-        """An agent was heard, so its host is alive."""
         if self._doubted_until_ns.pop(agent_id, None) is not None:
             self._env.change()
 

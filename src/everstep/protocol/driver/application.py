@@ -124,7 +124,6 @@ class Application:
     # ---- what happens
 
     def end(self, message: wire.JobEnded) -> None:
-        """The job is over."""
         self.ended = message
         if message.state != "completed":
             self.answer(do.Exit(message.reason, failed=True))

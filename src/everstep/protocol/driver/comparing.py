@@ -202,7 +202,6 @@ class Comparing:
         self._asked = number
 
     def due(self, number: int, plan: Plan) -> bool:
-        """Whether members compare their states before this step."""
         periodic = bool(self._every) and number % self._every == 0
         known = self._repeats and bool(self._alike.get(number - 1))
         return periodic or known or (len(plan.members) > 1 and (bool(self._members) or self._asked == number))
@@ -210,7 +209,6 @@ class Comparing:
     # ---- results
 
     def learn(self, plan: Plan) -> None:
-        """Take the steps at which all were alike from the plan."""
         self._heard |= {step for step, _, _ in plan.alike} - self._alike.keys()
         for step, stage, digest in plan.alike:
             self._note(step, {stage: digest})

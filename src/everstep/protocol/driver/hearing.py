@@ -38,7 +38,6 @@ class Hearing:
         return bool(self._news)
 
     def hear(self, heard: do.Heard) -> None:
-        """Queue a message."""
         self._news.append(heard)
 
     def take(self) -> None:

@@ -29,7 +29,6 @@ class LastStep:
         self._done = 0
 
     def did(self, outcome: StepOutcome, records: do.Records) -> None:
-        """This worker has applied a step."""
         self._done, self._judged = outcome.step, (records, outcome.nonfinite)
 
     @property

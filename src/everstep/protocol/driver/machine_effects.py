@@ -24,7 +24,6 @@ class MachineEffects:
         self._saves_for: Plan | None = None
 
     def carry_out(self, effect: step.StepEffect) -> None:
-        """Carry out one effect now."""
         self._table[type(effect)](effect)
 
     def _means(self) -> dict[type, Callable[[Any], object]]:

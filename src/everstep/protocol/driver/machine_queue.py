@@ -23,7 +23,6 @@ class MachineQueue:
         return bool(self._effects)
 
     def feed(self, *events: step.StepEvent) -> None:
-        """Hand events to the machine and queue its effects."""
         for event in events:
             effects = self._machine.handle(event)
             if not effects:
@@ -36,7 +35,6 @@ class MachineQueue:
             self._effects.extend(effects)
 
     def next(self) -> step.StepEffect:
-        """The next effect to carry out."""
         return self._effects.popleft()
 
     def drop_transfers(self) -> None:

@@ -23,7 +23,6 @@ class NonfiniteRule:
 
     @staticmethod
     def of(config: Config) -> NonfiniteRule:
-        """The rule in the config."""
         return NonfiniteRule(config.on_nonfinite, config.nonfinite_limit, config.precision == "fp16")
 
     @property

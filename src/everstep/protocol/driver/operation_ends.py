@@ -56,7 +56,6 @@ class OperationEnds:
         }
 
     def done(self, operation: do.Operation, result: Any) -> None:
-        """The operation was carried out."""
         self._queue.feed(*(self._table[type(operation)](operation, result) or ()))
 
     def aborted(self, operation: do.Operation, event: do.Aborted) -> None:

@@ -44,11 +44,9 @@ class Outbox:
         self._count = 0
 
     def put(self, effect: do.Effect) -> None:
-        """Add an effect, which is carried out at once."""
         self._effects.append(effect)
 
     def start(self, make: type[do.Operation], generation: int, *args: Any) -> None:
-        """Start the next operation."""
         self._count += 1
         self.operation = make(self._count, generation, *args)
         self.times.begin()
@@ -71,7 +69,6 @@ class Outbox:
         return kind(worker_id=self.me.worker_id, incarnation=self.me.incarnation, **fields)
 
     def send(self, message: wire.AnyMessage, *, lasting: bool = True) -> None:
-        """Send a message as it is to the coordinator."""
         if lasting:
             self.standing = (*(m for m in self.standing if type(m) is not type(message)), message)
         self._effects.append(do.Tell(message))
@@ -81,7 +78,6 @@ class Outbox:
         self.standing = ()
 
     def drain(self) -> list[do.Effect]:
-        """Effects since the last call."""
         effects, self._effects = self._effects, []
         return effects
 
@@ -96,7 +92,6 @@ class Times:
         self._phases_ms: dict[str, float] = {}
 
     def tick(self, now_ns: int) -> None:
-        """Set the time."""
         self.now_ns = now_ns
 
     def plan_arrived(self, generation: int, arrived_ns: int) -> None:
@@ -104,7 +99,6 @@ class Times:
         self._arrived = (generation, arrived_ns)
 
     def begin(self) -> None:
-        """An operation begins."""
         self._began_ns = self.now_ns
 
     def freed(self, generation: int) -> None:
@@ -134,7 +128,6 @@ class Gathers:
         self.known = {Key(number, 0): records} if records else {}
 
     def decided(self, key: Key, records: Mapping[int, Record]) -> None:
-        """A gather was decided."""
         self.known = {k: v for k, v in self.known.items() if k.step == key.step}
         self.known[key] = records
 

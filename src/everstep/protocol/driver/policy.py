@@ -56,7 +56,6 @@ class SaveSchedule:
     _last_s: dict[Tier, float] = field(default_factory=dict)
 
     def active(self) -> tuple[Tier, ...]:
-        """The tiers that are used."""
         return tuple(tier for tier in TIERS if tier != "object" or self.config.object.url)
 
     def ask_again(self, wanted: Sequence[Why]) -> None:

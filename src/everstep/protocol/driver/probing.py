@@ -193,7 +193,6 @@ class LanesGiven:
         return _otherwise(self._said.setdefault(lane, {}).setdefault(part, said), said)
 
     def has(self, step: int, lane: int) -> bool:
-        """Whether the lane's results are known."""
         return self._step == step and lane in self._said
 
     def of(self, step: int, parts: Collection[int]) -> dict[int, dict[int, LaneSaid]]:
@@ -203,7 +202,6 @@ class LanesGiven:
         return {lane: said for lane, said in found.items() if said}
 
     def drop(self, step: int) -> None:
-        """Drop the results of lanes of this step and older ones."""
         if self._step <= step:
             self._step = 0
 

@@ -157,7 +157,6 @@ class StepOutcome:
 
     @property
     def samples(self) -> int:
-        """Number of samples used."""
         return sum(report.count for report in self.lanes)
 
     def logged(self) -> dict[str, float]:

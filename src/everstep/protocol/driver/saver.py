@@ -316,8 +316,6 @@ class Keeper:
     # ---- around an update
 
     def updated(self, outcome: StepOutcome, records: Mapping[int, Record], *, whole: bool = True) -> None:
-        """The step has been applied, and the application has not gone on yet. whole: this worker's share of it is
-        here."""
         if outcome.kept:
             self._out.put(do.RetireKept(outcome.kept, self._proven(outcome.kept)))
             there = {number for _, number in self._there}

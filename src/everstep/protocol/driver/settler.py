@@ -75,7 +75,6 @@ class Settler:
     # ---- regroup
 
     def leave(self, generation: int) -> None:
-        """Cut the transfers of a generation that is over."""
         self._out.put(do.Cut(generation))
         self.unshelve()
 
@@ -92,7 +91,6 @@ class Settler:
         self._out.start(do.Open, machine.generation, plan, machine.step + 1, disk, limit)
 
     def opened(self, operation: do.Open, result: do.Opened) -> Iterable[step.StepEvent]:
-        """All members are connected."""
         self._out.times.note("regroup")
         self._disk = result.disk
         self._first.begin(result.built)

@@ -147,12 +147,10 @@ class Stepper:
         return step.GatherWanted(encode(GatherPayload(data, self._committed_ns, ends, list(states))))
 
     def contribute(self, effect: step.SendRecord) -> None:
-        """Start the exchange of records."""
         tag = Tag("decide", effect.key.step, effect.key.seq)
         self._out.start(do.Exchange, effect.generation, tag, encode(effect.record))
 
     def all_contributed(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> Iterable[step.StepEvent]:
-        """The records of all members are here."""
         key, generation = Key(operation.tag.step, operation.tag.seq), operation.generation
         return [step.RecordArrived(generation, key, w, decode_record(payloads[w])) for w in sorted(payloads)]
 
@@ -213,7 +211,6 @@ class Stepper:
         return True
 
     def updated(self, operation: do.Update, began_unix_ns: int) -> Iterable[step.StepEvent]:
-        """The step has been applied."""
         self._committed_ns = began_unix_ns
         self.last.did(operation.outcome, operation.records)
         self._gathers.applied(operation.step, operation.records)
@@ -371,17 +368,14 @@ class Joiner:
     # ---- operations that have ended
 
     def opened(self, operation: do.OpenFeeds, positions: Sequence[Key]) -> None:
-        """Donors have offered their states."""
         groups = zip(operation.groups, positions, strict=True)
         self._feeds = [_Feed(stages, position) for (_, stages), position in groups]
 
     def saw(self, operation: do.Watch, seen: Sequence[do.Seen]) -> None:
-        """Feeds have sent something."""
         for one in seen:
             self._feeds[one.feed].saw(one)
 
     def adopted(self, operation: do.Adopt, result: do.Copied) -> Iterable[StepEvent]:
-        """The offered state is loaded."""
         self._adopted, self._at = True, operation.position.step
         for feed, passed in zip(self._feeds, operation.passed, strict=True):
             for _ in passed:

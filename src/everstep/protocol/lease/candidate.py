@@ -41,7 +41,8 @@ class Candidate:
     """The next request is `request`, once `due_ns` has come; `answered` takes its answer before the next request.
     owner, where: as in `Holder`. ttl_s: duration of a lease that is not renewed. holder: of the lease, when it was
     last seen; None if it was free, or never seen. term: of the lease that this coordinator holds, 0 if it has never
-    held it. sudden: the holder before was gone before its lease had run out."""
+    held it. sudden: the holder before was gone before its lease had run out. until_ns: until then it certainly holds
+    the lease, if no answer comes meanwhile."""
 
     def __init__(self, owner: str, where: JournalEntry, ttl_s: int) -> None:
         self.holder: Holder | None = None
@@ -52,7 +53,7 @@ class Candidate:
         self._lease = 0
         self._free = False
         self._elsewhere: Holder | None = None  # an earlier life of this one, which was reached at another place
-        self._until_ns = 0
+        self.until_ns = 0
         self._there: JournalEntry | None = None  # where the holder was seen to listen
         self._gone_ns: int | None = None  # since when nobody does
         self._seen = False  # the holder, since anything was asked that may have changed it
@@ -61,12 +62,7 @@ class Candidate:
 
     def holds(self, now_ns: int) -> bool:
         """Whether it certainly holds the lease now. Once it has lost it, it never holds it again."""
-        return now_ns < self._until_ns
-
-    @property
-    def until_ns(self) -> int:
-        """Until when it certainly holds the lease if no answer comes meanwhile."""
-        return self._until_ns
+        return now_ns < self.until_ns
 
     def deposed(self, now_ns: int) -> bool:
         """Whether it held the lease and can no longer rely on it."""
@@ -91,7 +87,6 @@ class Candidate:
         return self._asked
 
     def answered(self, now_ns: int, answer: StoreAnswer) -> None:
-        """The request was answered, or will not be."""
         asked, asked_ns = self._asked, self._asked_ns
         check(asked is not None and asked_ns is not None, "an answer to nothing that was asked")
         self._asked = self._asked_ns = None
@@ -139,8 +134,8 @@ class Candidate:
 
     def _renewed(self, asked_ns: int, ttl_s: int) -> None:
         if ttl_s <= 0 or self.holder is None:
-            self._lease, self._until_ns, self.due_ns = 0, 0, asked_ns
+            self._lease, self.until_ns, self.due_ns = 0, 0, asked_ns
             return
         self.term = self.holder.term
-        self._until_ns = asked_ns + int(SURE_PART * ttl_s * SECOND_NS)
+        self.until_ns = asked_ns + int(SURE_PART * ttl_s * SECOND_NS)
         self.due_ns = asked_ns + ttl_s * SECOND_NS // _RENEWALS

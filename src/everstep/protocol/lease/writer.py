@@ -47,7 +47,7 @@ class Writer:
     ) -> None:
         self.fenced = self.refused = ""
         self._compact_every, self._most_bytes = compact_every, most_bytes
-        self._term, self._number = term, number
+        self._term, self.number = term, number
         self._journal = list(entries)
         self._waiting: deque[JournalEntry] = deque()
         self._shortening: deque[CompactPart | Compact] = deque()
@@ -55,17 +55,11 @@ class Writer:
         self._appends = 0
 
     @property
-    def number(self) -> int:
-        """The next number to write under."""
-        return self._number
-
-    @property
     def waiting(self) -> int:
         """Number of entries that are not known to be written."""
         return len(self._waiting) + (len(self._asked.entries) if isinstance(self._asked, Append) else 0)
 
     def put(self, entries: Iterable[JournalEntry]) -> None:
-        """Write this after all entries before it."""
         self._waiting.extend(entries)
 
     def request(self) -> StoreRequest | None:
@@ -73,7 +67,7 @@ class Writer:
         if self.fenced or self.refused:
             return None
         if self._asked is None and self._waiting:
-            self._asked = Append(self._term, self._number, self._next())
+            self._asked = Append(self._term, self.number, self._next())
         elif self._asked is None:
             if self._appends >= self._compact_every and not self._shortening:
                 self._shorten()
@@ -95,7 +89,7 @@ class Writer:
             self._asked = None
             if isinstance(asked, Append):
                 self._journal += asked.entries
-                self._number, self._appends = self._number + 1, self._appends + 1
+                self.number, self._appends = self.number + 1, self._appends + 1
                 return len(asked.entries)
             if isinstance(asked, Compact):
                 self._appends = 0
@@ -116,7 +110,7 @@ class Writer:
         """A long rewrite goes in parts, which count with the last request. Their digest tells them from those of an
         earlier life of the same term, which may still arrive."""
         self._journal = compacted(self._journal)
-        through, rest = self._number - 1, list(self._journal)
+        through, rest = self.number - 1, list(self._journal)
         parts = _parts(rest, self._most_bytes)
         if len(parts) <= 1:
             self._shortening.append(Compact(self._term, through, rest))

@@ -49,11 +49,9 @@ class Chunks(Generic[BlockDonor]):
         self._donors: dict[BlockDonor, _Gives] = {}
 
     def want(self, stage: int, missing: Extents, of: Sizes) -> None:
-        """Add these blocks of a stage."""
         self._stages[stage] = _Stage(of, missing if sum(n for _, n in of) else NONE)
 
     def join(self, donor: BlockDonor, stages: Mapping[int, Extents]) -> None:
-        """Add a donor, and its blocks."""
         self._donors[donor] = _Gives(stages)
 
     def next(self, donor: BlockDonor) -> Chunk | None:
@@ -86,7 +84,6 @@ class Chunks(Generic[BlockDonor]):
 
     @property
     def finished(self) -> bool:
-        """Whether all blocks have come."""
         return not any(stage.left for stage in self._stages.values()) and not any(
             gives.asked for gives in self._donors.values()
         )

@@ -196,7 +196,6 @@ class Giver:
         return [one.asked for one in self._joiners.values() if not one.offered and one.asked.ticket in those]
 
     def waits(self, tickets: Collection[int] = ()) -> bool:
-        """Whether there are such."""
         return bool(self.waiting(tickets))
 
     @property

@@ -55,7 +55,6 @@ class Retention:
         return True, gone
 
     def lose(self, stage: int, step: int, lost: Extents) -> None:
-        """Blocks of a snapshot have changed."""
         held = self._held.get((stage, step))
         if held is not None:
             self._held[stage, step] = _Held(held.n_blocks, held.there - lost)

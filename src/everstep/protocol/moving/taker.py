@@ -245,7 +245,6 @@ class Taker:
     # ---- sources
 
     def _reach(self, leads: bool) -> None:
-        """Ask the next source."""
         source = self._waiting.popleft()
         self._asked[source] = _Asked(leads)
         self._effects.append(ReachSource(source, leads))

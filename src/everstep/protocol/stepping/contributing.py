@@ -40,7 +40,6 @@ class Contributing:
     # ---- the application
 
     def asked_for(self, event: StepWanted | GatherWanted) -> list[StepEffect]:
-        """The application asks for a step or a gather."""
         if self.asked is not None:
             raise InvariantViolation(f"{event} before {self.asked} was answered")
         early = self._known.decisions.answer_early() if isinstance(event, GatherWanted) else None
@@ -60,7 +59,6 @@ class Contributing:
         return []
 
     def resume(self) -> list[StepEffect]:
-        """Go on with what the application waits for."""
         known, asked = self._known, self.asked
         if isinstance(asked, StepWanted):
             return self._begin_step()
@@ -93,7 +91,6 @@ class Contributing:
         return [ReductionDue(known.plans.generation, number)]
 
     def lane_done(self, event: LaneDone) -> list[StepEffect]:
-        """A lane has been computed here."""
         known, coming = self._known, self._known.next
         if event.step != known.step + 1:
             return []
@@ -119,7 +116,6 @@ class Contributing:
         return []
 
     def gradient_reduced(self, event: GradientReduced) -> list[StepEffect]:
-        """The gradient of all lanes is reduced."""
         known, plans, coming = self._known, self._known.plans, self._known.next
         takes = coming.said_to_take()
         if event.step != known.step + 1:

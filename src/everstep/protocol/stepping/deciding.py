@@ -35,7 +35,6 @@ class Deciding:
         self._switching = switching
 
     def record_arrived(self, event: RecordArrived) -> list[StepEffect]:
-        """A member's record has come."""
         known, plans, decisions = self._known, self._known.plans, self._known.decisions
         if plans.plan is None or event.generation != plans.generation:
             return []
@@ -54,7 +53,6 @@ class Deciding:
         return self._decide(key, records) if self._complete(records) else []
 
     def _complete(self, records: Mapping[int, Record]) -> bool:
-        """Whether the records of all members have come."""
         return len(records) == len(self._known.plans.current.members)
 
     def _decide(self, key: Key, records: dict[int, Record]) -> list[StepEffect]:

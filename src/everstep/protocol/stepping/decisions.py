@@ -31,7 +31,6 @@ class Decisions:
         self._arrived = {}
 
     def arrived(self, event: RecordArrived) -> None:
-        """Note a member's record."""
         self._arrived.setdefault(event.key, {}).setdefault(event.worker_id, event.record)
 
     def given(self, key: Key) -> dict[int, Record]:
@@ -39,7 +38,6 @@ class Decisions:
         return dict(self._arrived.get(key, {}))
 
     def take(self, key: Key, records: Mapping[int, Record]) -> list[StepEffect]:
-        """Take a decision for which all records have come."""
         self._before = self.position, self.records
         return self.move(key, records)
 

@@ -65,7 +65,6 @@ class Entering:
         return []
 
     def holding_arrived(self, event: HoldingArrived) -> list[StepEffect]:
-        """A member has stated what it holds."""
         generation = self._known.plans.generation
         if event.generation < generation:
             return []

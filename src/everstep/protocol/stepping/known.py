@@ -32,7 +32,6 @@ class Known:
         return self.decisions.position.step
 
     def goes(self, phase: Phase) -> None:
-        """Set the phase."""
         self.phase = phase
 
     def lacks(self, stage: int) -> bool:

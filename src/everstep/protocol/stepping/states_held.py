@@ -53,7 +53,6 @@ class StatesHeld:
         self.digest = digest
 
     def counts_in(self, generation: int) -> None:
-        """The blocks are those of this generation."""
         self.since = generation
 
     def doubt(self, sound: int) -> None:
@@ -80,11 +79,9 @@ class NextStep:
         self.undone = 0
 
     def forget(self) -> None:
-        """Forget all results."""
         self.lanes, self.gradient_step, self.takes = set(), 0, {}
 
     def is_another(self) -> None:
-        """The position moves to another step."""
         self.forget()
         self.rerun = None
 
@@ -97,7 +94,6 @@ class NextStep:
         self.rerun = rerun
 
     def awaits(self, lanes: Iterable[tuple[int, int]]) -> None:
-        """Set the lanes that are waited for."""
         self.awaited = set(lanes)
 
     def has(self, stage: int, lane: int) -> None:
@@ -105,7 +101,6 @@ class NextStep:
         self.lanes.add((stage, lane))
 
     def lose_lanes(self, lanes: Iterable[tuple[int, int]]) -> None:
-        """Results of lanes are not held any more."""
         self.lanes -= set(lanes)
 
     def will_take(self, blocks: Mapping[int, Extents]) -> None:
@@ -118,7 +113,6 @@ class NextStep:
         return takes
 
     def reduced(self, step: int, gradients: Mapping[int, Extents]) -> None:
-        """The reduced gradient of a step is held."""
         self.gradient_step, self.gradients = step, gradients
 
     def lose_blocks(self, stage: int, left: Extents) -> None:

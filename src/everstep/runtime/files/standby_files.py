@@ -140,7 +140,6 @@ class CopyLink:
             return self._changed.wait_for(lambda: self._in_step_s is not None, timeout_s)
 
     def close(self) -> None:
-        """Stop filling the folder."""
         self._client.close(0.0)
 
     def _receive(self, message: AnyMessage) -> None:

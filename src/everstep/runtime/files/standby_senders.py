@@ -112,7 +112,6 @@ class StandbyHosts:
             self._in_step.had(standby.host, now_s, standby.through, as_of_s)
 
     def gone(self, connections: Iterable[str]) -> None:
-        """End the senders of these connections."""
         for name in connections:
             standby = self._there.pop(name, None)
             if standby is not None:

@@ -194,7 +194,6 @@ class AgentLink:
     # ---- heartbeats
 
     def due_in(self, now_s: float) -> float:
-        """Seconds until the next heartbeat."""
         return max(0.0, self._next_s - now_s)
 
     def interval(self) -> float:
@@ -230,7 +229,6 @@ class AgentLink:
     # ---- births and deaths
 
     def worker_started(self, life: WorkerLife) -> None:
-        """Report that a process was started."""
         self._lost.pop(life.worker_id, None)
         self.client.send(WorkerStarted(agent_id=self.agent_id, worker=life))
 
@@ -257,7 +255,6 @@ class AgentLink:
         self.client.send(self._lost[worker_id])
 
     def host_failed(self, why: Why) -> None:
-        """Report that no restart on this host can help."""
         self._failed = HostFailed(agent_id=self.agent_id, **vars(why))
         self.client.send(self._failed)
 
@@ -287,7 +284,6 @@ class AgentLink:
         self.client.send(AgentNotice(agent_id=self.agent_id, kind=kind, fields=fields))
 
     def close(self, flush_s: float = 0.5) -> None:
-        """End the connection."""
         self.client.close(flush_s)
 
     # ---- in the connection's thread

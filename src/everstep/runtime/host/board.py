@@ -92,7 +92,6 @@ class Row:
         self._marks: list[tuple[int, str]] | None = None
 
     def tick(self) -> None:
-        """Count one movement."""
         words = self._words
         words[_COUNTER] += 1
         words[_BEAT_NS] = _monotonic_ns()
@@ -158,7 +157,6 @@ class Row:
         self.set(phase="starting")
 
     def set_pid(self, pid: int) -> None:
-        """Name the process of this life."""
         self._words[_PID] = pid
 
     def ask_end(self) -> None:
@@ -167,7 +165,6 @@ class Row:
 
     @property
     def end_asked(self) -> bool:
-        """Whether the agent has asked this life to end."""
         return bool(self._words[_ENDING])
 
     def leave(self, exit_code: int) -> None:

@@ -62,7 +62,6 @@ class CellPlan:
     dropped: deque[tuple[int, int]] = field(default_factory=deque, compare=False, repr=False)
 
     def part_of(self, rank: int) -> int:
-        """The part that has this process of the worker."""
         return rank // self.each
 
 
@@ -80,7 +79,6 @@ class CellDoor:
 
     @property
     def address(self) -> str:
-        """Where others reach it."""
         return self._server.address
 
     def belong(self, name: str) -> None:
@@ -307,7 +305,6 @@ class Deputies:
             threading.Thread(target=end_with, args=(life, self._over), name="cell-life", daemon=True).start()
 
     def send(self, data: bytes) -> None:
-        """A command to all."""
         for part, line in self._lines.items():
             try:
                 line.send_bytes([data])

@@ -49,11 +49,9 @@ class CellSearch:
 
     @property
     def ended(self) -> bool:
-        """Whether this process is to leave."""
         return self.over.is_set() or self.dismissed.is_set()
 
     def leave(self) -> None:
-        """Say no more."""
         self._client.close()
 
     def _said(self) -> wire.AnyMessage:

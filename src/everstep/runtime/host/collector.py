@@ -277,7 +277,6 @@ class Sampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Take a last sample, and end."""
         self._closed.set()
         self._thread.join(2.0)
 

@@ -112,7 +112,6 @@ class ForkServer:
         signal.set_wakeup_fd(self._signal_w, warn_on_full_buffer=False)
 
     def tell(self, **message: Any) -> None:
-        """Send a message to the agent."""
         self._sock.sendall(json.dumps(message).encode() + b"\n")
 
     def run(self) -> None:

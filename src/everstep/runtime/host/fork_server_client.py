@@ -62,7 +62,6 @@ class ForkServerClient:
 
     @classmethod
     def adopt(cls, handed: Handed) -> ForkServerClient:
-        """Take a fork server over from another process that has stopped talking to it."""
         return cls(socket.socket(fileno=handed.fd), handed.pid, heard=handed.heard, greeting=handed.greeting)
 
     def hand_over(self, board_fd: int) -> Handed:
@@ -141,7 +140,6 @@ class ForkServerClient:
         self._sock.close()
 
     def kill(self) -> None:
-        """SIGKILL the server alone."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
@@ -219,7 +217,6 @@ class EarlyForkServer:
         self._client = None
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """End the server, if there is one."""
         if self._client is not None:
             self._client.close(timeout_s)
             self._client = None

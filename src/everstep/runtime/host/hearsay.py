@@ -36,7 +36,6 @@ class Hearsay:
         self._finder = Finder(path, self._look, link.misses_head, link.client.follow)
 
     def close(self) -> None:
-        """Look no more."""
         self._finder.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 

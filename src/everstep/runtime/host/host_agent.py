@@ -130,12 +130,7 @@ class HostAgent:
         self._left: Left | None = None
         self._harms = Harms()
         pulses = Pulses(board, lambda *about: "" if self._host is None else self._host.workers.seen_at(*about))
-        self._link = AgentLink(joining, self._secrets, pulses, self._lives, self._slots, self._hear)
-
-    @property
-    def link(self) -> AgentLink:
-        """The connection to the coordinator."""
-        return self._link
+        self.link = AgentLink(joining, self._secrets, pulses, self._lives, self._slots, self._hear)
 
     def run(self) -> Left:
         """Take part until the job is over. Nothing is left running."""
@@ -164,7 +159,7 @@ class HostAgent:
         now_s = time.monotonic()
         if self._job_fd in ready and self._ended is None:
             self._leave(Left(NO_HEAD, "the job's process is gone: its workers on this host are stopped"))
-        self._link.beat(now_s)
+        self.link.beat(now_s)
         for name in self._harms.look():
             if self._host is not None:
                 self._host.tell("fault_over", Why(Cause.INJECTED, f"chaos: {name} is over"))
@@ -176,7 +171,7 @@ class HostAgent:
         host = self._host
         start_s, ping_s = (inf, inf) if host is None else (host.workers.due_in(now_s), host.ping_in(now_s))
         end_s = self._deadline_s - now_s  # after that, only the end of workers' scripts is waited for
-        return min(1.0, self._link.due_in(now_s), start_s, ping_s, end_s if end_s > 0 else inf)
+        return min(1.0, self.link.due_in(now_s), start_s, ping_s, end_s if end_s > 0 else inf)
 
     # ---- messages
 
@@ -204,7 +199,7 @@ class HostAgent:
         elif isinstance(item, HostDismissed):
             self._leave(Left(0, item.reason))
         elif isinstance(item, HostKept):
-            self._link.stay()
+            self.link.stay()
             _say(item.reason)
         elif isinstance(item, Goodbye):
             if self._ended is None and self._job_fd < 0:  # on the job's host, the agent sees the process end
@@ -217,7 +212,7 @@ class HostAgent:
     def _wish_to_leave(self) -> None:
         if not self._joining.parent:  # with a parent, the job acts upon it
             _say("SIGUSR1: this host leaves in order")
-            self._link.ask_to_leave()
+            self.link.ask_to_leave()
 
     def _hear(self, message: AnyMessage) -> None:
         """In the connection's thread. Answers about arrived files count also while this agent leaves."""
@@ -245,7 +240,7 @@ class HostAgent:
             if host.workers.kill(message.worker_id, message.incarnation):
                 self._notify("worker_killed", Why(message.cause, message.reason), worker_id=message.worker_id)
         elif isinstance(message, ProbeHosts):
-            probe_hosts(message, self._link.probed)
+            probe_hosts(message, self.link.probed)
         elif isinstance(message, ShowStacks):
             host.workers.show_stacks(message.worker_id, message.incarnation)
         elif isinstance(message, StrikeNow) and message.kind == "kill":
@@ -266,13 +261,13 @@ class HostAgent:
                 return
         refused = why_not(facts, load_config([("the job", facts.config)]), self._joining)
         if not refused:
-            own = (self._secrets, self._board, self._server, self._link, self._notify)
+            own = (self._secrets, self._board, self._server, self.link, self._notify)
             try:
                 self._host = Host(facts, self._joining, *own)
             except ConfigError as error:
                 refused = str(error)
         if refused or self._host is None:
-            self._link.stay_out(Why(Cause.CONFIG, refused))
+            self.link.stay_out(Why(Cause.CONFIG, refused))
             self._leave(Left(2, refused))
             return
         if not self._joining.parent:
@@ -280,10 +275,10 @@ class HostAgent:
             slots = f"{room} slot{'s' * (room > 1)}" if room else "any number of slots"
             _say(f"takes part in {facts.task} as host {self._joining.host}, {slots}")
         interval = self._host.config.heartbeat.interval_s
-        self._link.beat_every(None if isinstance(interval, str) else float(interval))
+        self.link.beat_every(None if isinstance(interval, str) else float(interval))
         finds = isinstance(self._joining.where(), Path) or self._host.files.apart  # then it follows its own file
         if not finds and self._host.coordinator_file.exists():
-            self._link.client.follow(self._host.coordinator_file)
+            self.link.client.follow(self._host.coordinator_file)
 
     def _on_job_ended(self, message: JobEnded) -> None:
         if self._ended is None:
@@ -303,18 +298,16 @@ class HostAgent:
         if host.hopeless is not None and "failed" not in self._done:
             self._done.add("failed")
             host.workers.stop()
-            self._link.host_failed(host.hopeless)
+            self.link.host_failed(host.hopeless)
         if host.workers.none_coming() and "idle" not in self._done:
             self._done.add("idle")
             self._notify("workers_left")
         if "drained" in self._done and "emptied" not in self._done and host.workers.none_live():
             self._done.add("emptied")
-            self._link.emptied()
+            self.link.emptied()
 
     def _look_at_link(self, now_s: float) -> None:
-        words = self._absence.look(
-            self._link.client.connected or self._ended is not None, now_s, self._link.client.tried
-        )
+        words = self._absence.look(self.link.client.connected or self._ended is not None, now_s, self.link.client.tried)
         if self._absence.over:
             self._leave(Left(NO_HEAD, words))
         elif words:
@@ -325,7 +318,7 @@ class HostAgent:
         if host is None or host.workers.none_live():
             alone = host is not None and host.workers.alone
             if self._ended is not None or alone:
-                self._leave(_over(self._ended, self._joining, self._link.leaving))
+                self._leave(_over(self._ended, self._joining, self.link.leaving))
             return
         if self._ended is None or now_s < self._deadline_s:
             return
@@ -333,14 +326,14 @@ class HostAgent:
         if patient and host.finishing():
             host.kill_idle()  # some worker still runs its script's end
         elif "killed" in self._done:
-            self._leave(_over(self._ended, self._joining, self._link.leaving))
+            self._leave(_over(self._ended, self._joining, self.link.leaving))
         else:
             self._done.add("killed")
             host.workers.kill_all()
             self._deadline_s = now_s + GRACE_S
 
     def _leave(self, how: Left) -> None:
-        if how.exit_code == NO_HEAD and self._link.leaving:
+        if how.exit_code == NO_HEAD and self.link.leaving:
             how = Left(0, how.words)  # it was going to do that anyway
         self._left = self._left or how
 
@@ -348,7 +341,7 @@ class HostAgent:
         """Run all of it, even if a part raises."""
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._inbox.close)
-            last_first.callback(self._link.close)
+            last_first.callback(self.link.close)
             if self._host is None:
                 last_first.callback(self._server.close, 0.0)
             else:
@@ -372,7 +365,7 @@ class HostAgent:
 
     def _notify(self, kind: str, why: Why | None = None, **fields: Any) -> None:
         said = vars(why) if why is not None else {}
-        self._link.notice(kind, {"time_unix_ns": time.time_ns(), **said, **fields})
+        self.link.notice(kind, {"time_unix_ns": time.time_ns(), **said, **fields})
 
 
 def _unfit(host: Host, facts: JobFacts, said: str) -> str:

@@ -102,7 +102,6 @@ class Host:
             self._server_died()
 
     def ping_in(self, now_s: float) -> float:
-        """Seconds until the fork server is pinged."""
         return self._server.watch.due_in(now_s) if self._server.fd >= 0 else inf
 
     def watch_server(self, now_s: float) -> None:
@@ -175,7 +174,6 @@ class Host:
         return self._board.read(life.worker_id).phase == "finish" and not any(map(is_stopped, pids))
 
     def kill_idle(self) -> None:
-        """SIGKILL all other workers."""
         for life in self.workers.lives():
             if not self._finishes(life):
                 self.workers.kill(life.worker_id, life.incarnation)

@@ -90,7 +90,6 @@ class Workers:
         return [slot for _, slot in sorted(self._slots.items())]
 
     def none_live(self) -> bool:
-        """Whether no process runs or is about to start."""
         return not any(slot.state in ("starting", "running") for slot in self._slots.values())
 
     def none_coming(self) -> bool:
@@ -100,12 +99,10 @@ class Workers:
     # ---- slots
 
     def use(self, server: ForkServerClient) -> None:
-        """Let this fork server make the workers from now on."""
         self._server = server
         self._server_pids = {server.pid}
 
     def stop(self) -> None:
-        """Start nothing any more."""
         self._stopping = True
 
     def end_alone(self) -> None:
@@ -188,7 +185,6 @@ class Workers:
         return self._collector.seen_at(worker_id, since_ns)
 
     def kill_all(self) -> None:
-        """SIGKILL all workers."""
         for running in self._running.values():
             running.kill()
 
@@ -203,7 +199,6 @@ class Workers:
     # ---- messages of the fork server
 
     def heard(self, message: dict[str, Any]) -> None:
-        """Take in a message of the fork server."""
         if message["op"] == "started":
             self._started(message["worker_id"], message["incarnation"], message["pids"])
         elif message["op"] == "exited":
@@ -360,7 +355,6 @@ class Slot:
         return self.incarnation
 
     def started(self, *pids: int) -> None:
-        """Note the processes of the present life."""
         self.state, self.pids = "running", pids
 
     def resize(self, ranks: int, now_s: float) -> None:

@@ -105,7 +105,6 @@ class Undone:
         return True
 
     def close(self) -> None:
-        """Undo it now."""
         if self._shell.stdin is not None:
             with contextlib.suppress(OSError):
                 self._shell.stdin.close()
@@ -147,7 +146,6 @@ class Harms:
         return [name for name, _ in over]
 
     def close(self) -> None:
-        """Undo all."""
         going, self._going = self._going, []
         for _, one in going:
             one.close()

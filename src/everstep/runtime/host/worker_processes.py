@@ -30,7 +30,6 @@ class Running:
         """Whether the end of a process was not seen."""
 
     def started(self, pids: Sequence[int]) -> None:
-        """Note its processes, the head's first."""
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):  # dead and reaped already: a later message says so
                 self._pidfds[pid] = os.pidfd_open(pid)
@@ -40,7 +39,6 @@ class Running:
         return sum(_send(pidfd, signal.SIGKILL) for pidfd in self._pidfds.values()) > 0
 
     def send(self, number: int) -> None:
-        """Send this signal to all its processes."""
         for pidfd in self._pidfds.values():
             _send(pidfd, number)
 

@@ -234,7 +234,6 @@ class ControlServer:
                 self.events.write(kind, **fields)
 
     def received(self, name: str, message: AnyMessage) -> None:
-        """Take in a message of a client."""
         permitted = not self.coordinator.refusal(name, message)
         if permitted:
             if self.standbys.take(name, message):
@@ -313,7 +312,6 @@ class ControlServer:
         self._late = asyncio.get_running_loop().call_later(_LATE_S, self._send_off) if there else None
 
     def warn(self, why: Why) -> None:
-        """Write a warning for observers."""
         warn(self.events, why)
 
     def _arm(self) -> None:
@@ -466,7 +464,6 @@ class ControlSocket(asyncio.Protocol):
             self._server.received(self._name, decode(body))
 
     def turn_away(self, reason: str) -> None:
-        """Turn a stranger away."""
         self._server.strangers.leave(self)
         self._server.refuse(self.peer, reason)
         if self._transport is None:

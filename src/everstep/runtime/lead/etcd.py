@@ -100,7 +100,6 @@ class Etcd:
         self._post = self._gateway.post
 
     def close(self) -> None:
-        """End its connections."""
         self._chain.close()
         self._gateway.close()
 
@@ -208,7 +207,6 @@ class Etcd:
         return Appended()
 
     def resign(self, lease: int) -> None:
-        """Give the lease back, if etcd answers."""
         with contextlib.suppress(NoReply):
             self._post("lease/revoke", {"ID": str(lease)})
 
@@ -403,7 +401,6 @@ class Etcd:
         raise NoHead(self.trouble())
 
     def trouble(self) -> str:
-        """Trouble with etcd, in one line for people."""
         return self._gateway.trouble()
 
     # ---- keys and values

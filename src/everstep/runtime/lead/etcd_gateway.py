@@ -123,7 +123,6 @@ class Gateway:
         return self._new(timeout=self._timeout_s, limits=self._limits, trust_env=False, verify=context)
 
     def close(self) -> None:
-        """End its connections."""
         self._http.close()
 
     def post(self, what: str, asked: dict[str, Any]) -> Reply:

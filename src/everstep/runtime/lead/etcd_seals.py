@@ -101,7 +101,6 @@ class Chain:
         self._know(rows[-1])
 
     def add(self, row: NewestEntry) -> None:
-        """Take in an entry written behind the newest."""
         self._tags[row.number], self._read = row.tag, True
         self._know(row)
 
@@ -112,7 +111,6 @@ class Chain:
             self.newest = self.newest._replace(key=key, revision=revision)
 
     def close(self) -> None:
-        """Note nothing more."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd, self._path = -1, None

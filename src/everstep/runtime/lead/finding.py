@@ -68,7 +68,6 @@ class Finder:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
         self._over.set()
         self._thread.join(timeout=5.0)
 

@@ -94,7 +94,6 @@ class Journal:
         return True
 
     def close(self) -> None:
-        """Give the descriptor back."""
         os.close(self._fd)
 
     # ---- superseded entries

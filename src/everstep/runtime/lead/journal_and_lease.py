@@ -207,7 +207,6 @@ class Asker:
         return answer
 
     async def resign(self, lease: int) -> None:
-        """Give the lease back."""
         await asyncio.get_running_loop().run_in_executor(self._pool, self._etcd.resign, lease)
 
 
@@ -239,7 +238,6 @@ class Tenure:
 
     @property
     def sudden(self) -> bool:
-        """As `Candidate` has it."""
         return self._candidate.sudden
 
     def sure(self) -> bool:
@@ -259,7 +257,6 @@ class Tenure:
             await asyncio.sleep(_AGAIN_S)
 
     async def resign(self) -> None:
-        """Give the lease up at once."""
         if self._task is not None:
             self._task.cancel()
         if self._candidate.term and self._candidate.holder is not None:

@@ -86,7 +86,6 @@ class WorkerContext:
         return bytes.fromhex(self.token)
 
     def peer_token_bytes(self) -> bytes:
-        """The peers' token."""
         return bytes.fromhex(self.peer_token)
 
     def tls_shown(self) -> Tls | None:

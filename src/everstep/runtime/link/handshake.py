@@ -137,7 +137,6 @@ class BulkTag:
         self._mac = Cipher(algorithms.AES(key), modes.GCM(_NONCE.pack(number))).encryptor()
 
     def add(self, part: bytes | bytearray | memoryview) -> None:
-        """Add the next bytes."""
         self._mac.authenticate_additional_data(part)
 
     def tag(self) -> bytes:

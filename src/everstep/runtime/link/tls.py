@@ -242,16 +242,13 @@ class TlsSocket(ssl.SSLSocket):
         return threading.Lock()
 
     def settimeout(self, value: float | None) -> None:
-        """As a socket has it."""
         self._patience_s = value
         super().settimeout(0.0)
 
     def gettimeout(self) -> float | None:
-        """As a socket has it."""
         return self._patience_s
 
     def setblocking(self, flag: bool) -> None:
-        """As a socket has it."""
         self.settimeout(None if flag else 0.0)
 
     def shutdown(self, how: int) -> None:
@@ -271,11 +268,9 @@ class TlsSocket(ssl.SSLSocket):
         return int(sent)
 
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
-        """As a socket has it."""
         return self._moved(lambda tls: tls.read(buflen)) or b""
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """As a socket has it."""
         with memoryview(buffer).cast("B") as view:
             size = nbytes or len(view)
             return self._moved(lambda tls: tls.read(size, view)) or 0
@@ -349,11 +344,9 @@ class TlsPipe:
         return b"".join(found)
 
     def write(self, data: bytes) -> None:
-        """Take bytes to send."""
         self._tls.write(data)
 
     def leaving(self) -> bytes:
-        """Encrypted bytes to put on the wire now."""
         return self._out.read()
 
 

@@ -82,7 +82,6 @@ class Complaints:
         self.count = 0
 
     def refused(self, who: str, reason: str, now_s: float) -> None:
-        """Take in one more refusal."""
         self.count += 1
         quiet_s = now_s - self._said_s
         if quiet_s < self._pause_s:
