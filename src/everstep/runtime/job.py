@@ -344,7 +344,7 @@ class Job:
             last_first.callback(self._hear_the_last)
             if self._link is not None:
                 last_first.callback(self._link.close)
-            if self._local is not None and self._coordinator.moved and self._succession.keeps_apart:
+            if self._local is not None and self._coordinator.moved and self._begun.keeps_apart:
                 last_first.callback(self._leave_agent, self._local)
             elif self._local is not None:
                 last_first.callback(self._local.end, *([INTERRUPTED_WAIT_S] if self._end.interrupted else []))

@@ -266,7 +266,7 @@ class LocalHost(Supervised):
         joining = begun.joining(
             str((run_dir / COORDINATOR_FILE).resolve()),
             token_file=str(run_dir / TOKEN_FILE),
-            run_dir=str(run_dir / OWN_FOLDER) if begun.succession.keeps_apart else "",
+            run_dir=str(run_dir / OWN_FOLDER) if begun.keeps_apart else "",
             threads=threads,
             server=server,
             parent=os.getpid(),
