@@ -91,7 +91,7 @@ class AgentFiles:
         self._host, self._domains = joining.host, joining.domains
         self._config = config.checkpoint
         self._checkpoints, self._disk = disk_of(facts, self._place, self._config, joining.host)
-        self._led_here, self._led_word = is_led_above(facts, self._place), facts.place
+        self._led = facts.place if is_led_above(facts, self._place) else ""
         self._files, self._wire = joining.files, wire
         self._server: PeerServer | None = None
         self._client = client
@@ -143,7 +143,7 @@ class AgentFiles:
         """Tell a head with these facts, maybe another than before, where this host's files are."""
         with contextlib.suppress(ConfigError):
             self._disk = disk_of(facts, self._place, self._config, self._host)[1]
-        self._led_here, self._led_word = is_led_above(facts, self._place), facts.place
+        self._led = facts.place if is_led_above(facts, self._place) else ""
         self.say()
 
     def say(self) -> None:
@@ -163,7 +163,7 @@ class AgentFiles:
     def hear(self, message: HostsThere | JobPage | HostAsk) -> None:
         """Take in files for this host's processes, or a question about them. Never raises because of the disk."""
         if isinstance(message, HostAsk):
-            found = {} if self._led_here else logs_in(self.logs)  # the head's readers see them there
+            found = {} if self._led else logs_in(self.logs)  # the head's readers see them there
             data = log_bytes(self.logs, message.name, message.start)
             self._client.send(HostTold(agent_id=self._host, request=message.request, logs=found, data=data))
             return
@@ -231,7 +231,7 @@ class AgentFiles:
     def _send_on(self, message: AnyMessage) -> None:
         if self._client.connected:
             self._client.send(message)
-        elif self._led_here and word_in(above(self.run_dir)) == self._led_word:
+        elif self._led and word_in(above(self.run_dir)) == self._led:
             with contextlib.suppress(OSError):
                 self._told_here.bring()
 
