@@ -121,6 +121,7 @@ class Job:
                     self._turn(self._link)
         finally:
             self._tear_down()
+        self.left_agent = 0 if self._local is None else self._local.left
         outcome = self._end.outcome or Outcome(1, "failed", Why(Cause.UNKNOWN, "the job's process ended early"))
         self._notify("job_ended", outcome.why, exit_code=outcome.exit_code, state=outcome.state)
         return outcome
@@ -344,15 +345,12 @@ class Job:
             last_first.callback(self._hear_the_last)
             if self._link is not None:
                 last_first.callback(self._link.close)
-            if self._local is not None and self._coordinator.moved and self._succession.keeps_apart:
-                last_first.callback(self._leave_agent, self._local)
+            if self._local is not None and self._coordinator.moved and self._begun.keeps_apart:
+                last_first.callback(self._local.leave)
             elif self._local is not None:
                 last_first.callback(self._local.end, *([INTERRUPTED_WAIT_S] if self._end.interrupted else []))
             if self._link is not None and not (self._succession.guest or self._coordinator.moved):
                 last_first.callback(self._link.goodbye, Why(Cause.INTERRUPTED, "the job's process has ended"))
-
-    def _leave_agent(self, local: LocalHost) -> None:
-        self.left_agent = local.leave()
 
     def _hear_the_last(self) -> None:
         """Take in messages that an agent sent before it left and the loop has not seen."""

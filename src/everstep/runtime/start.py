@@ -72,6 +72,14 @@ class Start:
             raise InvariantViolation("expected a start with the job's directory, got one that has yet to be told")
         return self.run_dir
 
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether this host's agent has a folder of its own, and so outlives that another host leads in another
+        directory."""
+        succession = self.succession
+        first = succession.begins and bool(succession.owner) and self.port is not None
+        return first or bool(succession.copying_host)
+
     def joining(self, address: str, **more: Any) -> Joining:
         """Facts for the agent of this host. address: as `Joining` has it; more: its other fields."""
         own = {"entry": self.entry, "preload": list(self.preload), "files": self.files, "ranks": self.ranks}

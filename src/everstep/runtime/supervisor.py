@@ -238,13 +238,15 @@ class CoordinatorProcess(Supervised):
 
 
 class LocalHost(Supervised):
-    """One agent process after the other; the first takes over the early fork server, later ones start their own."""
+    """One agent process after the other; the first takes over the early fork server, later ones start their own.
+    `left`: pid of the one that goes on without this process's program, 0 if none does."""
 
     def __init__(self, begun: Start) -> None:
         super().__init__(begun.folder / LOGS_FOLDER / "agent.log")
         self._begun = begun
         self._early = begun.early
         self._handed = False
+        self.left = 0
         self._moves = Patience(STOPPED_S, spoke=True)
         self._continued = False
 
@@ -265,7 +267,7 @@ class LocalHost(Supervised):
         joining = begun.joining(
             str((run_dir / COORDINATOR_FILE).resolve()),
             token_file=str(run_dir / TOKEN_FILE),
-            run_dir=str(run_dir / OWN_FOLDER) if begun.succession.keeps_apart else "",
+            run_dir=str(run_dir / OWN_FOLDER) if begun.keeps_apart else "",
             threads=threads,
             server=server,
             parent=os.getpid(),
@@ -296,11 +298,11 @@ class LocalHost(Supervised):
 
     def leave(self) -> int:
         """Leave the agent to the program that this process becomes; returns its pid, 0 if none runs."""
-        pid = self.pid if self.pidfd >= 0 else 0
-        if pid and self._early is not None:
+        self.left = self.pid if self.pidfd >= 0 else 0
+        if self.left and self._early is not None:
             self._early.leave()
         self._drop()
-        return pid
+        return self.left
 
     def end_alone(self) -> None:
         """Have its workers save and leave by themselves, because no coordinator tells them to."""

@@ -22,6 +22,8 @@ from everstep.base.errors import ConfigError
 from everstep.base.given import open_given
 from everstep.protocol.messages import (
     AnyMessage,
+    FilePiece,
+    FilePieces,
     FilesHeld,
     HostAsk,
     HostPlace,
@@ -30,7 +32,8 @@ from everstep.protocol.messages import (
     JobFacts,
     JobPage,
 )
-from everstep.runtime.files.file_sender import FileSender
+from everstep.runtime.files.file_receiver import HeadReceiver
+from everstep.runtime.files.file_sender import FileSender, whole_lines
 from everstep.runtime.files.file_sets import LATEST, TO_HEAD
 from everstep.runtime.files.host_directory import (
     ARRIVED_FILE,
@@ -47,7 +50,7 @@ from everstep.runtime.files.host_directory import (
 )
 from everstep.runtime.files.private import close_run_dir
 from everstep.runtime.files.run_lock import run_lock
-from everstep.runtime.link.address import LOGS_FOLDER
+from everstep.runtime.link.address import EVENTS_FILE, LOGS_FOLDER
 from everstep.runtime.link.context import Joining
 from everstep.runtime.link.control_client import ControlClient
 from everstep.runtime.link.listening import keep_within
@@ -88,7 +91,7 @@ class AgentFiles:
         self._host, self._domains = joining.host, joining.domains
         self._config = config.checkpoint
         self._checkpoints, self._disk = disk_of(facts, self._place, self._config, joining.host)
-        self._led_here = is_led_above(facts, self._place)
+        self._led = facts.place if is_led_above(facts, self._place) else ""
         self._files, self._wire = joining.files, wire
         self._server: PeerServer | None = None
         self._client = client
@@ -115,6 +118,7 @@ class AgentFiles:
         if not joining.parent:
             told = f"everstep agent: the job's directory is not here: files go to {run_dir}"
             print(told, file=sys.stderr, flush=True)
+        self._told_here = EventsHere(run_dir)
         self._sender = DirectorySender(run_dir, self._send_on)
 
     @property
@@ -139,7 +143,7 @@ class AgentFiles:
         """Tell a head with these facts, maybe another than before, where this host's files are."""
         with contextlib.suppress(ConfigError):
             self._disk = disk_of(facts, self._place, self._config, self._host)[1]
-        self._led_here = is_led_above(facts, self._place)
+        self._led = facts.place if is_led_above(facts, self._place) else ""
         self.say()
 
     def say(self) -> None:
@@ -159,7 +163,7 @@ class AgentFiles:
     def hear(self, message: HostsThere | JobPage | HostAsk) -> None:
         """Take in files for this host's processes, or a question about them. Never raises because of the disk."""
         if isinstance(message, HostAsk):
-            found = {} if self._led_here else logs_in(self.logs)  # the head's readers see them there
+            found = {} if self._led else logs_in(self.logs)  # the head's readers see them there
             data = log_bytes(self.logs, message.name, message.start)
             self._client.send(HostTold(agent_id=self._host, request=message.request, logs=found, data=data))
             return
@@ -227,6 +231,9 @@ class AgentFiles:
     def _send_on(self, message: AnyMessage) -> None:
         if self._client.connected:
             self._client.send(message)
+        elif self._led and word_in(above(self.run_dir)) == self._led:
+            with contextlib.suppress(OSError):
+                self._told_here.bring()
 
 
 class DirectorySender(FileSender):
@@ -266,6 +273,27 @@ class DirectorySender(FileSender):
             with contextlib.suppress(OSError):
                 write_atomically(self._run_dir / ARRIVED_FILE, json.dumps(arrived) + "\n")
                 self._noted = arrived
+
+
+class EventsHere:
+    """While no head answers, brings events of this host's workers into the directory in which it has led, for readers
+    there. A head gets all again: it knows by their origin which are there."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._events, self._source = run_dir / EVENTS_FILE, word_in_source(run_dir)
+        self._receiver = HeadReceiver(above(run_dir))
+
+    def bring(self) -> None:
+        """Bring the next ones. Raises: OSError."""
+        held = self._take(0, b"")
+        data = b"" if held is None else whole_lines(self._events, 0, held)
+        if held is not None and data:
+            self._take(held, data)
+
+    def _take(self, at: int, data: bytes) -> int | None:
+        piece = FilePiece(path=EVENTS_FILE, version="", at=at, data=data, size=at + len(data))
+        pieces = FilePieces(number=0, source=self._source, pieces=[piece])
+        return self._receiver.take(pieces).held.get(EVENTS_FILE)
 
 
 # ---- logs, for readers on other hosts

@@ -32,12 +32,6 @@ class Succession:
         """Whether the job begins with this process, so that all files in its directory are old."""
         return not (self.guest or self.anew)
 
-    @property
-    def keeps_apart(self) -> bool:
-        """Whether this host's agent has a folder of its own, and so outlives that another host leads in another
-        directory."""
-        return bool(self.copying_host) or (self.begins and bool(self.owner))
-
     def words(self, address: str) -> list[str]:
         """Words for the command line of the coordinator. address: of this host, which need not be the config's."""
         words = ["--owner", self.owner, "--job", self.job] if self.owner else []
