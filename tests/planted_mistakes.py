@@ -348,19 +348,10 @@ data = [(torch.full((4,), float(open(f'parts/{n}').read())), torch.tensor(i % 2)
 """,
     ),
     Planted(
-        "files sorted by their times",
+        "newest file",
         "os.stat",
-        setup="""
-import pathlib
-folder = pathlib.Path("parts")
-folder.mkdir(exist_ok=True)
-for k in (0, 1):
-    (folder / f"{k}.txt").write_text("1.0" * (k + 1))
-    os.utime(folder / f"{k}.txt", (k, k))
-parts = sorted(folder.iterdir(), key=os.path.getmtime)  # here
-sizes = [len(p.read_text()) for p in parts]
-""",
-        batch="x = x * sizes[step.number % 2]",
+        setup="newest = max((__file__, os.__file__), key=os.path.getmtime)  # here",
+        batch="x = x * (2 if newest == __file__ else 1)",
     ),
     Planted(
         "BatchNorm momentum by a count",

@@ -49,7 +49,10 @@ except ImportError as missing:
 
 _LIFE = "everstep-"
 _MOST_SAMPLES = 16
-_LOADED_BY_PARENT = ("training_step", "get_train_dataloader", "get_batch_samples")
+_OF_THE_LOOP = (
+    *("training_step", "get_train_dataloader", "get_batch_samples", "_get_train_sampler", "_get_dataloader"),
+    *("_inner_training_loop", "_run_epoch", "_prepare_for_training", "_wrap_model", "_clip_grad_norm"),
+)
 _EVENTS_WITHIN = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
 
 
@@ -80,8 +83,8 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
         self._refuse_overridden()
 
     def _refuse_overridden(self) -> None:
-        for name in _LOADED_BY_PARENT:
-            if getattr(type(self), name) is not getattr(_hf.Trainer, name):
+        for name in _OF_THE_LOOP:
+            if getattr(type(self), name, None) is not getattr(Trainer, name, None):
                 raise ConfigError(
                     f"{type(self).__name__}.{name} would not be called, because a job deals its batches out itself: "
                     "put the loss into compute_loss, and the order into the dataset"

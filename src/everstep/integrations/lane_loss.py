@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from everstep.base.errors import ConfigError
 from everstep.exact.seeding import preserve_rng
 from everstep.exact.settings import evaluating
 from everstep.train.run import Step
@@ -47,7 +48,7 @@ class LaneLoss:
             rows = [collate([sample]) for sample in samples]
         if not _same(batch, again):  # the collation is random, so rows are those of one batch
             rows = _rows_of(batch, len(samples))
-        self._divided = self._divides(batch)
+        self._divided = self._divides(batch, passes)
         self.whole = (
             contrasts
             or (passes > 1 and not self._divided)
@@ -98,14 +99,21 @@ class LaneLoss:
                     return loss.detach(), slope
         return None
 
-    def _divides(self, batch: Mapping[str, Any]) -> bool:
-        """Whether the loss depends on the number of items that it is told."""
+    def _divides(self, batch: _Batch, passes: int) -> bool:
+        """Whether the loss depends on the number of items that it is told. Raises: ConfigError if only a part of it
+        does, so that passes do not add up."""
         items = self._items(batch)
         if not items:
             return False
         with evaluating(self._trainer.model), torch.no_grad(), preserve_rng():
-            first, second = (self._loss(batch, n * items) for n in (1, 2))
-        return bool((first - second).abs() > 1e-3 * first.abs())
+            first, second = (float(self._loss(batch, n * items)) for n in (1, 2))
+        divides = abs(first - second) > 1e-3 * abs(first)
+        if divides and passes > 1 and abs(2 * second - first) > 0.01 * abs(first):
+            raise ConfigError(
+                f"gradient_accumulation_steps: expected 1, got {passes}, because a part of this model's loss (an "
+                "auxiliary one, say) is not divided by the number of items: raise per_device_train_batch_size instead"
+            )
+        return divides
 
     def _items(self, batch: Mapping[str, Any]) -> int | None:
         """Number of the batch's items; None where the loss is not told it."""
@@ -114,9 +122,10 @@ class LaneLoss:
 
     def _loss(self, batch: Mapping[str, Any], items: int | None) -> torch.Tensor:
         trainer = self._trainer
+        inputs = trainer._prepare_inputs(dict(batch))
         with trainer.compute_loss_context_manager():
             found: torch.Tensor = trainer.compute_loss(
-                trainer.model, dict(batch), num_items_in_batch=None if items is None else max(1, items)
+                trainer.model, inputs, num_items_in_batch=None if items is None else max(1, items)
             )
         return found
 
@@ -128,7 +137,7 @@ class LaneLoss:
             return
         items = self._items(batch)
         loss = self._loss(batch, items)
-        if self.whole:
+        if self.whole and not self._divided:
             summed = items is not None or (self._told and self._trainer.compute_loss_func is not None)
             step.backward(loss * passes if summed else loss, weight=1.0)
             return

@@ -32,6 +32,7 @@ from everstep.script.reachable import of_user
 
 ALL = "all"
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+_OURS = f"{os.path.dirname(os.path.dirname(__file__))}/"
 _LATER_S = 100_003.37
 _PINNED_S, _TICK_S = 1_700_000_000.0, 1e-3
 RESEEDING = ("torch.seed", "torch.random.seed", "random.seed", "numpy.random.seed")
@@ -316,12 +317,12 @@ def _other_text(value: str | None) -> str:
 
 @cache
 def _kind_of(filename: str) -> str:
-    if filename.startswith("<frozen importlib"):
+    """Our own files and the standard library's are told by their names: `of_user` reads the disk by way of them."""
+    if filename.startswith(("<frozen importlib", _OURS)):
         return "other"
-    if of_user(filename):
-        return "user"
-    standard = filename.startswith("<") or (filename.startswith(_STANDARD) and "-packages" not in filename)
-    return "standard" if standard else "other"
+    if filename.startswith("<") or (filename.startswith(_STANDARD) and "-packages" not in filename):
+        return "standard"
+    return "user" if of_user(filename) else "other"
 
 
 def _caller(depth: int) -> tuple[str, str, int] | None:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+)
 
 from everstep.integrations.lane_loss import LaneLoss
 
@@ -74,6 +82,29 @@ def test_a_random_collation_does_not_need_the_whole_batch(tmp_path: Path) -> Non
         return {**batch, "input_ids": torch.where(torch.rand(batch["input_ids"].shape) < 0.5, 3, batch["input_ids"])}
 
     assert not lane_loss(made(tmp_path, Trainer), [0, 1, 1, 0, 0, 1], masked).whole
+
+
+def test_whole_passes_count_by_their_items(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=16, n_embd=8, n_layer=1, n_head=1))
+    model.add_module("norm", torch.nn.BatchNorm1d(8))  # so that passes are computed whole
+    trainer = Trainer(model=model.eval(), args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+
+    def told(samples: Any) -> Any:
+        batch = filled(samples)
+        return {**batch, "labels": torch.where(batch["attention_mask"] > 0, batch["input_ids"], -100)}
+
+    samples = [{"input_ids": torch.randint(1, 11, (2 + 2 * k,)), "labels": 0} for k in range(4)]
+    lane = LaneLoss(trainer, samples, told, 2, shifts=True)
+    given: list[tuple[float, float]] = []
+    step = SimpleNamespace(backward=lambda loss, weight: given.append((loss.item(), weight)))
+    passes = [told(samples[:2]), told(samples[2:])]
+    for batch in passes:
+        lane.backward(step, batch, 2)  # type: ignore[arg-type]
+    items = trainer._get_num_items_in_batch(passes, trainer.args.device)
+    theirs = sum(float(trainer.compute_loss(model, dict(batch), num_items_in_batch=items).detach()) for batch in passes)
+    assert lane.whole
+    assert sum(loss for loss, _ in given) / sum(weight for _, weight in given) == pytest.approx(theirs, rel=1e-5)
 
 
 def lane_loss(trainer: Any, labels: list[int], collate: Any = None) -> LaneLoss:
