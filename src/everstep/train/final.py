@@ -270,7 +270,7 @@ class Finisher:
                 if stage not in found:
                     own = self._own(stage, operation)
                     found[stage] = _Passed(state.manifest(), offer.names.get(stage, {}), own, aside)
-                found[stage].seen.take(state.blocks)
+                found[stage].seen.take([b if b is None else state.read_block(n) for n, b in enumerate(state.blocks)])
         return found
 
     def _own(self, stage: int, operation: Finish) -> Image | None:
