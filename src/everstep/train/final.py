@@ -270,8 +270,7 @@ class Finisher:
                 if stage not in found:
                     own = self._own(stage, operation)
                     found[stage] = _Passed(state.manifest(), offer.names.get(stage, {}), own, aside)
-                there = (block is not None for block in state.blocks)
-                found[stage].seen.take([state.read_block(n) if one else None for n, one in enumerate(there)])
+                found[stage].seen.take([b if b is None else state.read_block(n) for n, b in enumerate(state.blocks)])
         return found
 
     def _own(self, stage: int, operation: Finish) -> Image | None:
