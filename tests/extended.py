@@ -66,6 +66,7 @@ TIERS = {
     "busy": [more("chaos/test_chaos_busy.py", EVERSTEP_TEST_BUSY_S="600")],
     "release": [more("release/test_release_dist.py"), Part("site", ("docs/site/make_site.py",))],
     **{folder: longer(folder) for folder in ("integration", "chaos", "e2e", "hosts", "engines", "split")},
+    "sim-tests": longer("sim"),
     "unit": [part for folder in sorted((ROOT / "tests" / "unit").iterdir()) for part in longer(f"unit/{folder.name}")],
 }
 AT_ONCE = {"sim": os.cpu_count() or 1, "integration": 2, "chaos": 2, "e2e": 2}  # jobs have several processes each

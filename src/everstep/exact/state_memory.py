@@ -13,7 +13,7 @@ from torch import Tensor
 from everstep.base.own_pages import own_pages
 from everstep.exact.layout import aligned_like
 
-Block = memoryview | Callable[[], memoryview]
+LyingBlock = memoryview | Callable[[], memoryview]
 """Bytes, or what reads them where they lie."""
 Landing = tuple[memoryview, Callable[[], None]]
 """Memory that is written, and what is to be called then."""
@@ -44,7 +44,7 @@ class OtherHosts(Protocol):
 class RoomThere(Protocol):
     """Room of which each of them has a part."""
 
-    def put(self, offset: int, data: memoryview) -> Block:
+    def put(self, offset: int, data: memoryview) -> LyingBlock:
         """Have these bytes lie where they belong. From any thread."""
 
 

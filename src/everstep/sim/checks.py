@@ -36,7 +36,7 @@ from everstep.sim.model import (
     wrong,
 )
 from everstep.sim.promises import PromiseBroken, require
-from everstep.sim.releases import Answers, Effects
+from everstep.sim.releases import Effects, GatherAnswers
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True):
@@ -378,7 +378,7 @@ class Checks:
         self.taint = Taint(self.records)
         self.exact = Exact(job, self.taint)
         self.effects = Effects()
-        self.answers = Answers()
+        self.answers = GatherAnswers()
         self.lost_everything = 0
         self.given_up: set[WorkerKey] = set()
         self._excused: dict[tuple[int, WorkerKey], bool] = {}  # by term of the coordinator that gave it up

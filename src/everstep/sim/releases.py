@@ -40,7 +40,7 @@ class Effects:
         self.floor = max(self.floor, step)
 
 
-class Answers:
+class GatherAnswers:
     """P1 for gathers: applications that go on from one are told the same of it, and of no other one."""
 
     def __init__(self) -> None:

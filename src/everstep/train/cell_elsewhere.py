@@ -25,7 +25,7 @@ from torch import Tensor
 
 from everstep.base.errors import CheckpointCorrupt
 from everstep.exact.digest import digest_with
-from everstep.exact.state_memory import Block, Landing
+from everstep.exact.state_memory import Landing, LyingBlock
 from everstep.parallel.cell_memory import CellMemory, SharedPlace
 from everstep.runtime.host.cell_doors import CellPlan, PartLines
 
@@ -117,12 +117,12 @@ class OtherParts(NoOthers):
         `notes_bytes`."""
         self.version = 1
         self._memory, self._lines = memory, lines
-        self._own = lines.plan.part
-        self._parameters = [[one for one in ranges if one.part != self._own] for ranges in parameters]
+        self.plan = lines.plan
+        self._parameters = [[one for one in ranges if one.part != self.plan.part] for ranges in parameters]
         self._all = [one for ranges in self._parameters for one in ranges]
         words = memory.tensor(notes, torch.int64).view(-1, len(parameters)) if parameters else torch.empty(1, 0)
         self._versions, self._uses = words[0], words[1:]
-        first = self._own * lines.plan.each
+        first = self.plan.part * lines.plan.each
         self._here, self._mine = self._uses[first : first + lines.plan.each], self._uses[memory.rank]
         self._always: Collection[int] = range(len(parameters))
         self._holds = False
@@ -132,19 +132,15 @@ class OtherParts(NoOthers):
         self._versions.fill_(self.version if made else 0)
         self._guard(self._all, _READ if made else _NOTHING)
 
-    @property
-    def plan(self) -> CellPlan:
-        return self._lines.plan
-
     def divide(self, place: SharedPlace, runs: Sequence[Sequence[tuple[int, int]]]) -> None:
         ranges = owned(self.plan, place, runs, place.offset + place.size)
-        found = [one for one in ranges if one.part != self._own]
+        found = [one for one in ranges if one.part != self.plan.part]
         self._guard(found, _NOTHING)
         self._all = sorted([*self._all, *found])
 
     def bring(self, rank: int, offset: int, size: int) -> None:
         part = self.plan.part_of(rank)
-        if part != self._own and size > 0:
+        if part != self.plan.part and size > 0:
             self._fill(part, offset, offset + size)
 
     def close(self) -> None:
@@ -231,11 +227,11 @@ class OtherParts(NoOthers):
     def _copy(self, start: int, stop: int) -> memoryview | None:
         """These bytes of the memory; None if all of them are this part's."""
         runs = list(self.runs(start, stop))
-        if all(part == self._own for part, _, _ in runs):
+        if all(part == self.plan.part for part, _, _ in runs):
             return None
         data = memoryview(bytearray(stop - start))
         for part, first, last in runs:
-            if part == self._own:
+            if part == self.plan.part:
                 data[first - start : last - start] = ctypes.string_at(self._memory.address + first, last - first)
             else:
                 self._lines.read(part, first, data[first - start : last - start])
@@ -246,7 +242,7 @@ class OtherParts(NoOthers):
             return [(view, _nothing)]
         at, found = _address(view) - self._memory.address, list[Landing]()
         for part, first, last in self.runs(at, at + len(view)):
-            if part == self._own:
+            if part == self.plan.part:
                 found.append((view[first - at : last - at], _nothing))
             else:
                 room = memoryview(bytearray(last - first))
@@ -255,7 +251,7 @@ class OtherParts(NoOthers):
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """The parts that hold what lies in a range of the memory: (part, from, to)."""
-        return _runs(self._all, self._own, start, stop)
+        return _runs(self._all, self.plan.part, start, stop)
 
     def copies(self, arena: Tensor) -> PartCopies:
         """A copy of the state, of which each part keeps what it holds. arena: where this one's is."""
@@ -339,7 +335,7 @@ class PartRoom:
         self._lines, self._nbytes, self._number = lines, nbytes, next(_numbers)
         weakref.finalize(self, _left, lines.plan, self._number, range(len(lines.plan.doors)))
 
-    def put(self, offset: int, data: memoryview) -> Block:
+    def put(self, offset: int, data: memoryview) -> LyingBlock:
         plan = self._lines.plan
         part = offset * len(plan.doors) // self._nbytes
         if part == plan.part:

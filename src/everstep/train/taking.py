@@ -24,7 +24,7 @@ from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.checkpoint.vault import Kept, StageState, checked
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, sizes_of
-from everstep.exact.state_memory import Block, RoomThere
+from everstep.exact.state_memory import LyingBlock, RoomThere
 from everstep.placement.shards import share as share_of
 from everstep.protocol.driver.hearing import FOREVER
 from everstep.protocol.driver.operations import Keep
@@ -123,6 +123,25 @@ class SourceTalk:
             connection.send_json({"enough": True})
 
 
+class _Rooms:
+    """Where blocks lie that came: here, or (`make_room`, for so many bytes) with all hosts of this worker."""
+
+    def __init__(self, make_room: Callable[[int], RoomThere] | None) -> None:
+        self._make_room = make_room
+        self._rooms: dict[int, RoomThere] = {}
+
+    def make(self, states: Mapping[int, StageState]) -> None:
+        if self._make_room is not None:
+            self._rooms = {k: self._make_room(state.n_blocks * BLOCK_BYTES) for k, state in states.items()}
+
+    def put(self, stage: int, index: int, data: memoryview) -> LyingBlock:
+        room = self._rooms.get(stage)
+        return data if room is None else room.put(index * BLOCK_BYTES, data)
+
+    def clear(self) -> None:
+        self._rooms = {}
+
+
 class Taking:
     """One order being carried out. Starts at once; `offer` waits for the end."""
 
@@ -146,10 +165,9 @@ class Taking:
         self.view, self.generation, self.order = view, generation, order
         self._members = {member.key: member for member in members}
         self._request = {**request, "stages": list(order.stages)}
-        self._own, self._wanted, self._joint, self._room = own, wanted, joint, room
-        self._manifests: dict[int, dict[str, Any]] = {}
-        self._blocks: dict[int, list[Block | None]] = {}
-        self._rooms: dict[int, RoomThere] = {}
+        self._own, self._wanted, self._joint = own, wanted, joint
+        self._states: dict[int, StageState] = {}
+        self._rooms = _Rooms(room)
         self._lines: dict[WorkerKey, SourceTalk] = {}
         self._news: queue.SimpleQueue[moving.TakerEffect] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -180,7 +198,8 @@ class Taking:
 
     def receive(self, connection: PeerConnection, source: WorkerKey, chunk: Chunk) -> moving.BlocksCame:
         """Ask for blocks, and report the result; a source of damaged blocks is told to check them."""
-        manifest, blocks = self._manifests[chunk.stage], self._blocks[chunk.stage]
+        state = self._states[chunk.stage]
+        manifest, blocks = state.made_of, state.blocks
         of, damaged, empty = sizes_of(manifest), [], []
         spans = chunk.extents.spans(of)
         connection.send_json({"stage": chunk.stage, "blocks": spans})
@@ -193,8 +212,7 @@ class Taking:
             elif data.nbytes != BLOCK_BYTES or digest_bytes(data) != manifest["blocks"][n]:
                 damaged.append(n)
             else:
-                room = self._rooms.get(chunk.stage)  # nobody else has this block under way
-                blocks[n] = data if room is None else room.put(n * BLOCK_BYTES, data)
+                blocks[n] = self._rooms.put(chunk.stage, n, data)  # nobody else has this block under way
         if damaged:
             connection.send_json({"stage": chunk.stage, "damaged": True})
         return moving.BlocksCame(source, chunk, Extents.numbered(of, damaged + empty))
@@ -215,14 +233,17 @@ class Taking:
                         raise BlocksDamaged(why) if refused else CollectiveAborted(why, [k.worker_id for k in lost])
         except BaseException:
             self.close()
-            self._blocks, self._rooms = {}, {}
+            self._let_go()
             raise
         for line in self._lines.values():
             line.ended()
-        blocks, self._blocks = self._blocks, {}  # nothing keeps them but who gets them: it is a copy of the state
-        self._rooms = {}
-        states = {k: StageState(self._manifests[k], v) for k, v in blocks.items()}
-        return heal.offered(head, states)
+        return heal.offered(head, self._let_go())
+
+    def _let_go(self) -> dict[int, StageState]:
+        """Nothing keeps the states but who gets them: they are a copy of the state."""
+        states, self._states = self._states, {}
+        self._rooms.clear()
+        return states
 
     def _next(self) -> moving.TakerEffect:
         while True:
@@ -237,20 +258,18 @@ class Taking:
         order = self.order
         heads = [head for source in leaders if (head := self._lines[source].head) is not None]
         told = [dict(zip(order.stages, map(json.loads, head.manifests), strict=True)) for head in heads]
-        self._manifests = told[0]
+        manifests = told[0]
         missing = WHOLE if order.pieces is None else order.pieces.missing
         own = [] if missing.whole else self._own(order.stages[0])
         if order.scattered:
             (stage,) = order.stages
             theirs = [(one[stage], head.place((stage,))[1][stage]) for one, head in zip(told, heads, strict=True)]
-            self._manifests[stage] = heal.joint_manifest(theirs, [(r, there - missing) for r, there in own])
-        self._blocks = {k: own_blocks(manifest, missing, own) for k, manifest in self._manifests.items()}
-        if self._room is not None:
-            sizes = {k: len(manifest["blocks"]) * BLOCK_BYTES for k, manifest in self._manifests.items()}
-            self._rooms = {k: self._room(size) for k, size in sizes.items()}
-        of = {k: sizes_of(manifest) for k, manifest in self._manifests.items()}
+            manifests[stage] = heal.joint_manifest(theirs, [(r, there - missing) for r, there in own])
+        self._states = {k: StageState(one, own_blocks(one, missing, own)) for k, one in manifests.items()}
+        self._rooms.make(self._states)
+        of = {k: sizes_of(manifest) for k, manifest in manifests.items()}
         needed = {k: self._needed(k, of[k]) for k in of}
-        lacking = {k: [n for n in needed[k] if block[n] is None] for k, block in self._blocks.items()}
+        lacking = {k: [n for n in needed[k] if state.blocks[n] is None] for k, state in self._states.items()}
         self.tell(moving.BlocksKnown({k: (Extents.numbered(of[k], lacking[k]), of[k]) for k in of}))
         return heads[0]
 
@@ -273,17 +292,19 @@ class Taking:
             line.ended()
 
 
-def own_blocks(manifest: Mapping[str, Any], missing: Extents = NONE, own: Iterable[Held] = ()) -> list[Block | None]:
+def own_blocks(
+    manifest: Mapping[str, Any], missing: Extents = NONE, own: Iterable[Held] = ()
+) -> list[LyingBlock | None]:
     """A stage's blocks as far as they are here, where they are those of the manifest; of those missing, none."""
-    blocks: list[Block | None] = [None] * len(manifest["blocks"])
+    blocks: list[LyingBlock | None] = [None] * len(manifest["blocks"])
     for n, _, data in _sound(manifest, missing, own):
         blocks[n] = data
     return blocks
 
 
-def own_sources(manifest: Mapping[str, Any], own: Iterable[Held]) -> list[Block | None]:
+def own_sources(manifest: Mapping[str, Any], own: Iterable[Held]) -> list[LyingBlock | None]:
     """By block, what reads it from the snapshot that has it as the manifest says."""
-    sources: list[Block | None] = [None] * len(manifest["blocks"])
+    sources: list[LyingBlock | None] = [None] * len(manifest["blocks"])
     for n, readable, _ in _sound(manifest, NONE, own):
         sources[n] = partial(checked, readable, n, manifest["blocks"][n])
     return sources
