@@ -120,8 +120,11 @@ def main():
         signal.signal(number, lambda number, _: job.send_signal(number))
     code = job.wait()
     events = Path(given.checkpoint_dir) / "events.jsonl"
-    if events.is_file():
-        (Path(given.log_dir) / "events.jsonl").write_bytes(events.read_bytes())
+    try:
+        if events.is_file():
+            (Path(given.log_dir) / "events.jsonl").write_bytes(events.read_bytes())
+    except OSError as error:
+        print(f"warning: the events stay in {events}: {given.log_dir}: {error.strerror}", file=sys.stderr)
     sys.exit(code if code >= 0 else 128 - code)
 
 

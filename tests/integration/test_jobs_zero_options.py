@@ -109,7 +109,7 @@ def test_it_is_resumed_wherever_the_state_lay_before(
     job: Job | None = None
     lives = [({"zero.stage": 2}, 3), (FAR, 1), ({"zero.stage": 1, "zero.copies": 1}, 5), ({"zero.offload": "cpu"}, 2)]
     for number, (settings, workers) in enumerate(lives):
-        how = {"settings": placed(settings, tmp_path), "numerics": ODD, "environment": PACED}
+        how = {"settings": placed(settings, tmp_path), "numerics": ODD, "environment": {"LANE_S": "0.3"}}
         job = jobs.start(script, workers=workers, run_dir=job and job.run_dir, **how)
         job.wait_for("step_committed", step=3 + 3 * number)
         os.kill(job.launcher_pid(), signal.SIGTERM)

@@ -66,7 +66,7 @@ class Sentences:
 
     def __init__(self) -> None:
         self._raised: deque[str] = deque(maxlen=_LAST_EVENTS)
-        self._planned = ""
+        self._planned = self._ends = ""
 
     def of(self, event: Event) -> str | None:
         """The event's line, None if it says nothing new."""
@@ -80,10 +80,10 @@ class Sentences:
             return f"worker {event.get('worker_id')} raised the same"
         if event["kind"] == "waiting" and self._raised and cause(event) is Cause.EXCEPTION:
             return "waiting: all workers raised an exception, and are started again"
-        if event["kind"] == "checkpoint_completed" and text and self._planned.endswith(_SAVES_FIRST):
-            text = text.removesuffix(f": {self._planned.removesuffix(_SAVES_FIRST)}")
+        if event["kind"] == "checkpoint_completed" and text and self._ends:
+            text = text.removesuffix(f": {reason_text(self._ends)}")
         if event["kind"] == "generation_started":
-            self._planned = own
+            self._planned, self._ends = own, whole.removesuffix(_SAVES_FIRST) if whole.endswith(_SAVES_FIRST) else ""
         elif event["kind"] == "leader_changed" and text and self._planned:
             text = text.removesuffix(f": {self._planned}")
         text = self._without(text) if text else text

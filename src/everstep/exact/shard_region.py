@@ -229,7 +229,8 @@ def _refuse_missing(name: str, owner: nn.Module, rule: RegionRule) -> None:
     if rule.method and not callable(getattr(type(owner), rule.method, None)):
         missing.append(f"{rule.method}()")
     if missing:
-        raise ConfigError(f"cell.shards: the plan names {name}.{missing[0]}, which the model does not have: {CORRECT}")
+        kind = "method" if missing[0].endswith("()") else "whole number" if missing[0] in rule.divided else "module"
+        raise ConfigError(f"cell.shards: the plan names the {kind} {name}.{missing[0]}, which is not there: {CORRECT}")
 
 
 def _layer(name: str, owner: nn.Module, layer: str) -> nn.Module:

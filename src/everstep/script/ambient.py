@@ -14,6 +14,7 @@ import itertools
 import os
 import platform
 import random
+import re
 import socket
 import sys
 import sysconfig
@@ -31,7 +32,9 @@ import torch
 from everstep.script.reachable import of_user
 
 ALL = "all"
-_STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+_STANDARD = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/")
+_telling = threading.local()
 _OURS = f"{os.path.dirname(os.path.dirname(__file__))}/"
 _LATER_S = 100_003.37
 _PINNED_S, _TICK_S = 1_700_000_000.0, 1e-3
@@ -100,7 +103,7 @@ class Ambient:
         self._wrap(random, "_urandom", "os.urandom", turned, drawn)  # of SystemRandom and secrets, which may draw again
         self._wrap(os, "listdir", "os.listdir", lambda v: v[::-1], None)
         self._wrap(os, "scandir", "os.scandir", lambda found: _Entries(list(found)[::-1]), None)
-        for name in ("stat", "lstat"):
+        for name in ("stat", "lstat", "fstat"):
             self._wrap(os, name, f"os.{name}", _other_times, None)
         self._wrap(builtins, "hash", "hash", lambda value: value ^ 0x5BD1, None, texts_only=True)
         self._wrap(builtins, "id", "id", lambda value: value + 16 * 4099, self._numbered)
@@ -131,9 +134,13 @@ class Ambient:
 
         def told(*args: Any, **more: Any) -> Any:
             value = real(*args, **more)
-            if texts_only and not isinstance(args[0], str | bytes):
+            if (texts_only and not isinstance(args[0], str | bytes)) or getattr(_telling, "now", False):
                 return value
-            return self._told(source, value, moved, pinned, _caller(1))
+            _telling.now = True  # whose file a caller is may be asked of the disk
+            try:
+                return self._told(source, value, moved, pinned, _caller(1))
+            finally:
+                _telling.now = False
 
         vars(owner)[name] = told
         for able in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
@@ -264,8 +271,25 @@ def _of(plain: type) -> Any:
     return Kind
 
 
+class _Entry:
+    """An entry of `os.scandir` with other times."""
+
+    def __init__(self, entry: os.DirEntry[Any]) -> None:
+        self._entry = entry
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+    def __fspath__(self) -> Any:
+        return self._entry.path
+
+    def stat(self, **how: Any) -> Any:
+        """As the original's, with other times."""
+        return _other_times(self._entry.stat(**how))
+
+
 class _Entries:
-    """The entries of `os.scandir`, in another order."""
+    """The entries of `os.scandir`, in another order, with other times."""
 
     def __init__(self, entries: list[Any]) -> None:
         self._entries = iter(entries)
@@ -280,7 +304,7 @@ class _Entries:
         return self
 
     def __next__(self) -> Any:
-        return next(self._entries)
+        return _Entry(next(self._entries))
 
     def close(self) -> None:
         """As the original's."""
@@ -290,8 +314,8 @@ def _other_times(value: os.stat_result) -> Any:
     """What is known of a file, with other times: the oldest file is the newest one."""
     made: Any = value.__reduce__()
     kind, (numbers, more) = made
-    turned = {name: (2 * 10**18 if name.endswith("_ns") else 2e9) - at for name, at in more.items() if "time" in name}
-    return kind((*numbers[:7], *(2_000_000_000 - at for at in numbers[7:])), {**more, **turned})
+    turned = {name: (4 * 10**18 if name.endswith("_ns") else 4e9) - at for name, at in more.items() if "time" in name}
+    return kind((*numbers[:7], *(4_000_000_000 - at for at in numbers[7:])), {**more, **turned})
 
 
 def _encoded(environ: Any, key: Any) -> Any:
@@ -320,7 +344,7 @@ def _kind_of(filename: str) -> str:
     """Our own files and the standard library's are told by their names: `of_user` reads the disk by way of them."""
     if filename.startswith(("<frozen importlib", _OURS)):
         return "other"
-    if filename.startswith("<") or (filename.startswith(_STANDARD) and "-packages" not in filename):
+    if filename.startswith("<") or (filename.startswith(_STANDARD) and not _INSTALLED.search(filename)):
         return "standard"
     return "user" if of_user(filename) else "other"
 

@@ -31,7 +31,8 @@ RESNET_OPTIONS: Mapping[str, Any] = {
 _RANGES: Mapping[str, tuple[int, float]] = {
     **dict.fromkeys(("lr", "weight_decay", "limit_bytes", "num_classes", "context", "lora.rank"), (0, math.inf)),
     **dict.fromkeys(("layers", "width", "heads", "size", "vocabulary"), (1, math.inf)),
-    **dict.fromkeys(("dropout", "warmup"), (0, 1)),
+    **dict.fromkeys(("dropout", "warmup", "shift"), (0, 1)),
+    "lora.alpha": (0, math.inf),
 }
 """Least and largest value of options by name; the other numbers only have to be finite."""
 
