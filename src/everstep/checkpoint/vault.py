@@ -37,20 +37,12 @@ class Kept(Protocol):
         """Its memory is given back; it is not read any more."""
 
 
-def checked(kept: Kept, index: int, digest: str) -> memoryview:
-    """A block of a snapshot. Raises: CheckpointCorrupt if it is not what it was."""
-    data = kept.read_block(index)
-    if digest_bytes(data) != digest:
-        raise CheckpointCorrupt(f"block {index} of a snapshot is not what it was")
-    return data
-
-
 @dataclass(frozen=True)
 class StageState:
     """A stage's state in this worker's memory, by block; None for those that are not held here.
 
-    A block that came from others was checked then. One of an own snapshot is read, and checked, as it is loaded. Both
-    may lie with other hosts, where the state is larger than this one's memory.
+    A block that came from others was checked then, and is checked again if it is read from another host of this worker;
+    so is one of an own snapshot.
     """
 
     made_of: dict[str, Any]
@@ -70,14 +62,19 @@ class StageState:
         """Raises: CheckpointCorrupt if it is not what it was."""
         block = self.blocks[index]
         check(block is not None, f"block {index} is not held here")
-        return block() if callable(block) else block  # type: ignore[return-value]
+        if not callable(block):
+            return block  # type: ignore[return-value]
+        data = block()
+        if digest_bytes(data) != self.made_of["blocks"][index]:
+            raise CheckpointCorrupt(f"block {index} of a state in memory is not what it was")
+        return data
 
     def release(self) -> None:
         self.blocks.clear()
 
     def load_into(self, state: ModelState) -> None:
-        """Each block is let go once it is in its place, so that the state is not here twice. Raises: CheckpointCorrupt
-        if it does not fit, or is not what it was."""
+        """Each block is let go once it is in its place, so that the state is not in this process twice. Raises:
+        CheckpointCorrupt if it does not fit, or is not what it was."""
         state.load_with(self.made_of, self._fill)
 
     def _fill(self, scatter: Scatter) -> None:

@@ -92,8 +92,17 @@ class OptimizerUpdate:
 
         Raises: ConfigError if there is no room for the state, or it cannot be divided. DeterminismError.
         """
+        self.under_way = True
+        try:
+            self._make(step, seed, dealt, pieces, give)
+        finally:
+            self.under_way = False
+
+    def _make(
+        self, step: int, seed: int, dealt: Dealt | None, pieces: Ranges | None, give: Callable[[Ranges], None]
+    ) -> None:
         began, optimizer, memory = time.monotonic(), self._optimizer, self._memory
-        self.dealt, self.under_way = dealt, True
+        self.dealt = dealt
         if isinstance(memory, ModelFile):
             self._refuse_hooks("zero.offload_params", "gradients are put into place for one part after the other")
             if not self.proven or self._looks_now(step):  # at these parameters, below
@@ -122,7 +131,7 @@ class OptimizerUpdate:
             probe.refuse_uncarried()
             if ranges is None:
                 probe.compare(step)
-        self.proven, self.under_way = True, False
+        self.proven = True
         memory.let_go()
         if isinstance(memory, FarMemory):
             self._judge(began, time.monotonic())

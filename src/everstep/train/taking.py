@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -21,7 +22,7 @@ from everstep.base.errors import CollectiveAborted, EverstepError
 from everstep.base.extents import NONE, WHOLE, Extents, Sizes
 from everstep.base.own_pages import own_pages
 from everstep.base.plan import Member, Plan, WorkerKey
-from everstep.checkpoint.vault import Kept, StageState, checked
+from everstep.checkpoint.vault import Kept, StageState
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, sizes_of
 from everstep.exact.state_memory import LyingBlock, RoomThere
@@ -129,6 +130,7 @@ class _Rooms:
     def __init__(self, make_room: Callable[[int], RoomThere] | None) -> None:
         self._make_room = make_room
         self._rooms: dict[int, RoomThere] = {}
+        self._failed: Exception | None = None
 
     def make(self, states: Mapping[int, StageState]) -> None:
         if self._make_room is not None:
@@ -136,7 +138,16 @@ class _Rooms:
 
     def put(self, stage: int, index: int, data: memoryview) -> LyingBlock:
         room = self._rooms.get(stage)
-        return data if room is None else room.put(index * BLOCK_BYTES, data)
+        try:
+            return data if room is None else room.put(index * BLOCK_BYTES, data)
+        except Exception as error:
+            self._failed = error
+            raise
+
+    def check(self) -> None:
+        """Raises what kept a block from lying where it belongs: no source is to blame for that."""
+        if self._failed is not None:
+            raise self._failed
 
     def clear(self) -> None:
         self._rooms = {}
@@ -248,10 +259,10 @@ class Taking:
     def _next(self) -> moving.TakerEffect:
         while True:
             self._tick()
-            try:
-                return self._news.get(timeout=_SLICE_S)
-            except queue.Empty:
-                continue
+            with contextlib.suppress(queue.Empty):
+                news = self._news.get(timeout=_SLICE_S)
+                self._rooms.check()
+                return news
 
     def _describe(self, leaders: Sequence[WorkerKey]) -> heal.OfferHead:
         """Facts beside the state. The manifests are those of the source that leads, where that has all."""
@@ -306,7 +317,7 @@ def own_sources(manifest: Mapping[str, Any], own: Iterable[Held]) -> list[LyingB
     """By block, what reads it from the snapshot that has it as the manifest says."""
     sources: list[LyingBlock | None] = [None] * len(manifest["blocks"])
     for n, readable, _ in _sound(manifest, NONE, own):
-        sources[n] = partial(checked, readable, n, manifest["blocks"][n])
+        sources[n] = partial(readable.read_block, n)
     return sources
 
 

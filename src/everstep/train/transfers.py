@@ -209,7 +209,10 @@ class Transfers:
 
     def _load(self, offer: ReceivedOffer) -> None:
         for stage, state in offer.states.items():
-            _load_stage(self._view.stages[stage], state)
+            try:
+                _load_stage(self._view.stages[stage], state)
+            except CheckpointCorrupt as error:
+                raise Unusable(Why(error.cause, f"the state of step {offer.position.step}: {error}"), True) from error
         if offer.past:
             self.past = offer.position.step
             self._loop.take_entered(offer.application)

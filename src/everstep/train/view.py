@@ -80,7 +80,8 @@ class Stages(Mapping[int, StageReplica]):
     @property
     def room(self) -> Callable[[int], RoomThere] | None:
         """What makes room, for so many bytes, with the other hosts of this worker; None if it is on one."""
-        others = self.any.state.memory.others if self._held else None
+        held = tuple(self._held.values())  # also in threads beside that which changes it
+        others = held[0].state.memory.others if held else None
         return None if others is None else others.room
 
     def divides(self) -> dict[int, Divides]:

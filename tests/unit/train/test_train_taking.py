@@ -522,7 +522,7 @@ def test_a_small_state_is_followed_as_it_comes(peers):
     asked = copying.follow(1, [peer.member for peer in peers], [0])
     peers[0].offer(Shown(state))
     assert same(asked.offer(), state) and not any(peer.asked.is_set() for peer in peers[1:])
-    assert not asked._blocks, "no copy of the state stays for as long as somebody is followed"
+    assert not asked._states, "no copy of the state stays for as long as somebody is followed"
     asked.fed[0].close()
 
 

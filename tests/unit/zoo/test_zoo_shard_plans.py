@@ -253,7 +253,7 @@ def test_a_plan_that_names_no_module_is_refused() -> None:
         ([attention, replace(perceptron, method="mlp")], "mlp()"),
     ):
         said = _refusal(replace(whole, regions=regions), 4)
-        assert f"names blocks.0.{missing}, which the model does not have" in said and "set cell.tp=1" in said
+        assert f" blocks.0.{missing}, which is not there" in said and "set cell.tp=1" in said
     assert "names head.logit()" in _refusal(replace(whole, head_method="logit"), 4)
 
 
