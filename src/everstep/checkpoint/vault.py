@@ -66,7 +66,7 @@ class StageState:
             return block  # type: ignore[return-value]
         data = block()
         if digest_bytes(data) != self.made_of["blocks"][index]:
-            raise CheckpointCorrupt(f"block {index} of a state in memory is not what it was")
+            raise CheckpointCorrupt(f"block {index} is not what it was")
         return data
 
     def release(self) -> None:

@@ -34,7 +34,8 @@ from everstep.script.reachable import of_user
 ALL = "all"
 _STANDARD = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/")
-_telling = threading.local()
+this_thread = threading.get_ident  # the original
+_telling: set[int] = set()  # threads
 _OURS = f"{os.path.dirname(os.path.dirname(__file__))}/"
 _LATER_S = 100_003.37
 _PINNED_S, _TICK_S = 1_700_000_000.0, 1e-3
@@ -133,14 +134,14 @@ class Ambient:
             return
 
         def told(*args: Any, **more: Any) -> Any:
-            value = real(*args, **more)
-            if (texts_only and not isinstance(args[0], str | bytes)) or getattr(_telling, "now", False):
+            value, thread = real(*args, **more), this_thread()
+            if (texts_only and not isinstance(args[0], str | bytes)) or thread in _telling:
                 return value
-            _telling.now = True  # whose file a caller is may be asked of the disk
+            _telling.add(thread)  # whose file a caller is may be asked of the disk
             try:
                 return self._told(source, value, moved, pinned, _caller(1))
             finally:
-                _telling.now = False
+                _telling.discard(thread)
 
         vars(owner)[name] = told
         for able in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):

@@ -216,7 +216,7 @@ def test_a_snapshot_that_changes_after_it_was_checked_ends_the_worker(monkeypatc
     mover, state = Mover(), other(12).copied()
     mover.kept[2] = {1: (Rotting(state.made_of, state.blocks), WHOLE)}
     gives(monkeypatch, mover)
-    with pytest.raises(Unusable, match="the snapshot of step 2: block 0 of a snapshot is not what it was") as raised:
+    with pytest.raises(Unusable, match="the snapshot of step 2: block 0 is not what it was") as raised:
         mover.transfers.restore(do.Restore(1, 3, PLAN, 2, {1: (ME,)}, {}, ()))
     assert raised.value.why.cause is Cause.CORRUPT and raised.value.torn
 

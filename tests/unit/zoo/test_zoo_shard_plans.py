@@ -245,7 +245,7 @@ def test_a_plan_that_names_no_module_is_refused() -> None:
     assert "names blocks.*.mlp" in _refusal(replace(whole, regions=[RegionRule("blocks.*.mlp", {}, [])]), 4)
     assert "names tokens" in _refusal(replace(whole, embedding="tokens"), 4)
     rule = RegionRule("blocks.*.attention", {"query": Column()}, ["out"])
-    assert "names blocks.0.attention.query" in _refusal(replace(whole, regions=[rule]), 4)
+    assert "names the module blocks.0.attention.query" in _refusal(replace(whole, regions=[rule]), 4)
     attention, perceptron = whole.regions
     for regions, missing in (
         ([replace(attention, after=["drop"]), perceptron], "attention.drop"),
