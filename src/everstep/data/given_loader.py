@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
+from pathlib import PurePath
 from typing import Any
 
 from torch import Tensor
@@ -71,6 +72,15 @@ def read_data(data: Any, collate: Collate | None) -> GivenData:
 
     Raises: ConfigError, in one line, for a loader that cannot be followed.
     """
+    if collate is not None and not callable(collate):
+        raise ConfigError(
+            f"collate: expected a function from samples to a batch, got {type(collate).__name__}: give one, or none"
+        )
+    if isinstance(data, str | bytes | PurePath):
+        raise ConfigError(
+            f"dataset: expected samples, got the {type(data).__name__} {str(data)[:80]!r}: open what lies there "
+            "(everstep.TokenFile, everstep.TarShards, a Dataset of yours)"
+        )
     if not isinstance(data, DataLoader):
         _refuse_several(data, collate)
         return GivenData(data, collate or default_collate)

@@ -14,8 +14,8 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -57,7 +57,8 @@ class StreamMark(msgspec.Struct, frozen=True):
 
 
 def sample_digest(sample: Any) -> str:
-    """32 hex digits over what can be compared in a sample: tensors, arrays, plain values, containers, pictures."""
+    """32 hex digits over what can be compared in a sample: tensors, arrays, plain values, containers,
+    dataclasses, pictures."""
     return digest_bytes(repr(_comparable(sample)).encode(errors="surrogatepass"))
 
 
@@ -70,10 +71,16 @@ def _comparable(value: Any) -> Any:
         return "bytes", digest_bytes(value)
     if isinstance(value, _PLAIN):
         return value
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return [(repr(key), _comparable(each)) for key, each in value.items()]
     if isinstance(value, list | tuple):
         return [_comparable(each) for each in value]
+    if isinstance(value, np.ndarray):
+        return value.shape, [_comparable(each) for each in value.flat]
+    if isinstance(value, set | frozenset):
+        return sorted(repr(_comparable(each)) for each in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(each.name, _comparable(getattr(value, each.name, None))) for each in fields(value) if each.compare]
     pixels = getattr(value, "tobytes", None)
     return type(value).__name__, digest_bytes(pixels()) if callable(pixels) and hasattr(value, "mode") else ""
 

@@ -115,7 +115,10 @@ class ModelState:
         self._now: list[int] = []
         for key, extra in self.extras.items():
             if not hasattr(extra, "state_dict") or not hasattr(extra, "load_state_dict"):
-                raise ConfigError(f"state {key} is a {type(extra).__name__} without state_dict and load_state_dict")
+                raise ConfigError(
+                    f"state {key}: expected an object with state_dict and load_state_dict, got {type(extra).__name__}: "
+                    "keep plain values in everstep.state(...)"
+                )
         if isinstance(optimizer, LBFGS):
             raise ConfigError("LBFGS evaluates the loss several times per update; use an optimizer without closures")
         self._param_names()

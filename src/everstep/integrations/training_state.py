@@ -81,15 +81,15 @@ def without_times(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _state_of(callback: Any) -> dict[str, Any]:
-    """What it exports, its state_dict, or, of a user's, its plain attributes whose names begin with no underscore."""
+    """Its state_dict; or what it exports, and of a user's its plain attributes whose names begin with no underscore."""
     if callable(getattr(callback, "load_state_dict", None)):
         return {"own": callback.state_dict()}
-    if callable(getattr(callback, "state", None)):
-        return dict(callback.state()["attributes"])
+    exported = dict(callback.state()["attributes"]) if callable(getattr(callback, "state", None)) else {}
     module = sys.modules.get(type(callback).__module__)
     if not of_user(getattr(module, "__file__", None)):
-        return {}
-    return {k: copy.deepcopy(v) for k, v in vars(callback).items() if isinstance(v, _PLAIN) and k[:1] != "_"}
+        return exported
+    own = {k: copy.deepcopy(v) for k, v in vars(callback).items() if isinstance(v, _PLAIN) and k[:1] != "_"}
+    return {**own, **exported}
 
 
 def _load(callback: Any, saved: dict[str, Any]) -> None:

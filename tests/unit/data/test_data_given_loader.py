@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +98,17 @@ def test_an_iterable_dataset_is_handed_on() -> None:
 def test_a_stream_of_batches_is_refused() -> None:
     with pytest.raises(ConfigError, match="batch_size=None, so each item of the stream is a batch"):
         read_data(DataLoader(Numbers(), batch_size=None), None)
+
+
+@pytest.mark.parametrize("data", ["data/train", Path("data/train")])
+def test_a_path_is_no_dataset(data: Any) -> None:
+    with pytest.raises(ConfigError, match=r"dataset: expected samples, got the .* 'data/train': open what lies there"):
+        read_data(data, None)
+
+
+def test_the_name_of_a_collate_is_none() -> None:
+    with pytest.raises(ConfigError, match="collate: expected a function from samples to a batch, got str"):
+        read_data(DATA, "pad")  # type: ignore[arg-type]
 
 
 def seeding(worker: int) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -246,6 +249,37 @@ def test_a_stream_is_started_over_before_the_first_step() -> None:
             yield drawn.random()
 
     with pytest.raises(ConfigError, match="Drawn gives other samples when it is started over, from number 1 on"):
+        check_starts_over(Stream.of(Drawn(), None, 0))
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    drawn_at: float = field(default=0.0, compare=False)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda x: UserDict(x=x),  # as a tokenizer's answer is
+        lambda x: Pair(x, random.SystemRandom().random()),
+        lambda x: np.array([None, x.tolist()], dtype=object),
+        lambda x: frozenset(x.tolist()),
+    ],
+)
+def test_samples_of_any_container_are_told_apart(wrapped: Callable[[torch.Tensor], Any]) -> None:
+    drawn = random.Random()
+
+    class Steady(Plain):
+        def __iter__(self) -> Iterator[Any]:
+            yield from (wrapped(torch.tensor([float(i), -1.0])) for i in range(3))
+
+    class Drawn(Plain):
+        def __iter__(self) -> Iterator[Any]:
+            yield from (wrapped(torch.tensor([drawn.random(), -1.0])) for _ in range(3))
+
+    assert check_starts_over(Stream.of(Steady(), None, 0)).digest
+    with pytest.raises(ConfigError, match="Drawn gives other samples when it is started over, from number 0 on"):
         check_starts_over(Stream.of(Drawn(), None, 0))
 
 

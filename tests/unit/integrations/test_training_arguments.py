@@ -19,6 +19,7 @@ from everstep.integrations.training_arguments import (  # noqa: E402
     refuse_arguments,
 )
 from everstep.integrations.training_order import Absent, PresentSamples, TrainingOrder  # noqa: E402
+from everstep.integrations.training_state import CarriedTraining  # noqa: E402
 
 
 def arguments(folder: Path, **given: Any) -> Any:
@@ -124,6 +125,27 @@ def test_other_overrides_are_refused(tmp_path: Path) -> None:
         Trainer(model=model, args=args, callbacks=[Early()])
     with pytest.raises(ConfigError, match="read as a stream"):
         Trainer(model=model, args=arguments(tmp_path, max_steps=2), train_dataset=Streamed()).train()
+
+
+class Patient(transformers.EarlyStoppingCallback):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(early_stopping_patience=2)
+        self.seen: list[float] = []
+
+
+def test_a_callback_derived_from_one_of_transformers_keeps_what_both_keep(tmp_path: Path) -> None:
+    from everstep.integrations.huggingface import Trainer
+
+    def carried(callback: Any) -> CarriedTraining:
+        trainer = Trainer(model=torch.nn.Linear(2, 2), args=arguments(tmp_path), callbacks=[callback])
+        vars(trainer).update(_tr_loss=torch.tensor(0.0), _total_loss_scalar=0.0, _globalstep_last_logged=0)
+        return CarriedTraining(trainer, seed=None)
+
+    trained, resumed = Patient(), Patient()
+    trained.early_stopping_patience_counter = 1
+    trained.seen.append(0.5)
+    carried(resumed).load_state_dict(carried(trained).state_dict())
+    assert (resumed.early_stopping_patience_counter, resumed.seen) == (1, [0.5])
 
 
 class Streamed(torch.utils.data.IterableDataset[int]):
