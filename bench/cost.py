@@ -75,7 +75,8 @@ class Watch:
         while not self._end.wait(self._every_s):
             pids = self._pids()
             control = _control_bytes(pids) if self._every_s == SAMPLE_S else 0
-            held, of_files = map(sum, zip(*map(_pss_mb, pids), strict=True)) if pids else (0.0, 0.0)
+            rows = [_pss_mb(pid) for pid in pids]
+            held, of_files = sum(row[0] for row in rows), sum(row[1] for row in rows)
             self.samples.append((time.time_ns(), cpu_seconds(pids), held, control, held - of_files))
 
     def close(self) -> None:
