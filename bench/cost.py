@@ -65,7 +65,7 @@ class Watch:
     """Looks at all processes of a job every `every_s`, in a thread of its own, until it is closed."""
 
     def __init__(self, pids: Callable[[], list[int]], every_s: float = SAMPLE_S) -> None:
-        self.samples: list[tuple[int, float, float, int]] = []
+        self.samples: list[tuple[int, float, float, int, float]] = []
         self._pids, self._every_s = pids, every_s
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -75,7 +75,9 @@ class Watch:
         while not self._end.wait(self._every_s):
             pids = self._pids()
             control = _control_bytes(pids) if self._every_s == SAMPLE_S else 0
-            self.samples.append((time.time_ns(), cpu_seconds(pids), sum(map(_pss_mb, pids)), control))
+            rows = [_pss_mb(pid) for pid in pids]
+            held, of_files = sum(row[0] for row in rows), sum(row[1] for row in rows)
+            self.samples.append((time.time_ns(), cpu_seconds(pids), held, control, held - of_files))
 
     def close(self) -> None:
         """No more samples."""
@@ -97,12 +99,15 @@ class Watch:
         }
 
 
-def _pss_mb(pid: int) -> float:
+def _pss_mb(pid: int) -> tuple[float, float]:
+    """All that a process holds, and what of it are pages of files."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) / 1024
-    return 0.0
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        found = {
+            name: int(rest.split()[0]) / 1024 for name, _, rest in (x.partition(":") for x in lines) if "Pss" in name
+        }
+        return found.get("Pss", 0.0), found.get("Pss_File", 0.0)
+    return 0.0, 0.0
 
 
 def _control_bytes(pids: list[int]) -> int:

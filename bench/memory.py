@@ -12,17 +12,18 @@ that it can be run in parts, each with `ddp` if it is to be compared with that:
 - gradients: as divided, and the gradients, too, with all lanes (`zero.stage=2`);
 - cell: one worker of as many processes, which divide parameters and state (`cell.fsdp`);
 - offloaded: replicated, with that state in a file (`zero.offload`, in a temporary folder);
-- in-files: parameters and gradients there, too (`zero.offload_params`); pages that the system can take back count, too;
+- in-files: parameters and gradients there, too (`zero.offload_params`);
 - ddp, ddp-views: the peer with as many micro-batches under `no_sync` and our allocator settings, its
   `gradient_as_bucket_view` off and on;
 - zero-redundancy, fsdp2: the peer with torch's ZeroRedundancyOptimizer, and with FSDP2 by unit in its place.
 
 Of each the most that was held before the end of the second step (start_mb: the first update is made twice), and after
-it (steps_mb), the greater of both (peak_mb), its ratio to that of `ddp` in the same round (to_ddp, to_ddp_at_most) and
-to what `everstep plan memory` says for all workers (planned_mb; to_plan, 0.9 to 1.1), the median time between the
-ends of two steps (step_ms), and the bytes that went over loopback per step (loopback_mb; workers of ours on one host
-exchange through shared memory). Rows `kill-PEER`, once each: what is left of a peer after the SIGKILL of a rank
-(after_kill).
+it (steps_mb), the greater of both (peak_mb), the most of it that is no page of a file (kept_mb: the system takes those
+back when memory is short, an offload's and programs' alike), the ratio of peak_mb to that of `ddp` in the same round
+(to_ddp, to_ddp_at_most), of both to what `everstep plan memory` says for all workers (planned_mb; to_plan, 0.9 to 1.1;
+kept_to_plan), the median time between the ends of two steps (step_ms), and the bytes that went over loopback per step
+(loopback_mb; workers of ours on one host exchange through shared memory). Rows `kill-PEER`, once each: what is left of
+a peer after the SIGKILL of a rank (after_kill).
 """
 
 from __future__ import annotations
@@ -153,11 +154,12 @@ def after_kill(model: str, workers: int, *options: str) -> str:
 
 
 def _most(watch: Watch, sent: Loopback, ends_ns: list[int], steps: int) -> dict[str, float]:
+    kept = max(one[4] for one in watch.samples if one[0] <= ends_ns[steps - 1])
     start = max(one[2] for one in watch.samples if one[0] <= ends_ns[1])
     after = max(one[2] for one in watch.samples if ends_ns[1] < one[0] <= ends_ns[steps - 1])
     step_ms = median(after - before for before, after in pairwise(ends_ns[1:steps])) / 1e6
     loopback_mb = sent.mb_between(ends_ns[1], ends_ns[steps - 1]) / (steps - 2)
-    most = {"start_mb": start, "steps_mb": after, "peak_mb": max(start, after)}
+    most = {"start_mb": start, "steps_mb": after, "peak_mb": max(start, after), "kept_mb": kept}
     return most | {"step_ms": step_ms, "loopback_mb": loopback_mb}
 
 
@@ -192,6 +194,7 @@ def compare(model: str, workers: int, steps: int, rounds: int, rows: list[str]) 
                 turns[-1]["to_ddp"] = turns[-1]["peak_mb"] / found["ddp"][-1]["peak_mb"]
             if name in planned:
                 turns[-1]["to_plan"] = turns[-1]["peak_mb"] / planned[name]
+                turns[-1]["kept_to_plan"] = turns[-1]["kept_mb"] / planned[name]
         print({name: turns[-1] for name, turns in found.items()}, file=sys.stderr, flush=True)
     report: dict[str, dict[str, object]] = {}
     for name, turns in found.items():

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from everstep.base.errors import ConfigError
+from everstep.exact.accumulate import give_freed_memory_back
 from everstep.exact.dealt import Dealt
 from everstep.exact.divisible import divisible
 from everstep.exact.pieces import PieceUpdate, Ranges, calls_of, in_calls
@@ -171,6 +172,7 @@ class OptimizerUpdate:
         far = step + min(self._every, AHEAD - _FIRST_LOOKS) > self._ahead
         how = {"dealt": self.dealt is not None, "ahead": far, "unfit": self._unfit, "known": self._known}
         try:
+            give_freed_memory_back()  # the lanes' and the copies' take no memory at the same time, nor later
             found = kind_of(self._optimizer, seed, **how)
         except MemoryError as error:
             if not self._known:
@@ -178,6 +180,8 @@ class OptimizerUpdate:
             log.warning("step %d: the optimizer is taken to be as it was before: %s", step, error)
             self._looks = max(self._looks - 1, 0)
             return
+        finally:
+            give_freed_memory_back()
         if found.why == NO_GRADIENT:
             self.kind = before or found
             return
