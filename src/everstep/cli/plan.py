@@ -180,7 +180,7 @@ def memory(task: str | None, as_json: bool, **asked: Any) -> int:
     mine = splits if splits_something(asked) else None
     if named and splits is None and splits_something(asked):
         raise ConfigError(f"--params: {NOT_NEAR} for a split, got {known.model.parameters}: leave the split out")
-    runs = _runs(known, split)
+    runs = _runs(known, split, asked["offload"])
     cell = _cell(part, split, known)
     if as_json:
         about = None if cell is None else {**asdict(cell), "total_bytes": cell.total, "source": _OURS}
@@ -238,11 +238,11 @@ def _split(known: _Known, asked: Mapping[str, Any]) -> Split:
     return Split(workers, lanes, nodes, copies, offload, asked["hosts"], staged, kept, apart, all_of_it)
 
 
-def _runs(known: _Known, split: Split) -> dict[int, HowItRuns]:
-    """Whether jobs run each stage of ZeRO."""
+def _runs(known: _Known, split: Split, offload: str) -> dict[int, HowItRuns]:
+    """Whether jobs run each stage of ZeRO. offload: as a config has it."""
     stages = {k: ParallelSplit(pp=known.stages, dp=split.workers, zero=k) for k in STAGES}
     each = -(-split.lanes // split.workers)
-    return {k: how_it_runs(one, each, offload=split.offload) for k, one in stages.items()}
+    return {k: how_it_runs(one, each, offload=offload) for k, one in stages.items()}
 
 
 def _cell(model: Model, split: Split, known: _Known) -> CellMemoryUse | None:

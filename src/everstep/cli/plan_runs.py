@@ -33,7 +33,7 @@ class HowItRuns(NamedTuple):
 
 
 def how_it_runs(
-    split: ParallelSplit, micro_batches: int = 1, dtype: str = "fp32", *, offload: bool = False, cpu: bool = True
+    split: ParallelSplit, micro_batches: int = 1, dtype: str = "fp32", *, offload: str = "none", cpu: bool = True
 ) -> HowItRuns:
     """The job that runs a split, on GPUs if these do, else on CPUs. cpu: whether there may be such.
 
@@ -64,7 +64,7 @@ def _lacking(split: ParallelSplit, dtype: str) -> str:
     return ""
 
 
-def _config_of(split: ParallelSplit, micro_batches: int, offload: bool) -> dict[str, Any]:
+def _config_of(split: ParallelSplit, micro_batches: int, offload: str) -> dict[str, Any]:
     """Keys of the job that would run a split, without those that are as by default."""
     pool, fsdp = (1, split.dp) if split.zero == 3 else (split.dp, 1)
     config: dict[str, Any] = {
@@ -83,8 +83,8 @@ def _config_of(split: ParallelSplit, micro_batches: int, offload: bool) -> dict[
         config["cell.sp"] = True
     if split.zero in (1, 2):
         config["zero.stage"] = split.zero
-    if offload:
-        config["zero.offload"] = "cpu"
+    if offload != "none":
+        config["zero.offload"] = offload
     return config
 
 
