@@ -122,7 +122,8 @@ class LaneLoss:
     def _compared(self) -> list[torch.nn.Parameter]:
         """The parameters whose gradients are compared: the smallest come first where not all can be."""
         trained = [p for p in self._trainer.model.parameters() if p.requires_grad]
-        found, elements = set(), 0
+        found: set[int] = set()
+        elements = 0
         for parameter in sorted(trained, key=torch.Tensor.numel):
             elements += parameter.numel()
             if found and elements > _MOST_ELEMENTS:
@@ -233,9 +234,9 @@ def _changed(model: torch.nn.Module, *, trains: bool) -> Iterator[None]:
     finally:
         for module, chance in dropouts:
             vars(module).update(p=chance)
-        for module, training, buffers in modes:
-            module.training = training
-            module._buffers.update(buffers)
+        for each, training, buffers in modes:
+            each.training = training
+            each._buffers.update(buffers)
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)
@@ -260,7 +261,7 @@ def _with_all_classes(batch: _Batch, rows: Sequence[_Batch], classes: int) -> It
     """The same with labels of all classes, if labels are classes: the weight of a rare one shows by its labels alone.
     The first sample is of class 0, and the others of the next ones, so that each class is compared with that one."""
     for name in _CLASS_NAMES:
-        labels = batch.get(name)
+        labels: Any = batch.get(name)
         if len(rows) < 2 or not _is_class(labels) or len(labels) != len(rows):
             continue
         for first in range(1, classes, len(rows) - 1):
@@ -270,7 +271,9 @@ def _with_all_classes(batch: _Batch, rows: Sequence[_Batch], classes: int) -> It
 
 
 def _is_class(labels: Any) -> bool:
-    return isinstance(labels, torch.Tensor) and labels.dtype == torch.int64 and labels.dim() > 0 and labels.max() >= 0
+    return (
+        isinstance(labels, torch.Tensor) and labels.dtype == torch.int64 and labels.dim() > 0 and int(labels.max()) >= 0
+    )
 
 
 def _relabelled(labels: torch.Tensor, each: torch.Tensor) -> torch.Tensor:
