@@ -24,7 +24,7 @@ from everstep.data.batch import to_device
 from everstep.exact.seeding import preserve_rng
 from everstep.integrations.lane_loss import LaneLoss
 from everstep.integrations.training_arguments import job_settings, lanes_of, refuse_arguments
-from everstep.integrations.training_order import Absent, PresentSamples, TrainingOrder
+from everstep.integrations.training_order import PresentSamples, TrainingOrder
 from everstep.integrations.training_state import CarriedTraining, without_times
 from everstep.script.foreign_trainers import one_process
 from everstep.script.watched_life import IN_REHEARSAL
@@ -49,9 +49,37 @@ except ImportError as missing:
 
 _LIFE = "everstep-"
 _MOST_SAMPLES = 16
-_OF_THE_LOOP = (
-    *("training_step", "get_train_dataloader", "get_batch_samples", "_get_train_sampler", "_get_dataloader"),
-    *("_inner_training_loop", "_run_epoch", "_prepare_for_training", "_wrap_model", "_clip_grad_norm"),
+_BY_THE_JOB = (
+    (
+        ("training_step", "_prepare_context_parallel_inputs"),
+        "a job computes the gradients of an update in lanes: put the loss into compute_loss",
+    ),
+    (
+        (
+            *("get_train_dataloader", "get_batch_samples", "_get_train_sampler", "_get_dataloader"),
+            *("_inner_training_loop", "_run_epoch", "set_initial_training_values", "get_total_train_batch_size"),
+        ),
+        "a job deals its batches out itself: put the order into the dataset, and the sizes into TrainingArguments",
+    ),
+    (
+        ("_clip_grad_norm", "_get_grad_norm"),
+        "a job clips the gradient of an update itself: set max_grad_norm of TrainingArguments",
+    ),
+    (
+        ("_wrap_model", "_prepare_for_training"),
+        "a job takes the model, optimizer and schedule as they are: prepare them before Trainer(...), or in "
+        "create_optimizer and create_scheduler",
+    ),
+    (
+        (
+            *("_init_training_state", "_load_rng_state", "_load_from_checkpoint", "_load_optimizer_and_scheduler"),
+            "_track_num_input_tokens",
+        ),
+        "a job carries the state of the training, and heals it, itself: keep more of it in a callback",
+    ),
+)
+_FEWER_OR_MORE = (
+    "for more workers, raise gradient_accumulation_steps, and lower per_device_train_batch_size by the same factor"
 )
 _EVENTS_WITHIN = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
 
@@ -83,12 +111,10 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
         self._refuse_overridden()
 
     def _refuse_overridden(self) -> None:
-        for name in _OF_THE_LOOP:
-            if getattr(type(self), name, None) is not getattr(Trainer, name, None):
-                raise ConfigError(
-                    f"{type(self).__name__}.{name} would not be called, because a job deals its batches out itself: "
-                    "put the loss into compute_loss, and the order into the dataset"
-                )
+        for names, reason in _BY_THE_JOB:
+            for name in names:
+                if name in vars(self) or getattr(type(self), name, None) is not getattr(Trainer, name, None):
+                    raise ConfigError(f"{type(self).__name__}.{name} would not be called, because {reason}")
         for callback in self.callback_handler.callbacks:
             for name in _EVENTS_WITHIN:
                 if getattr(type(callback), name) is not getattr(_hf.TrainerCallback, name):
@@ -159,8 +185,8 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
         collate = lambda samples: to_device(loader.collate_fn(samples), self.args.device)  # noqa: E731
         passes = self.args.gradient_accumulation_steps
         loss = LaneLoss(self, self._spread_samples(order), collate, passes, self._shifts())
-        self._run = run = self._join(loader, order, carried, loss.whole)
-        self._check_batch(run, order, loss.whole)
+        self._run = run = self._join(loader, order, carried, loss.why)
+        self._check_batch(run, order, loss.why)
         start = time.time()
         self.callback_handler.train_dataloader = loader
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
@@ -216,16 +242,18 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
         self._evaluate_first = False
 
     def _spread_samples(self, order: TrainingOrder) -> list[Any]:
-        """Samples from all over the first epoch, no more than in a forward pass."""
+        """Samples from all over the first epoch."""
         with preserve_rng():
-            epoch = min(order.per_epoch * order.global_batch, len(order))
-            size = min(self.args.per_device_train_batch_size, epoch, _MOST_SAMPLES)
-            found = [order[k * epoch // size] for k in range(size)]
-        return [sample for sample in found if sample is not Absent]
+            epoch = min(order.used, len(order))
+            size = min(epoch, _MOST_SAMPLES)
+            return [order[k * epoch // size] for k in range(size)]
 
-    def _join(self, loader: Any, order: TrainingOrder, carried: CarriedTraining, whole: bool) -> Run:
-        """The job's steps."""
+    def _join(self, loader: Any, order: TrainingOrder, carried: CarriedTraining, why: str) -> Run:
+        """The job's steps. why: why a lane has a whole forward pass, if it has. Raises: ConfigError."""
         args = self.args
+        active = joining.active_workers()
+        if why and active > args.gradient_accumulation_steps:
+            raise ConfigError(f"workers: {self._too_many(why)}, got {active}: {_FEWER_OR_MORE}")
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self.create_optimizer()
@@ -234,7 +262,7 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
             setattr(self.callback_handler, name, getattr(self, name))
         self.model.train()
         carried.begin()
-        lanes = args.gradient_accumulation_steps if whole else lanes_of(order.global_batch)
+        lanes = args.gradient_accumulation_steps if why else lanes_of(order.global_batch)
         data = DataLoader(
             order,
             batch_size=order.global_batch,
@@ -253,6 +281,9 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
             **job_settings(args, order.steps, order.per_epoch),
         )
 
+    def _too_many(self, why: str) -> str:
+        return f"expected at most {self.args.gradient_accumulation_steps} (gradient_accumulation_steps), because {why}"
+
     def _shifts(self) -> bool:
         """Whether the model predicts the next token, so that the first label of a row has no prediction."""
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
@@ -269,7 +300,7 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
             raise ConfigError(f"resume_from_checkpoint: there is no job to go on with in {output}: leave it out")
         return output / f"{_LIFE}{max(known) if self._goes_on else max(known, default=0) + 1}"
 
-    def _check_batch(self, run: Run, order: TrainingOrder, whole: bool) -> None:
+    def _check_batch(self, run: Run, order: TrainingOrder, why: str) -> None:
         """Raises: ConfigError if the user of the command has set what the arguments say."""
         config = view_of(run).config
         each = order.global_batch // self.args.gradient_accumulation_steps
@@ -279,10 +310,9 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
                 f"gradient_accumulation_steps), got {config.lanes * config.micro_batch}: leave --batch-size out, and "
                 "set TrainingArguments"
             )
-        if whole and config.micro_batch != each:
+        if why and config.micro_batch != each:
             raise ConfigError(
-                f"lanes: expected {self.args.gradient_accumulation_steps} (gradient_accumulation_steps), because this "
-                f"model's loss is a mean over each forward pass, got {config.lanes}: leave --set lanes out"
+                f"lanes: {self._too_many(why)}, got {config.lanes}: leave --set lanes out; {_FEWER_OR_MORE}"
             )
         if config.batch != "constant":
             raise ConfigError(

@@ -7,27 +7,35 @@ its own items alone: it divides by them, and they are its weight.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from everstep.base.errors import ConfigError
+from everstep.exact import flags
 from everstep.exact.seeding import preserve_rng
-from everstep.exact.settings import evaluating
 from everstep.train.run import Step
 
 _Batch = Mapping[str, Any]
+
+_MOST_ELEMENTS = 50_000_000
+"""A model of more is tried with no more samples than a forward pass has, and so many elements of its gradient."""
+_MOST_CLASSES = 256
+_CLASS_NAMES = ("labels", "label", "targets", "target", "y")
 
 
 class LaneLoss:
     """Loss of lanes. trainer: a `transformers.Trainer`; samples: some of it; collate: makes a batch of them, on the
     device; passes: per update; shifts: the first label of a row has no prediction.
 
-    whole: a lane has all samples of one forward pass, because its loss is no sum over items or samples, or the model
-    normalises over the samples of a pass.
+    why: why a lane has all samples of one forward pass, because its loss is no sum over items or samples, or the model
+    normalises over the samples of a pass; "" if lanes can share a pass. Where it cannot be found out, a lane has all.
     """
 
     def __init__(
@@ -41,63 +49,114 @@ class LaneLoss:
         self._trainer = trainer
         told = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
         self._told = told if trainer.loss_is_scaled_for_ga is None else bool(trainer.loss_is_scaled_for_ga)
-        contrasts = "return_loss" in inspect.signature(trainer.model.forward).parameters
-        self._shifts = shifts
-        with preserve_rng():
-            batch, again = collate(samples), collate(samples)
-            rows = [collate([sample]) for sample in samples]
+        self._shifts, self._trains, self._divided = shifts, False, False
+        each = trainer.args.per_device_train_batch_size
+        with preserve_rng(), _exact_products():
+            try:
+                batch, rows = self._probe(samples, collate, each)
+                self._trains = self._is_steady(batch)
+                self._divided = self._divides(batch, passes)
+                self.why = self._why_whole(batch, rows, passes)
+            except ConfigError:
+                raise
+            except Exception as error:  # of the user's collation or loss, which single samples need not suit
+                self.why = f"its loss could not be computed for other numbers of samples ({type(error).__name__})"
+                if passes > 1:
+                    self._divided = self._divides(collate(_copies(samples[:each])), passes)
+
+    @property
+    def whole(self) -> bool:
+        """Whether a lane has all samples of one forward pass."""
+        return bool(self.why)
+
+    def _probe(
+        self, samples: Sequence[Any], collate: Callable[[Sequence[Any]], _Batch], each: int
+    ) -> tuple[_Batch, list[_Batch]]:
+        """A batch, and its samples, each as a batch; none if it cannot be taken apart. each: samples of a pass."""
+        rows = [collate(_copies([sample])) for sample in samples]
+        if sum(p.numel() for p in self._trainer.model.parameters()) > _MOST_ELEMENTS:
+            size = min(len(rows), max(2, each))
+            order = sorted(range(len(rows)), key=lambda k: _elements(rows[k]))  # the shortest and the longest are in it
+            kept = [order[k * (len(rows) - 1) // max(1, size - 1)] for k in range(size)]
+            samples, rows = [samples[k] for k in kept], [rows[k] for k in kept]
+        batch, again = collate(_copies(samples)), collate(_copies(samples))
         if not _same(batch, again):  # the collation is random, so rows are those of one batch
             rows = _rows_of(batch, len(samples))
-        self._divided = self._divides(batch, passes)
-        self.whole = (
-            contrasts
-            or (passes > 1 and not self._divided)
-            or any(isinstance(module, _BatchNorm) for module in trainer.model.modules())
-            or not all(self._adds_up(*case) for case in ((batch, rows), *self._with_all_classes(batch, rows)))
-        )
+        return batch, rows
 
-    def _with_all_classes(self, batch: _Batch, rows: Sequence[_Batch]) -> Iterator[tuple[_Batch, Sequence[_Batch]]]:
-        """The same with labels of all classes, if labels are classes: weights of rare ones show by them alone."""
-        labels, classes = batch.get("labels"), getattr(getattr(self._trainer.model, "config", None), "num_labels", 0)
-        if not isinstance(labels, torch.Tensor) or labels.dtype != torch.int64 or not 0 <= int(labels.max()) < classes:
-            return
+    def _is_steady(self, batch: _Batch) -> bool:
+        """Whether the model computes the same twice in train mode, so that it can be tried in that."""
+        self._trains = True
+        try:
+            with self._mode(), torch.no_grad():
+                first, second = (float(self._loss(batch, self._items(batch))) for _ in range(2))
+        except Exception:  # torch's or the model's own
+            return False
+        return abs(first - second) <= 1e-6 * abs(first)
 
-        def other(labels: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-            by = by.to(labels.device).view(-1, *[1] * (labels.dim() - 1))
-            return torch.where(labels < 0, labels, (labels + by) % classes)
+    def _why_whole(self, batch: _Batch, rows: Sequence[_Batch], passes: int) -> str:
+        model = self._trainer.model
+        if "return_loss" in inspect.signature(model.forward).parameters:
+            return "this model compares the samples of a forward pass with each other"
+        if passes > 1 and not self._divided:
+            return "this model's loss is a mean over each forward pass"
+        with _changed(model, trains=True):
+            if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
+                return "this model normalises over the samples of a forward pass"
+        if not rows:
+            return "its batches do not have one row for each sample"
+        compared = self._compared()
+        cases = [(batch, rows, compared)]
+        if not self._divided:  # by a number that has no weights
+            cases.extend((*case, compared[-4:]) for case in _with_all_classes(batch, rows, self._classes(batch)))
+        if all(self._adds_up(*case) for case in cases):
+            return ""
+        return "the loss of a forward pass is not the mean of its samples' own"
 
-        every = torch.arange(len(rows))
-        others = [{**row, "labels": other(row["labels"], every[k : k + 1])} for k, row in enumerate(rows)]
-        yield {**batch, "labels": other(labels, every)}, others
+    def _classes(self, batch: _Batch) -> int:
+        """Number of classes that a label may be of, as far as is known."""
+        found = [int(batch[name].max()) for name in _CLASS_NAMES if _is_class(batch.get(name))]
+        known = getattr(getattr(self._trainer.model, "config", None), "num_labels", None)
+        return min(_MOST_CLASSES, max(known if isinstance(known, int) else 0, *(1 + label for label in (*found, -1))))
 
-    def _adds_up(self, batch: _Batch, rows: Sequence[_Batch]) -> bool:
+    def _compared(self) -> list[torch.nn.Parameter]:
+        """The parameters whose gradients are compared: the smallest come first where not all can be."""
+        trained = [p for p in self._trainer.model.parameters() if p.requires_grad]
+        found: set[int] = set()
+        elements = 0
+        for parameter in sorted(trained, key=torch.Tensor.numel):
+            elements += parameter.numel()
+            if found and elements > _MOST_ELEMENTS:
+                break
+            found.add(id(parameter))
+        return [p for p in trained if id(p) in found]
+
+    def _adds_up(self, batch: _Batch, rows: Sequence[_Batch], compared: Sequence[torch.nn.Parameter]) -> bool:
         """Whether the loss of a batch, and its gradient, is the mean of its samples' own; not if classes have weights,
         samples are compared with each other, or are filled up to equal lengths and nothing masks that."""
-        if len(rows) < 2:
-            return True
         parts = [self._part(row) for row in rows]
-        whole = self._slope(batch)
-        if whole is None or not sum(parts):
+        if len(rows) < 2 or not sum(parts):
             return True
-        coarse = self._trainer.args.bf16 or self._trainer.args.fp16 or whole[1].dtype in (torch.bfloat16, torch.float16)
-        means, scales = [torch.zeros_like(value) for value in whole], [0.0, 0.0]
+        rest = self._slopes(batch, compared)
+        limit = 0.05 if any(value.dtype in (torch.bfloat16, torch.float16) for value in rest) else 1e-4
+        scales = [torch.zeros_like(value.flatten()[0]) for value in rest]
         for row, part in zip(rows, parts, strict=True):
-            for k, value in enumerate((self._slope(row) if part else None) or ()):
-                means[k] += value * (part / sum(parts))
-                scales[k] += float(value.norm()) * part / sum(parts)
-        far = [float((mean - value).norm()) for mean, value in zip(means, whole, strict=True)]
-        return all(d <= (0.05 if coarse else 1e-4) * scale for d, scale in zip(far, scales, strict=True))
+            for k, value in enumerate(self._slopes(row, compared) if part else ()):
+                rest[k] -= value * (part / sum(parts))
+                scales[k] += value.norm() * (part / sum(parts))
+        far, near = [float(value.norm()) for value in rest], [float(scale) for scale in scales]
+        floor = 0.01 * max(near[1:])  # a gradient may be nothing but rounding
+        return far[0] <= limit * near[0] and all(
+            d <= limit * (scale + floor) for d, scale in zip(far[1:], near[1:], strict=True)
+        )
 
-    def _slope(self, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The loss of a batch, and its gradient by the last matrix that it depends on."""
-        trained = reversed([p for p in self._trainer.model.parameters() if p.requires_grad])
-        with evaluating(self._trainer.model), torch.enable_grad(), preserve_rng():
+    def _slopes(self, batch: _Batch, compared: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+        """The loss of a batch, and its gradients."""
+        with self._mode(), torch.enable_grad(), preserve_rng():
             loss = self._loss(batch, self._items(batch))
-            for parameter in sorted(trained, key=lambda p: p.dim() < 2):
-                (slope,) = torch.autograd.grad(loss, parameter, retain_graph=True, allow_unused=True)
-                if slope is not None:
-                    return loss.detach(), slope
-        return None
+            slopes = torch.autograd.grad(loss, compared, allow_unused=True)
+        each = (torch.zeros_like(p) if slope is None else slope for p, slope in zip(compared, slopes, strict=True))
+        return [loss.detach().clone(), *(value.detach().to_dense() for value in each)]
 
     def _divides(self, batch: _Batch, passes: int) -> bool:
         """Whether the loss depends on the number of items that it is told. Raises: ConfigError if only a part of it
@@ -105,10 +164,10 @@ class LaneLoss:
         items = self._items(batch)
         if not items:
             return False
-        with evaluating(self._trainer.model), torch.no_grad(), preserve_rng():
+        with self._mode(), torch.no_grad(), preserve_rng():
             first, second = (float(self._loss(batch, n * items)) for n in (1, 2))
         divides = abs(first - second) > 1e-3 * abs(first)
-        if divides and passes > 1 and abs(2 * second - first) > 0.01 * abs(first):
+        if divides and passes > 1 and abs(2 * second - first) > 1e-5 * abs(first):
             raise ConfigError(
                 f"gradient_accumulation_steps: expected 1, got {passes}, because a part of this model's loss (an "
                 "auxiliary one, say) is not divided by the number of items: raise per_device_train_batch_size instead"
@@ -128,6 +187,9 @@ class LaneLoss:
                 trainer.model, inputs, num_items_in_batch=None if items is None else max(1, items)
             )
         return found
+
+    def _mode(self) -> Any:
+        return _changed(self._trainer.model, trains=self._trains)
 
     def backward(self, step: Step, batch: Mapping[str, Any], passes: int) -> None:
         """Loss and gradient of a lane. batch: empty if no sample of it is present; passes: of this update."""
@@ -157,6 +219,80 @@ class LaneLoss:
         return len(next(iter(batch.values())))
 
 
+@contextmanager
+def _changed(model: torch.nn.Module, *, trains: bool) -> Iterator[None]:
+    """All of a model in train mode, but without dropout, or in eval mode; afterwards, its modules and buffers are as
+    before."""
+    modes = [(module, module.training, dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    dropouts = [(module, module.p) for module in model.modules() if isinstance(module, _DropoutNd)]
+    try:
+        model.train(trains)
+        for module, _ in dropouts:
+            vars(module).update(p=0.0)
+        yield
+    finally:
+        for module, chance in dropouts:
+            vars(module).update(p=chance)
+        for each, training, buffers in modes:
+            each.training = training
+            each._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """A GPU's products in all bits of float32: those of TF32 depend on the number of samples."""
+    before = {name: value for name, value in zip(flags.NAMES, flags.read(), strict=True) if _is_of_gpu(name)}
+    flags.write(dict.fromkeys(before, "ieee"))
+    try:
+        yield
+    finally:
+        flags.write(before)
+
+
+def _is_of_gpu(flag: str) -> bool:
+    return flag in ("cuda_matmul_fp32_precision", "cuda_conv_fp32_precision")
+
+
+def _with_all_classes(batch: _Batch, rows: Sequence[_Batch], classes: int) -> Iterator[tuple[_Batch, Sequence[_Batch]]]:
+    """The same with labels of all classes, if labels are classes: the weight of a rare one shows by its labels alone.
+    The first sample is of class 0, and the others of the next ones, so that each class is compared with that one."""
+    for name in _CLASS_NAMES:
+        labels: Any = batch.get(name)
+        if len(rows) < 2 or not _is_class(labels) or len(labels) != len(rows):
+            continue
+        for first in range(1, classes, len(rows) - 1):
+            each = torch.tensor([0, *((first + k) % classes for k in range(len(rows) - 1))], device=labels.device)
+            others = [{**row, name: _relabelled(row[name], each[k : k + 1])} for k, row in enumerate(rows)]
+            yield {**batch, name: _relabelled(labels, each)}, others
+
+
+def _is_class(labels: Any) -> bool:
+    return (
+        isinstance(labels, torch.Tensor) and labels.dtype == torch.int64 and labels.dim() > 0 and int(labels.max()) >= 0
+    )
+
+
+def _relabelled(labels: torch.Tensor, each: torch.Tensor) -> torch.Tensor:
+    """Labels of one class for each row; negative ones stand for none."""
+    return torch.where(labels < 0, labels, each.view(-1, *[1] * (labels.dim() - 1)))
+
+
+def _copies(samples: Sequence[Any]) -> list[Any]:
+    """Samples for one collation, which may change them."""
+    try:
+        return copy.deepcopy(list(samples))
+    except Exception:  # of the user's own classes
+        return [copy.copy(sample) for sample in samples]
+
+
+def _elements(batch: _Batch) -> int:
+    return sum(value.numel() for value in batch.values() if isinstance(value, torch.Tensor))
+
+
 def _same(one: _Batch, other: _Batch) -> bool:
     return all(torch.equal(v, other[k]) for k, v in one.items() if isinstance(v, torch.Tensor))
 
@@ -165,4 +301,14 @@ def _rows_of(batch: _Batch, count: int) -> list[_Batch]:
     """The samples of a batch, each as a batch; none if it does not consist of their tensors alone."""
     if not all(isinstance(value, torch.Tensor) and value.dim() and len(value) == count for value in batch.values()):
         return []
-    return [{key: value[at : at + 1] for key, value in batch.items()} for at in range(count)]
+    return [_cut({key: value[at : at + 1] for key, value in batch.items()}) for at in range(count)]
+
+
+def _cut(row: _Batch) -> _Batch:
+    """One sample of a batch without what fills it up."""
+    mask = row.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or not mask.any():
+        return row
+    seen = mask[0].nonzero().flatten()
+    first, last = int(seen[0]), int(seen[-1]) + 1
+    return {k: v[:, first:last] if v.dim() > 1 and v.shape[1] == mask.shape[1] else v for k, v in row.items()}

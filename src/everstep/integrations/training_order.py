@@ -27,7 +27,8 @@ class TrainingOrder(Dataset[Any]):
         self._dataset, self.seed = dataset, seed
         size = len(dataset)
         passes = size // batch if drop_last else -(-size // batch)
-        self._used = min(size, passes * batch)
+        self.used = min(size, passes * batch)
+        """Samples of an epoch."""
         self.global_batch, self._accumulation = batch * accumulation, accumulation
         self.passes = passes
         """Forward passes of an epoch."""
@@ -51,7 +52,7 @@ class TrainingOrder(Dataset[Any]):
     def __getitem__(self, position: int) -> Any:
         """The sample at this position of the row; `Absent` where there is none."""
         epoch, at = divmod(position, self.per_epoch * self.global_batch)
-        return self._dataset[self._index(epoch, at)] if at < self._used else Absent
+        return self._dataset[self._index(epoch, at)] if at < self.used else Absent
 
     def _index(self, epoch: int, at: int) -> int:
         """Source: accelerate.data_loader.SeedableRandomSampler, by which a Trainer shuffles: seed + epoch."""

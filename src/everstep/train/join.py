@@ -85,6 +85,11 @@ def is_launched() -> bool:
     return _launched is not None
 
 
+def active_workers() -> int:
+    """Number of workers that this process's job begins with, and that need a lane each."""
+    return 1 if _launched is None or _launched.config.redundancy is not None else _launched.config.workers
+
+
 def was_called() -> bool:
     """Whether the script has called `join`."""
     return _called

@@ -84,6 +84,96 @@ def test_a_random_collation_does_not_need_the_whole_batch(tmp_path: Path) -> Non
     assert not lane_loss(made(tmp_path, Trainer), [0, 1, 1, 0, 0, 1], masked).whole
 
 
+class Aside(torch.nn.Module):
+    """A model of 10 classes, whose configuration does not tell how many; and a second table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head, self.last = torch.nn.Embedding(11, 8), torch.nn.Linear(8, 10), torch.nn.Linear(8, 10)
+
+    def forward(self, input_ids: Any, labels: Any, attention_mask: Any) -> Any:
+        seen = (self.table(input_ids) * attention_mask[..., None]).sum(1)
+        return {"loss": self.loss(self.head(seen), self.last(seen), labels)}
+
+    def loss(self, one: Any, other: Any, labels: Any) -> Any:
+        return functional.cross_entropy(one + other, labels)
+
+
+class Rare(Aside):
+    """The last class alone has another weight."""
+
+    def loss(self, one: Any, other: Any, labels: Any) -> Any:
+        return functional.cross_entropy(one, labels, weight=torch.tensor([1.0] * 9 + [5.0]))
+
+
+class Auxiliary(Aside):
+    """A small part compares samples, and the last matrix does not depend on it."""
+
+    def loss(self, one: Any, other: Any, labels: Any) -> Any:
+        return functional.cross_entropy(other, labels) + 0.001 * one.softmax(-1).mean(0).square().sum()
+
+
+class Contrasts(Aside):
+    """The samples are compared in train mode alone."""
+
+    def loss(self, one: Any, other: Any, labels: Any) -> Any:
+        return functional.cross_entropy(other, labels) + (one.mean(0).square().sum() if self.training else 0.0)
+
+
+@pytest.mark.parametrize(("kind", "whole"), [(Aside, False), (Rare, True), (Auxiliary, True), (Contrasts, True)])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_all_gradients_and_classes_are_tried(tmp_path: Path, kind: Any, whole: bool, bf16: bool) -> None:
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], bf16=bf16)
+    trainer = Trainer(model=kind(), args=arguments)
+    assert lane_loss(trainer, [0, 1, 1, 8 + (kind is Rare)]).whole is whole
+
+
+def test_rows_of_a_random_collation_that_cannot_be_taken_apart_need_the_whole_batch(tmp_path: Path) -> None:
+    def two_views(samples: Any) -> Any:
+        batch = filled([*samples, *samples])
+        return {**batch, "input_ids": torch.where(torch.rand(batch["input_ids"].shape) < 0.5, 3, batch["input_ids"])}
+
+    assert lane_loss(made(tmp_path, Trainer), [0, 1, 1, 0], two_views).whole
+
+
+def test_a_random_collation_shows_what_is_not_masked(tmp_path: Path) -> None:
+    def masked(samples: Any) -> Any:
+        batch = filled(samples)
+        random = torch.rand(batch["input_ids"].shape) < 0.5
+        return {**batch, "input_ids": torch.where(random & (batch["input_ids"] > 0), 3, batch["input_ids"])}
+
+    assert lane_loss(made(tmp_path, Unmasked), [0, 1, 1, 0], masked).whole
+    assert not lane_loss(made(tmp_path, Trainer), [0, 1, 1, 0], masked).whole
+
+
+def test_a_collation_may_change_its_samples(tmp_path: Path) -> None:
+    def popping(samples: Any) -> Any:
+        labels = torch.tensor([sample.pop("labels") for sample in samples])
+        return {**filled([{**sample, "labels": 0} for sample in samples]), "labels": labels}
+
+    assert not lane_loss(made(tmp_path, Trainer), [0, 1, 1, 0], popping).whole
+
+
+def test_what_single_samples_do_not_suit_needs_the_whole_batch(tmp_path: Path) -> None:
+    def pairs(samples: Any) -> Any:
+        assert len(samples) > 1
+        return filled(samples)
+
+    lane = lane_loss(made(tmp_path, Trainer), [0, 1, 1, 0], pairs)
+    assert lane.whole and "AssertionError" in lane.why
+
+
+def test_batch_norms_that_stay_in_eval_mode_need_no_whole_batch(tmp_path: Path) -> None:
+    class Frozen(torch.nn.BatchNorm1d):
+        def train(self, mode: bool = True) -> Any:
+            return super().train(False)
+
+    trainer = made(tmp_path, Trainer)
+    trainer.model.classifier = torch.nn.Sequential(Frozen(8), trainer.model.classifier)
+    assert not lane_loss(trainer, [0, 1, 1, 0, 0, 1]).whole
+
+
 def test_whole_passes_count_by_their_items(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=16, n_embd=8, n_layer=1, n_head=1))

@@ -109,6 +109,15 @@ def test_order_is_that_of_accelerate() -> None:
         assert [order[p] for p in range(20 * epoch, 20 * epoch + 20)] == list(sampler)[:20]
 
 
+def test_a_method_that_is_set_on_the_trainer_itself_is_refused(tmp_path: Path) -> None:
+    from everstep.integrations.huggingface import Trainer
+
+    trainer = Trainer(model=torch.nn.Linear(2, 2), args=arguments(tmp_path), train_dataset=[{"x": 0}])
+    vars(trainer).update(training_step=lambda *given: None)
+    with pytest.raises(ConfigError, match="training_step would not be called"):
+        trainer.train()
+
+
 def test_other_overrides_are_refused(tmp_path: Path) -> None:
     from everstep.integrations.huggingface import Trainer
 
