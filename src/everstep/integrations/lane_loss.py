@@ -26,7 +26,8 @@ _Batch = Mapping[str, Any]
 
 _MOST_ELEMENTS = 50_000_000
 """A model of more is tried with no more samples than a forward pass has, and so many elements of its gradient."""
-_MOST_CLASSES = 256
+_MOST_CLASSES = 64
+_MOST_RELABELLED = 4
 _CLASS_NAMES = ("labels", "label", "targets", "target", "y")
 
 
@@ -259,12 +260,13 @@ def _is_of_gpu(flag: str) -> bool:
 
 def _with_all_classes(batch: _Batch, rows: Sequence[_Batch], classes: int) -> Iterator[tuple[_Batch, Sequence[_Batch]]]:
     """The same with labels of all classes, if labels are classes: the weight of a rare one shows by its labels alone.
-    The first sample is of class 0, and the others of the next ones, so that each class is compared with that one."""
+    The first sample is of class 0, and the others of the next ones, so that each class is compared with that one; of
+    many classes, the first."""
     for name in _CLASS_NAMES:
         labels: Any = batch.get(name)
         if len(rows) < 2 or not _is_class(labels) or len(labels) != len(rows):
             continue
-        for first in range(1, classes, len(rows) - 1):
+        for first in range(1, classes, len(rows) - 1)[:_MOST_RELABELLED]:
             each = torch.tensor([0, *((first + k) % classes for k in range(len(rows) - 1))], device=labels.device)
             others = [{**row, name: _relabelled(row[name], each[k : k + 1])} for k, row in enumerate(rows)]
             yield {**batch, name: _relabelled(labels, each)}, others
