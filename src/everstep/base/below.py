@@ -157,6 +157,19 @@ def placed(draft: Path, name: str) -> None:
     os.replace(draft, draft.with_name(name))
 
 
+def name_too(path: Path, other: Path) -> None:
+    """Give a file a second name, in another folder below the run directory; its content takes no more room. Raises:
+    OSError, for example if the two are not on one file system."""
+    with folder_of(path, 1) as here, folder_of(other, 1, make=True) as there:
+        with contextlib.suppress(FileNotFoundError):
+            found = os.stat(path.name, dir_fd=here, follow_symlinks=False)
+            if os.path.samestat(found, os.stat(other.name, dir_fd=there, follow_symlinks=False)):
+                return
+        draft = f".{other.name}.{secrets.randbits(64)}"
+        os.link(path.name, draft, src_dir_fd=here, dst_dir_fd=there, follow_symlinks=False)
+        os.replace(draft, other.name, src_dir_fd=there, dst_dir_fd=there)
+
+
 def write_atomically(
     path: str | os.PathLike[str], content: str | bytes, folders: int | None = 0, *, make: bool = False
 ) -> None:

@@ -190,14 +190,14 @@ class NoHead(MembershipError):
 
 
 class Deposed(EverstepError):
-    """Another host leads the job, and nothing of it runs here any more. `become`: turns this process into a standby; it
-    returns only by raising ConfigError or OSError."""
+    """Another host leads the job, and no more than the agent runs here. `become`: turns this process into a standby; it
+    returns only by raising ConfigError or OSError. `end`: ends the agent."""
 
     cause = Cause.LEASE
 
-    def __init__(self, message: str, become: Callable[[], None]) -> None:
+    def __init__(self, message: str, become: Callable[[], None], end: Callable[[], None] = lambda: None) -> None:
         super().__init__(message)
-        self.become = become
+        self.become, self.end = become, end
 
 
 class CollectiveAborted(EverstepError):

@@ -11,12 +11,13 @@ from everstep.base.below import write_atomically
 from everstep.base.domains import VARIABLE
 from everstep.cli.run_dir import set_aside
 from everstep.cli.tokens import TOKEN_VARIABLE
-from everstep.runtime.files.host_directory import OWN_FOLDER
+from everstep.runtime.files.host_directory import OWN_FOLDER, word_in_source
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.lead.etcd_access import file_variables
 from everstep.runtime.link.address import CHECKPOINTS_DIR, COORDINATOR_FILE, LOGS_FOLDER
 from everstep.runtime.process import own_command
 from everstep.runtime.start import Start
+from everstep.runtime.supervisor import LocalHost
 
 HEAD_MARK = "EVERSTEP_HEAD_MARK"
 """Variable with the name of a file that is there while this host leads the job, for the script that started it."""
@@ -24,6 +25,7 @@ HEAD_MARK = "EVERSTEP_HEAD_MARK"
 
 _AGENT = "EVERSTEP_AGENT"
 """Variable with the pid of this host's agent, for the program that this process becomes."""
+_MOST_DIGITS = 20
 _KEPT = (CHECKPOINTS_DIR, OWN_FOLDER, LOGS_FOLDER, COORDINATOR_FILE)
 
 
@@ -31,10 +33,18 @@ def left_agent() -> int:
     """Pid of an agent that this process has left to itself; 0 if there is none."""
     text = os.environ.pop(_AGENT, "")
     try:
-        pid = int(text) if text.isdecimal() else 0
+        pid = int(text) if text.isdecimal() and len(text) < _MOST_DIGITS else 0
         return pid if pid and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None else 0
-    except OSError:
+    except (OSError, OverflowError):
         return 0  # no child of this process
+
+
+def end_agent(begun: Start) -> None:
+    """End the agent that the job's process has left, if there is one."""
+    if begun.agent:
+        local = LocalHost(begun)
+        local.adopt(begun.agent)
+        local.end()
 
 
 def mark_head(*, leads: bool) -> None:
@@ -62,7 +72,21 @@ def become_standby(begun: Start, *, deposed: bool = True) -> NoReturn:
 def put_aside(folder: Path) -> Path | None:
     """Move the contents of a locked directory away, except for parts of checkpoints, which other hosts may need, and
     the files of this host's agent, which may run. Returns where they are. Raises: ConfigError, OSError."""
-    return set_aside(folder, but=_KEPT)
+    aside, output = (
+        set_aside(folder, lambda name: name not in _KEPT),
+        sorted((folder / LOGS_FOLDER).glob("output*.log")),
+    )
+    if aside is not None and output:  # the launcher's lines are the job's, not this host's
+        (aside / LOGS_FOLDER).mkdir()
+        for path in output:
+            os.rename(path, aside / LOGS_FOLDER / path.name)
+    return aside
+
+
+def put_rest_aside(folder: Path) -> Path | None:
+    """Move away what `put_aside` has left, if the host did not become a standby after that. folder: locked, for another
+    job. Returns where it is, None if there is nothing. Raises: ConfigError."""
+    return set_aside(folder, _KEPT.__contains__) if word_in_source(folder / OWN_FOLDER) else None
 
 
 def standby_words(begun: Start) -> list[str]:

@@ -97,13 +97,13 @@ def _is_address(text: str) -> bool:
     return True
 
 
-def check_own_ports(config: Config, room: int | None, *, head: bool = False) -> None:
+def check_own_ports(config: Config, room: int | None, *, head: bool = False, agent: bool = False) -> None:
     """Check that `network.ports` suffice. room: most workers that this host runs, 0 for as many as there are, None for
-    none. head: the job's head here takes one of them, too. An agent takes one if another host may lead.
+    none. head, agent: the job's head here takes one of them, too; this host's agent does, if it has workers.
 
     Raises: ConfigError if `network.ports` has too few ports for them.
     """
     workers = config.workers + config.spares
-    beside = [*(["its agent"] if config.control.etcd is not None else []), *(["the job's head"] if head else [])]
+    beside = [*(["its agent"] if agent and room is not None else []), *(["the job's head"] if head else [])]
     most = 1 if room is None else min(room or workers, workers)
     check_ports(config.network.ports, most, beside, spans=config.cell.hosts > 1)

@@ -15,7 +15,7 @@ from everstep.base.errors import ConfigError, Deposed
 from everstep.base.exit_codes import ANOTHER_LEADS
 from everstep.chaos.spec import parse, strikes_of
 from everstep.cli.beside import dashboard_beside, metrics_beside, sinks_beside
-from everstep.cli.coming_back import become_standby, mark_head
+from everstep.cli.coming_back import become_standby, end_agent, mark_head
 from everstep.cli.conclusion import end_of, say_the_end
 from everstep.cli.display import Display, Watcher, choose_display
 from everstep.cli.job import JobFile, total_steps
@@ -82,7 +82,7 @@ class LeadersWork:
         mark_head(leads=True)
         with contextlib.suppress(ConfigError):  # the command that began the job may still run
             self._held.enter_context(run_lock(begun.folder))
-        logs = ", and the logs of its workers are where it is" if begun.succession.copying_host else ""
+        logs = ", and no logs of its workers are here" if begun.succession.copying_host else ""
         self._display.note(f"{begun.name} leads the job in {begun.folder} from now on: the host that did is lost{logs}")
         self._watch()
 
@@ -131,10 +131,13 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
             if outcome.exit_code == ANOTHER_LEADS and config.control.etcd is not None:
                 display.note(f"{outcome.why.reason}: {begun.name} stands by for the job from now on")
                 left = replace(begun, agent=process.left_agent)
-                raise Deposed(outcome.why.reason, functools.partial(become_standby, left))
+                ways = functools.partial(become_standby, left), functools.partial(end_agent, left)
+                raise Deposed(outcome.why.reason, *ways)
             if begun.succession.guest and begun.stays and outcome.later:
-                raise Deposed(outcome.why.reason, functools.partial(become_standby, begun, deposed=False))
-            if begun.succession.guest and (not work.led or outcome.exit_code > 128):
+                alone = replace(begun, agent=0)
+                raise Deposed(outcome.why.reason, functools.partial(become_standby, alone, deposed=False))
+            goes_on = begun.succession.guest or process.deposed
+            if goes_on and (not work.led or outcome.exit_code > 128):
                 if outcome.exit_code:
                     complain(outcome.why.reason)
                 return outcome.exit_code

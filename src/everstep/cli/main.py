@@ -136,8 +136,10 @@ def _stand_again(deposed: Deposed, *, becomes: bool) -> int:
             sys.stdout.flush()
             deposed.become()
     except (EverstepError, OSError) as error:
+        deposed.end()
         complain(f"{deposed}; this host could not stand by: {error}")
         return ANOTHER_LEADS
+    deposed.end()
     complain(f"{deposed}; this host cannot stand by, as processes of its launcher wait for this one")
     return ANOTHER_LEADS
 

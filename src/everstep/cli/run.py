@@ -26,7 +26,7 @@ from everstep.cli.adoption import adopt
 from everstep.cli.agent import place, start_of_agent, take_part_in
 from everstep.cli.auto_lane import choose_lane, take_auto, with_lane
 from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, check_metrics
-from everstep.cli.coming_back import become_standby
+from everstep.cli.coming_back import become_standby, put_rest_aside
 from everstep.cli.completing import complete_place, complete_task
 from everstep.cli.conclusion import lacking_rows
 from everstep.cli.config import complete_key
@@ -393,7 +393,8 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     if begun.port is None and not asked.dry_run:
         refuse_hosts_of_cells(config)
     check_network(config, begun.port or 0)
-    check_own_ports(config, begun.room, head=begun.port == 0)
+    may_move = config.control.etcd is not None and begun.port is not None
+    check_own_ports(config, begun.room, head=begun.port == 0, agent=may_move)
     _check_strikes(config)
     if asked.fresh or not (begun.folder / JOB_FILE).exists():
         layers: list[tuple[str, Mapping[str, Any]]] = [("the task's defaults", probe.defaults), *request.layers]
@@ -434,6 +435,8 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     open_still = close_to_others(run_dir, config)
     aside = set_aside(run_dir) if asked.fresh else None
     found = inspect(run_dir, job)
+    if found.state == "new":
+        aside = put_rest_aside(run_dir) or aside
     if found.state == "finished":
         return _already_finished(run_dir, found, as_json=asked.as_json)
     if found.job is not None:  # a resumed job: its checkpoints bear its name

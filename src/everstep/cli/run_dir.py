@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -154,11 +154,11 @@ def _refuse_more(run_dir: Path, before: JobFile, job: JobFile, step: int) -> Non
         )
 
 
-def set_aside(run_dir: Path, but: Sequence[str] = ()) -> Path | None:
-    """Move the contents of a (locked) directory, but for these names, into previous-N/; returns that path, None if
-    there was nothing."""
-    stays = (LOCK_FILE, *but)
-    content = [p for p in run_dir.iterdir() if p.name not in stays and not p.name.startswith(_PREVIOUS)]
+def set_aside(run_dir: Path, moves: Callable[[str], bool] = lambda name: True) -> Path | None:
+    """Move the contents of a (locked) directory into previous-N/; returns that path, None if there was nothing. moves:
+    whether what has this name is moved."""
+    stays = {LOCK_FILE, *(p.name for p in run_dir.iterdir() if p.name.startswith(_PREVIOUS) or not moves(p.name))}
+    content = [p for p in run_dir.iterdir() if p.name not in stays]
     if not content:
         return None
     number = 1

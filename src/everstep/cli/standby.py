@@ -141,7 +141,7 @@ def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
         check_lease(job.config, begun.secrets)
         copying_host = "" if shared and word_in(shown) == word else begun.host  # hosts share the first directory alone
         begun = replace(begun, room=begun.room or None)
-        check_own_ports(job.config, begun.room, head=True)
+        check_own_ports(job.config, begun.room, head=True, agent=bool(copying_host))
         succession = Succession(True, new_owner(), found.job, copying_host=copying_host)
         how = "" if shared else ", with files of its own"
         print(f"{begun.host} stands by for the job in {shown}{how}; {about_to_run(job)}", file=sys.stderr, flush=True)

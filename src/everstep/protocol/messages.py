@@ -121,12 +121,13 @@ class AgentNotice(FromAgent, frozen=True, kw_only=True):
 class HostPlace(FromAgent, frozen=True, kw_only=True):
     """Where a host keeps its files, sent once it knows the job. apart: its run directory is not the job's. disk:
     names its checkpoint directory, the same for all hosts that share it; address: "host:port" where peers find it,
-    "" for none. domains: as in AgentHello."""
+    "" for none. domains: as in AgentHello. around: the job is led in the directory around its own."""
 
     apart: bool
     disk: _Short
     address: _Short = ""
     domains: Labels = {}
+    around: bool = False
 
 
 class HostTold(FromAgent, frozen=True, kw_only=True):

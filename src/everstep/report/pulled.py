@@ -29,7 +29,8 @@ _MOST_WAITS = 6
 
 def hosts_apart(run_dir: Path) -> list[str]:
     """The hosts of the job in this directory that keep their logs themselves."""
-    return [name for name, place in hosts_there(run_dir).items() if place.apart and _HOST.fullmatch(name)]
+    there = hosts_there(run_dir).items()
+    return [name for name, place in there if place.apart and not place.around and _HOST.fullmatch(name)]
 
 
 def pull_logs(run_dir: Path, host: str | None = None, *, timeout_s: float = 10.0) -> list[str]:

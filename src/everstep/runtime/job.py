@@ -41,7 +41,7 @@ from everstep.protocol.messages import (
 )
 from everstep.protocol.patience import Patience
 from everstep.protocol.roles import JOB, PEOPLE
-from everstep.runtime.files.host_directory import HOSTS_FILE, leave_word
+from everstep.runtime.files.host_directory import HOSTS_FILE, OWN_FOLDER, begin_anew, leave_word
 from everstep.runtime.job_end import JobEnd, Outcome, reserve_s
 from everstep.runtime.lead.journal import end_in_file
 from everstep.runtime.lead.succession import Lead
@@ -141,6 +141,7 @@ class Job:
         (self.run_dir / COORDINATOR_FILE).unlink(missing_ok=True)
         (self.run_dir / JOURNAL_FILE).unlink(missing_ok=True)
         (self.run_dir / HOSTS_FILE).unlink(missing_ok=True)
+        begin_anew(self.run_dir / OWN_FOLDER)
         leave_word(self.run_dir, self.config.checkpoint.disk.path, self._succession.word)
         wire.write_token(self.run_dir / TOKEN_FILE, self._token)
         for role in PEOPLE:
@@ -251,7 +252,9 @@ class Job:
         self._notify("coordinator_died", why)
         if self._end.outcome is not None:
             self._end.present(())  # no coordinator will report that the agents have left
-        if self._coordinator.moved:
+        if self._coordinator.moved and self._end.interrupted:
+            self._leave_it(self._end.interrupted)
+        elif self._coordinator.moved:
             self._end.give_up(ANOTHER_LEADS, why)
         elif hopeless and self._end.outcome is None and not self._end.alone:
             self._fail_start("the coordinator", self._coordinator, why)
@@ -321,7 +324,7 @@ class Job:
                 link.command("checkpoint", vars(Why(Cause.PREEMPTED, f"notice of a preemption ({name})")))
             return
         if self._succession.guest:
-            self._end.give_up(128 + number, Why(Cause.INTERRUPTED, f"interrupted by {name}: the job goes on elsewhere"))
+            self._leave_it(number)
             return
         rule = self.config.checkpoint
         grace_s = rule.grace_s if rule.enabled else 0.0
@@ -335,6 +338,16 @@ class Job:
 
     # ---- the end
 
+    @property
+    def deposed(self) -> bool:
+        """Whether another host leads the job now, in a directory of its own."""
+        return self._coordinator.moved
+
+    def _leave_it(self, number: int) -> None:
+        """Leave the job, which other hosts go on with, after this signal."""
+        reason = f"interrupted by {signal.Signals(number).name}: the job goes on elsewhere"
+        self._end.give_up(128 + number, Why(Cause.INTERRUPTED, reason))
+
     def _tear_down(self) -> None:
         """Run all of it, even if a part raises or a signal interrupts."""
         with contextlib.ExitStack() as last_first:
@@ -345,7 +358,8 @@ class Job:
             last_first.callback(self._hear_the_last)
             if self._link is not None:
                 last_first.callback(self._link.close)
-            if self._local is not None and self._coordinator.moved and self._begun.keeps_apart:
+            stands_by = self._end.outcome is not None and self._end.outcome.exit_code == ANOTHER_LEADS
+            if self._local is not None and stands_by and self._begun.keeps_apart:
                 last_first.callback(self._local.leave)
             elif self._local is not None:
                 last_first.callback(self._local.end, *([INTERRUPTED_WAIT_S] if self._end.interrupted else []))

@@ -268,6 +268,7 @@ class LocalHost(Supervised):
             str((run_dir / COORDINATOR_FILE).resolve()),
             token_file=str(run_dir / TOKEN_FILE),
             run_dir=str(run_dir / OWN_FOLDER) if begun.keeps_apart else "",
+            around=str(run_dir) if begun.keeps_apart else "",
             threads=threads,
             server=server,
             parent=os.getpid(),

@@ -44,6 +44,7 @@ _MODEL = "model/"
 _SYNCED_BYTES = 1 << 30
 _ROOM_WAIT_S = 600.0
 _RETRY_S = 1.0
+_SAY_S = 60.0
 _LITTLE_BYTES = 1 << 20
 
 
@@ -231,9 +232,13 @@ class Finisher:
 
     def _arrived(self, plan: Plan) -> bool:
         """Where the job's directory is on another host: until final/ is there too; False if it did not go on before."""
+        warn_s = time.monotonic() + _SAY_S
         while not self._view.link.has_arrived("final/digest.json"):
             if not self._goes_on(plan):
                 return False
+            if time.monotonic() > warn_s:
+                log.warning("the result is not in the job's directory yet: is there room on the disk of its head?")
+                warn_s += _ROOM_WAIT_S
             time.sleep(0.02)
         return True
 

@@ -113,7 +113,7 @@ class PartSaver:
             created = link.job.get("created_unix_ns")  # names this job, and no other one of the same kind
             job = "" if created is None else f"{int(created):x}"
             self.checkpointer = Checkpointer(
-                checkpoints_in(link.run_dir),
+                checkpoints_in(link.top or link.run_dir),
                 self._saving.rule,
                 JobIdentity(link.task, numerics(view.config), whole.tensors, job, view.kernels),
                 view.me,

@@ -59,7 +59,8 @@ class WorkerLink:
 
     run_dir None: nothing is written. token: of the role `peer`; tls: certificates for connections to peers that need
     TLS. task: as in job.json, or "". flip: a scripted fault that changes one bit of the state. fault_now: faults
-    requested while the job runs. regular_saves: checkpoints are taken regularly, not only on request.
+    requested while the job runs. regular_saves: checkpoints are taken regularly, not only on request. top: directory of
+    the folder of checkpoints, None: run_dir.
     """
 
     me: WorkerKey
@@ -75,6 +76,7 @@ class WorkerLink:
     flip: Callable[[], None] = lambda: None
     regular_saves: bool = True
     tls: Tls | None = None
+    top: Path | None = None
 
     @cached_property
     def job(self) -> dict[str, Any]:
@@ -170,6 +172,7 @@ class LaunchedLink(WorkerLink):
         keep_to(run_dir)
         super().__init__(context.key, context.task, context.host, config, run_dir, row, token, log, faults)
         self.tls = context.tls_shown()
+        self.top = Path(context.around) if context.around else None
         self.cell = Head(context, lambda: self.row.tick())
         self._context = context
         self._control: ControlClient | None = None
@@ -238,7 +241,7 @@ class LaunchedLink(WorkerLink):
     def checkpoints_at(self, path: Path) -> DirectoryStore:
         run_dir, host = self._context.run_path, self.host
         there, domains = lambda: others(run_dir, host), lambda: domains_there(run_dir)
-        return HostsStore(path, host, there, self.call_peer, apart=self._context.apart, domains=domains)
+        return HostsStore(path, host, there, self.call_peer, apart=self._context.scattered, domains=domains)
 
     def has_arrived(self, name: str) -> bool:
         if not self._context.apart:

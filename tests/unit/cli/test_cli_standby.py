@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from everstep.base.config import load_config
-from everstep.base.errors import ConfigError
-from everstep.cli import standby, standby_fill
-from everstep.cli.coming_back import left_agent
+from everstep.base.errors import ConfigError, Deposed
+from everstep.base.exit_codes import ANOTHER_LEADS
+from everstep.cli import main, standby, standby_fill
+from everstep.cli.coming_back import end_agent, left_agent, put_rest_aside
 from everstep.cli.job import JobFile, write_job
 from everstep.cli.main import run_command
 from everstep.cli.standby_fill import kept_apart
-from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, checkpoints_in, leave_word
+from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, SOURCE_FILE, leave_word
 from everstep.runtime.lead.etcd import Announced
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE
+from everstep.runtime.start import Start
 
 JOB, OTHER = "ab" * 16, "cd" * 16
 
@@ -58,22 +63,54 @@ def test_what_is_of_before_is_set_aside_but_for_what_is_still_of_use(tmp_path: P
     """Other hosts may need the parts of checkpoints that lie there, and this host's agent may run."""
     leave_word(tmp_path, None, JOB)
     kept = ("checkpoints/part", f"{OWN_FOLDER}/events.jsonl", "logs/worker-0.jsonl", COORDINATOR_FILE)
-    for name in (JOB_FILE, "events.jsonl", "lock", *kept):
+    lines = ("logs/output.log", "logs/output.1.log")
+    for name in (JOB_FILE, "events.jsonl", "lock", f"{OWN_FOLDER}/{SOURCE_FILE}", *lines, *kept):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert "previous-1" in standby_fill._make_ready(tmp_path, JOB, bytes(32), anew=False)
     assert all((tmp_path / name).exists() for name in kept)
     assert (tmp_path / "previous-1" / "events.jsonl").exists() and not (tmp_path / "events.jsonl").exists()
+    assert all((tmp_path / "previous-1" / name).exists() and not (tmp_path / name).exists() for name in lines)
     (tmp_path / COPY_FILE).touch()
-    assert (checkpoints_in(tmp_path / OWN_FOLDER) / "part").exists()
     assert not (tmp_path / "place").exists()
     assert standby_fill._make_ready(tmp_path, JOB, bytes(32)) == ""
     assert not (tmp_path / COORDINATOR_FILE).exists(), "nobody follows it yet"
 
 
+def test_what_a_host_kept_to_come_back_with_does_not_bar_another_job(tmp_path: Path) -> None:
+    for name in (f"{OWN_FOLDER}/{JOB_FILE}", "checkpoints/part", "data.csv", "lock"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert put_rest_aside(tmp_path) is None, "no agent has worked there"
+    (tmp_path / OWN_FOLDER / SOURCE_FILE).write_text("0" * 16 + "\n")
+    assert put_rest_aside(tmp_path) == tmp_path / "previous-1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.csv", "lock", "previous-1"]
+    assert (tmp_path / "previous-1" / "checkpoints" / "part").exists()
+
+
+@pytest.mark.parametrize("becomes", (False, True))
+def test_an_agent_that_nobody_takes_over_is_ended(
+    becomes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(**words: Any) -> None:
+        raise Deposed("another leads", refuses, functools.partial(end_agent, begun))
+
+    def refuses() -> None:
+        raise ConfigError("no")
+
+    with subprocess.Popen(["sleep", "600"]) as child:
+        begun = Start(load_config([]), run_dir=tmp_path, agent=child.pid)
+        monkeypatch.setattr(main.cli, "main", command)
+        assert main.run_command([], becomes=becomes) == ANOTHER_LEADS
+        assert "another leads; this host" in capsys.readouterr().err
+        with pytest.raises(ProcessLookupError):
+            os.kill(child.pid, 0)
+        end_agent(replace(begun, agent=0))
+
+
 def test_an_agent_is_left_to_the_program_that_its_parent_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen(["sleep", "600"]) as child:
-        for text, found in (("", 0), ("x", 0), ("1", 0), (str(child.pid), child.pid)):
+        for text, found in (("", 0), ("x", 0), ("1", 0), ("9" * 40, 0), (str(child.pid), child.pid)):
             monkeypatch.setenv("EVERSTEP_AGENT", text)
             assert left_agent() == found, text
             assert "EVERSTEP_AGENT" not in os.environ, "of no use to what this process starts"

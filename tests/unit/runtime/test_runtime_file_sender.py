@@ -22,7 +22,7 @@ from everstep.runtime.files import agent_files, file_sender
 from everstep.runtime.files.agent_files import DirectorySender
 from everstep.runtime.files.file_receiver import HeadReceiver
 from everstep.runtime.files.file_sender import digest_of
-from everstep.runtime.files.host_directory import ARRIVED_FILE, SOURCE_FILE
+from everstep.runtime.files.host_directory import ARRIVED_FILE, SOURCE_FILE, Place
 
 SOURCE = "0123456789abcdef"
 PATIENCE_S = 60.0
@@ -31,15 +31,15 @@ PATIENCE_S = 60.0
 class Wire:
     """Between a host's own directory and the head; the test says what passes."""
 
-    def __init__(self, base: Path) -> None:
-        self.own, self.job = base / "own", base / "job"
+    def __init__(self, base: Path, around: str = "") -> None:
+        self.own, self.job, self.led = base / "own", base / "job", around
         for folder in (self.own, self.job):
             folder.mkdir()
         (self.own / SOURCE_FILE).write_text(SOURCE)
         self.receiver = HeadReceiver(self.job)
         self.sent: queue.Queue[FilePieces] = queue.Queue()
         self.passing = True
-        self.sender = DirectorySender(self.own, self._send)
+        self.sender = DirectorySender(Place(self.own, apart=True, around=around), self._send, lambda: bool(self.led))
 
     def _send(self, pieces: m.AnyMessage) -> None:
         assert isinstance(pieces, FilePieces)
@@ -207,7 +207,7 @@ def test_a_host_knows_up_to_which_step_all_have_been_told(wire: Wire) -> None:
 
 def test_a_host_begins_without_a_word_of_an_earlier_run(tmp_path: Path) -> None:
     (tmp_path / ARRIVED_FILE).write_text('{"through": 1000}')
-    DirectorySender(tmp_path, lambda said: None).close()
+    DirectorySender(Place(tmp_path, apart=True), lambda said: None).close()
     assert not (tmp_path / ARRIVED_FILE).exists()
 
 
@@ -263,3 +263,39 @@ def test_another_head_gets_also_what_the_one_before_had_whole(wire: Wire) -> Non
     wire.sender.ask_again()
     assert wire.arrives()
     assert (wire.job / "final" / "model.safetensors").read_bytes() == bytes(range(99)) and steps(wire.job) == [1]
+
+
+def test_in_the_directory_around_its_own_weights_get_a_second_name_and_another_head_gets_them(tmp_path: Path) -> None:
+    """So they take the room of one copy there. It counts no more once another host leads in another directory."""
+    around = tmp_path / "around"
+    around.mkdir()
+    wire = Wire(tmp_path, str(around))
+    try:
+        (wire.own / "final").mkdir()
+        for name, text in (("model.safetensors", "weights"), ("digest.json", "{}")):
+            (wire.own / "final" / name).write_text(text)
+        EventLog(wire.own / "events.jsonl").write("step_committed", step=1)
+        assert wire.arrives() and steps(wire.job) == [1] and not (wire.job / "final").exists()
+        for name in ("model.safetensors", "digest.json"):
+            assert (around / "final" / name).samefile(wire.own / "final" / name)
+        there = json.loads((wire.own / ARRIVED_FILE).read_text())["files"]
+        assert there == {"final/digest.json": file_sender.digest_of(wire.own / "final" / "digest.json", 1)}
+        wire.led = ""
+        wire.sender.ask_again()
+        assert wire.arrives() and (wire.job / "final" / "model.safetensors").read_text() == "weights"
+    finally:
+        wire.sender.close()
+
+
+def test_weights_are_sent_as_others_where_a_file_has_one_name_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(path: Path, other: Path) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(agent_files, "name_too", refuses)
+    wire = Wire(tmp_path, str(tmp_path / "job"))
+    (wire.own / "final").mkdir()
+    (wire.own / "final" / "digest.json").write_text("{}")
+    assert wire.arrives() and (wire.job / "final" / "digest.json").read_text() == "{}"
+    wire.sender.close()

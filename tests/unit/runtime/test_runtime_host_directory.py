@@ -14,6 +14,7 @@ from everstep.protocol.messages import HostPlace, JobFacts
 from everstep.runtime.files.host_directory import (
     OWN_FOLDER,
     Place,
+    begin_anew,
     disk_of,
     domains_there,
     find_place,
@@ -72,8 +73,10 @@ def test_checkpoints_may_be_shared_where_the_run_directory_is_not_and_the_other_
     assert disk_of(told, Place(job, apart=False), not_shared, "h") == (job / "checkpoints", "host h")
     with pytest.raises(ConfigError, match=r"checkpoint.shared=yes: expected .* it is not here"):
         disk_of(told, apart, CheckpointConfig(shared="yes"), "h")
-    inside = Place(job / OWN_FOLDER, apart=True)
     (job / "lock").touch()
+    near = Place(job / OWN_FOLDER, apart=True)
+    assert disk_of(told, near, CheckpointConfig(), "h")[1] == "host h", "what lies beside it decides nothing"
+    inside = Place(job / OWN_FOLDER, apart=True, around=str(job))
     assert disk_of(told, inside, CheckpointConfig(shared="yes"), "h") == (job / "checkpoints", "job")
     (job / "place").unlink()  # another host leads
     assert disk_of(told, inside, CheckpointConfig(), "h") == (job / "checkpoints", "host h")
@@ -108,3 +111,12 @@ def test_hosts_say_in_which_domains_they_are(tmp_path: Path) -> None:
         rows["b"]["domains"] = labels
         (tmp_path / "hosts.json").write_text(json.dumps(rows))
         assert domains_there(tmp_path) == {"a": (("host", "a"),)}
+
+
+def test_what_nobody_could_know_again_does_not_arrive_twice(tmp_path: Path) -> None:
+    """A head knows by their origin which events and rows it has; samples, launcher's lines and weights have none."""
+    for name in ("events.jsonl", "ledger/a.jsonl", "metrics/h.jsonl", "logs/output.log", "final/digest.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    begin_anew(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "ledger"]

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from everstep.runtime.files.led_directory import MOVED
 from everstep.runtime.job import Job, JobLink
 from everstep.runtime.job_end import JobEnd, Outcome
 from everstep.runtime.lead.journal import format_entry
+from everstep.runtime.lead.succession import Succession
 from everstep.runtime.link.address import COORDINATOR_FILE, JOURNAL_FILE, address_of, announce
 from everstep.runtime.start import Start
 from everstep.runtime.supervisor import REFUSED, Supervised
@@ -47,6 +49,7 @@ class FakeProcess(Supervised):
         self.ended = 0
         self.room = 0
         self.leaves_alone = False
+        self.left = 0
 
     @property
     def pid(self) -> int:
@@ -82,6 +85,12 @@ class FakeProcess(Supervised):
         self._drop()
         self.restart_at_s = inf if self.in_order else now_s
         return Why(Cause.KILLED, "killed by SIGKILL"), self._hopeless
+
+    def leave(self) -> int:
+        self.left = self.pid
+        self.die()
+        self._drop()
+        return self.left
 
     def end(self, timeout_s: float = 0.0) -> None:
         self.ended += 1
@@ -306,6 +315,34 @@ def test_where_another_host_leads_in_its_own_directory_it_ends_and_no_other_host
     assert started.end() == ANOTHER_LEADS
     assert not said and started.process.starts == 1
     assert started.kinds() == ["coordinator_started", "coordinator_died", "job_ended"]
+
+
+def test_a_signal_to_a_host_that_leads_no_more_ends_its_part(started: Started) -> None:
+    """It came before the news that another host leads: a scheduler's signal is not to be forgotten over it."""
+    started.job.interrupt(signal.SIGTERM)
+    assert started.coordinator.hear(m.Command).name == "stop"
+    started.process.exit_code = MOVED
+    started.process.die()
+    assert started.end() == 128 + signal.SIGTERM and started.job.deposed
+    assert started.outcome is not None and "the job goes on elsewhere" in started.outcome.why.reason
+
+
+@with_agent
+@pytest.mark.parametrize("over", (False, True))
+def test_an_agent_is_left_only_to_a_standby_host(started: Started, over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not if the job was over before another host began to lead: nobody would take the agent over."""
+    local, job = started.local, started.job
+    assert local is not None and local.started.acquire(timeout=PATIENCE_S)
+    job._begun = replace(job._begun, succession=Succession(copying_host="h"))
+    told, tell = threading.Event(), job._end.told
+    monkeypatch.setattr(job._end, "told", lambda *about: (tell(*about), told.set()))
+    if over:
+        started.over()
+        assert told.wait(PATIENCE_S)
+    started.process.exit_code = MOVED
+    started.process.die()
+    assert started.end() == (0 if over else ANOTHER_LEADS)
+    assert (local.ended, job.left_agent) == ((1, 0) if over else (0, local.pid))
 
 
 def test_the_end_that_the_journal_has_is_the_end_though_nobody_says_so(started: Started) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.base.below import write_atomically
+from everstep.base.below import name_too, write_atomically
 from everstep.base.config import Config
 from everstep.base.doors import check_ports, host_of, parse_ports
 from everstep.base.errors import ConfigError
@@ -33,16 +33,18 @@ from everstep.protocol.messages import (
     JobPage,
 )
 from everstep.runtime.files.file_receiver import HeadReceiver
-from everstep.runtime.files.file_sender import FileSender, whole_lines
-from everstep.runtime.files.file_sets import LATEST, TO_HEAD
+from everstep.runtime.files.file_sender import FileSender, digest_of, whole_lines
+from everstep.runtime.files.file_sets import LATEST, TO_HEAD, comes_last
 from everstep.runtime.files.host_directory import (
     ARRIVED_FILE,
     PAGES,
-    above,
+    SHARED_DISK,
+    Place,
     checkpoints_in,
     disk_of,
     find_place,
     is_led_above,
+    own_disk,
     word_in,
     word_in_source,
     write_hosts,
@@ -62,6 +64,7 @@ _TURN_S = 0.25
 _NOTE_S = 1.0
 _CUT_OFF_S = 5.0
 _ASK_S = 1.0
+_FINAL = "final/"
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class AgentFiles:
         self, facts: JobFacts, joining: Joining, config: Config, wire: PeerWire, client: ControlClient
     ) -> None:
         keep_within(parse_ports(config.network.ports))
-        self._place = find_place(facts, joining.run_dir, joining.host)
+        self._place = find_place(facts, joining.run_dir, joining.host, joining.around)
         self._host, self._domains = joining.host, joining.domains
         self._config = config.checkpoint
         self._checkpoints, self._disk = disk_of(facts, self._place, self._config, joining.host)
@@ -99,9 +102,9 @@ class AgentFiles:
         self._held = contextlib.ExitStack()
         self._agents: dict[str, str] = {}
         if self._place.apart:
-            beside = ["its agent", *(["the job's head"] if joining.parent else [])]
-            most = joining.room or config.workers + config.spares
-            check_ports(config.network.ports, most, beside, spans=config.cell.hosts > 1)
+            if not joining.around:  # a host that leads, or may have to, has looked before
+                most = joining.room or config.workers + config.spares
+                check_ports(config.network.ports, most, ["its agent"], spans=config.cell.hosts > 1)
             self._use_own(facts, joining)
         self.say()
 
@@ -118,8 +121,8 @@ class AgentFiles:
         if not joining.parent:
             told = f"everstep agent: the job's directory is not here: files go to {run_dir}"
             print(told, file=sys.stderr, flush=True)
-        self._told_here = EventsHere(run_dir)
-        self._sender = DirectorySender(run_dir, self._send_on)
+        self._told_here = EventsHere(self._place)
+        self._sender = DirectorySender(self._place, self._send_on, self._is_led_around)
 
     @property
     def run_dir(self) -> Path:
@@ -137,20 +140,34 @@ class AgentFiles:
     @property
     def logs(self) -> Path:
         """Folder of the logs of this host's workers."""
-        return above(self.run_dir) / LOGS_FOLDER
+        return self._place.top / LOGS_FOLDER
+
+    @property
+    def scattered(self) -> bool:
+        """Whether hosts that are not there yet may have checkpoints on disks of their own."""
+        return self._place.apart and self._disk != SHARED_DISK
 
     def meet(self, facts: JobFacts) -> None:
         """Tell a head with these facts, maybe another than before, where this host's files are."""
-        with contextlib.suppress(ConfigError):
+        try:
             self._disk = disk_of(facts, self._place, self._config, self._host)[1]
+        except ConfigError as error:  # it was there under the head before
+            self._disk = own_disk(self._host)
+            print(f"everstep agent: warning: {error}", file=sys.stderr, flush=True)
         self._led = facts.place if is_led_above(facts, self._place) else ""
+        if self._led:
+            self._told_here = EventsHere(self._place)  # another head may have set aside what was there
         self.say()
+
+    def _is_led_around(self) -> bool:
+        """Whether the job is led, as far as this host knows, in the directory around its own."""
+        return bool(self._led) and word_in(self._place.top) == self._led
 
     def say(self) -> None:
         """Tell the coordinator, over a new connection, where this host's files are."""
         address = self._server.address if self._server is not None else ""
-        here, apart = self._host, self._place.apart
-        said = HostPlace(agent_id=here, apart=apart, disk=self._disk, address=address, domains=self._domains)
+        about: dict[str, Any] = {"disk": self._disk, "address": address, "domains": self._domains}
+        said = HostPlace(agent_id=self._host, apart=self._place.apart, around=bool(self._led), **about)
         self._client.send(said)
         if self._sender is not None:
             self._sender.ask_again()
@@ -163,15 +180,15 @@ class AgentFiles:
     def hear(self, message: HostsThere | JobPage | HostAsk) -> None:
         """Take in files for this host's processes, or a question about them. Never raises because of the disk."""
         if isinstance(message, HostAsk):
-            found = {} if self._led else logs_in(self.logs)  # the head's readers see them there
-            data = log_bytes(self.logs, message.name, message.start)
+            found, data = logs_in(self.logs), log_bytes(self.logs, message.name, message.start)
             self._client.send(HostTold(agent_id=self._host, request=message.request, logs=found, data=data))
             return
         with contextlib.suppress(OSError):
             if isinstance(message, HostsThere):
                 there = message.places.values()
-                if len({place.disk for place in there}) > 1 or any(place.apart for place in there):
-                    self._serve()
+                if len({place.disk for place in there}) > 1 or any(p.apart and not p.around for p in there):
+                    with contextlib.suppress(OSError):  # no port is free
+                        self._serve()
                 self._agents = {name: place.address for name, place in message.places.items() if place.address}
                 write_hosts(self.run_dir, message.places)
             elif self._place.apart and message.name in PAGES:
@@ -231,17 +248,22 @@ class AgentFiles:
     def _send_on(self, message: AnyMessage) -> None:
         if self._client.connected:
             self._client.send(message)
-        elif self._led and word_in(above(self.run_dir)) == self._led:
+        elif self._is_led_around():
             with contextlib.suppress(OSError):
                 self._told_here.bring()
 
 
 class DirectorySender(FileSender):
-    """Sends the files of a host's own directory to the head, and notes for the processes there which have arrived."""
+    """Sends the files of a host's own directory to the head, and notes for the processes there which have arrived. led:
+    whether the job is led in the directory around it. There the weights get a second name, and take no more room."""
 
-    def __init__(self, run_dir: Path, send: Callable[[AnyMessage], None]) -> None:
-        self._run_dir = run_dir
+    def __init__(
+        self, place: Place, send: Callable[[AnyMessage], None], led: Callable[[], bool] = lambda: False
+    ) -> None:
+        run_dir = self._run_dir = place.run_dir
+        self._top, self._led = place.top, led
         self._told, self._digests = 0, dict[str, str]()
+        self._named = dict[str, str]()
         self._noted: dict[str, Any] = {"through": 0, "files": {}}
         self._note_s = 0.0
         (run_dir / ARRIVED_FILE).unlink(missing_ok=True)  # from an earlier run
@@ -257,16 +279,30 @@ class DirectorySender(FileSender):
         self._note({})
 
     def _found(self) -> list[tuple[str, Path]]:
-        found = TO_HEAD.found(self._run_dir)
+        found, self._named = TO_HEAD.found(self._run_dir), {}
+        if self._led():
+            final = [name for name, _ in found if name.startswith(_FINAL)]
+            there = final if all(map(self._name_there, final)) else []
+            return [(name, path) for name, path in found if name not in there]
         with contextlib.suppress(ConfigError):
-            latest = checkpoints_in(self._run_dir) / "latest.json"
+            latest = checkpoints_in(self._top) / "latest.json"
             found[1:1] = [(LATEST, latest)] if latest.exists() else []  # after the events
         return found
+
+    def _name_there(self, name: str) -> bool:
+        """Give a file its name in the directory around this one, too; False if this disk cannot do that."""
+        try:
+            name_too(self._run_dir / name, self._top / name)
+            if comes_last(name):
+                self._named[name] = digest_of(self._run_dir / name, 1)
+        except OSError:
+            return False
+        return True
 
     def _note(self, digests: dict[str, str]) -> None:
         """Note arrived files; if the host's own disk refuses, a later turn tries again."""
         self._digests |= digests
-        arrived = {"through": self._told, "files": dict(self._digests)}
+        arrived = {"through": self._told, "files": self._digests | self._named}
         urgent = arrived["files"] != self._noted["files"] or time.monotonic() > self._note_s
         if arrived != self._noted and urgent:
             self._note_s = time.monotonic() + _NOTE_S
@@ -279,9 +315,9 @@ class EventsHere:
     """While no head answers, brings events of this host's workers into the directory in which it has led, for readers
     there. A head gets all again: it knows by their origin which are there."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._events, self._source = run_dir / EVENTS_FILE, word_in_source(run_dir)
-        self._receiver = HeadReceiver(above(run_dir))
+    def __init__(self, place: Place) -> None:
+        self._events, self._source = place.run_dir / EVENTS_FILE, word_in_source(place.run_dir)
+        self._receiver = HeadReceiver(place.top)
 
     def bring(self) -> None:
         """Bring the next ones. Raises: OSError."""

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 import tempfile
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ from everstep.runtime.link.address import (
     CHECKPOINTS_DIR,
     COORDINATOR_FILE,
     JOB_FILE,
-    LOCK_FILE,
     LOGS_FOLDER,
+    METRICS_FOLDER,
     address_of,
     announce,
 )
@@ -47,6 +48,8 @@ the step up to which all are in the job's events. Workers keep their records of 
 OWN_FOLDER = "host"
 """Folder with the files of this host's own agent, in the directory of a host that leads by a lease or may have to. The
 agent sends them to the head as others do, so its workers go on when another host leads in another directory."""
+SHARED_DISK = "job"
+"""Word for the directory of checkpoints that all hosts share."""
 _MOST_WORD_BYTES = 64
 _NOBODY = 1
 
@@ -70,15 +73,9 @@ def leave_word(run_dir: Path, checkpoints: str | None, word: str = "") -> None:
             write_atomically(Path(checkpoints) / PLACE_FILE, word)
 
 
-def above(run_dir: Path) -> Path:
-    """The directory in which a host that leads, or may have to, has checkpoints and logs: it holds the agent's own
-    folder. Other hosts have them in their run directory."""
-    return run_dir.parent if run_dir.name == OWN_FOLDER and (run_dir.parent / LOCK_FILE).is_file() else run_dir
-
-
 def checkpoints_in(run_dir: Path) -> Path:
     """Folder of checkpoints that go into a run directory. Raises: ConfigError for a link."""
-    folder = above(run_dir) / CHECKPOINTS_DIR
+    folder = run_dir / CHECKPOINTS_DIR
     if folder.is_symlink():
         where = os.path.realpath(folder)
         raise ConfigError(
@@ -98,15 +95,22 @@ def word_in(folder: Path) -> str:
 @dataclass(frozen=True)
 class Place:
     """Place of a host's files of a job. apart: the directory is the host's own; passing: removed when the job is
-    done."""
+    done; around: as `Joining` has it."""
 
     run_dir: Path
     apart: bool
     passing: bool = False
+    around: str = ""
+
+    @property
+    def top(self) -> Path:
+        """Where this host's checkpoints and its workers' logs are: they outlive that the host leads, or does not."""
+        return Path(self.around) if self.around else self.run_dir
 
 
-def find_place(facts: JobFacts, given: str, host: str) -> Place:
+def find_place(facts: JobFacts, given: str, host: str, around: str = "") -> Place:
     """Place for an agent that has heard of its job. given: the directory that the user named on this host, "" if none.
+    around: as `Joining` has it.
 
     Raises: ConfigError if the directory cannot be used.
     """
@@ -126,7 +130,14 @@ def find_place(facts: JobFacts, given: str, host: str) -> Place:
             write_atomically(own / SOURCE_FILE, secrets.token_hex(8) + "\n")
     except OSError as error:
         raise ConfigError(f"--run-dir: cannot write {own}: {error.strerror or error}") from None
-    return Place(own, apart=True, passing=not given)
+    return Place(own, apart=True, passing=not given, around=around)
+
+
+def begin_anew(own: Path) -> None:
+    """As a job goes on in the directory around an agent's own: remove what has arrived there and would be taken for
+    new, as nothing in it says where it came from."""
+    for name in (METRICS_FOLDER, LOGS_FOLDER, "final"):
+        shutil.rmtree(own / name, ignore_errors=True)
 
 
 def word_in_source(folder: Path) -> str:
@@ -208,7 +219,7 @@ def domains_there(run_dir: Path) -> dict[str, Domains]:
 
 def is_led_above(facts: JobFacts, place: Place) -> bool:
     """Whether an agent's own directory lies in that in which the job is led."""
-    return place.apart and bool(facts.place) and word_in(above(place.run_dir)) == facts.place
+    return bool(place.around and facts.place) and word_in(place.top) == facts.place
 
 
 def disk_of(facts: JobFacts, place: Place, config: CheckpointConfig, host: str) -> tuple[Path, str]:
@@ -217,7 +228,7 @@ def disk_of(facts: JobFacts, place: Place, config: CheckpointConfig, host: str) 
     Raises: ConfigError if it should be the job's, and is not.
     """
     given = config.disk.path
-    folder = Path(given) if given is not None else checkpoints_in(place.run_dir)
+    folder = Path(given) if given is not None else checkpoints_in(place.top)
     shared = not facts.place or word_in(folder) == facts.place
     if given is None:
         shared = not place.apart or is_led_above(facts, place)
@@ -227,5 +238,10 @@ def disk_of(facts: JobFacts, place: Place, config: CheckpointConfig, host: str) 
             "mount it, or leave checkpoint.shared at auto"
         )
     if config.shared != "no" and shared:
-        return folder, "job"
-    return folder, f"host {host}"
+        return folder, SHARED_DISK
+    return folder, own_disk(host)
+
+
+def own_disk(host: str) -> str:
+    """Word for the checkpoints of a host that has them alone."""
+    return f"host {host}"

@@ -201,6 +201,8 @@ class Host:
             local_rank=slots.index(worker_id) if worker_id in slots else 0,
             local_size=max(1, len(slots)),
             apart=self.files.apart,
+            around=self._joining.around if self.files.apart else "",
+            scattered=self.files.scattered,
         )
 
     def _hear_of_head(self, link: AgentLink) -> Hearsay | None:

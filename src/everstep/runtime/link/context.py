@@ -33,7 +33,8 @@ class WorkerContext:
     effective config as `base.config.to_dict` makes it. `argv` are the task's own arguments. `cell_rank`, `cell_size`:
     rank of this process in its worker, 0 for the head, and the number of ranks; `cell_fds`: its ends of the sockets
     between head and limbs, the head's from rank 1 on. `local_rank`, `local_size`: rank of this slot among the slots of
-    its host, and their number. `apart`: run_dir is not the job's own, but that of this host.
+    its host, and their number. `apart`: run_dir is not the job's own, but that of this host; `around`: as `Joining` has
+    it. `scattered`: hosts that are not there yet may have checkpoints on disks of their own.
     """
 
     run_dir: str
@@ -55,6 +56,8 @@ class WorkerContext:
     local_rank: int = 0
     local_size: int = 1
     apart: bool = False
+    around: str = ""
+    scattered: bool = False
 
     @property
     def key(self) -> WorkerKey:
@@ -133,7 +136,8 @@ class Joining:
     which it dies, 0 for none. ranks: processes of each worker. files: "module:class" that serves this host's checkpoint
     directory to peers; "" for none. own: the address of this host that workers listen at and tell others, "" if as the
     job's config says. task: the only one that it runs, "" for any. tls: its settings for connections to others.
-    domains: failure domains of this host, by label. said: the address in the user's words, "" if `address` is.
+    domains: failure domains of this host, by label. said: the address in the user's words, "" if `address` is. around:
+    the directory around run_dir in which this host leads the job or may have to, "" if there is none.
     """
 
     address: str
@@ -153,6 +157,7 @@ class Joining:
     tls: TlsConfig = field(default_factory=TlsConfig)
     domains: dict[str, str] = field(default_factory=dict)
     said: str = ""
+    around: str = ""
 
     def where(self) -> Path | tuple[str, int]:
         """The address as a control connection takes it. Raises: ConfigError if it is no address."""
