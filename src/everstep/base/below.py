@@ -167,7 +167,11 @@ def name_too(path: Path, other: Path) -> None:
                 return
         draft = f".{other.name}.{secrets.randbits(64)}"
         os.link(path.name, draft, src_dir_fd=here, dst_dir_fd=there, follow_symlinks=False)
-        os.replace(draft, other.name, src_dir_fd=there, dst_dir_fd=there)
+        try:
+            os.replace(draft, other.name, src_dir_fd=there, dst_dir_fd=there)
+        except OSError:
+            os.unlink(draft, dir_fd=there)
+            raise
 
 
 def write_atomically(

@@ -12,7 +12,7 @@ from everstep.base.domains import VARIABLE
 from everstep.cli.run_dir import set_aside
 from everstep.cli.tokens import TOKEN_VARIABLE
 from everstep.runtime.files.host_directory import OWN_FOLDER, word_in_source
-from everstep.runtime.files.run_lock import run_lock
+from everstep.runtime.files.run_lock import is_locked, run_lock
 from everstep.runtime.lead.etcd_access import file_variables
 from everstep.runtime.link.address import CHECKPOINTS_DIR, COORDINATOR_FILE, LOGS_FOLDER
 from everstep.runtime.process import own_command
@@ -86,7 +86,9 @@ def put_aside(folder: Path) -> Path | None:
 def put_rest_aside(folder: Path) -> Path | None:
     """Move away what `put_aside` has left, if the host did not become a standby after that. folder: locked, for another
     job. Returns where it is, None if there is nothing. Raises: ConfigError."""
-    return set_aside(folder, _KEPT.__contains__) if word_in_source(folder / OWN_FOLDER) else None
+    own = folder / OWN_FOLDER
+    failed = word_in_source(own) and not is_locked(own) and any(folder.glob("previous-*"))
+    return set_aside(folder, _KEPT.__contains__) if failed else None
 
 
 def standby_words(begun: Start) -> list[str]:

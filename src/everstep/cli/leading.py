@@ -131,6 +131,9 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
             if outcome.exit_code == ANOTHER_LEADS and config.control.etcd is not None:
                 display.note(f"{outcome.why.reason}: {begun.name} stands by for the job from now on")
                 left = replace(begun, agent=process.left_agent)
+                if process.signalled:  # it came meanwhile
+                    end_agent(left)
+                    return 128 + process.signalled
                 ways = functools.partial(become_standby, left), functools.partial(end_agent, left)
                 raise Deposed(outcome.why.reason, *ways)
             if begun.succession.guest and begun.stays and outcome.later:

@@ -119,9 +119,8 @@ class AgentNotice(FromAgent, frozen=True, kw_only=True):
 
 
 class HostPlace(FromAgent, frozen=True, kw_only=True):
-    """Where a host keeps its files, sent once it knows the job. apart: its run directory is not the job's. disk:
-    names its checkpoint directory, the same for all hosts that share it; address: "host:port" where peers find it,
-    "" for none. domains: as in AgentHello. around: the job is led in the directory around its own."""
+    """Where a host keeps its files. apart: not in the job's directory; around: that is around its own. disk: names its
+    checkpoint directory, alike where hosts share it; address: where peers find it, or "". domains: as in AgentHello."""
 
     apart: bool
     disk: _Short

@@ -41,7 +41,7 @@ from everstep.protocol.messages import (
 )
 from everstep.protocol.patience import Patience
 from everstep.protocol.roles import JOB, PEOPLE
-from everstep.runtime.files.host_directory import HOSTS_FILE, OWN_FOLDER, begin_anew, leave_word
+from everstep.runtime.files.host_directory import HOSTS_FILE, leave_word
 from everstep.runtime.job_end import JobEnd, Outcome, reserve_s
 from everstep.runtime.lead.journal import end_in_file
 from everstep.runtime.lead.succession import Lead
@@ -73,7 +73,8 @@ Observer = Callable[[dict[str, Any]], None]
 
 class Job:
     """Runs a job in its directory. `reached`: the newest step that any worker has applied. `left_agent`: pid of this
-    host's agent if it goes on, because another host leads; 0 if not.
+    host's agent if it goes on, because another host leads; 0 if not. `signalled`: the last signal that is to end this
+    process, 0 if none came.
 
     The directory must be locked by the caller (`run_lock`). In the main thread `run` takes SIGINT and SIGTERM;
     elsewhere the caller passes them on with `interrupt`.
@@ -83,12 +84,11 @@ class Job:
         self.run_dir = begun.folder
         self.config = begun.config
         self.reached = 0
-        self.left_agent = 0
+        self.left_agent = self.signalled = 0
         self._begun = begun
         self._token = begun.token or wire.new_token()
         self._on_event: Observer | None = None
         self._inbox: Inbox[AnyMessage | int] = Inbox()
-        self._succession = begun.succession
         self._lead = Lead(begun.folder, bool(begun.succession.owner), begun.address, self._notify)
         self._coordinator = CoordinatorProcess(begun)
         self._local = None if begun.room is None else LocalHost(begun)
@@ -129,6 +129,8 @@ class Job:
     def interrupt(self, number: int) -> None:
         """Act as if the signal had come: SIGUSR1 asks for a checkpoint at once; of the others the first ends the job in
         order, the second immediately. Any thread."""
+        if number != signal.SIGUSR1:
+            self.signalled = number
         self._inbox.put(number)
 
     # ---- start
@@ -136,13 +138,12 @@ class Job:
     def _write_files(self) -> None:
         raise_descriptor_limit()
         (self.run_dir / LOGS_FOLDER).mkdir(parents=True, exist_ok=True)
-        if not self._succession.begins:
+        if not self._begun.succession.begins:
             return
         (self.run_dir / COORDINATOR_FILE).unlink(missing_ok=True)
         (self.run_dir / JOURNAL_FILE).unlink(missing_ok=True)
         (self.run_dir / HOSTS_FILE).unlink(missing_ok=True)
-        begin_anew(self.run_dir / OWN_FOLDER)
-        leave_word(self.run_dir, self.config.checkpoint.disk.path, self._succession.word)
+        leave_word(self.run_dir, self.config.checkpoint.disk.path, self._begun.succession.word)
         wire.write_token(self.run_dir / TOKEN_FILE, self._token)
         for role in PEOPLE:
             wire.write_token(self.run_dir / role_file(role), role_token(self._token, role))
@@ -179,7 +180,7 @@ class Job:
             self._on_local_death()
         for item in self._inbox.take():
             self._take(item, link)
-        away = _taken_away(self.run_dir) if self._end.outcome is None and not self._succession.guest else None
+        away = _taken_away(self.run_dir) if self._end.outcome is None and not self._begun.succession.guest else None
         if away is not None:
             self._end.fail(away)
         now_s = time.monotonic()
@@ -218,7 +219,7 @@ class Job:
     def _look_for_answer(self, link: JobLink, now_s: float) -> None:
         """While the coordinator is silent: read the journal for the job's end; else, if the job is to end, have the
         workers end it among themselves."""
-        if self._succession.begins and link.unheard_s(now_s) >= JOURNAL_S:
+        if self._begun.succession.begins and link.unheard_s(now_s) >= JOURNAL_S:
             ended = end_in_file(self.run_dir / JOURNAL_FILE)
             if ended is not None:
                 self._end.told(ended, now_s)
@@ -236,7 +237,7 @@ class Job:
         if self._coordinator.pidfd < 0 or not self._lead.here:
             return
         silent = self._watch.too_long()
-        stands_by = bool(self._succession.owner) and link.unheard_s(now_s) > self._coordinator.age_s(now_s)
+        stands_by = bool(self._begun.succession.owner) and link.unheard_s(now_s) > self._coordinator.age_s(now_s)
         if silent and not stands_by and self._coordinator.kill():
             self._watch.killed(now_s)
             again = f"and started again, with a limit of {self._watch.limit_s:g} s"
@@ -252,8 +253,8 @@ class Job:
         self._notify("coordinator_died", why)
         if self._end.outcome is not None:
             self._end.present(())  # no coordinator will report that the agents have left
-        if self._coordinator.moved and self._end.interrupted:
-            self._leave_it(self._end.interrupted)
+        if self._coordinator.moved and self.signalled:
+            self._end.leave(self.signalled)
         elif self._coordinator.moved:
             self._end.give_up(ANOTHER_LEADS, why)
         elif hopeless and self._end.outcome is None and not self._end.alone:
@@ -267,7 +268,7 @@ class Job:
         if self._end.outcome is not None or (self._local.restart_at_s == inf and not refused):
             return  # it has left, as it should
         self._notify("agent_died", Why(Cause.HOST_LOST, why.reason))
-        if self._succession.owner and self._local.exit_code in (REFUSED, NO_HEAD):
+        if self._begun.succession.owner and self._local.exit_code in (REFUSED, NO_HEAD):
             self._end.give_up(self._local.exit_code, Why(Cause.UNKNOWN, last_line(self._local.log_path)))
         elif refused and not self._end.others(self._local.name):
             self._end.fail(Why(Cause.CONFIG, last_line(self._local.log_path).removeprefix("everstep agent: ")), REFUSED)
@@ -298,7 +299,7 @@ class Job:
         elif isinstance(item, StrikeNow):
             if self._lead.here:
                 self._coordinator.strike(item.kind, item.for_s)
-        elif isinstance(item, Goodbye) and self._succession.guest:
+        elif isinstance(item, Goodbye) and self._begun.succession.guest:
             self._end.give_up(NO_HEAD, Why(item.cause, item.reason))
         elif isinstance(item, CommandReply) and not item.ok:
             self._notify("warning", Why(Cause.REQUESTED, item.error))
@@ -323,8 +324,8 @@ class Job:
                 self._notify("warning", Why(Cause.PREEMPTED, text))
                 link.command("checkpoint", vars(Why(Cause.PREEMPTED, f"notice of a preemption ({name})")))
             return
-        if self._succession.guest:
-            self._leave_it(number)
+        if self._begun.succession.guest:
+            self._end.leave(number)
             return
         rule = self.config.checkpoint
         grace_s = rule.grace_s if rule.enabled else 0.0
@@ -343,34 +344,30 @@ class Job:
         """Whether another host leads the job now, in a directory of its own."""
         return self._coordinator.moved
 
-    def _leave_it(self, number: int) -> None:
-        """Leave the job, which other hosts go on with, after this signal."""
-        reason = f"interrupted by {signal.Signals(number).name}: the job goes on elsewhere"
-        self._end.give_up(128 + number, Why(Cause.INTERRUPTED, reason))
-
     def _tear_down(self) -> None:
         """Run all of it, even if a part raises or a signal interrupts."""
+
+        def hear_the_last() -> None:  # messages that an agent sent before it left, and the loop has not seen
+            for item in self._inbox.take():
+                if isinstance(item, AgentNotice):
+                    self._on_notice(item)
+
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._inbox.close)
             if self._lead.here:
                 last_first.callback(_forget, self.run_dir / COORDINATOR_FILE)
             last_first.callback(self._coordinator.end)
-            last_first.callback(self._hear_the_last)
+            last_first.callback(hear_the_last)
             if self._link is not None:
                 last_first.callback(self._link.close)
-            stands_by = self._end.outcome is not None and self._end.outcome.exit_code == ANOTHER_LEADS
+            moved = self._end.outcome is not None and self._end.outcome.exit_code == ANOTHER_LEADS
+            stands_by = moved and not self.signalled
             if self._local is not None and stands_by and self._begun.keeps_apart:
                 last_first.callback(self._local.leave)
             elif self._local is not None:
                 last_first.callback(self._local.end, *([INTERRUPTED_WAIT_S] if self._end.interrupted else []))
-            if self._link is not None and not (self._succession.guest or self._coordinator.moved):
+            if self._link is not None and not (self._begun.succession.guest or self._coordinator.moved):
                 last_first.callback(self._link.goodbye, Why(Cause.INTERRUPTED, "the job's process has ended"))
-
-    def _hear_the_last(self) -> None:
-        """Take in messages that an agent sent before it left and the loop has not seen."""
-        for item in self._inbox.take():
-            if isinstance(item, AgentNotice):
-                self._on_notice(item)
 
     # ---- small things
 

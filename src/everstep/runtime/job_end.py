@@ -107,6 +107,11 @@ class JobEnd:
         self.outcome = self.outcome or Outcome(exit_code, "interrupted", why)
         self.over = True
 
+    def leave(self, number: int) -> None:
+        """After this signal, leave a job with which other hosts go on."""
+        reason = f"interrupted by {signal.Signals(number).name}: the job goes on elsewhere"
+        self.give_up(128 + number, Why(Cause.INTERRUPTED, reason))
+
     def present(self, agents: Iterable[str]) -> None:
         """Set the connected agents."""
         self._present = set(agents)

@@ -17,8 +17,9 @@ from everstep.base.cause import Cause, Why
 from everstep.base.errors import EverstepError
 from everstep.base.readable import readable
 from everstep.protocol.patience import Patience
-from everstep.runtime.files.host_directory import OWN_FOLDER
+from everstep.runtime.files.host_directory import OWN_FOLDER, begin_anew
 from everstep.runtime.files.led_directory import MOVED
+from everstep.runtime.files.run_lock import is_locked
 from everstep.runtime.host.undoing import stop, throttle
 from everstep.runtime.lead.journal_and_lease import DEPOSED
 from everstep.runtime.link.address import COORDINATOR_FILE, COORDINATOR_MODULE, LOGS_FOLDER, TOKEN_FILE, read_address
@@ -261,8 +262,10 @@ class LocalHost(Supervised):
             self._handed = True
             self.adopt(begun.agent)
             return
-        self._handed = True
+        first, self._handed = not self._handed, True
         threads, run_dir = begun.config.threads, begun.folder
+        if first and begun.keeps_apart and not is_locked(run_dir / OWN_FOLDER):
+            begin_anew(run_dir / OWN_FOLDER)
         server = early.hand_over(threads) if early is not None else None
         joining = begun.joining(
             str((run_dir / COORDINATOR_FILE).resolve()),

@@ -109,9 +109,11 @@ class Loop:
     def _gathered(self, effect: do.GatherDone) -> None:
         step, number, site = self._step, self._gathers, self.life.site
         if effect.records:
-            living = [me for me, life in site.lives.items() if life.alive]
+            plan = self.life.driver.machine.plan  # whoever was given up may have been told otherwise
+            with_it = [] if plan is None else [m.key for m in plan.members if m.key in site.lives]
             question = "" if number % 2 else f" {step} {number}"
-            site.checks.answers.told(self.life.me, Key(step, number + 1), effect.records, question, living)
+            there = [key for key in with_it if site.lives[key].alive]
+            site.checks.answers.told(self.life.me, Key(step, number + 1), effect.records, question, there)
         self._gathers += 1
         self._go_on()
 

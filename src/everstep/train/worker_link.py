@@ -241,7 +241,7 @@ class LaunchedLink(WorkerLink):
     def checkpoints_at(self, path: Path) -> DirectoryStore:
         run_dir, host = self._context.run_path, self.host
         there, domains = lambda: others(run_dir, host), lambda: domains_there(run_dir)
-        return HostsStore(path, host, there, self.call_peer, apart=self._context.scattered, domains=domains)
+        return HostsStore(path, host, there, self.call_peer, apart=self._context.apart, domains=domains)
 
     def has_arrived(self, name: str) -> bool:
         if not self._context.apart:

@@ -23,6 +23,7 @@ from everstep.cli.job import JobFile, write_job
 from everstep.cli.main import run_command
 from everstep.cli.standby_fill import kept_apart
 from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, SOURCE_FILE, leave_word
+from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.lead.etcd import Announced
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE
@@ -83,9 +84,13 @@ def test_what_a_host_kept_to_come_back_with_does_not_bar_another_job(tmp_path: P
         (tmp_path / name).touch()
     assert put_rest_aside(tmp_path) is None, "no agent has worked there"
     (tmp_path / OWN_FOLDER / SOURCE_FILE).write_text("0" * 16 + "\n")
-    assert put_rest_aside(tmp_path) == tmp_path / "previous-1"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.csv", "lock", "previous-1"]
-    assert (tmp_path / "previous-1" / "checkpoints" / "part").exists()
+    assert put_rest_aside(tmp_path) is None, "no host has set anything aside"
+    (tmp_path / "previous-1").mkdir()
+    with run_lock(tmp_path / OWN_FOLDER):
+        assert put_rest_aside(tmp_path) is None, "an agent works there"
+    assert put_rest_aside(tmp_path) == tmp_path / "previous-2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.csv", "lock", "previous-1", "previous-2"]
+    assert (tmp_path / "previous-2" / "checkpoints" / "part").exists()
 
 
 @pytest.mark.parametrize("becomes", (False, True))

@@ -118,5 +118,9 @@ def test_what_nobody_could_know_again_does_not_arrive_twice(tmp_path: Path) -> N
     for name in ("events.jsonl", "ledger/a.jsonl", "metrics/h.jsonl", "logs/output.log", "final/digest.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
+    before = sorted(path.name for path in tmp_path.iterdir())
     begin_anew(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "ledger"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == before, "no agent's folder"
+    (tmp_path / "source").write_text("0123456789abcdef\n")
+    begin_anew(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "ledger", "source"]

@@ -38,7 +38,6 @@ from everstep.runtime.files.file_sets import LATEST, TO_HEAD, comes_last
 from everstep.runtime.files.host_directory import (
     ARRIVED_FILE,
     PAGES,
-    SHARED_DISK,
     Place,
     checkpoints_in,
     disk_of,
@@ -141,11 +140,6 @@ class AgentFiles:
     def logs(self) -> Path:
         """Folder of the logs of this host's workers."""
         return self._place.top / LOGS_FOLDER
-
-    @property
-    def scattered(self) -> bool:
-        """Whether hosts that are not there yet may have checkpoints on disks of their own."""
-        return self._place.apart and self._disk != SHARED_DISK
 
     def meet(self, facts: JobFacts) -> None:
         """Tell a head with these facts, maybe another than before, where this host's files are."""

@@ -134,8 +134,10 @@ def find_place(facts: JobFacts, given: str, host: str, around: str = "") -> Plac
 
 
 def begin_anew(own: Path) -> None:
-    """As a job goes on in the directory around an agent's own: remove what has arrived there and would be taken for
-    new, as nothing in it says where it came from."""
+    """As a host's own agent is started for a job: remove what an earlier one has sent from this folder, since nothing
+    in it says so. A folder that no agent has made is left alone."""
+    if not word_in_source(own):
+        return
     for name in (METRICS_FOLDER, LOGS_FOLDER, "final"):
         shutil.rmtree(own / name, ignore_errors=True)
 

@@ -202,7 +202,6 @@ class Host:
             local_size=max(1, len(slots)),
             apart=self.files.apart,
             around=self._joining.around if self.files.apart else "",
-            scattered=self.files.scattered,
         )
 
     def _hear_of_head(self, link: AgentLink) -> Hearsay | None:

@@ -34,7 +34,7 @@ class WorkerContext:
     rank of this process in its worker, 0 for the head, and the number of ranks; `cell_fds`: its ends of the sockets
     between head and limbs, the head's from rank 1 on. `local_rank`, `local_size`: rank of this slot among the slots of
     its host, and their number. `apart`: run_dir is not the job's own, but that of this host; `around`: as `Joining` has
-    it. `scattered`: hosts that are not there yet may have checkpoints on disks of their own.
+    it.
     """
 
     run_dir: str
@@ -57,7 +57,6 @@ class WorkerContext:
     local_size: int = 1
     apart: bool = False
     around: str = ""
-    scattered: bool = False
 
     @property
     def key(self) -> WorkerKey:
