@@ -93,7 +93,7 @@ def test_taking_silence_for_a_yes_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     def hopeful(self: Writer, answer: StoreAnswer) -> int:
         if isinstance(answer, Unanswered) and isinstance(self._asked, Append):
             count, self._asked = len(self._asked.entries), None
-            self._number += 1
+            self.number += 1
             return count
         return answered(self, answer)
 
