@@ -4,7 +4,7 @@ left. Values are nested tuples, so a sum tells which lanes and shards it is of, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -97,18 +97,12 @@ def expected(node: Node, unit: int) -> Any:
     return tuple(expected(child, unit) for child in children(node))
 
 
-def problem(kind: type[Cell], seed: int) -> str:
-    """Run one schedule; says what is wrong, "" for nothing."""
-    rng = Random(seed)
-    n_lanes = rng.randint(1, 12)
-    first = rng.randrange(n_lanes)
-    cell = kind(rng.randint(2, 4), list(range(first, n_lanes)), n_lanes, rng.randint(1, 4))
-    cell.counts = [0] * cell.ranks
-    running = {me: cell.rank(me) for me in range(cell.ranks)}
-    waits: dict[int, Callable[[], bool]] = dict.fromkeys(running, lambda: True)
-    cut_at = rng.choice((None, rng.randint(0, 60)))
+def left_waiting(ranks: Mapping[int, Waits], rng: Random, moment: Callable[[int], object] = lambda now: None) -> str:
+    """Let ranks go on in an order that is drawn, until none can. moment: called before each turn. Returns words about
+    those that wait for ever, "" if none does."""
+    running, waits = dict(ranks), dict.fromkeys(ranks, lambda: True)
     for now in range(100_000):
-        cell.cut = cell.cut or now == cut_at
+        moment(now)
         able = [me for me in running if waits[me]()]
         if not able:
             break
@@ -117,8 +111,23 @@ def problem(kind: type[Cell], seed: int) -> str:
             waits[me] = next(running[me])
         except StopIteration:
             del running[me]
-    if running:
-        return f"ranks {sorted(running)} wait for one that has left"
+    return f"ranks {sorted(running)} wait for one that has left" if running else ""
+
+
+def problem(kind: type[Cell], seed: int) -> str:
+    """Run one schedule; says what is wrong, "" for nothing."""
+    rng = Random(seed)
+    n_lanes = rng.randint(1, 12)
+    first = rng.randrange(n_lanes)
+    cell = kind(rng.randint(2, 4), list(range(first, n_lanes)), n_lanes, rng.randint(1, 4))
+    cell.counts = [0] * cell.ranks
+    cut_at = rng.choice((None, rng.randint(0, 60)))
+
+    def cut(now: int) -> None:
+        cell.cut = cell.cut or now == cut_at
+
+    if waiting := left_waiting({me: cell.rank(me) for me in range(cell.ranks)}, rng, cut):
+        return waiting
     for node, slot in cell.slots.items():
         for unit in range(cell.units):
             parts = [v for (place, u, _), v in cell.held.items() if place == SumPlace("slot", slot) and u == unit]
@@ -181,16 +190,8 @@ def seat_problem(kind: type[Seat], seed: int) -> str:
     degree = rng.choice([n for n in range(2, shards + 1) if shards % n == 0])
     seat = kind(degree, shards, rng.randint(1, 5), rng.choice((None, (rng.randrange(degree), rng.randint(1, 5)))))
     seat.counts = [0] * degree
-    running = {me: seat.rank(me) for me in range(degree)}
-    waits: dict[int, Callable[[], bool]] = dict.fromkeys(running, lambda: True)
-    while able := [me for me in running if waits[me]()]:
-        me = rng.choice(able)
-        try:
-            waits[me] = next(running[me])
-        except StopIteration:
-            del running[me]
-    if running:
-        return f"ranks {sorted(running)} wait for one that has left"
+    if waiting := left_waiting({me: seat.rank(me) for me in range(degree)}, rng):
+        return waiting
     for (me, point), total in seat.totals.items():
         if total != fold(shards, {k: (k, point) for k in range(shards)}, lambda left, right: (left, right)):
             return f"the sum of rank {me} at {point} is {total}"

@@ -157,7 +157,7 @@ def placed(draft: Path, name: str) -> None:
     os.replace(draft, draft.with_name(name))
 
 
-def name_too(path: Path, other: Path) -> None:
+def hard_link(path: Path, other: Path) -> None:
     """Give a file a second name, in another folder below the run directory; its content takes no more room. Raises:
     OSError, for example if the two are not on one file system."""
     with folder_of(path, 1) as here, folder_of(other, 1, make=True) as there:

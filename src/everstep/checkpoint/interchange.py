@@ -54,6 +54,7 @@ class Weights:
         return {name: form_of(tensor) for name, tensor in self.model.items()}
 
     def each(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's tensors, one after the other, by their names."""
         yield from self.model.items()
 
 

@@ -16,7 +16,7 @@ from everstep.base.extents import WHOLE, Extents
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, Scatter, spread
 from everstep.exact.state import ModelState
-from everstep.exact.state_memory import LyingBlock
+from everstep.exact.state_memory import HeldBlock
 from everstep.protocol.moving.memory_retention import Retention, SnapshotKey
 
 
@@ -46,7 +46,7 @@ class StageState:
     """
 
     made_of: dict[str, Any]
-    blocks: list[LyingBlock | None]
+    blocks: list[HeldBlock | None]
 
     @property
     def n_blocks(self) -> int:

@@ -72,10 +72,8 @@ def become_standby(begun: Start, *, deposed: bool = True) -> NoReturn:
 def put_aside(folder: Path) -> Path | None:
     """Move the contents of a locked directory away, except for parts of checkpoints, which other hosts may need, and
     the files of this host's agent, which may run. Returns where they are. Raises: ConfigError, OSError."""
-    aside, output = (
-        set_aside(folder, lambda name: name not in _KEPT),
-        sorted((folder / LOGS_FOLDER).glob("output*.log")),
-    )
+    aside = set_aside(folder, lambda name: name not in _KEPT)
+    output = sorted((folder / LOGS_FOLDER).glob("output*.log"))
     if aside is not None and output:  # the launcher's lines are the job's, not this host's
         (aside / LOGS_FOLDER).mkdir()
         for path in output:

@@ -79,6 +79,7 @@ def _wait_until_gone(run_dir: Path, host: str, grace_s: float) -> int:
 
 
 def _named(run_dir: Path, host: str) -> dict[str, Any] | None:
+    """Facts of the host with this name, id or address."""
     return next((one for one in listed_hosts(run_dir) if host in (one["name"], one["id"], one["address"])), None)
 
 

@@ -43,16 +43,16 @@ def copy_in(begun: Start, job: str, look: Callable[[], Where | None]) -> Iterato
     """
     folder = begun.run_dir or private_folder(job[:16], f"{begun.host}-standby")
     with run_lock(folder):
-        words = _make_ready(folder, job, begun.token, anew=not begun.agent)
+        words = _make_ready(folder, job, begun.token, agent_runs=bool(begun.agent))
         if words:
             print(words, file=sys.stderr, flush=True)
         _fill(folder, begun, look)
         yield folder
 
 
-def _make_ready(folder: Path, job: str, token: bytes, *, anew: bool = True) -> str:
-    """Prepare the folder; returns words for the user if old contents were set aside. anew: no process of the job runs
-    here yet that follows the head's address."""
+def _make_ready(folder: Path, job: str, token: bytes, *, agent_runs: bool = False) -> str:
+    """Prepare the folder; returns words for the user if old contents were set aside. agent_runs: the agent of this
+    host, which follows the address of the head in this folder, runs already."""
     words = ""
     try:
         if kept_apart(folder, job):
@@ -60,7 +60,7 @@ def _make_ready(folder: Path, job: str, token: bytes, *, anew: bool = True) -> s
         own = folder / OWN_FOLDER
         for path in (own, folder / LOGS_FOLDER, folder / CHECKPOINTS_DIR):
             path.mkdir(parents=True, exist_ok=True)
-        if anew:
+        if not agent_runs:
             (folder / COORDINATOR_FILE).unlink(missing_ok=True)
         wire.write_token(folder / TOKEN_FILE, token)
         for role in PEOPLE:

@@ -51,6 +51,7 @@ class Entry:
         return self.offset + self.numel + (1 if self.kind == "buffer" else 0)
 
     def view(self, flat: Tensor) -> Tensor:
+        """The entry's part of a whole flat vector, in its shape."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
 

@@ -102,6 +102,7 @@ class _Attributes:
                 watched.module, self._seen = modules[name], None
 
     def remember(self) -> None:
+        """Remember the last look, which later looks are compared with."""
         self._fields, self._plain, self._packed, self._others = [], [], [], []
         for watched in self.of.values():
             fields = vars(watched.module)

@@ -60,6 +60,7 @@ class ShardLinear(nn.Module):
         self.bias: Tensor | None = None
 
     def hold(self, weight: Tensor | None, bias: Tensor | None) -> None:
+        """Set the weight and bias of the next call."""
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:

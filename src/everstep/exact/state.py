@@ -161,6 +161,7 @@ class ModelState:
 
     @property
     def n_blocks(self) -> int:
+        """Number of blocks of the image that `manifest` made last."""
         return self._live().n_blocks
 
     def manifest(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from everstep.base.own_pages import own_pages
 from everstep.exact.layout import aligned_like
 
-LyingBlock = memoryview | Callable[[], memoryview]
+HeldBlock = memoryview | Callable[[], memoryview]
 """Bytes, or what reads them where they lie."""
 Landing = tuple[memoryview, Callable[[], None]]
 """Memory that is written, and what is to be called then."""
@@ -44,7 +44,7 @@ class OtherHosts(Protocol):
 class RoomThere(Protocol):
     """Room of which each of them has a part."""
 
-    def put(self, offset: int, data: memoryview) -> LyingBlock:
+    def put(self, offset: int, data: memoryview) -> HeldBlock:
         """Have these bytes lie where they belong. From any thread."""
 
 
@@ -89,6 +89,7 @@ class StateMemory:
         return [(view, _nothing)] if self.others is None else self.others.landing(view)
 
     def changes(self) -> None:
+        """All of the state is about to be another one."""
         if self.others is not None:
             self.others.let_go()
 

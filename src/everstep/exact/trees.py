@@ -29,6 +29,7 @@ class Bundle:
     meta: bytes
 
     def tree(self, tensors: Sequence[Tensor] | None = None) -> Any:
+        """The tree, with these tensors in the places of its own."""
         node, _ = msgspec.msgpack.decode(self.meta, strict=False)
         return _build(node, self.tensors if tensors is None else tensors)
 

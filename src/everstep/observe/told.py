@@ -91,6 +91,7 @@ class Telling:
 
     @property
     def first(self) -> int | None:
+        """Lowest step that is known to have been told."""
         return self._steps.first
 
     def assume(self, step: int) -> None:

@@ -210,6 +210,7 @@ class EitherChannel:
         self._near.spread(step, stage, ways.relayed, relayed=True)
 
     def forget(self, step: int) -> None:
+        """Messages of steps up to this one may be overwritten."""
         self._near.forget(step)
         if self._far is not None:
             self._far.forget(step)

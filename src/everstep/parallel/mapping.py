@@ -76,6 +76,7 @@ _SYSCALL.argtypes = (
 
 
 def _wake(address: int) -> None:
+    """Wake all threads that sleep on the word at `address`."""
     if _FUTEX is not None:
         _SYSCALL(_FUTEX, address, _WAKE, 0x7FFFFFFF, None, None, 0)
 

@@ -310,6 +310,7 @@ class _Call:
         return sock
 
     def give_up(self) -> None:
+        """Hang up, if it has not been handed over."""
         if self._sock is not None:
             self._sock.close()
             self._sock = None

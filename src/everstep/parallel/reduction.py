@@ -125,6 +125,7 @@ class Flats:
         self._giving = threading.Lock()
 
     def begin(self, step: int) -> None:
+        """This worker begins a step, or goes on with it."""
         if step != self._step:
             with self._giving:
                 self._step = step

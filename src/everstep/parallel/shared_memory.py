@@ -249,6 +249,7 @@ class SharedMemoryTransport:
         return self.own_result(step)
 
     def give_back(self, step: int, first: int, last: int) -> None:
+        """Give back the memory of the blocks [first, last) of all own nodes of the step."""
         self._slots.give_back(step, first, last)
 
     def held(self, worker_id: int, slot: int) -> torch.Tensor:
@@ -449,6 +450,7 @@ class NodeSlots:
         self._given, self._lost = set(), self._lost | self._given
 
     def lost(self, step: int) -> frozenset[Node]:
+        """Those nodes of the step, once: the caller fills them again."""
         found, self._lost = self._lost, set()
         return frozenset(found if step == self._step else ())
 

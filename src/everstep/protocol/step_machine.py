@@ -88,6 +88,7 @@ class StepMachine:
         self._deciding = Deciding(known, contributing, entering, switching)
 
     def handle(self, event: StepEvent) -> list[StepEffect]:
+        """Take one event. Returns the effects, to be carried out in order."""
         phases, handler_of, name, reach = BY_EVENT[type(event)]
         before = self.phase
         if before not in phases:

@@ -85,6 +85,7 @@ class History:
 
     @property
     def name(self) -> str:
+        """Name of the run for people: the last part of its path."""
         return self.run_dir.resolve().name or str(self.run_dir)
 
     @property

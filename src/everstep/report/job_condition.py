@@ -65,6 +65,7 @@ class JobCondition:
         self.stopping = Trouble(since_ns, reason_text(event.get("reason")))
 
     def end(self, exit_code: int | None, time_ns: int) -> None:
+        """The job is over; nothing is under way any more."""
         self.exit_code, self.ended_ns = exit_code, time_ns
         self.stopping = self.started_ns = self.waiting_ns = self.fault_ns = None
 

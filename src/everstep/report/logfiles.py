@@ -40,6 +40,7 @@ class LogLine:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def at_least(self, level: str) -> bool:
+        """Whether the line has this level or a graver one."""
         return LEVELS.index(self.level) >= LEVELS.index(level)
 
     def has(self, text: str) -> bool:

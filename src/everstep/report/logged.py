@@ -22,6 +22,7 @@ class Logged:
     newest: dict[str, float] = field(default_factory=dict)
 
     def take(self, event: Event, step: int, time_ns: int) -> None:
+        """Take in a committed step, or numbers of the leader after it."""
         if "grad_norm" in event:
             self._add(GRADIENT_NORM, event["grad_norm"], step, time_ns)
         for name, value in as_dict(event.get("metrics")).items() if "metrics" in event else ():

@@ -132,6 +132,7 @@ def _page(title: str, body: Iterable[str]) -> str:
 
 
 def _section(title: str, *parts: str) -> str:
+    """A part of the page; empty if it has nothing to show."""
     if not any(parts):
         return ""
     return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"

@@ -54,6 +54,7 @@ class Series:
             self.version += 1
 
     def at(self, x: float) -> int | None:
+        """The index of the first point at or beyond x."""
         found = bisect.bisect_left(self.x, x)
         return found if found < len(self.x) else None
 

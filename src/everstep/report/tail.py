@@ -87,6 +87,7 @@ class Tail:
                 yield self._split(data)
 
     def lines(self) -> Iterator[bytes]:
+        """All lines appended since the last call, one by one."""
         return (line for lines in self.read(EVERYTHING) for line in lines)
 
     def objects(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:

@@ -80,6 +80,7 @@ class Usage:
         self._rows: dict[tuple[str, int], Newest] = {}
 
     def take(self, line: Mapping[str, Any]) -> None:
+        """Take in one line: all workers of a host at one moment."""
         time_ns = whole_number(line.get("t"))
         rows = line.get("workers")
         if not time_ns or not isinstance(rows, list):

@@ -247,6 +247,7 @@ class MemoryKills:
         self._count = count
 
     def lately(self, now_s: float) -> bool:
+        """Whether a process was killed in the last seconds."""
         self.look(now_s)
         return self._rose_s is not None and now_s - self._rose_s <= _LATELY_S
 

@@ -86,6 +86,7 @@ class LineTrace:
         self._rows = self.parts.setdefault(part, [])
 
     def watch(self, tensors: Sequence[Tensor]) -> None:
+        """Note the number of writes to these tensors with each line."""
         self.watched = tensors
 
     def _call(self, frame: FrameType, _event: str, _arg: Any) -> Any:

@@ -160,6 +160,7 @@ def _refill(value: Any, saved: Any) -> bool:
 
 
 def _state_of(value: Any) -> Any:
+    """State of the value; None if the value is its own state."""
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, random.Random):

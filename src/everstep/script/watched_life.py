@@ -81,6 +81,7 @@ class LifeNotes:
             self._trace.watch([buffers[self._watch.buffer]] if self._watch.buffer in buffers else parameters)
 
     def turn(self, step: int) -> None:
+        """The step after this one is about to begin."""
         self._ambient.turn(step)
         if self._trace is not None and self._watch.trace == RUN:
             self._trace.mark(str(step))

@@ -64,6 +64,7 @@ class SimTaking:
         self._carry_out(self._taker.begin())
 
     def uses(self, connection: SimConnection) -> bool:
+        """Whether the connection may still carry something for this."""
         return connection in self._lines.values()
 
     def close(self) -> None:

@@ -132,6 +132,7 @@ class SimRecords:
             raise PromiseBroken(f"P1: states after step {doubt} are in doubt since generation {before}, not in {plan}")
 
     def contributed(self, generation: int, tag: Tag, worker_id: int, payload: bytes) -> None:
+        """A member gives its record for a decision of this generation."""
         if tag.kind == "decide":
             made = self.exchanged.setdefault(Key(tag.step, tag.seq), {})
             made.setdefault(generation, {})[worker_id] = decode_record(payload)
@@ -183,6 +184,7 @@ class SimRecords:
         return said
 
     def copies(self, records: Mapping[int, Record]) -> dict[int, set[int]]:
+        """States of all copies of each stage before the step."""
         copies: dict[int, set[int]] = {}
         for record in records.values():
             for stage, state in self.vote(record.payload).states:
@@ -211,6 +213,7 @@ class Taint:
         self.unnoticed = True
 
     def applies(self, who: WorkerKey, step: int, records: Mapping[int, Record]) -> None:
+        """A worker is about to apply a step, decided by these records."""
         for stage, digests in self.records.said(Key(step, 0), records).items():
             alike = stage > _PROBED or len(digests) == 1
             if not alike:

@@ -132,6 +132,7 @@ class SimLanes:
         return {node: _total(node, held) for node in cover(plan.lanes_of(self.life.me.worker_id, stage), plan.lanes)}
 
     def _compute(self, operation: Compute) -> None:
+        """Compute these lanes at all own seats that they pass through."""
         plan, step, me = operation.plan, operation.step, self.life.me.worker_id
         if step != self.life.state.at + 1:
             raise AssertionError(f"{self.life.me} is to compute step {step} at state {self.life.state.at}")
@@ -449,6 +450,7 @@ class Spreading:
             self._look(self.life.operation)
 
     def _lacking(self, operation: do.Spread) -> set[int]:
+        """Workers that have not sent all of their parameters yet."""
         plan, me, step = operation.plan, self.life.me.worker_id, operation.step
         givers = {k: _givers(plan, k, me) for k in plan.stages_of(me)}
         return {who for k, of in givers.items() for block, who in of.items() if (step, k, block) not in self._came}

@@ -267,6 +267,7 @@ class _Asker:
         self.given = given
 
     def has_all(self) -> None:
+        """Note that it has all blocks that it was given."""
         self.had = True
 
 
@@ -290,6 +291,7 @@ class SimDonor:
         life.install({do.OfferFeeds: self._offer, do.CutFeeds: lambda effect: self._tell(giver.WentElsewhere())})
 
     def uses(self, connection: SimConnection) -> bool:
+        """Whether the connection may still carry something for this."""
         return any(connection is asker.connection for asker in self.askers)
 
     def _accept(self, connection: SimConnection) -> None:

@@ -41,6 +41,7 @@ class Fetcher:
         life.install({("abort", kind): self._leave for kind in (do.Fetch, do.Restore, do.Finish)})
 
     def uses(self, connection: SimConnection) -> bool:
+        """Whether the connection may still carry something for this."""
         return self._taking is not None and self._taking.uses(connection)
 
     def _restore(self, operation: do.Restore) -> None:
@@ -69,6 +70,7 @@ class Fetcher:
         self._next(operation)
 
     def _stop(self) -> None:
+        """Stop all transfers; they are not wanted any more."""
         if self._taking is not None:
             self._taking.close()
             self._taking = None
@@ -250,6 +252,7 @@ class Follower:
         life.install({do.Watch: lambda operation: self._look(), do.Adopt: self._adopt, do.Replay: self._replay})
 
     def uses(self, connection: SimConnection) -> bool:
+        """Whether the connection may still carry something for this."""
         return any(feed.taking.uses(connection) for feed in self.feeds)
 
     def _open(self, operation: do.OpenFeeds) -> None:

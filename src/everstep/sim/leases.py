@@ -116,6 +116,7 @@ class SimCandidate(SimCoordinator):
     # ---- events and effects
 
     def feed(self, event: CoordinatorEvent) -> None:
+        """Give the machine one event, if it may still decide."""
         if not self.serves or not self.alive:
             return
         candidate, now = self._candidate, self.world.now_ns

@@ -194,6 +194,7 @@ class SimState:
         self.stages[stage] = without(self.stages[stage], lost)
 
     def reduced(self, step: int, gradients: dict[int, SimReduced]) -> None:
+        """The gradient of a step is complete, for all own stages."""
         for stage, gradient in gradients.items():
             if None in self.stages[stage] and not self.job.copies:
                 continue

@@ -56,6 +56,7 @@ class Mesh:
         return self.life.driver.standing.plan
 
     def uses(self, connection: SimConnection) -> bool:
+        """Whether the connection may still carry something for this."""
         return connection in self.out.values() or any(connection is c for _, c in self.incoming)
 
     @property
@@ -317,12 +318,14 @@ class Ties:
             require(answer.values == known, "P3", f"{self.life.me} meets {answer.values} in {generation}, not {known}")
 
     def show_stacks(self) -> None:
+        """From now on its pulses say where it stands still."""
         self.at = "task.py:7"
 
     def _plan(self) -> Plan | None:
         return self.life.driver.standing.plan
 
     def uses(self, connection: SimConnection) -> bool:
+        """Whether the connection may still carry something for this."""
         return self.client.connection is connection
 
     def pulse(self) -> wire.WorkerPulse:

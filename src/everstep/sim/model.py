@@ -79,6 +79,7 @@ class SimJob:
         return any(at == step for at, _ in self.nonfinite)
 
     def leaves_out(self, step: int) -> bool:
+        """Whether the update of a step is not made."""
         return self.on_nonfinite != "warn" and self.strange(step)
 
     def ends_with(self, step: int) -> bool:
@@ -189,6 +190,7 @@ def _bit(state: Blocks) -> int:
 
 
 def _units(state: Blocks) -> list[Blocks]:
+    """State of each unit of a stage that is whole."""
     if None in state:
         raise InvariantViolation(f"nothing is computed from a state that lacks blocks: {state}")
     return [tuple((value,) for value in unit) for unit in zip(*state, strict=True)]  # type: ignore[arg-type]

@@ -169,6 +169,7 @@ def _first_words(injector: SimInjector, fault: SimFault, worker: SimWorker | Non
 
 
 def _compiles(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """A worker compiles: it stands still for longer than others may."""
     for one in injector.control.live_workers()[:1]:
         if one.frozen_ns is None:
             one.ties.compile(True)

@@ -30,6 +30,7 @@ class Effects:
         self.floor = min(self.floor, step)
 
     def release(self, who: WorkerKey, position: Key, step: int, effect: int) -> None:
+        """The effects of a step leave a worker that has decided `position`."""
         if not (position > Key(step, 0)):
             raise PromiseBroken(f"P2: {who} released step {step} at {position}: others may lack it")
         known = self.effects.setdefault(step, effect)

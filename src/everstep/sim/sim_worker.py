@@ -211,6 +211,7 @@ class SimWorker(Life):
         self.handle(BlocksLost(stage, lost))
 
     def uses(self, connection: SimConnection) -> bool:
+        """Whether the connection may still carry something for this."""
         return any(part.uses(connection) for part in self._users)
 
     def look(self) -> None:

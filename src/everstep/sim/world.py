@@ -247,6 +247,7 @@ class SimConnection:
         self._receive[index], self._lost[index] = receive, lost
 
     def send(self, side: Process, message: Any) -> None:
+        """Send a message from one side to the other."""
         if not self.open:
             return
         to = int(side is self.ends[0])

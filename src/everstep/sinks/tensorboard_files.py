@@ -71,6 +71,7 @@ class TensorBoardFiles(Sink):
         self._writer.flush()
 
     def end(self, state: str) -> None:
+        """Write the state as the outcome of the trial."""
         if state in OVER:
             status = 1 if state == "completed" else 2  # api.proto: STATUS_SUCCESS, STATUS_FAILURE
             ended = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=self._last_ns / 1e9)

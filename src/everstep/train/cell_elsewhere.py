@@ -25,7 +25,7 @@ from torch import Tensor
 
 from everstep.base.errors import CheckpointCorrupt
 from everstep.exact.digest import digest_with
-from everstep.exact.state_memory import Landing, LyingBlock
+from everstep.exact.state_memory import HeldBlock, Landing
 from everstep.parallel.cell_memory import CellMemory, SharedPlace
 from everstep.runtime.host.cell_doors import CellPlan, PartLines
 
@@ -335,7 +335,7 @@ class PartRoom:
         self._lines, self._nbytes, self._number = lines, nbytes, next(_numbers)
         weakref.finalize(self, _left, lines.plan, self._number, range(len(lines.plan.doors)))
 
-    def put(self, offset: int, data: memoryview) -> LyingBlock:
+    def put(self, offset: int, data: memoryview) -> HeldBlock:
         plan = self._lines.plan
         part = offset * len(plan.doors) // self._nbytes
         if part == plan.part:

@@ -54,6 +54,7 @@ class ElasticOrder:
         return left if self.steps is None else min(left, self.steps)
 
     def samples(self, step: int, lane: int) -> LaneSamples:
+        """Samples of a coming step, if the number of workers stays as it is."""
         first = self.position + (step - self.step - 1) * self.global_batch + lane * self.micro_batch
         last = first + self.micro_batch
         if self.end is not None:

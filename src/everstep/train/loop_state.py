@@ -46,6 +46,7 @@ class LoopMoves:
         self._tensors = tensors
 
     def enter(self, number: int) -> None:
+        """The body is about to be entered, for this step."""
         self._round = number
 
     def reach(self) -> bool:

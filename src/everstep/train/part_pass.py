@@ -157,6 +157,7 @@ class PartPass:
         return self.part == self._spec.n_parts - 1
 
     def begin_step(self, step: int) -> None:
+        """Begin a step: nothing of another one is in flight."""
         self.guard.begin_step(step)
         self.watch.begin_step()
         self.accumulator.begin_lanes(step)

@@ -68,6 +68,7 @@ class Whole:
 
     @staticmethod
     def of(model: nn.Module) -> Whole:
+        """Facts of a model that has all its modules."""
         entries = ModelState(model).live_tensors()[0]
         named = [(e.name.removeprefix(_MODEL), e) for e in entries if e.name.startswith(_MODEL)]
         tensors = tuple((name, e.dtype, e.shape) for name, e in named if not is_extra(name))

@@ -126,6 +126,7 @@ class StageLanes:
         self._reports[lane] = LaneReport(lane, 0.0, 1.0, count, use)
 
     def note(self, report: LaneReport) -> None:
+        """Note the report of a lane whose loss was computed here."""
         self._reports[report.lane] = report
 
     # ---- passes of a model that is split

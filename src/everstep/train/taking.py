@@ -25,7 +25,7 @@ from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.checkpoint.vault import Kept, StageState
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, sizes_of
-from everstep.exact.state_memory import LyingBlock, RoomThere
+from everstep.exact.state_memory import HeldBlock, RoomThere
 from everstep.placement.shards import share as share_of
 from everstep.protocol.driver.hearing import FOREVER
 from everstep.protocol.driver.operations import Keep
@@ -136,7 +136,7 @@ class _Rooms:
         if self._make_room is not None:
             self._rooms = {k: self._make_room(state.n_blocks * BLOCK_BYTES) for k, state in states.items()}
 
-    def put(self, stage: int, index: int, data: memoryview) -> LyingBlock:
+    def put(self, stage: int, index: int, data: memoryview) -> HeldBlock:
         room = self._rooms.get(stage)
         try:
             return data if room is None else room.put(index * BLOCK_BYTES, data)
@@ -305,17 +305,17 @@ class Taking:
 
 def own_blocks(
     manifest: Mapping[str, Any], missing: Extents = NONE, own: Iterable[Held] = ()
-) -> list[LyingBlock | None]:
+) -> list[HeldBlock | None]:
     """A stage's blocks as far as they are here, where they are those of the manifest; of those missing, none."""
-    blocks: list[LyingBlock | None] = [None] * len(manifest["blocks"])
+    blocks: list[HeldBlock | None] = [None] * len(manifest["blocks"])
     for n, _, data in _sound(manifest, missing, own):
         blocks[n] = data
     return blocks
 
 
-def own_sources(manifest: Mapping[str, Any], own: Iterable[Held]) -> list[LyingBlock | None]:
+def own_sources(manifest: Mapping[str, Any], own: Iterable[Held]) -> list[HeldBlock | None]:
     """By block, what reads it from the snapshot that has it as the manifest says."""
-    sources: list[LyingBlock | None] = [None] * len(manifest["blocks"])
+    sources: list[HeldBlock | None] = [None] * len(manifest["blocks"])
     for n, readable, _ in _sound(manifest, NONE, own):
         sources[n] = partial(readable.read_block, n)
     return sources

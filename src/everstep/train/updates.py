@@ -68,6 +68,7 @@ class Updates:
         }
 
     def begin_step(self) -> None:
+        """The loop is about to ask for a step."""
         self._began_ns = time.monotonic_ns()
 
     # ---- operations

@@ -12,7 +12,7 @@ from everstep.checkpoint.vault import StageState, Vault
 from everstep.exact.image import sizes_of
 from everstep.exact.snapshot import Snapshot
 from everstep.exact.state import ModelState
-from everstep.exact.state_memory import LyingBlock
+from everstep.exact.state_memory import HeldBlock
 
 
 def snapshot(state: ModelState) -> Snapshot:
@@ -130,7 +130,7 @@ def test_who_still_reads_what_has_gone_is_told_so() -> None:
 def test_blocks_that_came_go_one_after_the_other_as_they_are_loaded() -> None:
     state, mine, left = make_state(1), make_state(2), list[int]()
 
-    class Came(list[LyingBlock | None]):
+    class Came(list[HeldBlock | None]):
         def __setitem__(self, index: object, block: object) -> None:
             super().__setitem__(index, block)  # type: ignore[call-overload]
             left.append(sum(block is not None for block in self))

@@ -186,28 +186,28 @@ def test_a_worker_that_is_not_needed_is_a_spare() -> None:
     assert {w["worker_id"]: w["role"] for w in workers_of(facts)} == {0: "leader", 1: "joining", 2: "joining"}
 
 
-def test_plain_lines() -> None:
+def plain_lines(log_every: int) -> list[str]:
     out = io.StringIO()
-    display, facts = PlainDisplay(2, FinalStep(4), out), Facts()
+    display, facts = PlainDisplay(log_every, FinalStep(4), out), Facts()
     for one in JOB:
         facts.take(one)
         display.event(one, facts)
-    lines = out.getvalue().splitlines()
+    return out.getvalue().splitlines()
+
+
+def test_plain_lines() -> None:
+    lines = plain_lines(2)
     steps = [line for line in lines if line.startswith("step ")]
     assert steps[0] == "step 2/4  loss 1.5000  64 samples/s  eta 2s  generation 1"
     assert [line.split()[1] for line in steps] == ["2/4", "4/4"]
     assert "worker 0 was evicted: killed by SIGKILL" in lines
-    assert "\x1b" not in out.getvalue()
+    assert "\x1b" not in "".join(lines)
 
 
 def test_log_every_0_means_no_progress_lines() -> None:
-    out = io.StringIO()
-    display, facts = PlainDisplay(0, FinalStep(4), out), Facts()
-    for one in JOB:
-        facts.take(one)
-        display.event(one, facts)
-    assert "worker 0 was evicted: killed by SIGKILL" in out.getvalue()
-    assert [line for line in out.getvalue().splitlines() if line.startswith("step ")] == []
+    lines = plain_lines(0)
+    assert "worker 0 was evicted: killed by SIGKILL" in lines
+    assert [line for line in lines if line.startswith("step ")] == []
 
 
 def test_a_full_disk_is_told_though_no_event_is(monkeypatch: pytest.MonkeyPatch) -> None:

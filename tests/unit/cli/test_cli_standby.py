@@ -68,7 +68,7 @@ def test_what_is_of_before_is_set_aside_but_for_what_is_still_of_use(tmp_path: P
     for name in (JOB_FILE, "events.jsonl", "lock", f"{OWN_FOLDER}/{SOURCE_FILE}", *lines, *kept):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert "previous-1" in standby_fill._make_ready(tmp_path, JOB, bytes(32), anew=False)
+    assert "previous-1" in standby_fill._make_ready(tmp_path, JOB, bytes(32), agent_runs=True)
     assert all((tmp_path / name).exists() for name in kept)
     assert (tmp_path / "previous-1" / "events.jsonl").exists() and not (tmp_path / "events.jsonl").exists()
     assert all((tmp_path / "previous-1" / name).exists() and not (tmp_path / name).exists() for name in lines)

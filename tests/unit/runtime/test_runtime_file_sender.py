@@ -293,7 +293,7 @@ def test_weights_are_sent_as_others_where_a_file_has_one_name_only(
     def refuses(path: Path, other: Path) -> None:
         raise PermissionError("no links here")
 
-    monkeypatch.setattr(agent_files, "name_too", refuses)
+    monkeypatch.setattr(agent_files, "hard_link", refuses)
     wire = Wire(tmp_path, str(tmp_path / "job"))
     (wire.own / "final").mkdir()
     (wire.own / "final" / "digest.json").write_text("{}")

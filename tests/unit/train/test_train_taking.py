@@ -18,7 +18,7 @@ from everstep.base.ports import Piece, Reduced
 from everstep.exact.image import BLOCK_BYTES, sizes_of
 from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.exact.state import ModelState
-from everstep.exact.state_memory import LyingBlock, RoomThere
+from everstep.exact.state_memory import HeldBlock, RoomThere
 from everstep.protocol.driver import operations as do
 from everstep.protocol.messages import MAX_FRAME_BYTES
 from everstep.protocol.moving.giver import JointAsk
@@ -128,7 +128,7 @@ class Apart:
     def __init__(self, nbytes: int) -> None:
         self.there = bytearray(nbytes)
 
-    def put(self, offset: int, data: memoryview) -> LyingBlock:
+    def put(self, offset: int, data: memoryview) -> HeldBlock:
         if not offset // BLOCK_BYTES % 2:
             return data
         self.there[offset : offset + len(data)] = data

@@ -52,6 +52,7 @@ class HostProcess:
             return own, int(sock.getsockname()[1])
 
     def run(self, launch: tuple[Any, ...], job_at: str, towards: str, token: str) -> int:
+        """Run the process until it ends. Returns the exit code."""
         found = Launch(*launch)
         words = arguments(found, self._number, job_at, self.where(towards)[0])
         command = own_command(MODULE, str(os.getpid()), *words)

@@ -63,6 +63,7 @@ class Agreement:
         return self.plan.has(key) or self.is_prepared(key)
 
     def is_prepared(self, key: WorkerKey) -> bool:
+        """Whether this life is a member of the prepared plan, if there is one."""
         return self.prepared is not None and self.prepared.has(key)
 
     def known_as(self, said: PlanName) -> Plan | None:

@@ -53,6 +53,7 @@ class Cells:
         return [self.shape(i).ranks for i in worker_ids] if self._shapes else []
 
     def replay(self, worker_id: int, ranks: int) -> None:
+        """An earlier life of the coordinator has made a cell smaller."""
         found = next((shape for shape in self._env.config.hosts.cells if shape.ranks == ranks), None)
         if found is not None:
             self._shapes[worker_id] = found

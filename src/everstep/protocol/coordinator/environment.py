@@ -183,6 +183,7 @@ class Environment:
             self._effects.insert(self.said if at is None else at, Send(connection, message))
 
     def knows(self, connection: str, plan: Plan) -> None:
+        """Note that the other end of the connection has this plan."""
         self._effects.append(Knows(connection, plan))
 
     def send_all(self, message: AnyMessage) -> None:

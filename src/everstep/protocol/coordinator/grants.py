@@ -59,6 +59,7 @@ class Grants:
         return [max(n, self._newest[i].first) for i, n in least.items()]
 
     def replay(self, worker_id: int, grant: Grant) -> None:
+        """Take a grant of an earlier life of the coordinator."""
         self._take(worker_id, grant)
 
     def _next(self, worker_id: int, agent: Agent, least: int) -> Grant:

@@ -29,10 +29,12 @@ class Leaving:
         self._on: dict[WorkerKey, tuple[int, int]] = {}
 
     def left(self, key: WorkerKey, step: int) -> None:
+        """A member has left its loop after this step."""
         self._left[key] = step
         self._env.alarms.set(Alarm.LEFT, self._env.now + FOLLOW_NS)
 
     def entered(self, key: WorkerKey, generation: int, step: int, loop: str) -> None:
+        """A member has settled at this step, and reports what its loop does."""
         self._left.pop(key, None)
         if loop == "left":
             self.left(key, step)

@@ -103,6 +103,7 @@ class Worker:
         self.step = max(self.step, step)
 
     def healed(self, step: int) -> None:
+        """The worker follows the members from this step on."""
         self.step = step
 
     def ordered(self, now_ns: int) -> None:
@@ -149,6 +150,7 @@ class Membership:
         return [worker for key in keys if (worker := self.alive(key)) is not None]
 
     def newer(self, key: WorkerKey) -> bool:
+        """Whether a newer life of the same slot is known."""
         known = self.workers.get(key.worker_id)
         return known is not None and known.key.incarnation > key.incarnation
 
@@ -158,6 +160,7 @@ class Membership:
         return 1 + (fenced if known is None else max(fenced, known.key.incarnation))
 
     def add(self, key: WorkerKey, host: str = "") -> Worker:
+        """Add a new life of a slot that had none, or whose last one is over."""
         self._env.change()
         worker = self.workers[key.worker_id] = Worker(key, host=host)
         self._to_come[key.worker_id] = worker
@@ -204,6 +207,7 @@ class Membership:
             (self.alive(member.key) or self.add(member.key)).restore(member, agent_id)
 
     def replay_evict(self, key: WorkerKey, cause: Cause) -> None:
+        """An earlier life of the coordinator declared this life over."""
         self._fenced[key.worker_id] = max(key.incarnation, self._fenced.get(key.worker_id, -1))
         self._fenced_for[key.worker_id] = cause
         worker = self.workers.get(key.worker_id)
@@ -305,6 +309,7 @@ class Agent:
 
     @property
     def draining(self) -> bool:
+        """Whether the agent has to give up its slots."""
         return self.drained in ("asked", "emptied", "told")
 
     @property
@@ -440,6 +445,7 @@ class Agents:
         agent.exited(key)
 
     def remove(self, agent_id: str) -> None:
+        """An agent is given up because it is silent."""
         self.version += 1
         agent = self._forget(agent_id)
         self.whereabouts.give_up(agent_id, agent.host, {name: other.detector for name, other in self.known.items()})

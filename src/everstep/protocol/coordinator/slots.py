@@ -98,6 +98,7 @@ class Slots:
         self._owners[worker_id] = agent_id
 
     def revive(self, worker_id: int) -> None:
+        """The slot has a new life, though it may have been given up."""
         self._env.change()
         self._version += worker_id in self.lost
         self.lost.pop(worker_id, None)
@@ -177,6 +178,7 @@ class Slots:
     # ---- from the journal
 
     def replay_lost(self, worker_id: int, reason: str) -> None:
+        """An earlier life of the coordinator gave this slot up."""
         self.lost[worker_id] = reason
 
     def restore(self, worker_ids: Iterable[int]) -> None:

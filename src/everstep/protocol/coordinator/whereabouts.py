@@ -51,6 +51,7 @@ class Whereabouts:
         return self._doubted_until_ns.get(agent_id, 0) > self._env.now
 
     def heard(self, agent_id: str) -> None:
+        """An agent was heard, so its host is alive."""
         if self._doubted_until_ns.pop(agent_id, None) is not None:
             self._env.change()
 

@@ -209,6 +209,7 @@ class Comparing:
     # ---- results
 
     def learn(self, plan: Plan) -> None:
+        """Take the steps at which all were alike from the plan."""
         self._heard |= {step for step, _, _ in plan.alike} - self._alike.keys()
         for step, stage, digest in plan.alike:
             self._note(step, {stage: digest})

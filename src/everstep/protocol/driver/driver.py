@@ -84,12 +84,14 @@ class Driver:
         return self._parts.proven(number)
 
     def progress(self, number: int, step_ms: float, committed_unix_ns: int = 0) -> wire.AnyMessage:
+        """The job's progress, as a message of this generation."""
         at = {"step": number, "step_ms": step_ms, "committed_unix_ns": committed_unix_ns}
         return self._parts.out.signed(wire.Progress, generation=self.machine.generation, **at)
 
     # ---- events
 
     def handle(self, now_ns: int, event: object) -> list[do.Effect]:
+        """Take one event. Returns the effects, to be carried out in order."""
         out, machine = self._parts.out, self.machine
         out.times.tick(now_ns)
         self._events.get(type(event), self._asked)(event)

@@ -23,6 +23,7 @@ class MachineQueue:
         return bool(self._effects)
 
     def feed(self, *events: step.StepEvent) -> None:
+        """Hand events to the machine and queue its effects."""
         for event in events:
             effects = self._machine.handle(event)
             if not effects:

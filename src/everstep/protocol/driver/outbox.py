@@ -44,6 +44,7 @@ class Outbox:
         self._count = 0
 
     def put(self, effect: do.Effect) -> None:
+        """Add an effect, which is carried out at once."""
         self._effects.append(effect)
 
     def start(self, make: type[do.Operation], generation: int, *args: Any) -> None:
@@ -69,6 +70,7 @@ class Outbox:
         return kind(worker_id=self.me.worker_id, incarnation=self.me.incarnation, **fields)
 
     def send(self, message: wire.AnyMessage, *, lasting: bool = True) -> None:
+        """Send a message as it is to the coordinator."""
         if lasting:
             self.standing = (*(m for m in self.standing if type(m) is not type(message)), message)
         self._effects.append(do.Tell(message))

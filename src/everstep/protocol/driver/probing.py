@@ -202,6 +202,7 @@ class LanesGiven:
         return {lane: said for lane, said in found.items() if said}
 
     def drop(self, step: int) -> None:
+        """Drop the results of lanes of this step and older ones."""
         if self._step <= step:
             self._step = 0
 

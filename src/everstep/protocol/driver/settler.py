@@ -75,6 +75,7 @@ class Settler:
     # ---- regroup
 
     def leave(self, generation: int) -> None:
+        """Cut the transfers of a generation that is over."""
         self._out.put(do.Cut(generation))
         self.unshelve()
 

@@ -40,6 +40,7 @@ class Contributing:
     # ---- the application
 
     def asked_for(self, event: StepWanted | GatherWanted) -> list[StepEffect]:
+        """The application asks for a step or a gather."""
         if self.asked is not None:
             raise InvariantViolation(f"{event} before {self.asked} was answered")
         early = self._known.decisions.answer_early() if isinstance(event, GatherWanted) else None

@@ -38,6 +38,7 @@ class Decisions:
         return dict(self._arrived.get(key, {}))
 
     def take(self, key: Key, records: Mapping[int, Record]) -> list[StepEffect]:
+        """Take a decision for which all records have come."""
         self._before = self.position, self.records
         return self.move(key, records)
 

@@ -60,6 +60,7 @@ class Plans:
         return self._prepared.get(generations.pop())
 
     def decide(self, switch: Plan | None) -> None:
+        """Set the plan to switch to after the update."""
         self.switch = switch
 
     def follow(self, generation: int, plan: Plan | None) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.base.below import name_too, write_atomically
+from everstep.base.below import hard_link, write_atomically
 from everstep.base.config import Config
 from everstep.base.doors import check_ports, host_of, parse_ports
 from everstep.base.errors import ConfigError
@@ -286,7 +286,7 @@ class DirectorySender(FileSender):
     def _name_there(self, name: str) -> bool:
         """Give a file its name in the directory around this one, too; False if this disk cannot do that."""
         try:
-            name_too(self._run_dir / name, self._top / name)
+            hard_link(self._run_dir / name, self._top / name)
             if comes_last(name):
                 self._named[name] = digest_of(self._run_dir / name, 1)
         except OSError:

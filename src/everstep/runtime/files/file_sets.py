@@ -31,6 +31,7 @@ class FileSet:
     whole: re.Pattern[str]
 
     def has(self, name: str) -> bool:
+        """Whether a file of this name is one of them."""
         return bool(self.grows.fullmatch(name) or self.whole.fullmatch(name))
 
     def found(self, folder: Path) -> list[tuple[str, Path]]:

@@ -255,6 +255,7 @@ class AgentLink:
         self.client.send(self._lost[worker_id])
 
     def host_failed(self, why: Why) -> None:
+        """Report that no restart on this host can help."""
         self._failed = HostFailed(agent_id=self.agent_id, **vars(why))
         self.client.send(self._failed)
 

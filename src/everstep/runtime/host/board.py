@@ -165,6 +165,7 @@ class Row:
 
     @property
     def end_asked(self) -> bool:
+        """Whether the agent has asked this life to end."""
         return bool(self._words[_ENDING])
 
     def leave(self, exit_code: int) -> None:

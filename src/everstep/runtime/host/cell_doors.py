@@ -62,6 +62,7 @@ class CellPlan:
     dropped: deque[tuple[int, int]] = field(default_factory=deque, compare=False, repr=False)
 
     def part_of(self, rank: int) -> int:
+        """The part that has this process of the worker."""
         return rank // self.each
 
 

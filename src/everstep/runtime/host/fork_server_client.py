@@ -62,6 +62,7 @@ class ForkServerClient:
 
     @classmethod
     def adopt(cls, handed: Handed) -> ForkServerClient:
+        """Take a fork server over from another process that has stopped talking to it."""
         return cls(socket.socket(fileno=handed.fd), handed.pid, heard=handed.heard, greeting=handed.greeting)
 
     def hand_over(self, board_fd: int) -> Handed:

@@ -90,6 +90,7 @@ class Workers:
         return [slot for _, slot in sorted(self._slots.items())]
 
     def none_live(self) -> bool:
+        """Whether no process runs or is about to start."""
         return not any(slot.state in ("starting", "running") for slot in self._slots.values())
 
     def none_coming(self) -> bool:
@@ -99,6 +100,7 @@ class Workers:
     # ---- slots
 
     def use(self, server: ForkServerClient) -> None:
+        """Let this fork server make the workers from now on."""
         self._server = server
         self._server_pids = {server.pid}
 

@@ -142,6 +142,7 @@ class FrameQueue:
             self._queue.append((data, passing))
 
     def pump(self, sock: socket.socket, seals: Seals) -> None:
+        """Hand the kernel as many bytes as it takes at once."""
         while self._queue:
             self._leaving = self._leaving or sealed(seals, self._queue[0][0])
             try:
@@ -178,6 +179,7 @@ class Ear:
 
     @property
     def term(self) -> int:
+        """The newest term in which any coordinator has spoken."""
         return self._terms.term
 
     def hear(self, message: AnyMessage) -> None:
@@ -275,6 +277,7 @@ class ControlClient:
 
     @property
     def term(self) -> int:
+        """The newest term in which any coordinator has spoken."""
         return self._ear.term
 
     @property

@@ -33,6 +33,7 @@ class Knocker:
         self._knocking: dict[WorkerKey, asyncio.Task[None]] = {}
 
     def knock(self, effect: Knock) -> None:
+        """Knock at an address, unless a knock there is under way."""
         if effect.key not in self._knocking:
             self._knocking[effect.key] = asyncio.get_running_loop().create_task(self._knock(effect))
 
