@@ -31,6 +31,7 @@ class Built:
     def __init__(self, stage: int) -> None:
         self.stage = stage
         self.application: dict[str, Any] = {}
+        self.state: Any = SimpleNamespace(memory=SimpleNamespace(others=None))
 
     def digest(self, number: int) -> str:
         return f"stage {self.stage}"
