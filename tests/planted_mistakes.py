@@ -402,7 +402,12 @@ EXAMPLES = (
     "my_task.py:Line",
     "mlp-digits",
     "ddpm_digits.py",
+    "gan_digits.py",
     "graph_network.py",
+    "hf_gpt2.py:GPT2",
+    "hf_resnet.py:ResNet",
     "llama_bpe.py:Llama",
+    "lora_gpt2.py",
+    "nanogpt_loop.py",
 )
 """Scripts and tasks, seen from the examples' folder, in which there is nothing to find."""

@@ -28,9 +28,19 @@ from everstep.cli.main import cli
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BESIDE = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md")
-RUN = re.compile(r"^<!-- run -->\n```(bash|python)\n(.*?)^```$", re.M | re.S)
+RUN = re.compile(r"^(<!-- run -->\n)?```(bash|python)\n(.*?)^```$", re.M | re.S)
+BEFORE = {
+    "README.md": "loop",
+    "docs/scripts.md": "loop",
+    "docs/data.md": "data",
+    "docs/migration.md": "lightning",
+    "docs/models.md": "loop",
+    "docs/stages.md": "loop",
+}
+"""What a page's blocks of Python need that bear no mark, by its name in the folder `before`: they are run, too."""
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)\)")
 LIMIT_S = 600
+INTEGRATIONS = ("huggingface.Trainer", "lightning.Trainer", "accelerate.Accelerator")
 
 
 def pages() -> list[Path]:
@@ -111,21 +121,30 @@ def _api() -> str:
         ".. autoclass:: everstep.train.run.Run()",
         "   :members: evaluate, is_main, log, stop, barrier, total_steps",
     ]
-    parts += [".. autoclass:: everstep.train.run.Step()", "   :members: backward, log, loss, metrics"]
+    parts += [".. autoclass:: everstep.train.run.Step()", "   :members: backward, log, loss, metrics, epochs_over"]
     parts += [".. autoclass:: everstep.Task", "   :members:", "   :member-order: bysource"]
-    parts += [".. autoclass:: everstep.TokenFile", ".. autoclass:: everstep.TarShards", "```", ""]
+    parts += [".. autoclass:: everstep.TokenFile", ".. autoclass:: everstep.TarShards"]
+    parts += [f".. autoclass:: everstep.integrations.{name}" for name in INTEGRATIONS]
+    parts += ["```", ""]
     return "# API\n\nWhat a script or a task uses of Everstep.\n\n" + "\n".join(parts)
 
 
+def blocks_of(page: Path) -> Iterator[list[str]]:
+    """Commands that run the blocks of a page."""
+    before = (HERE / "before" / f"{BEFORE[str(page)]}.py").read_text() if str(page) in BEFORE else ""
+    for mark, kind, text in RUN.findall((ROOT / page).read_text()):
+        if mark:
+            yield ["bash", "-euo", "pipefail", "-c", text] if kind == "bash" else [sys.executable, "-c", text]
+        elif kind == "python" and before:
+            yield [sys.executable, "-c", before + text]
+
+
 def execute(page: Path) -> int:
-    """Run the marked blocks of a page. Returns how many. Raises: SystemExit with the block that failed."""
-    blocks = RUN.findall((ROOT / page).read_text())
-    if not blocks:
-        return 0
+    """Run the blocks of a page that are to be run. Returns how many. Raises: SystemExit with the block that failed."""
+    commands = list(blocks_of(page))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     with tempfile.TemporaryDirectory(prefix="everstep-docs-") as folder:
-        for kind, text in blocks:
-            command = ["bash", "-euo", "pipefail", "-c", text] if kind == "bash" else [sys.executable, "-c", text]
+        for command in commands:
             done = subprocess.run(
                 command,
                 cwd=folder,
@@ -135,8 +154,9 @@ def execute(page: Path) -> int:
                 timeout=LIMIT_S,
             )
             if done.returncode:
-                raise SystemExit(f"{page}: a block ended with {done.returncode}:\n{text}\n{done.stdout}{done.stderr}")
-    return len(blocks)
+                said = f"{command[-1]}\n{done.stdout}{done.stderr}"
+                raise SystemExit(f"{page}: a block ended with {done.returncode}:\n{said}")
+    return len(commands)
 
 
 def main() -> None:

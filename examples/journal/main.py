@@ -69,13 +69,21 @@ def command(given):
     copies = given.redundancy_factor or workers
     if workers % copies:
         raise ValueError(f"--redundancy-factor: expected a divisor of {workers} workers, got {copies}")
-    if given.start_epoch and not (Path(given.checkpoint_dir) / "checkpoints").is_dir():
+    lanes = LANES * given.accumulation_steps
+    if copies > lanes:
+        raise ValueError(
+            f"--redundancy-factor: expected at most {lanes} workers that hold a stage, as {lanes} parts of a batch are "
+            f"added up, got {copies}: give a --redundancy-factor of at most {lanes}, or more --accumulation-steps"
+        )
+    if given.batch_size % LANES:
+        raise ValueError(f"--batch-size: expected a multiple of {LANES}, got {given.batch_size}")
+    if given.start_epoch and not given.rank and not (Path(given.checkpoint_dir) / "checkpoints").is_dir():
         raise ValueError(f"--start-epoch {given.start_epoch}: there is no checkpoint in {given.checkpoint_dir}")
     if given.log_dir and (not_written := unwritable(given.log_dir)):
         raise ValueError(f"--log-dir {given.log_dir}: {not_written}")
     batch = given.batch_size * given.accumulation_steps
     settings = {
-        "lanes": LANES * given.accumulation_steps,
+        "lanes": lanes,
         "eval_every_epochs": given.eval_freq,
         "checkpoint.disk.every_epochs": given.checkpoint_freq,
         "log_every": given.log_interval,

@@ -5,32 +5,28 @@ Public names are loaded on first use, so that `import everstep` stays cheap wher
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
 
 __all__ = ["TarShards", "Task", "TokenFile", "__version__", "join", "state"]
 
+_MODULES = {
+    "TarShards": "everstep.data.tar_shards",
+    "Task": "everstep.train.task",
+    "TokenFile": "everstep.data.token_file",
+    "join": "everstep.train.join",
+    "state": "everstep.script.loop_values",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "Task":
-        from everstep.train.task import Task
+    if name not in _MODULES:
+        raise AttributeError(f"module 'everstep' has no attribute {name!r}")
+    if sys.excepthook is sys.__excepthook__:
+        from everstep.train.script_errors import say_in_one_line
 
-        return Task
-    if name == "join":
-        from everstep.train.join import join
-
-        return join
-    if name == "state":
-        from everstep.script.loop_values import state
-
-        return state
-    if name == "TarShards":
-        from everstep.data.tar_shards import TarShards
-
-        return TarShards
-    if name == "TokenFile":
-        from everstep.data.token_file import TokenFile
-
-        return TokenFile
-    raise AttributeError(f"module 'everstep' has no attribute {name!r}")
+        say_in_one_line()
+    return getattr(import_module(_MODULES[name]), name)

@@ -21,12 +21,14 @@ _MANY = ("--workers", "2", "--min-workers", "2", "--chaos", _KILL, *_STEPS)
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        pytest.param("ddpm_digits.py", (), marks=pytest.mark.longer),
-        pytest.param("gan_digits.py", (), marks=pytest.mark.longer),
-        pytest.param("graph_network.py", (), marks=pytest.mark.longer),
-        pytest.param("llama_bpe.py:Llama", (), marks=pytest.mark.longer),
+        ("ddpm_digits.py", ()),
+        ("gan_digits.py", ()),
+        ("graph_network.py", ()),
+        ("llama_bpe.py:Llama", ()),
         ("llama_bpe.py:Llama", ("--stages", "2")),
-        pytest.param("lora_gpt2.py", (), marks=pytest.mark.longer),
+        ("lora_gpt2.py", ()),
+        ("hf_gpt2.py:GPT2", ()),
+        ("hf_resnet.py:ResNet", ()),
     ],
 )
 def test_an_example_survives_a_kill(name: str, more: tuple[str, ...], tmp_path: Path) -> None:
@@ -106,6 +108,11 @@ def test_the_journals_command_line(tmp_path: Path) -> None:
             "--num-nodes: expected at least 1",
             marks=pytest.mark.longer,
         ),
+        (
+            ("main.py", "--mode", "train", "--num-nodes", "3", "--devices-per-node", "4"),
+            "at most 8 workers that hold a s",
+        ),
+        (("main.py", "--mode", "train", "--batch-size", "100"), "--batch-size: expected a multiple of 8, got 100"),
         (("main.py", "--mode", "train", "--lr", "fast"), "error: argument --lr: invalid float value: 'fast'"),
         (("main.py", "--mode", "train", "--log-dir", "/proc/none"), "--log-dir /proc/none: No such file"),
         (("check.sh", "one", "two"), "usage: check.sh [RUN_DIR]"),

@@ -41,8 +41,8 @@ class Kept(Protocol):
 class StageState:
     """A stage's state in this worker's memory, by block; None for those that are not held here.
 
-    A block that came from others was checked then, and is checked again if it is read from another host of this worker;
-    so is one of an own snapshot.
+    A block that came from others was checked then. Who reads one checks it again, since it may lie with another host
+    of this worker, as a block of an own snapshot may.
     """
 
     made_of: dict[str, Any]
@@ -59,15 +59,9 @@ class StageState:
         return self.made_of
 
     def read_block(self, index: int) -> memoryview:
-        """Raises: CheckpointCorrupt if it is not what it was."""
         block = self.blocks[index]
         check(block is not None, f"block {index} is not held here")
-        if not callable(block):
-            return block  # type: ignore[return-value]
-        data = block()
-        if digest_bytes(data) != self.made_of["blocks"][index]:
-            raise CheckpointCorrupt(f"block {index} is not what it was")
-        return data
+        return block() if callable(block) else block  # type: ignore[return-value]
 
     def release(self) -> None:
         self.blocks.clear()
@@ -80,7 +74,10 @@ class StageState:
     def _fill(self, scatter: Scatter) -> None:
         for index, block in enumerate(self.blocks):
             if block is not None:
-                spread(self.read_block(index), scatter.views(index))
+                data = self.read_block(index)
+                if callable(block) and digest_bytes(data) != self.made_of["blocks"][index]:
+                    raise CheckpointCorrupt(f"block {index} is not what it was")
+                spread(data, scatter.views(index))
                 scatter.written(index)
                 self.blocks[index] = None
 

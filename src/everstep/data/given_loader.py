@@ -82,6 +82,7 @@ def read_data(data: Any, collate: Collate | None) -> GivenData:
             "(everstep.TokenFile, everstep.TarShards, a Dataset of yours)"
         )
     if not isinstance(data, DataLoader):
+        _refuse_loader_inside(data)
         _refuse_several(data, collate)
         return GivenData(data, collate or default_collate)
     name = type(data).__name__
@@ -117,6 +118,16 @@ def read_data(data: Any, collate: Collate | None) -> GivenData:
     order = _fixed_order(data.sampler, data.dataset)
     kept = {"everstep.sampler": FixedOrder(type(data.sampler).__name__, order)}
     return GivenData(Subset(data.dataset, order), data.collate_fn, data.batch_size, settings, kept)
+
+
+def _refuse_loader_inside(data: Any) -> None:
+    """Raises: ConfigError for a pipeline of the package webdataset that begins with a DataLoader, as its WebLoader."""
+    steps = getattr(data, "pipeline", None)
+    if isinstance(steps, list) and any(isinstance(step, DataLoader) for step in steps):
+        raise ConfigError(
+            f"dataset: {type(data).__name__} has a DataLoader inside, and would give its batches for samples: give its "
+            "dataset, without .batched(), in a torch.utils.data.DataLoader(dataset, batch_size=...)"
+        )
 
 
 def _refuse_several(data: Any, collate: Collate | None) -> None:

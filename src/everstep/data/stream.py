@@ -16,6 +16,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -62,7 +63,8 @@ def sample_digest(sample: Any) -> str:
     return digest_bytes(repr(_comparable(sample)).encode(errors="surrogatepass"))
 
 
-def _comparable(value: Any) -> Any:
+def _comparable(value: Any, around: tuple[int, ...] = ()) -> Any:
+    """around: ids of the objects that this one lies in; it may refer to one of them."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), digest_bytes(bytes_of(value)) if value.device.type == "cpu" else ""
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
@@ -71,16 +73,19 @@ def _comparable(value: Any) -> Any:
         return "bytes", digest_bytes(value)
     if isinstance(value, _PLAIN):
         return value
+    if id(value) in around:
+        return type(value).__name__
+    inner = partial(_comparable, around=(*around, id(value)))
     if isinstance(value, Mapping):
-        return [(repr(key), _comparable(each)) for key, each in value.items()]
+        return [(repr(key), inner(each)) for key, each in value.items()]
     if isinstance(value, list | tuple):
-        return [_comparable(each) for each in value]
+        return [inner(each) for each in value]
     if isinstance(value, np.ndarray):
-        return value.shape, [_comparable(each) for each in value.flat]
+        return value.shape, [inner(each) for each in value.flat]
     if isinstance(value, set | frozenset):
-        return sorted(repr(_comparable(each)) for each in value)
+        return sorted(repr(inner(each)) for each in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return [(each.name, _comparable(getattr(value, each.name, None))) for each in fields(value) if each.compare]
+        return [(each.name, inner(getattr(value, each.name, None))) for each in fields(value) if each.compare]
     pixels = getattr(value, "tobytes", None)
     return type(value).__name__, digest_bytes(pixels()) if callable(pixels) and hasattr(value, "mode") else ""
 
@@ -418,7 +423,8 @@ def check_starts_over(stream: Stream) -> Front:
     number = next((i for i, pair in enumerate(zip(first, again, strict=False)) if pair[0] != pair[1]), len(again))
     raise ConfigError(
         f"the stream {stream.name} gives other samples when it is started over, from number {number} on, so a worker "
-        "that is resumed or healed would train on others: seed what it draws in __iter__, and open there what it reads"
+        "that is resumed or healed would train on others: seed what it draws in __iter__, open there what it reads, "
+        "and declare what may differ in a dataclass as field(compare=False)"
     )
 
 

@@ -147,10 +147,10 @@ def watch_of(data: dict[str, Any]) -> LifeWatch:
     return LifeWatch(**{**data, "setting": setting})
 
 
-def epoch_end(order: Any) -> int:
-    """The step with which the first epoch ends; 0 if the order of samples has no epochs."""
+def epoch_end(order: Any, epoch: int = 1) -> int:
+    """The step with which an epoch ends, counted from 1; 0 if the order of samples has no epochs."""
     size, batch = getattr(order, "dataset_size", 0), getattr(order, "global_batch", 1)
-    return -(-size // batch) if size else 0
+    return -(-epoch * size // batch)
 
 
 def numbers_in(frames: Sequence[FrameType]) -> dict[str, float]:

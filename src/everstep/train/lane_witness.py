@@ -133,7 +133,7 @@ def _place_in_class(kind: type, attribute: str) -> str:
     """The last line where a method of the class assigns to the attribute, as " (file.py:12)"; "" if it is not found."""
     try:
         file = inspect.getsourcefile(kind) or ""
-    except TypeError:
+    except (TypeError, OSError):  # of a program that is no file
         file = next((f.__code__.co_filename for f in vars(kind).values() if inspect.isfunction(f)), "")
     tree = SyntaxTrees().tree(file) if of_user(file) else None
     lines = [

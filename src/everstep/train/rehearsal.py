@@ -118,6 +118,7 @@ class Sighting:
     noted: Noted = field(default_factory=Noted)
     total: int = 0
     epoch_end: int = 0
+    evaluated: int = 0
     numbers: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -240,7 +241,9 @@ class LifeLink(LoneLink):
             found = self._look(view, sys._getframe(1))
             if self.watcher.works:
                 numbers, ends = numbers_in(loop_frames(sys._getframe(1))), epoch_end(view.order)
-                found = replace(found, numbers=numbers, total=view.order.total_steps, epoch_end=ends)
+                evaluated = view.config.eval_every or epoch_end(view.order, view.config.eval_every_epochs)
+                about = {"total": view.order.total_steps, "epoch_end": ends, "evaluated": evaluated}
+                found = replace(found, numbers=numbers, **about)
             report(self._what, self._life, replace(found, noted=self.watcher.noted()))
 
     def _at(self, step: int, phase: str, plan: Plan) -> None:

@@ -145,7 +145,11 @@ class _Rooms:
             raise
 
     def check(self) -> None:
-        """Raises what kept a block from lying where it belongs: no source is to blame for that."""
+        """Raises what kept a block from lying where it belongs: no source is to blame for that. Unusable if a host of
+        this worker has no room."""
+        if isinstance(self._failed, OSError):
+            why = Why(Cause.OOM, f"a host of this worker has no room for the state that comes: {self._failed}")
+            raise Unusable(why, torn=False) from self._failed
         if self._failed is not None:
             raise self._failed
 

@@ -109,8 +109,8 @@ class Trials:
         steps, config = self.what.steps, self.what.config
         self.covered.append(f"steps 1 to {first.step} of {first.total}: resumed after step {max(1, first.step - 2)}")
         wanted = {first.epoch_end: "the end of an epoch", first.total: "the last step"}
-        if config is not None and config.eval_every:
-            wanted[config.eval_every] = "an evaluation"
+        if config is not None and first.evaluated:
+            wanted[first.evaluated] = "an evaluation"
         missing = unrun(self._stranger.seen["s"].noted.lines, first.numbers, first.total)
         wanted |= {code.at: f"{os.path.basename(code.file)}:{code.line}: {code.text}" for code in missing if code.at}
         found: list[Finding] = []

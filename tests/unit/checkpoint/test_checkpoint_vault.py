@@ -140,3 +140,14 @@ def test_blocks_that_came_go_one_after_the_other_as_they_are_loaded() -> None:
     came.load_into(mine)
     assert left == list(range(n))[::-1] and came.n_blocks == n
     assert mine.manifest() == state.manifest()
+
+
+def test_a_block_that_changed_where_it_lies_is_read_as_it_is_and_not_loaded() -> None:
+    """Who gives it to others compares it himself, and says which is damaged."""
+    state, mine = make_state(1), make_state(2)
+    wrong = bytes(len(bytes(state.read_block(0))))
+    blocks: list[HeldBlock | None] = [lambda: memoryview(bytearray(wrong)), *[None] * (state.n_blocks - 1)]
+    came = StageState(state.manifest(), blocks)
+    assert bytes(came.read_block(0)) == wrong
+    with pytest.raises(CheckpointCorrupt, match="block 0 is not what it was"):
+        came.load_into(mine)

@@ -100,6 +100,14 @@ def test_a_stream_of_batches_is_refused() -> None:
         read_data(DataLoader(Numbers(), batch_size=None), None)
 
 
+def test_a_pipeline_that_makes_batches_itself_is_refused() -> None:
+    webdataset = pytest.importorskip("webdataset")
+    loader = webdataset.WebLoader(Numbers(), batch_size=4)
+    for given in (loader, loader.unbatched().shuffle(8).batched(2)):
+        with pytest.raises(ConfigError, match="WebLoader has a DataLoader inside, and would give its batches for sam"):
+            read_data(given, None)
+
+
 @pytest.mark.parametrize("data", ["data/train", Path("data/train")])
 def test_a_path_is_no_dataset(data: Any) -> None:
     with pytest.raises(ConfigError, match=r"dataset: expected samples, got the .* 'data/train': open what lies there"):

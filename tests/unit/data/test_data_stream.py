@@ -27,6 +27,7 @@ from everstep.data.stream import (
     StreamReader,
     check_starts_over,
     count,
+    sample_digest,
 )
 
 N = 37
@@ -281,6 +282,20 @@ def test_samples_of_any_container_are_told_apart(wrapped: Callable[[torch.Tensor
     assert check_starts_over(Stream.of(Steady(), None, 0)).digest
     with pytest.raises(ConfigError, match="Drawn gives other samples when it is started over, from number 0 on"):
         check_starts_over(Stream.of(Drawn(), None, 0))
+
+
+@dataclass
+class Node:
+    x: int
+    next: Any = None
+
+
+def test_a_sample_may_refer_to_itself() -> None:
+    first, last = Node(1), Node(2)
+    first.next, last.next = last, first
+    again = Node(1)
+    again.next = Node(2, again)
+    assert sample_digest(first) == sample_digest(again) != sample_digest(last)
 
 
 def test_what_can_be_read_only_once_is_refused(tmp_path: Any) -> None:

@@ -100,7 +100,7 @@ data = [torch.ones(4)] * 32
 class Broken:
     def __len__(self): return 32
     def __getitem__(self, i): raise KeyError("nothing")
-what = sys.argv[1]
+if (what := sys.argv[1]) == "file": everstep.TokenFile("none.bin", length=8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 more = {"lanes": 0} if what == "config" else {}
 run = everstep.join(model, optimizer, Broken() if what == "data" else data, steps=1, micro_batch=2, **more)
@@ -115,8 +115,9 @@ if what == "again": getattr(everstep, "join")(model, optimizer, data, steps=1, m
 
 ERRORS = [
     ("config", 2, "lanes: expected whole number, at least 1, got 0 (from join)"),
+    ("file", 2, "cannot read none.bin: No such file or directory"),
     ("data", 1, "sample 22 of the dataset cannot be read (epoch 0): KeyError: 'nothing' (train.py:"),
-    ("loss", 2, "the loss must be a tensor with one element, got shape (2, 4)"),
+    ("loss", 1, "the loss must be a tensor with one element, got shape (2, 4)"),
     ("scaler", 2, "a GradScaler was used in the loop: remove it, and give join(precision='fp16')"),
     ("again", 2, "everstep.join was called twice in one script, but a worker belongs to one job"),
 ]
@@ -148,4 +149,15 @@ def test_an_iterator_that_a_batch_goes_on_in_is_named() -> None:
         for step in steps(model):
             for x in step:
                 step.backward(model(x).sum() * next(others))
-    assert said(refused).startswith("others (test_train_lane_witness.py:150) goes on from one batch to the next, and ")
+    assert said(refused).startswith("others (test_train_lane_witness.py:151) goes on from one batch to the next, and ")
+
+
+def test_a_module_of_a_program_that_is_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `python -c`, or of one that is typed in."""
+    monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))
+    monkeypatch.setattr(Counting, "__module__", "__main__")
+    with pytest.raises(DeterminismError) as refused:
+        for step in steps(model := nn.Sequential(Counting())):
+            for x in step:
+                step.backward(model(x).sum())
+    assert said(refused).startswith("0.calls (test_train_lane_witness.py:30) changes with each forward pass, and ")

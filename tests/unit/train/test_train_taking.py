@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from checkpoint_saving import make_state
+from everstep.base.cause import Cause
 from everstep.base.errors import CollectiveAborted, EverstepError
 from everstep.base.extents import NONE, WHOLE, Extents, Runs
 from everstep.base.plan import Member, Plan, Seat
@@ -189,6 +190,20 @@ def test_what_comes_lies_with_other_hosts_until_it_is_loaded(peers, follows):
     assert [callable(block) for block in blocks] == [n % 2 == 1 for n in range(state.n_blocks)]
     assert received.states[0].read_block(1) == _block(state, 1)
     assert same(received, state)
+
+
+def test_a_host_without_room_is_the_takers_own_failure(peers):
+    class Full:
+        def __init__(self, nbytes: int) -> None:
+            pass
+
+        def put(self, offset: int, data: memoryview) -> HeldBlock:
+            raise OSError("no 8 bytes for a copy")
+
+    peers[0].shelve(Shown(make_state()))
+    with pytest.raises(Unusable, match="has no room for the state that comes: no 8 bytes") as raised:
+        settled(peers[:1], room=Full)
+    assert raised.value.why.cause is Cause.OOM and not raised.value.torn
 
 
 def test_a_large_state_comes_of_several_at_once(peers, several):
