@@ -412,6 +412,28 @@ REPLAYED = {
         ),
     ),
     # The leader had gone to another stage, and lost blocks of the one that it had left: that is no part of the result.
+    # All had agreed on the last state, and a bit flipped in the copy of another stage that the job's leader writes: it
+    # took its own state for wrong, began anew, and met the same copy, without end.
+    "another stage that has changed when the result is written": (
+        40000538,
+        Setup(
+            4,
+            1,
+            1,
+            1,
+            "wait",
+            SimJob(7, 3, 4, 2, 1, 4, 1),
+            (
+                SimFault("flip", 47, "settling", 1, 0, 54, 353),
+                SimFault("save", 182, "fetching", 1, 0, 55, 53),
+                SimFault("kill", 286, "", 3, 158, 15, 1231, True),
+            ),
+            1,
+            save_ms=300,
+            verify_every=3,
+            rules=Rules(lasting_ms=50),
+        ),
+    ),
     "a leader that has lost blocks of the stage it left": (
         77200088,
         Setup(

@@ -237,9 +237,11 @@ class SimSaver:
         own = [k for k, there in life.driver.machine.held.items() if there.whole]  # not what it has left, or in part
         held = {k: life.state.stages[k] for k in own} | dict(theirs)
         agreed = {k: operation.digests.get(k, "") for k in held}
-        if leads and any(s and s != format(digest(life.job.trained(held[k])), "x") for k, s in agreed.items()):
-            life.tainted(operation, "the state is not the one that all have agreed on", torn=True)
-            return
+        for k, said in agreed.items() if leads else ():
+            if said and said != format(digest(life.job.trained(held[k])), "x"):
+                givers = operation.sources.get(k, ())[:1]
+                life.tainted(operation, f"stage {k} has changed since all had agreed on it", not givers, givers)
+                return
         if leads:
             life.site.checks.taint.last(held, operation.plan, agreed)
             life.site.checks.exact.final(life.me, life.state.at, held)

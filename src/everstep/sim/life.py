@@ -453,11 +453,13 @@ class Life(Process):
         self._answered(operation, "aborted")
         self.handle(do.Aborted(operation.op, accused, Why(Cause.LINK, reason)))
 
-    def tainted(self, operation: do.Operation, reason: str, torn: bool | None = None) -> None:
+    def tainted(
+        self, operation: do.Operation, reason: str, torn: bool | None = None, odd: tuple[int, ...] = ()
+    ) -> None:
         """Report an operation that met something that must not be used, sometimes after it had loaded a part of it."""
         self._answered(operation, "tainted")
         torn = self.world.rng.random() < 0.3 if torn is None else torn
-        self.handle(do.Tainted(operation.op, Why(Cause.CORRUPT, reason), torn))
+        self.handle(do.Tainted(operation.op, Why(Cause.CORRUPT, reason), torn, odd))
 
     def _answered(self, operation: do.Operation, how: str) -> None:
         self.operation = None

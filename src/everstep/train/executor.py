@@ -39,12 +39,14 @@ class StateJumped(EverstepError):
 
 
 class Unusable(EverstepError):
-    """A state that was to be taken on must not be used: all settle again. torn: it was partly written."""
+    """A state that was to be taken on must not be used: all settle again. torn: it was partly written. odd: members
+    whose state is wrong."""
 
-    def __init__(self, why: Why, torn: bool) -> None:
+    def __init__(self, why: Why, torn: bool, odd: tuple[int, ...] = ()) -> None:
         super().__init__(why.reason)
         self.why = why
         self.torn = torn
+        self.odd = odd
 
 
 class Cutter:
@@ -230,7 +232,7 @@ class Executor:
         except CollectiveAborted as fault:
             event = do.Aborted(operation.op, tuple(fault.accused), Why(fault.cause, str(fault)))
         except Unusable as found:
-            event = do.Tainted(operation.op, found.why, found.torn)
+            event = do.Tainted(operation.op, found.why, found.torn, found.odd)
         finally:
             self._handle(event)
 

@@ -347,12 +347,14 @@ def _aside(run_dir: Path) -> Iterator[Aside]:
 
 
 def _refuse_other(digests: Mapping[int, str], operation: Finish) -> None:
-    """Raises: Unusable if a stage is not the one that all have agreed on."""
+    """Raises: Unusable if a stage is not the one that all have agreed on; who gave it has changed it."""
     for stage, digest in digests.items():
         agreed = operation.digests.get(stage, "")[:WHOLE]
         if agreed and digest[:WHOLE] != agreed:
             text = f"stage {stage} has changed since all had agreed on it after the last step"
-            raise Unusable(Why(Cause.CORRUPT, f"{text} ({digest[:12]}, expected {agreed[:12]})"), torn=True)
+            why = Why(Cause.CORRUPT, f"{text} ({digest[:12]}, expected {agreed[:12]})")
+            givers = operation.sources.get(stage, ())[:1]
+            raise Unusable(why, torn=not givers, odd=givers)
 
 
 def names_of(model: nn.Module, state: ModelState) -> dict[str, str]:

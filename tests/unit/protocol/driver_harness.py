@@ -152,8 +152,8 @@ class Worker:
     def abort(self, *accused: int, reason: str = "") -> list[Any]:
         return self.on(do.Aborted(op=self._end().op, accused=accused, why=Why(Cause.SILENT, reason)))
 
-    def taint(self, reason: str = "broken", torn: bool = False) -> list[Any]:
-        return self.on(do.Tainted(op=self._end().op, why=Why(Cause.DISK, reason), torn=torn))
+    def taint(self, reason: str = "broken", torn: bool = False, odd: tuple[int, ...] = ()) -> list[Any]:
+        return self.on(do.Tainted(op=self._end().op, why=Why(Cause.DISK, reason), torn=torn, odd=odd))
 
     # ---- what is short
 

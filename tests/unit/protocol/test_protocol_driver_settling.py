@@ -590,8 +590,10 @@ def test_one_whose_state_was_written_in_part_starts_anew() -> None:
 def test_what_is_queued_is_dropped_when_the_state_cannot_be_used() -> None:
     w = gone_back()
     w.on(LaneDone(4, 0, 0))
-    w.taint()
-    assert w.op is None and w.told(wire.SettleAgain)[-1].generation == 2
+    w.taint(odd=(1,))
+    assert w.op is None
+    told = w.told(wire.SettleAgain)[-1]
+    assert (told.generation, told.odd) == (2, [1])
 
 
 # ---- prepared plans

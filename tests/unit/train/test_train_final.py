@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from everstep.base.errors import CollectiveAborted
 from everstep.checkpoint.tensor_file import Aside
 from everstep.train import final
+from everstep.train.executor import Unusable
 from everstep.train.final import Finisher, Lying, _aside, model_tensors, write_final
 
 MODEL = nn.Linear(3, 2)
@@ -90,6 +91,15 @@ def test_what_would_not_fit_is_not_tried_again(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(final, "_RETRY_S", 0.0)
     assert final.when_there_is_room(write, room, lambda: True)
     assert tries == [0, 3]
+
+
+def test_a_stage_that_has_changed_is_its_givers_fault() -> None:
+    operation: Any = SimpleNamespace(digests={0: "a" * 64, 1: "b" * 64}, sources={1: (5, 6)})
+    final._refuse_other({0: "a" * 64, 1: "b" * 64}, operation)
+    for digests, torn, odd in (({0: "c" * 64}, True, ()), ({0: "a" * 64, 1: "c" * 64}, False, (5,))):
+        with pytest.raises(Unusable, match="has changed since all had agreed on it") as raised:
+            final._refuse_other(digests, operation)
+        assert (raised.value.torn, raised.value.odd) == (torn, odd)
 
 
 class FullAside(Finisher):

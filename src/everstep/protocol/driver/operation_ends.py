@@ -78,7 +78,7 @@ class OperationEnds:
         if event.torn:
             self._parts.application.answer(do.Exit(f"{event.why.reason}; this worker restarts"))
         else:
-            self._parts.settler.settle_again(event.why)
+            self._parts.settler.settle_again(event.why, odd=event.odd)
 
     # ---- done
 

@@ -492,11 +492,12 @@ class Aborted(DriverEvent, frozen=True):
 
 class Tainted(DriverEvent, frozen=True):
     """An operation found data that must not be used, and all members have to settle again. torn: the state was
-    partly overwritten and cannot be mended here."""
+    partly overwritten and cannot be mended here. odd: members whose state is wrong."""
 
     op: int
     why: Why
     torn: bool = False
+    odd: tuple[int, ...] = ()
 
 
 class TimePassed(DriverEvent, frozen=True):
