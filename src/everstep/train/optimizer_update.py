@@ -28,7 +28,7 @@ from everstep.train.offload import FarMemory, StateFile
 from everstep.train.offload_parameters import ModelFile
 from everstep.train.optimizer_kind import NO_GRADIENT, OptimizerKind, expected_kind, kind_of, tried_of
 from everstep.train.optimizer_trial import AHEAD, beside
-from everstep.train.update_probe import UpdateProbe, sample_of
+from everstep.train.update_probe import UpdateProbe, bring_near, sample_of
 
 log = logging.getLogger(__name__)
 
@@ -244,6 +244,8 @@ class OptimizerUpdate:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if kind is None or kind.divides == "nothing" or kind.at_once:
             give(_whole(parameters))
+            for parameter, state in optimizer.state.items():
+                bring_near(parameter, state)
             optimizer.step()
         else:
             before, calls = beside(optimizer), calls_of(parameters, PART_ELEMENTS, kind.divides == "elements")
