@@ -42,6 +42,7 @@ from everstep.cli.job import (
     check_network,
     effective_config,
     free_port,
+    going_on,
     make_job,
     refuse_hosts_of_cells,
     with_chaos,
@@ -446,9 +447,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     start = find_start(run_dir, job, script=asked.is_script, trust=invocation.trust)
     job = dataclasses.replace(job, resumes_at=start.step)
     if start.step and found.job is not None:
-        before = found.job.code or found.job.code_before
-        divides = found.job.divides
-        job = dataclasses.replace(job, numerics=found.job.numerics, code_before=before, divides=divides)
+        job = going_on(job, found.job)
     if start.brought:
         job = dataclasses.replace(job, begins_after=start.step)
     write_job(run_dir, job)

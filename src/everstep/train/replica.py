@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError, Misused, check
+from everstep.base.plan import Divides
 from everstep.base.ports import Reduced
 from everstep.exact.dealt import Dealt, digested_planes
 from everstep.exact.digest import bytes_of, digest_bytes, named_digest
@@ -36,6 +37,7 @@ from everstep.train.elastic import LrPolicy
 from everstep.train.model_call import Loss
 from everstep.train.offload import memory_for
 from everstep.train.offload_parameters import ModelFile, parameter_files
+from everstep.train.optimizer_kind import NO_GRADIENT
 from everstep.train.optimizer_update import OptimizerUpdate, refuse_undivided
 from everstep.train.precision import LossScaler, autocast
 from everstep.train.stage import Parts, StageSpec
@@ -121,6 +123,13 @@ class StageReplica:
         """All parameters here: the model's, and the first places of those that it shares with other stages."""
         share = self.spec.share
         return [*self.parts.model.parameters(), *(() if share is None else share.foreign.values())]
+
+    @property
+    def divides(self) -> Divides | None:
+        """How members divide the optimizer's state; None if they do not, or nothing is trained here, which says nothing
+        of the optimizer."""
+        kind = self.update.kind
+        return None if kind is None or kind.why == NO_GRADIENT else self.state.divides
 
     @property
     def _needs_norms(self) -> bool:

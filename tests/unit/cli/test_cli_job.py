@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse
 from everstep.cli.config_file import read_config_file
 from everstep.cli.job import (
+    JobFile,
     Request,
     check_dataset,
     check_hosts,
     differences,
     effective_config,
+    going_on,
     make_job,
     read_job,
     refuse_hosts_of_cells,
@@ -225,6 +228,20 @@ def test_a_measured_cut_is_kept_by_every_later_run() -> None:
     again = with_cut(job, [[0, 2], [2, 4]], [2.0, 2.0, 2.0, 2.0], first)
     assert (again.config.cut, again.unit_ms) == (first.config.cut, first.unit_ms)
     assert with_cut(job, [[0, 2], [2, 4]], [], first) is job, "nothing was to be measured"
+
+
+def test_what_an_optimizer_divides_is_kept_by_stage_where_a_stage_has_the_units_that_it_had() -> None:
+    def job(**options: Any) -> JobFile:
+        return make_job("t", [], effective_config({"steps": 1}, request(options=options)), 100, request())
+
+    before = replace(job(stages=2, workers=2), divides={0: "nothing", 1: "elements"})
+    assert going_on(job(stages=2, workers=4), before).divides == before.divides
+    for other in (
+        job(),
+        job(stages=2, workers=2, cut=[1, 3]),
+        job(stages=2, workers=2, schedule="interleaved", chunks=2),
+    ):
+        assert going_on(other, before).divides == {}
 
 
 def test_a_host_that_this_launcher_does_not_run_on() -> None:

@@ -125,6 +125,16 @@ def test_lanes_of_a_split_model_are_not_for_the_loop() -> None:
         _ = stage.loop
 
 
+def test_a_stage_of_which_nothing_is_trained_says_nothing_of_how_its_optimizer_divides() -> None:
+    model = nn.Sequential(nn.Linear(6, 5))
+    for trained, said in ((True, "elements"), (False, None)):
+        model.requires_grad_(trained)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = load_config([("test", {"lanes": 8, "micro_batch": 4, "steps": 3, "zero.stage": 1})])
+        stage = StageReplica(Parts(model, optimizer, None, [model]), config, torch.device("cpu"))
+        assert stage.divides == said
+
+
 def test_members_say_which_running_statistics_their_lanes_start_from() -> None:
     workers = [replica() for _ in range(3)]
     workers[2].parts.model[1].running_mean.data.add_(0.5)
