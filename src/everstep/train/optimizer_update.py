@@ -41,6 +41,8 @@ temporary tensor of the optimizer."""
 _MEMBER = 1 << 35
 _FIRST_LOOKS = 2
 """Updates at the beginning of which it is looked at what the optimizer is like."""
+_TOLD_SHARE = 0.05
+"""Share of the optimizer's state that is worth a word if members do not divide it."""
 _SLOW_S, _SLOW_SHARE, _SLOW_TIMES = 1.0, 0.5, 3
 
 
@@ -67,6 +69,7 @@ class OptimizerUpdate:
         self.dealt: Dealt | None = None
         self.proven = self.under_way = self._guarded = False
         self._slow = ""
+        self._seen = False  # how much is divided
         self._optimizer, self._memory = optimizer, memory
         self._took_long, self._before = 0, time.monotonic()
         self._ahead = AHEAD if kind else 0  # the step up to which updates were tried
@@ -281,6 +284,20 @@ class OptimizerUpdate:
         """What a person is to know of a slow disk, once; "" otherwise."""
         said, self._slow = self._slow, ""
         return said
+
+    def undivided(self) -> str:
+        """What a person is to know of an optimizer whose state members divide in part only, once; "" otherwise."""
+        if self._seen or self.dealt is None:
+            return ""
+        self._seen = True
+        divided, rest = self.dealt.sizes()
+        if rest <= _TOLD_SHARE * (divided + rest):
+            return ""
+        return (
+            f"zero.stage: the workers divide {divided / 1e6:,.1f} MB of the state of {type(self._optimizer).__name__}, "
+            f"and each keeps all of the other {rest / 1e6:,.1f} MB: what is divided is that of contiguous float32 "
+            "parameters for which it keeps float32 tensors like them, the same for each"
+        )
 
     def _judge(self, began: float, ended: float) -> None:
         """A disk that is too slow: the updates take most of the time, several times in a row."""

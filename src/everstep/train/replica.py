@@ -255,7 +255,7 @@ class StageReplica:
             self._handover.clear()
             if self._cell is not None:
                 self._cell.end_update()
-            told["slow_offload"] = self.update.complaint()
+            told["slow_offload"], told["undivided"] = self.update.complaint(), self.update.undivided()
         return told
 
     def share_updates(self, cell: UpdateTogether) -> None:
