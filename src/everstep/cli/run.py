@@ -412,13 +412,20 @@ def _proven(probe: Probe) -> dict[str, Any]:
 
 
 def _check_copies(config: Config, given: Mapping[str, Any]) -> None:
-    """Raises: ConfigError if a new job is told to keep more copies of the optimizer's state than it has members for."""
+    """Raises: ConfigError if a new job is told to keep more copies of the optimizer's state than it has members for, or
+    than there are hosts, where several are asked for."""
     least = min(map(len, pool_wish(config).homes))
     if config.zero.stage and "zero.copies" in given and config.zero.copies > least:
         pool = "for each stage" if config.stages > 1 else "in all"
         raise ConfigError(
             f"zero.copies: expected at most {least}, the workers {pool}, got {config.zero.copies}: set "
             f"zero.copies={least}, or use more workers"
+        )
+    hosts = config.hosts.min
+    if config.zero.stage and "zero.copies" in given and 1 < hosts < config.zero.copies:
+        raise ConfigError(
+            f"zero.copies: expected at most {hosts}, one for each of the hosts asked for (hosts.min), got "
+            f"{config.zero.copies}: set zero.copies={hosts}, or hosts.min={config.zero.copies}"
         )
 
 

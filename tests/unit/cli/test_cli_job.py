@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from everstep.cli.job import (
     with_cut,
     write_job,
 )
-from everstep.cli.run import _opening
+from everstep.cli.run import _check_copies, _opening
 from everstep.cli.run_dir import StartPoint, inspect, read_digest, set_aside
 from everstep.observe.events import EventLog
 
@@ -242,6 +243,19 @@ def test_what_an_optimizer_divides_is_kept_by_stage_where_a_stage_has_the_units_
         job(stages=2, workers=2, schedule="interleaved", chunks=2),
     ):
         assert going_on(other, before).divides == {}
+
+
+@pytest.mark.parametrize(("hosts", "copies", "refused"), [(2, 3, True), (3, 3, False), (1, 3, False), (2, 2, False)])
+def test_more_copies_than_the_hosts_that_are_asked_for(hosts: int, copies: int, refused: bool) -> None:
+    given = {"steps": 1, "workers": 4, "zero.stage": 1, "zero.copies": copies, "hosts.min": hosts}
+    config = effective_config(given, request(options={"network.address": "10.0.0.1"}))
+    with (
+        pytest.raises(ConfigError, match=r"expected at most 2, .*\(hosts\.min\), got 3: set zero\.copies=2, or")
+        if (refused)
+        else nullcontext()
+    ):
+        _check_copies(config, given)
+    _check_copies(config, {"hosts.min": hosts})  # the default takes what there is
 
 
 def test_a_host_that_this_launcher_does_not_run_on() -> None:
