@@ -125,13 +125,6 @@ class StageReplica:
         return [*self.parts.model.parameters(), *(() if share is None else share.foreign.values())]
 
     @property
-    def divides(self) -> Divides | None:
-        """How members divide the optimizer's state; None if they do not, or nothing is trained here, which says nothing
-        of the optimizer."""
-        kind = self.update.kind
-        return None if kind is None or kind.why == NO_GRADIENT else self.state.divides
-
-    @property
     def _needs_norms(self) -> bool:
         return self._config.clip_norm is not None or self._scaler.enabled or self._config.on_nonfinite != "warn"
 
@@ -348,6 +341,13 @@ def _range(reduced: Reduced, first: int, last: int) -> torch.Tensor:
         if piece.start < stop and start < piece.stop
     ]
     return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, dtype=torch.float32)
+
+
+def how_divided(replica: StageReplica) -> Divides | None:
+    """How members divide the optimizer's state; None if they do not, or nothing is trained in this stage, which says
+    nothing of the optimizer."""
+    kind = replica.update.kind
+    return None if kind is None or kind.why == NO_GRADIENT else replica.state.divides
 
 
 def _rates(optimizer: Optimizer) -> list[float | None]:

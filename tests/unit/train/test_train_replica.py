@@ -16,7 +16,7 @@ from everstep.base.ports import Node, Reduced
 from everstep.protocol.driver.nonfinite import Nonfinite
 from everstep.protocol.driver.records import SETTING_BYTES, SETTINGS, StepOutcome
 from everstep.protocol.step_types import Discard
-from everstep.train.replica import StageReplica
+from everstep.train.replica import StageReplica, how_divided
 from everstep.train.stage import Parts, StageSpec
 from everstep.train.updates import Updates
 
@@ -132,7 +132,7 @@ def test_a_stage_of_which_nothing_is_trained_says_nothing_of_how_its_optimizer_d
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         config = load_config([("test", {"lanes": 8, "micro_batch": 4, "steps": 3, "zero.stage": 1})])
         stage = StageReplica(Parts(model, optimizer, None, [model]), config, torch.device("cpu"))
-        assert stage.divides == said
+        assert how_divided(stage) == said
 
 
 def test_members_say_which_running_statistics_their_lanes_start_from() -> None:
