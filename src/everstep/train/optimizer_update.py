@@ -293,10 +293,11 @@ class OptimizerUpdate:
         divided, rest = self.dealt.sizes()
         if rest <= _TOLD_SHARE * (divided + rest):
             return ""
+        name = type(self._optimizer).__name__
         return (
-            f"zero.stage: the workers divide {divided / 1e6:,.1f} MB of the state of {type(self._optimizer).__name__}, "
-            f"and each keeps all of the other {rest / 1e6:,.1f} MB: what is divided is that of contiguous float32 "
-            "parameters for which it keeps float32 tensors like them, the same for each"
+            f"zero.stage: the workers divide {divided:,} bytes of the state of {name}, and each "
+            f"keeps all of the other {rest:,}: what is divided is that of contiguous float32 parameters for which it "
+            "keeps float32 tensors like them, the same for each"
         )
 
     def _judge(self, began: float, ended: float) -> None:
