@@ -193,7 +193,7 @@ def _bytes(task: Task, batch: int, size: int) -> int:
     sizes = (found.parameters, found.parameter_bytes, found.optimizer_bytes, found.buffer_bytes, found.activation_bytes)
     nodes, offload = most_nodes(workers, lanes), config.zero.offload is not None
     split = Split(workers, lanes, nodes, config.zero.copies, offload)
-    return round(of_ours(Model(*sizes, WORKER_BYTES), split, config.zero.stage).total)
+    return round(of_ours(Model(*sizes, WORKER_BYTES, *found.undivided), split, config.zero.stage).total)
 
 
 def _room(config: Config) -> float:

@@ -247,6 +247,14 @@ def with_cut(job: JobFile, cut: Sequence[Sequence[int]], unit_ms: Sequence[float
     return replace(job, config=replace(job.config, cut=sizes), unit_ms=tuple(unit_ms))
 
 
+def going_on(job: JobFile, before: JobFile) -> JobFile:
+    """The job with what workers of the run before, from whose checkpoint it goes on, have reported. Of a stage, only if
+    its number still means the same units."""
+    cuts = ((one.stages, one.chunks, one.cut, one.map) for one in (job.config, before.config))
+    code, divides = before.code or before.code_before, before.divides if len({*map(repr, cuts)}) == 1 else {}
+    return replace(job, numerics=before.numerics, code_before=code, divides=divides)
+
+
 def differences(old: JobFile, new: JobFile) -> list[str]:
     """Differences that make these two jobs different: task, arguments, dataset, or config that changes the numbers."""
     found: list[str] = []

@@ -166,6 +166,11 @@ def memory(task: str | None, as_json: bool, **asked: Any) -> int:
     asked |= _of_zero(asked, known.config.zero)
     split = _split(known, asked)
     assumed += known.assumed
+    checkpoint = known.config.checkpoint
+    if checkpoint.enabled and checkpoint.staging_mb is None and asked["staging"] is None:
+        assumed.append(
+            "nothing for checkpoints that wait for the disk, which may take half of what is free (--staging)"
+        )
     if asked["offload"] == "cpu":
         assumed.append("a device with memory of its own: on a CPU, offload=cpu changes nothing")
     stage, parameters = asked["stage"], known.model.parameters
@@ -242,7 +247,16 @@ def _runs(known: _Known, split: Split, offload: str) -> dict[int, HowItRuns]:
     """Whether jobs run each stage of ZeRO. offload: as a config has it."""
     stages = {k: ParallelSplit(pp=known.stages, dp=split.workers, zero=k) for k in STAGES}
     each = -(-split.lanes // split.workers)
-    return {k: how_it_runs(one, each, offload=offload) for k, one in stages.items()}
+    found = {k: how_it_runs(one, each, offload=offload) for k, one in stages.items()}
+    return {k: _with_optimizer(how, k, known.optimizer) for k, how in found.items()}
+
+
+def _with_optimizer(how: HowItRuns, stage: int, optimizer: Mapping[str, str] | None) -> HowItRuns:
+    """As the job's workers refuse optimizers whose state they cannot divide as a stage needs it."""
+    needed = ((), ("elements", "matrices"), ("elements", "matrices"), ("elements",))[stage]
+    if how.config is None or optimizer is None or not needed or optimizer["divides"] in needed:
+        return how
+    return HowItRuns(None, f"the optimizer {_DIVIDES[optimizer['divides']]} ({optimizer['why']})")
 
 
 def _cell(model: Model, split: Split, known: _Known) -> CellMemoryUse | None:
@@ -366,7 +380,7 @@ def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
         raise ConfigError(f"--pp: expected at most one stage for each of the {found.units} units, got {config.stages}")
     sizes = (found.parameter_bytes, found.optimizer_bytes, found.buffer_bytes, found.activation_bytes)
     beside = CONTEXT_BYTES if asked["gpu"] is not None else JOB_BYTES / config.workers
-    model = Model(found.parameters, *sizes, WORKER_BYTES + beside)
+    model = Model(found.parameters, *sizes, WORKER_BYTES + beside, *found.undivided)
     kind = found.optimizer and {"divides": str(found.optimizer.divides), "why": found.optimizer.why}
     assumed = [*found.assumed, *(["no checkpoints kept in memory"] if not snapshots_of(config) else [])]
     assumed += ["stages of equal length"] * (config.stages > 1)

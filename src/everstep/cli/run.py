@@ -42,6 +42,7 @@ from everstep.cli.job import (
     check_network,
     effective_config,
     free_port,
+    going_on,
     make_job,
     refuse_hosts_of_cells,
     with_chaos,
@@ -411,13 +412,20 @@ def _proven(probe: Probe) -> dict[str, Any]:
 
 
 def _check_copies(config: Config, given: Mapping[str, Any]) -> None:
-    """Raises: ConfigError if a new job is told to keep more copies of the optimizer's state than it has members for."""
+    """Raises: ConfigError if a new job is told to keep more copies of the optimizer's state than it has members for, or
+    than there are hosts, where several are asked for."""
     least = min(map(len, pool_wish(config).homes))
     if config.zero.stage and "zero.copies" in given and config.zero.copies > least:
         pool = "for each stage" if config.stages > 1 else "in all"
         raise ConfigError(
             f"zero.copies: expected at most {least}, the workers {pool}, got {config.zero.copies}: set "
             f"zero.copies={least}, or use more workers"
+        )
+    hosts = config.hosts.min
+    if config.zero.stage and "zero.copies" in given and 1 < hosts < config.zero.copies:
+        raise ConfigError(
+            f"zero.copies: expected at most {hosts}, one for each of the hosts asked for (hosts.min), got "
+            f"{config.zero.copies}: set zero.copies={hosts}, or hosts.min={config.zero.copies}"
         )
 
 
@@ -446,9 +454,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     start = find_start(run_dir, job, script=asked.is_script, trust=invocation.trust)
     job = dataclasses.replace(job, resumes_at=start.step)
     if start.step and found.job is not None:
-        before = found.job.code or found.job.code_before
-        divides = found.job.divides
-        job = dataclasses.replace(job, numerics=found.job.numerics, code_before=before, divides=divides)
+        job = going_on(job, found.job)
     if start.brought:
         job = dataclasses.replace(job, begins_after=start.step)
     write_job(run_dir, job)

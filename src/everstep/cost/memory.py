@@ -38,7 +38,8 @@ Source: jobs of 12.6M parameters with 2 and 4 workers, 146 and 126 MB."""
 class Model:
     """Sizes of a model and of its optimizer's state for one worker that holds all of it, in bytes.
 
-    activations: of one lane. fixed: memory that does not grow with the model.
+    activations: of one lane. fixed: memory that does not grow with the model. undivided_parameters, undivided_bytes: of
+    these, and of their optimizer's state, those that stages 1 and 2 leave to each worker (`exact.divisible`).
     """
 
     parameters: int
@@ -47,6 +48,14 @@ class Model:
     buffer_bytes: float = 0.0
     activation_bytes: float = 0.0
     fixed_bytes: float = 0.0
+    undivided_parameters: int = 0
+    undivided_bytes: float = 0.0
+
+    def held(self, stage: int, part: float) -> tuple[float, float]:
+        """Bytes of the optimizer's state, and of one whole gradient, of a worker that has this part of what is divided
+        at a stage."""
+        rest, whole = (self.undivided_parameters, self.undivided_bytes) if stage in (1, 2) else (0, 0.0)
+        return whole + (self.optimizer_bytes - whole) * part, 4.0 * (rest + (self.parameters - rest) * part)
 
 
 @dataclass(frozen=True)
@@ -151,14 +160,14 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
     under_way = flat * max(least, math.ceil(math.log2(per_worker)) - 1)
     by_unit = divided and stage >= 2 and per_worker == 1 and split.hosts in (1, split.workers)
     waiting = flat / 2 if split.hosts == 1 else 0.0
-    optimizer = model.optimizer_bytes * part
+    optimizer, own = model.held(stage, part)
     staging = min(split.staging, (model.parameter_bytes + model.optimizer_bytes + model.buffer_bytes) / split.workers)
     device = {
         "parameters": model.parameter_bytes / (split.workers if stage == 3 else 1),
         "gradients": min(flat * part, _AT_ONCE_BYTES) if divided else 0.0,
         "optimizer": 0.0 if split.offload else optimizer,
         "lanes": waiting if by_unit else flat * split.nodes + under_way,
-        "results": 2 * flat * part if divided else flat / (split.workers if split.hosts == 1 else 1),
+        "results": 2 * own if divided else flat / (split.workers if split.hosts == 1 else 1),
         "buffers": model.buffer_bytes,
         "activations": model.activation_bytes,
         "process": model.fixed_bytes,
@@ -187,7 +196,7 @@ def of_recovery(model: Model, split: Split, stage: int) -> float:
     """
     divided = stage > 0 and split.copies < split.workers
     part = split.copies / split.workers if divided else 1.0
-    state = model.parameter_bytes + model.optimizer_bytes * part + model.buffer_bytes
+    state = model.parameter_bytes + model.held(stage, part)[0] + model.buffer_bytes
     followed = max(1, min(_MOST_FOLLOWED, split.workers - 1, int(state // _FROM_EACH_BYTES)))
     copies = 0 if split.offload else 1 if divided else followed
     return state * (copies + 1) if split.workers > 1 else 0.0

@@ -77,6 +77,8 @@ def part_of_model(model: Model, stages: int, lanes: int) -> Model:
         model.buffer_bytes / stages,
         model.activation_bytes / stages * min(stages, lanes),
         model.fixed_bytes,
+        model.undivided_parameters // stages,
+        model.undivided_bytes / stages,
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from everstep.base.extents import BlockRun, Extents, Runs
 from everstep.base.plan import Plan
 from everstep.base.ports import Portion
-from everstep.exact.divisible import block_range, kept_like
+from everstep.exact.divisible import block_range, kept_like, tensor_bytes
 from everstep.exact.image import MODEL, Outline
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.pieces import Ranges
@@ -127,6 +127,14 @@ class Dealt:
         return next(
             (tuple(p.shape) for p, keys in zip(updated, kept, strict=True) if keys is None or keys != kept[0]), None
         )
+
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of all of the optimizer's state: of what members divide, and of the rest."""
+        divided, found = {one.parameter for one in self._placed}, [0, 0]
+        optimizer = self._state.optimizer
+        for parameter, kept in optimizer.state.items() if optimizer is not None else ():
+            found[parameter not in divided] += tensor_bytes(kept)
+        return found[0], found[1]
 
     def made(self) -> Extents:
         """Blocks of the state that this worker has once it has updated its part; of no state with other planes."""

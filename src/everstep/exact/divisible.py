@@ -36,6 +36,12 @@ def kept_like(optimizer: Optimizer, parameter: Tensor) -> frozenset[str] | None:
     return frozenset(found)
 
 
+def tensor_bytes(kept: object) -> int:
+    """Bytes of the tensors that an optimizer keeps for a parameter."""
+    values = kept.values() if isinstance(kept, Mapping) else ()
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
+
+
 def divided_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Those of these divisible parameters whose state is divided: the optimizer keeps the same for each of them, since
     what is kept for other parameters as well would have other blocks. Of several kinds the one that takes most

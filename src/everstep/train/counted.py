@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from everstep.base.errors import ConfigError
 from everstep.data.reading import first_samples
+from everstep.exact.divisible import divided_parameters, divisible, tensor_bytes
 from everstep.exact.layout import GradientLayout, untie
 from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.wrapping import wrapped
@@ -33,7 +34,8 @@ class Counted:
     counted. units: where the model may be cut. optimizer: which parts it can update apart, None if that cannot be
     tried. assumed: what was taken for granted where it cannot be counted. exchanged_bytes: gradients that processes of
     one worker exchange at once, by `cell.wrap`; unit_bytes: of the largest unit. shard_bytes: the largest tensor of all
-    shards that ranks who compute a lane together exchange; activations are those of one rank."""
+    shards that ranks who compute a lane together exchange; activations are those of one rank. undivided: parameters,
+    and bytes of the optimizer's state for these, that `zero.stage` leaves to each worker."""
 
     parameters: int
     parameter_bytes: int
@@ -47,6 +49,7 @@ class Counted:
     exchanged_bytes: int = 0
     shard_bytes: int = 0
     unit_bytes: int = 0
+    undivided: tuple[int, int] = (0, 0)
 
 
 class _Shapes:
@@ -79,9 +82,9 @@ def count_task(task: Task, micro_batch: int) -> Counted:
     if not count:
         raise ConfigError("the model has no parameter that is trained")
     try:
-        optimizer_bytes = _optimizer_bytes(task, parameters)
+        optimizer_bytes, undivided = _optimizer_bytes(task, parameters)
     except Exception as error:
-        optimizer_bytes = _ASSUMED_OPTIMIZER * count
+        optimizer_bytes, undivided = _ASSUMED_OPTIMIZER * count, (0, 0)
         assumed.append(
             f"{_ASSUMED_OPTIMIZER} bytes per parameter for the optimizer, which cannot be counted ({_line(error)})"
         )
@@ -95,6 +98,9 @@ def count_task(task: Task, micro_batch: int) -> Counted:
             activation_bytes, forward_flops = _of_forward(task, model, micro_batch)
     except Exception as error:
         assumed.append(f"no activations, which cannot be counted ({_line(error)})")
+    kind = _kind(task, parameters)
+    if kind is not None and (kind.divides == "nothing" or not kind.follows):
+        undivided = count, optimizer_bytes
     return Counted(
         count,
         sum(p.numel() * p.element_size() for p in model.parameters()),
@@ -103,24 +109,27 @@ def count_task(task: Task, micro_batch: int) -> Counted:
         activation_bytes,
         forward_flops,
         units,
-        _kind(task, parameters),
+        kind,
         tuple(assumed),
         exchanged,
         seen.largest,
         unit,
+        undivided,
     )
 
 
-def _optimizer_bytes(task: Task, parameters: list[nn.Parameter]) -> int:
-    """State after the first update."""
+def _optimizer_bytes(task: Task, parameters: list[nn.Parameter]) -> tuple[int, tuple[int, int]]:
+    """State after the first update; and of what members do not divide, parameters and their state."""
     optimizer = task.build_optimizer(parameters)
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     for parameter in parameters:
         parameter.grad = None
-    kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    return sum(v.numel() * v.element_size() for v in kept)
+    divided = {*divided_parameters(optimizer, filter(divisible, parameters))}
+    kept = {p: tensor_bytes(optimizer.state.get(p)) for p in parameters}
+    rest = [p for p in parameters if p not in divided and kept[p]]
+    return sum(kept.values()), (sum(p.numel() for p in rest), sum(kept[p] for p in rest))
 
 
 def _kind(task: Task, parameters: list[nn.Parameter]) -> OptimizerKind | None:

@@ -28,7 +28,7 @@ from everstep.train.offload import FarMemory, StateFile
 from everstep.train.offload_parameters import ModelFile
 from everstep.train.optimizer_kind import NO_GRADIENT, OptimizerKind, expected_kind, kind_of, tried_of
 from everstep.train.optimizer_trial import AHEAD, beside
-from everstep.train.update_probe import UpdateProbe, sample_of
+from everstep.train.update_probe import UpdateProbe, bring_near, sample_of
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ temporary tensor of the optimizer."""
 _MEMBER = 1 << 35
 _FIRST_LOOKS = 2
 """Updates at the beginning of which it is looked at what the optimizer is like."""
+_TOLD_SHARE = 0.05
+"""Share of the optimizer's state that is worth a word if members do not divide it."""
 _SLOW_S, _SLOW_SHARE, _SLOW_TIMES = 1.0, 0.5, 3
 
 
@@ -67,6 +69,7 @@ class OptimizerUpdate:
         self.dealt: Dealt | None = None
         self.proven = self.under_way = self._guarded = False
         self._slow = ""
+        self._seen = False  # how much is divided
         self._optimizer, self._memory = optimizer, memory
         self._took_long, self._before = 0, time.monotonic()
         self._ahead = AHEAD if kind else 0  # the step up to which updates were tried
@@ -244,6 +247,8 @@ class OptimizerUpdate:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if kind is None or kind.divides == "nothing" or kind.at_once:
             give(_whole(parameters))
+            for parameter, state in optimizer.state.items():
+                bring_near(parameter, state)
             optimizer.step()
         else:
             before, calls = beside(optimizer), calls_of(parameters, PART_ELEMENTS, kind.divides == "elements")
@@ -279,6 +284,21 @@ class OptimizerUpdate:
         """What a person is to know of a slow disk, once; "" otherwise."""
         said, self._slow = self._slow, ""
         return said
+
+    def undivided(self) -> str:
+        """What a person is to know of an optimizer whose state members divide in part only, once; "" otherwise."""
+        if self._seen or self.dealt is None:
+            return ""
+        self._seen = True
+        divided, rest = self.dealt.sizes()
+        if rest <= _TOLD_SHARE * (divided + rest):
+            return ""
+        name = type(self._optimizer).__name__
+        return (
+            f"zero.stage: the workers divide {divided:,} bytes of the state of {name}, and each "
+            f"keeps all of the other {rest:,}: what is divided is that of contiguous float32 parameters for which it "
+            "keeps float32 tensors like them, the same for each"
+        )
 
     def _judge(self, began: float, ended: float) -> None:
         """A disk that is too slow: the updates take most of the time, several times in a row."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError, Misused, check
+from everstep.base.plan import Divides
 from everstep.base.ports import Reduced
 from everstep.exact.dealt import Dealt, digested_planes
 from everstep.exact.digest import bytes_of, digest_bytes, named_digest
@@ -36,6 +37,7 @@ from everstep.train.elastic import LrPolicy
 from everstep.train.model_call import Loss
 from everstep.train.offload import memory_for
 from everstep.train.offload_parameters import ModelFile, parameter_files
+from everstep.train.optimizer_kind import NO_GRADIENT
 from everstep.train.optimizer_update import OptimizerUpdate, refuse_undivided
 from everstep.train.precision import LossScaler, autocast
 from everstep.train.stage import Parts, StageSpec
@@ -246,7 +248,7 @@ class StageReplica:
             self._handover.clear()
             if self._cell is not None:
                 self._cell.end_update()
-            told["slow_offload"] = self.update.complaint()
+            told["slow_offload"], told["undivided"] = self.update.complaint(), self.update.undivided()
         return told
 
     def share_updates(self, cell: UpdateTogether) -> None:
@@ -339,6 +341,13 @@ def _range(reduced: Reduced, first: int, last: int) -> torch.Tensor:
         if piece.start < stop and start < piece.stop
     ]
     return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, dtype=torch.float32)
+
+
+def how_divided(replica: StageReplica) -> Divides | None:
+    """How members divide the optimizer's state; None if they do not, or nothing is trained in this stage, which says
+    nothing of the optimizer."""
+    kind = replica.update.kind
+    return None if kind is None or kind.why == NO_GRADIENT else replica.state.divides
 
 
 def _rates(optimizer: Optimizer) -> list[float | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict, defaultdict
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ def twin_of(optimizer: Optimizer, sample: list[list[torch.Tensor]]) -> Optimizer
     for key, kept in optimizer.state.items():
         if not isinstance(key, torch.Tensor) or id(key) in memo:
             state[memo.get(id(key), key)] = copy.deepcopy(kept, memo)
+            bring_near(memo.get(id(key)), state[memo.get(id(key), key)])
     memo |= {id(optimizer.param_groups): groups, id(optimizer.state): state}
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
     for name, value in vars(optimizer).items():
@@ -127,6 +129,15 @@ def twin_of(optimizer: Optimizer, sample: list[list[torch.Tensor]]) -> Optimizer
         elif name != "step":  # a scheduler has wrapped the original's
             twin.__dict__[name] = copy.deepcopy(value, memo)
     return twin
+
+
+def bring_near(parameter: Any, kept: Any) -> None:
+    """Have what an optimizer keeps for each element of a parameter lie on its device, for an update of all of it:
+    between updates it may lie elsewhere."""
+    if isinstance(parameter, torch.Tensor) and isinstance(kept, MutableMapping):
+        for key, value in kept.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                kept[key] = value.to(parameter.device)
 
 
 def _facts(optimizer: Optimizer, sample: list[list[torch.Tensor]]) -> list[str]:

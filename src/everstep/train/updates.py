@@ -145,6 +145,9 @@ class Updates:
             extra = replica.apply(outcome, found.reduced, workers, found.received, dealt)
             if slow := extra.pop("slow_offload", ""):
                 view.publisher.emit("warning", step=number, cause=Cause.SLOW, reason=slow)
+            plan, undivided = view.plan, extra.pop("undivided", "")
+            if undivided and generation == 1 and plan is not None and plan.leader(stage) == view.me:
+                view.publisher.emit("warning", step=number, cause=Cause.CONFIG, reason=undivided)
         self._dealing.updated(number)
         extra |= self.strange(outcome)
         if isinstance(order, ElasticOrder):

@@ -20,7 +20,7 @@ from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Cutter
 from everstep.train.job_data import DataPosition
 from everstep.train.published import Publisher
-from everstep.train.replica import StageReplica
+from everstep.train.replica import StageReplica, how_divided
 from everstep.train.worker_link import WorkerLink
 
 
@@ -85,8 +85,8 @@ class Stages(Mapping[int, StageReplica]):
         return None if others is None else others.room
 
     def divides(self) -> dict[int, Divides]:
-        """How the optimizer's state of each of them can be divided, where that is done."""
-        return {stage: replica.state.divides for stage, replica in self._held.items() if replica.state.divides}
+        """How the optimizer's state of each of them can be divided, where that is done and is known."""
+        return {stage: found for stage, replica in self._held.items() if (found := how_divided(replica)) is not None}
 
     def want(self, stages: Iterable[int]) -> None:
         """Have these, in their initial state if they were not held."""

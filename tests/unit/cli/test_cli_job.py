@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,13 @@ from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse
 from everstep.cli.config_file import read_config_file
 from everstep.cli.job import (
+    JobFile,
     Request,
     check_dataset,
     check_hosts,
     differences,
     effective_config,
+    going_on,
     make_job,
     read_job,
     refuse_hosts_of_cells,
@@ -25,7 +29,7 @@ from everstep.cli.job import (
     with_cut,
     write_job,
 )
-from everstep.cli.run import _opening
+from everstep.cli.run import _check_copies, _opening
 from everstep.cli.run_dir import StartPoint, inspect, read_digest, set_aside
 from everstep.observe.events import EventLog
 
@@ -225,6 +229,33 @@ def test_a_measured_cut_is_kept_by_every_later_run() -> None:
     again = with_cut(job, [[0, 2], [2, 4]], [2.0, 2.0, 2.0, 2.0], first)
     assert (again.config.cut, again.unit_ms) == (first.config.cut, first.unit_ms)
     assert with_cut(job, [[0, 2], [2, 4]], [], first) is job, "nothing was to be measured"
+
+
+def test_what_an_optimizer_divides_is_kept_by_stage_where_a_stage_has_the_units_that_it_had() -> None:
+    def job(**options: Any) -> JobFile:
+        return make_job("t", [], effective_config({"steps": 1}, request(options=options)), 100, request())
+
+    before = replace(job(stages=2, workers=2), divides={0: "nothing", 1: "elements"})
+    assert going_on(job(stages=2, workers=4), before).divides == before.divides
+    for other in (
+        job(),
+        job(stages=2, workers=2, cut=[1, 3]),
+        job(stages=2, workers=2, schedule="interleaved", chunks=2),
+    ):
+        assert going_on(other, before).divides == {}
+
+
+@pytest.mark.parametrize(("hosts", "copies", "refused"), [(2, 3, True), (3, 3, False), (1, 3, False), (2, 2, False)])
+def test_more_copies_than_the_hosts_that_are_asked_for(hosts: int, copies: int, refused: bool) -> None:
+    given = {"steps": 1, "workers": 4, "zero.stage": 1, "zero.copies": copies, "hosts.min": hosts}
+    config = effective_config(given, request(options={"network.address": "10.0.0.1"}))
+    with (
+        pytest.raises(ConfigError, match=r"expected at most 2, .*\(hosts\.min\), got 3: set zero\.copies=2, or")
+        if (refused)
+        else nullcontext()
+    ):
+        _check_copies(config, given)
+    _check_copies(config, {"hosts.min": hosts})  # the default takes what there is
 
 
 def test_a_host_that_this_launcher_does_not_run_on() -> None:

@@ -26,11 +26,14 @@ def test_of_a_number_of_parameters_the_papers_table_comes_first(capsys: pytest.C
     assert said["fits"] is None and said["max_model_size_with_zero"] is None
     assert sorted(said["stages"]) == ["0", "1", "2", "3"] and said["stages"]["3"]["zero_memory_gb"] == 1.875
     assert said["ours"]["per_worker_bytes"]["parameters"] == 30 * 10**9 and said["ours"]["stages"]["0"]["runs"]
-    assert "1910.02054" in said["source"] and said["assumed"] == ["an optimizer like Adam", "64 lanes"]
+    assert "1910.02054" in said["source"] and said["assumed"][:2] == ["an optimizer like Adam", "64 lanes"]
 
 
 def test_lanes_that_are_given_are_not_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["plan", "memory", "--params", "1B", "--lanes", "64", "--json"]) == 0
+    staging = "nothing for checkpoints that wait for the disk, which may take half of what is free (--staging)"
+    assert json.loads(capsys.readouterr().out)["assumed"] == ["an optimizer like Adam", staging]
+    assert run_command(["plan", "memory", "--params", "1B", "--lanes", "64", "--staging", "1GiB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["assumed"] == ["an optimizer like Adam"]
 
 
@@ -134,7 +137,40 @@ def test_it_says_whether_the_optimizer_can_be_divided(capsys: pytest.CaptureFixt
     found = planned(capsys, f"{task}:Factored")["optimizer"]
     assert found["divides"] == "matrices" and "cannot be updated alone" in found["why"]
     assert run_command(["plan", "memory", f"{task}:Factored"]) == 0
-    assert "its optimizer can be divided between parameters, not within one" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "its optimizer can be divided between parameters, not within one" in said
+    assert "jobs run stage 3: no: the optimizer can be divided between parameters, not within one (" in said
+
+
+def test_a_stage_that_the_optimizer_does_not_allow_does_not_run_and_saves_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    task = tmp_path / "others.py"
+    task.write_text(
+        "import torch\nfrom everstep.zoo import registry\n"
+        "class Noise(torch.optim.Adam):\n"
+        "    def step(self, closure=None):\n        super().step()\n"
+        "        for p in self.param_groups[0]['params']:\n            p.data.add_(torch.randn_like(p))\n"
+        "class Noisy(registry.load('mlp-digits')):\n"
+        "    def build_optimizer(self, params):\n        return Noise(params)\n"
+        "class Narrow(registry.load('mlp-digits')):\n"
+        "    def build_optimizer(self, params):\n        return torch.optim.Adam(params)\n"
+        "    def build_model(self):\n"
+        "        model = super().build_model()\n        model[0].to(torch.bfloat16)\n        return model\n"
+    )
+    found = planned(capsys, f"{task}:Noisy", "--workers", "4")
+    assert found["optimizer"]["divides"] == "nothing"
+    bytes_of = {k: one["per_worker_bytes"]["optimizer"] for k, one in found["stages"].items()}
+    assert bytes_of["1"] == bytes_of["2"] == bytes_of["0"]
+    for stage in ("1", "2", "3"):
+        assert found["stages"][stage]["runs"] is False
+        assert "the optimizer cannot be divided (" in found["stages"][stage]["runs_not"]
+    assert found["stages"]["0"]["runs"] is True
+
+    found = planned(capsys, f"{task}:Narrow", "--workers", "4")
+    bytes_of = {k: one["per_worker_bytes"]["optimizer"] for k, one in found["stages"].items()}
+    narrow = 2 * 2 * (64 * 64 + 64)
+    assert 2 * bytes_of["1"] == pytest.approx(bytes_of["0"] + narrow, rel=0.01) and found["stages"]["1"]["runs"]
 
 
 def test_large_parameters_are_tried_with_fewer_rows_and_what_cannot_be_tried_is_unknown(

@@ -128,3 +128,19 @@ def test_a_stage_is_lost_with_the_last_copy_of_any_segment(copies: int, lost: bo
     world.exited(3)
     assert ("back to the newest copy" in world.plan.reason) == lost
     assert lost_stages(world.plan, []) == [0]
+
+
+def test_fewer_workers_than_copies_are_told_once_when_it_comes_to_that() -> None:
+    def told(world: World) -> list[str]:
+        return [r.fields["reason"] for r in world.reports if r.kind == "warning"]
+
+    world = divided(4, 3)
+    world.exited(3)
+    all_enter(world, 2)
+    assert not told(world)
+    world.exited(2)
+    all_enter(world, 3)
+    assert len(told(world)) == 1 and told(world)[0].startswith("2 of zero.copies=3 copies of the optimizer's state are")
+    world.exited(1)
+    all_enter(world, 4)
+    assert len(told(world)) == 1

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Adafactor, Adagrad, Adam, AdamW, Optimizer
 
 from everstep.base.errors import ConfigError
@@ -20,7 +21,7 @@ from everstep.exact.accumulate import keep_freed_memory
 from everstep.exact.seeding import seed_all
 from everstep.exact.state import ModelState
 from everstep.exact.state_memory import StateMemory
-from everstep.train import offload, optimizer_update
+from everstep.train import offload, optimizer_trial, optimizer_update, update_probe
 from everstep.train.offload import FarMemory, StateFile, memory_for
 from everstep.train.optimizer_update import OptimizerUpdate
 
@@ -335,3 +336,43 @@ def test_copies_on_which_updates_are_tried_take_no_memory_afterwards(tmp_path: P
     before = _anonymous_mb()
     update.make(1, 1)
     assert _anonymous_mb() - before < 24
+
+
+class AtOnce(torch.optim.SGD):
+    """Counts its updates in its group."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["updates"] = self.param_groups[0].get("updates", 0) + 1
+        return super().step(closure)
+
+
+class Knowing(torch.optim.SGD):
+    """Knows a parameter by its own attribute, so none can be updated apart."""
+
+    def __init__(self, params: Any, **more: Any) -> None:
+        super().__init__(params, **more)
+        self.by_name = {"first": self.param_groups[0]["params"][0]}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, AtOnce, Knowing])
+def test_parameters_on_a_device_with_memory_of_its_own_are_updated_again_and_again(
+    kind: type[Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors without content, on a device that is none: what mixes it with the CPU raises, as it does on a GPU."""
+    monkeypatch.setattr(FarMemory, "lacks", lambda self, tensor: tensor.device.type == "lazy")
+    monkeypatch.setattr(FarMemory, "make", lambda self, like: like.to("cpu"))
+    monkeypatch.setattr(optimizer_trial, "_digest", lambda tensor: "")
+    monkeypatch.setattr(update_probe, "tensor_digest", lambda tensor: "")
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("lazy"):
+        parameters = [nn.Parameter(torch.empty(shape)) for shape in ((300, 200), (200,), ())]
+        optimizer = kind(parameters, lr=0.1, momentum=0.9)  # type: ignore[call-arg]
+        update = OptimizerUpdate(optimizer, FarMemory())
+        for step in range(1, 4):
+            for parameter in parameters:
+                parameter.grad = torch.empty(parameter.shape)
+            update.make(step, step)
+            kept = [state["momentum_buffer"].device.type for state in optimizer.state.values()]
+            assert kept == ["cpu"] * 3
+    assert update.kind is not None
+    expected = {torch.optim.SGD: ("elements", False), AtOnce: ("elements", True), Knowing: ("nothing", False)}
+    assert (update.kind.divides, update.kind.at_once) == expected[kind], update.kind

@@ -120,6 +120,20 @@ def test_each_update_says_anew_which_parts_it_is_of() -> None:
     assert update.dealt is None
 
 
+@pytest.mark.parametrize(("divides", "said"), [("elements", ""), ("nothing", "divide 0 bytes of the state of AdamW")])
+def test_it_is_told_once_how_much_members_do_not_divide_if_that_is_much(divides: str, said: str) -> None:
+    member = DividedMember(divides=divides)
+    update = OptimizerUpdate(member.optimizer, StateMemory())
+    assert not update.undivided(), "there is no update yet"
+    make(member, update, 1, divided(member))
+    told = update.undivided()
+    assert said in told and bool(said) == bool(told)
+    size = sum(8 * p.numel() + 4 for p in member.model.parameters() if p.requires_grad)  # and one for their step
+    assert not said or f"all of the other {size:,}:" in told
+    make(member, update, 2, divided(member))
+    assert not update.undivided()
+
+
 def hooked(kind: str, optimizer: Any) -> Any:
     if kind == "own":
         return optimizer.register_step_post_hook(lambda *_: None)

@@ -16,7 +16,7 @@ from everstep.base.ports import Node, Reduced
 from everstep.protocol.driver.nonfinite import Nonfinite
 from everstep.protocol.driver.records import SETTING_BYTES, SETTINGS, StepOutcome
 from everstep.protocol.step_types import Discard
-from everstep.train.replica import StageReplica
+from everstep.train.replica import StageReplica, how_divided
 from everstep.train.stage import Parts, StageSpec
 from everstep.train.updates import Updates
 
@@ -123,6 +123,16 @@ def test_lanes_of_a_split_model_are_not_for_the_loop() -> None:
     stage = StageReplica(Parts(model, optimizer, None, list(model)), config, torch.device("cpu"), spec)
     with pytest.raises(InvariantViolation, match="go through its parts"):
         _ = stage.loop
+
+
+def test_a_stage_of_which_nothing_is_trained_says_nothing_of_how_its_optimizer_divides() -> None:
+    model = nn.Sequential(nn.Linear(6, 5))
+    for trained, said in ((True, "elements"), (False, None)):
+        model.requires_grad_(trained)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = load_config([("test", {"lanes": 8, "micro_batch": 4, "steps": 3, "zero.stage": 1})])
+        stage = StageReplica(Parts(model, optimizer, None, [model]), config, torch.device("cpu"))
+        assert how_divided(stage) == said
 
 
 def test_members_say_which_running_statistics_their_lanes_start_from() -> None:

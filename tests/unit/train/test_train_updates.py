@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
+import pytest
+
 from everstep.base.plan import Member, Plan, Seat
 from everstep.protocol.driver import operations as do
 from everstep.train.heal import StageGradient
@@ -43,3 +45,17 @@ def test_gradients_of_stages_that_were_reduced_in_the_generation_before_are_kept
         updates.reduce(do.Reduce(1, 3, plan, 4, False))
     generation, gradients = updates._reduced[4]
     assert generation == 3 and sorted(gradients) == [0, 1] and gradients[0] is reduced
+
+
+@pytest.mark.parametrize(("me", "generation", "said"), [(0, 1, True), (1, 1, False), (0, 2, False)])
+def test_what_is_not_divided_is_told_by_one_at_the_start(me: int, generation: int, said: bool) -> None:
+    replica = MagicMock()
+    replica.apply.return_value = {"slow_offload": "", "undivided": "little is divided"}
+    plan = Plan(
+        1, "", (Member(0, 0, "a"), Member(1, 0, "a")), (Seat(0, 0, "active", (0,)), Seat(1, 0, "active", ())), 1
+    )
+    view: Any = MagicMock(me=me, stages={0: replica}, plan=plan, is_main=False)
+    outcome: Any = MagicMock(step=1, nonfinite=MagicMock(words=""))
+    Updates(view, *[MagicMock() for _ in range(5)]).apply(outcome, {}, {0: MagicMock()}, generation)
+    told = [call.kwargs["reason"] for call in view.publisher.emit.call_args_list]
+    assert told == ["little is divided"] * said

@@ -245,9 +245,23 @@ def announce(job: JobState, old: Plan) -> None:
         leaders=[plan.leader(stage) for stage in range(plan.stages)],
     )
     for stage in range(plan.stages) if old is not NO_PLAN else ():
+        _announce_few(job, plan, old, stage)
         leader = plan.member(plan.leader(stage))
         if old.member(old.leader(stage)).key != leader.key:
             _announce_leader(job, plan, leader.key, stage)
+
+
+def _announce_few(job: JobState, plan: Plan, old: Plan, stage: int) -> None:
+    """Warn that a pool has become smaller than the number of copies that are wanted of the optimizer's state."""
+    copies, members = job.env.config.wish.copies, len(plan.pool(stage))
+    if members < copies <= len(old.pool(stage)):
+        where = f" of stage {stage}" * (plan.stages > 1)
+        text = (
+            f"{members} of zero.copies={copies} copies of the optimizer's state{where} are left, one at each worker: "
+            "should these be lost before others have joined, the job goes back to its newest copy"
+        )
+        fields = {"generation": plan.generation, "step": job.progress.step, "stage": stage}
+        job.env.report("warning", Why(plan.cause, text), **fields)
 
 
 def announce_late(job: JobState) -> None:
