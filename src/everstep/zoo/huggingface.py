@@ -298,6 +298,10 @@ class HuggingFace(ReadyTask):
         targets = batch[:, 1:]
         return token_loss(logits, targets), torch.tensor(float(targets.numel()))
 
+    def evaluation_batch(self) -> int:
+        """As many as in training: of more, the logits of a large vocabulary may not fit into memory."""
+        return int(self.config.micro_batch)
+
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Metrics: loss per token, in nats, and the share of tokens predicted right."""
         logits = model(input_ids=batch[:, :-1]).logits

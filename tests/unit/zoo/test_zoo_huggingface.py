@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import everstep
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
 
 from everstep.checkpoint.interchange import adapter_names  # noqa: E402
+from everstep.cli import evaluate  # noqa: E402
 from everstep.train.final import model_tensors, write_final  # noqa: E402
+from everstep.train.trainer import EarlyStop, train  # noqa: E402
 from everstep.zoo import decoder_units  # noqa: E402
 from everstep.zoo.hub_directory import keep_hub_files  # noqa: E402
 from everstep.zoo.huggingface import HuggingFace  # noqa: E402
@@ -128,6 +132,34 @@ def test_adapters_that_cannot_be_made(tmp_path: Path, data: str) -> None:
     for options in ({"lora__rank": -1}, {"lora__rank": 2, "lora__modules": "q_proj,nope"}, {"lora__rank": "x"}):
         with pytest.raises(ConfigError, match=r"task\.lora"):
             task_of(folder, data=data, **options).build_model()
+
+
+@pytest.mark.parametrize("by_command", [False, True])
+def test_an_evaluation_takes_as_many_samples_at_once_as_training(tmp_path: Path, data: str, by_command: bool) -> None:
+    """Their logits are what a job of a large vocabulary takes most of its memory for."""
+    task = task_of(made(tmp_path / "model", "llama"), data=data, context=8)
+    task.config = replace(task.config, micro_batch=2, eval_every=1)
+    seen: list[int] = []
+
+    def metrics(self: HuggingFace, model: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        seen.append(len(batch))
+        return {"n": torch.ones(2)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HuggingFace, "metrics", metrics)
+        if by_command:
+            patch.setattr(evaluate, "make_task", lambda spec: task)
+            patch.setattr(evaluate, "_config", lambda task, source: task.config)
+            evaluate.evaluate_task(f"hf:{tmp_path / 'model'}", tmp_path, lambda model: None)
+        else:
+            model, samples = task.build_model(), task.build_dataset("train")
+            optimizer = task.build_optimizer(model.parameters())
+            train(
+                task,
+                everstep.join(model, optimizer, samples, lanes=1, micro_batch=2, steps=1),
+                EarlyStop(task.config.early_stop),
+            )
+    assert sum(seen) == len(task.build_dataset("test")) == 38 and set(seen) == {2}
 
 
 # ---- the data
