@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 
 from everstep.checkpoint.interchange import adapter_names  # noqa: E402
 from everstep.cli import evaluate  # noqa: E402
+from everstep.data import tokenised  # noqa: E402
 from everstep.train.final import model_tensors, write_final  # noqa: E402
 from everstep.train.trainer import EarlyStop, train  # noqa: E402
 from everstep.zoo import decoder_units  # noqa: E402
@@ -176,6 +177,26 @@ def test_text_through_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     kept.write_bytes(kept.read_bytes()[:-8] + b"\1" * 8)
     again = task_of(folder, data=str(tmp_path / "words")).build_dataset("train")
     assert len(again) == len(first) and all(torch.equal(again[k], first[k]) for k in range(len(first)))
+
+
+def test_a_text_is_tokenised_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces end with a line, wherever the text was read in parts; few are tokenised at once."""
+    for name, value in {"_SCANNED": 7, "_PIECE": 10, "_PIECES_AT_ONCE": 2}.items():
+        monkeypatch.setattr(tokenised, name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = "Füße, 時間\nund eine lange Zeile\na\nb\nc\n\n\nd\ne\nno more lines".encode() + b"\xff\xe6\x99"
+    (tmp_path / "text").write_bytes(data)
+    calls: list[list[str]] = []
+
+    def tokenizer(pieces: list[str], **options: bool) -> dict[str, list[list[int]]]:
+        calls.append(pieces)
+        return {"input_ids": [[ord(letter) for letter in piece] for piece in pieces]}
+
+    numbers = tokenised.read_tokens(str(tmp_path / "text"), 0, lambda: (tokenizer, {}))["train"].numbers
+    text = data.decode("utf-8", errors="replace")
+    assert [chr(number) for number in numbers] == list(text) and numbers.dtype == np.int32
+    assert [len(pieces) for pieces in calls] == [2, 1]
+    assert calls == [["Füße, 時間\nund eine lange Zeile\n", "a\nb\nc\n\n\nd\ne\n"], ["no more lines��"]]
 
 
 def test_token_files_and_windows(tmp_path: Path) -> None:
