@@ -269,6 +269,10 @@ def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path]
     return rewrite
 
 
+def written(name: str, content: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_text(content)
+
+
 def link(target: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
@@ -287,13 +291,26 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no type": (settings(model_type=None), "expected a model_type"),
     "unknown": (settings(model_type="foo"), "no architecture 'foo'"),
     "no causal head": (settings(model_type="t5"), "no causal language model"),
-    "own code": (settings(auto_map={"AutoModel": "m.M"}), "code of its own"),
+    "own code": (settings(auto_map={"AutoModel": "m.M"}, model_type="foo"), "code of its own .* write a Task"),
+    "own code, not needed": (settings(auto_map={"AutoModel": "m.M"}), "transformers has llama, too: remove auto_map"),
     "own code of the tokenizer": (
         lambda d: (
             (d / "tokenizer_config.json").write_text('{"auto_map": {"A": "b"}}')
             and (d / "tokenizer.json").write_text("{}")
         ),
         "code of its own",
+    ),
+    "vocabulary missing": (
+        written("tokenizer_config.json", "{}"),
+        "'tokenizer_config.json' is there, but no vocabulary",
+    ),
+    "vocabulary of tiktoken": (written("qwen.tiktoken", "IQ== 0"), "'qwen.tiktoken' is there, but no vocabulary"),
+    "vocabulary of another name": (written("source.spm", "x"), "'source.spm' is there, but no vocabulary"),
+    "torn sentencepiece": (written("sentencepiece.bpe.model", "x"), "its tokenizer cannot be read"),
+    "torn tekken": (written("tekken.json", "{}"), "its tokenizer cannot be read"),
+    "empty vocabulary": (
+        lambda d: settings(model_type="gemma", head_dim=8)(d) or written("vocab.json", "{}")(d),
+        "vocabulary of its tokenizer is empty",
     ),
     "odd heads": (settings(num_attention_heads=3), "not valid for llama"),
     "quantised": (settings(quantization_config={"quant_method": "gptq"}), "quantised"),
@@ -338,6 +355,19 @@ def test_weights_of_a_model_in_one_piece_are_looked_at_before_the_start(tmp_path
     settings(model_type="bert", is_decoder=True)(other)
     with pytest.raises(ConfigError, match=r"are incomplete: bert.embeddings.word_embeddings.weight is in none"):
         HuggingFace(str(other))
+
+
+def test_positions_that_are_counted_from_the_padding(tmp_path: Path, data: str) -> None:
+    """The longest context is shorter than the table of positions by those that no token has."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.RobertaConfig(vocab_size=256, max_position_embeddings=18, is_decoder=True, **sizes)
+    transformers.RobertaForCausalLM(config).save_pretrained(tmp_path / "model")
+    task = task_of(tmp_path / "model", data=data)
+    batch = task.build_dataset("train")[0].unsqueeze(0)
+    assert batch.shape == (1, 17)
+    task.loss(task.build_model(), batch)[0].backward()
+    with pytest.raises(ConfigError, match="expected 0 to 16"):
+        task_of(tmp_path / "model", data=data, context=17).build_dataset("train")
 
 
 def test_an_encoder_is_refused(tmp_path: Path, data: str) -> None:
