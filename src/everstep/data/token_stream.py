@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import mmap
 import os
 import sysconfig
 import tempfile
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from torch.utils.data import Dataset, Subset
 
 from everstep.base.errors import ConfigError
+from everstep.base.given import open_given
 
 _CACHE_FORMAT = "1"
 _LOOKED_AT_BYTES = 1 << 20
@@ -115,18 +117,18 @@ def standard_library(limit_bytes: int = 4_000_000) -> bytes:
     return _joined(Path(sysconfig.get_path("stdlib")), (".py",), limit_bytes)
 
 
-def read_text(path: str, limit_bytes: int = 0) -> bytes:
-    """Bytes of a file, or of all files below a folder, sorted by name; at most `limit_bytes`, if not 0.
+def read_text(path: str, limit_bytes: int = 0) -> memoryview:
+    """Bytes of a file, mapped, or of all files below a folder, sorted by name; at most `limit_bytes`, if not 0.
 
     Raises: ConfigError if there is nothing to read, or a file that is no text.
     """
     where = Path(path)
     try:
-        data = _joined(where, (), limit_bytes) if where.is_dir() else _text_file(where)
+        data = memoryview(_joined(where, (), limit_bytes) if where.is_dir() else _text_file(where))
     except OSError as error:
         raise ConfigError(f"expected a text file or a folder of them, got {path}: {error.strerror}") from None
     data = data[:limit_bytes] if limit_bytes else data
-    if not data:
+    if not len(data):
         raise ConfigError(f"expected text to learn from, got nothing in {path}: name a file or folder with text in it")
     return data
 
@@ -140,9 +142,12 @@ def _joined(root: Path, endings: tuple[str, ...], limit_bytes: int) -> bytes:
     return bytes(data)
 
 
-def _text_file(path: Path) -> bytes:
+def _text_file(path: Path) -> bytes | mmap.mmap:
     """Content of a file. Raises: OSError; ConfigError if it begins otherwise than text does."""
-    data = path.read_bytes()
+    with open_given(path, links=True) as file:
+        if not os.fstat(file.fileno()).st_size:
+            return b""
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     head = data[:_LOOKED_AT_BYTES]
     for magic, name in _PACKED.items():
         if head.startswith(magic):

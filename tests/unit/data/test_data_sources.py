@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import mmap
 import pickle
 import re
 import struct
@@ -103,6 +104,11 @@ def test_text_of_a_folder_comes_in_the_order_of_names(tmp_path: Path) -> None:
     assert read_text(str(tmp_path)) == b"one two three"
     assert read_text(str(tmp_path), 5) == b"one t"
     assert read_text(str(tmp_path / "c")) == b"three"
+
+
+def test_a_text_is_mapped(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"text")
+    assert isinstance(read_text(str(tmp_path / "text")).obj, mmap.mmap)
 
 
 def test_text_that_is_not_there_is_named(tmp_path: Path) -> None:
