@@ -111,8 +111,7 @@ def draw(seed: int) -> Plan:
     if cells:
         lives = [_as_cells(rng, task, life) for life in lives]
         if task == "Sharded":
-            whole = all(life.stages == 1 for life in lives)
-            numerics |= {"cell.shards": rng.choice((2, 4)), "cell.sp": whole and rng.random() < 0.5}
+            numerics |= {"cell.shards": rng.choice((2, 4)), "cell.sp": rng.random() < 0.5}
         if rng.random() < 0.3:
             numerics["clip_value"] = 0.01
     return Plan(task, numerics, settings, tuple(lives))

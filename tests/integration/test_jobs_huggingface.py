@@ -38,6 +38,7 @@ def run(jobs: Jobs, tmp_path: Path) -> Run:
 KILL = ("--chaos", "kill:target=worker:1,at=3,phase=backward")
 SHARDS = ("--set", "cell.shards=2")
 TOGETHER = ("--workers", "2", "--set", "cell.tp=2", *KILL)
+DIVIDED = ("--workers", "2", "--set", "cell.fsdp=2", *KILL)
 SPLIT = ("--stages", "2", "--pool", "2", *KILL)
 
 
@@ -53,6 +54,9 @@ SPLIT = ("--stages", "2", "--pool", "2", *KILL)
         pytest.param("mistral, grouped", SHARDS, TOGETHER, marks=pytest.mark.longer),
         pytest.param("qwen2, grouped", (*SHARDS, "--set", "cell.sp=true"), TOGETHER, marks=pytest.mark.longer),
         pytest.param("llama, tied", SHARDS, (*TOGETHER, "--stages", "2"), marks=pytest.mark.longer),
+        pytest.param("gpt2", (), DIVIDED, marks=pytest.mark.longer),
+        pytest.param("llama", ("--set", "task.lora.rank=2"), DIVIDED, marks=pytest.mark.longer),
+        pytest.param("gpt_neox", (), DIVIDED, marks=pytest.mark.longer),
     ],
 )
 def test_kills(run: Run, name: str, alike: tuple[str, ...], placed: tuple[str, ...]) -> None:

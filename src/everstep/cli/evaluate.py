@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from everstep.train.task import Task
 
 Give = Callable[["nn.Module"], None]
-_BATCH = 64
 
 
 @click.command()
@@ -118,13 +117,14 @@ def evaluate_task(text: str, source: Path, give: Give) -> tuple[dict[str, float]
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     cut_into_shards(task, model, task.config)
-    dataset = by_index(calling(task, "build_dataset", "test"), _BATCH, task.config.seed)
+    batch_size = calling(task, "evaluation_batch")
+    dataset = by_index(calling(task, "build_dataset", "test"), batch_size, task.config.seed)
     size = len(dataset)
     if not size:
         raise ConfigError(f"task {text!r}: its test split is empty")
 
     def load(chunk: int) -> Any:
-        indices = range(chunk * _BATCH, min(size, (chunk + 1) * _BATCH))
+        indices = range(chunk * batch_size, min(size, (chunk + 1) * batch_size))
         return calling(task, "collate", [dataset[i] for i in indices])
 
     model.eval()
@@ -132,7 +132,7 @@ def evaluate_task(text: str, source: Path, give: Give) -> tuple[dict[str, float]
         with torch.no_grad():
             metrics = evaluate(
                 lambda batch: calling(task, "metrics", model, to_device(batch, device)),
-                -(-size // _BATCH),
+                -(-size // batch_size),
                 load,
                 gather=lambda data: {0: data},
                 members=lambda: (0, (0,)),

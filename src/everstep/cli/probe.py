@@ -224,13 +224,14 @@ def _check_shards(task: Task) -> None:
 
 
 def check_metric(task: Task) -> None:
-    """Compute the metrics of one test sample. Raises: ConfigError if the metric of early stop is not among them."""
+    """Compute the metrics of one test sample. With meta_init the first evaluation shows whether the metric is there:
+    the model may be too large for one process. Raises: ConfigError if the metric of early stop is not among them."""
     import torch
 
     from everstep.data.reading import first_samples
 
     wanted = task.config.early_stop.metric
-    if wanted is None:
+    if wanted is None or task.config.meta_init:
         return
     model = task.build_model().eval()
     test = task.build_dataset("test")

@@ -3,11 +3,13 @@ of the package `datasets`; and windows over them."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
 import importlib.metadata
+import itertools
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from everstep.data.token_stream import cache_folder, read_text
 
 _PIECE = 1 << 16
 """Characters that are tokenised in one go; a piece ends with a line."""
+_PIECES_AT_ONCE = 64
 _SCANNED = 1 << 24
 _DATASET_FILES = ("state.json", "dataset_dict.json")
 
@@ -147,10 +150,8 @@ def _column(part: Any, path: Path) -> np.ndarray[Any, Any]:
         raise ConfigError(
             f"task.data: expected a column input_ids in {path}, got {', '.join(part.column_names)}: tokenise it first"
         )
-    column = part.with_format("arrow")[:]["input_ids"].combine_chunks()
-    while hasattr(column, "flatten") and hasattr(column.type, "value_type"):
-        column = column.flatten()
-    numbers = np.asarray(column)
+    parts = [_flat(rows) for rows in part.with_format("arrow")[:]["input_ids"].chunks] or [np.zeros(0)]
+    numbers = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if numbers.dtype.kind not in "iu" or not len(numbers):
         raise ConfigError(
             f"task.data: expected whole numbers in input_ids of {path}, got {len(numbers)} {numbers.dtype}"
@@ -158,10 +159,17 @@ def _column(part: Any, path: Path) -> np.ndarray[Any, Any]:
     return numbers
 
 
+def _flat(rows: Any) -> np.ndarray[Any, Any]:
+    """Numbers of one of the chunks that arrow has. A chunk holds 2^31 at most, so they are not made one before."""
+    while hasattr(rows, "flatten") and hasattr(rows.type, "value_type"):
+        rows = rows.flatten()
+    return np.asarray(rows)
+
+
 # ---- text through a tokenizer, which is done once and kept
 
 
-def _encoded(data: bytes, tokenizer: Any, files: Mapping[str, bytes]) -> np.ndarray[Any, Any]:
+def _encoded(data: memoryview, tokenizer: Any, files: Mapping[str, bytes]) -> np.ndarray[Any, Any]:
     """Tokens of a text, int32, from the cache if the very same text was encoded by the same files before."""
     digest = hashlib.blake2b(digest_size=16)
     for name in ("transformers", "tokenizers"):
@@ -174,9 +182,13 @@ def _encoded(data: bytes, tokenizer: Any, files: Mapping[str, bytes]) -> np.ndar
         kept = _mapped(file, np.int32)
         if kept[-1] == _sum(kept[:-1]):
             return kept[:-1]
-    pieces = _pieces(data.decode("utf-8", errors="replace"))
-    encoded = tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"]
-    numbers = np.fromiter((token for piece in encoded for token in piece), np.int32)
+    pieces, made = _pieces(data), [np.zeros(0, np.int32)]
+    while some := list(
+        itertools.islice(pieces, _PIECES_AT_ONCE)
+    ):  # as Python's numbers all would take ten times as much
+        encoded = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        made.append(np.fromiter(itertools.chain.from_iterable(encoded), np.int32))
+    numbers = np.concatenate(made)
     if not len(numbers):
         raise ConfigError("task.data: the tokenizer makes no tokens of this text")
     with contextlib.suppress(OSError):
@@ -187,13 +199,16 @@ def _encoded(data: bytes, tokenizer: Any, files: Mapping[str, bytes]) -> np.ndar
     return numbers
 
 
-def _pieces(text: str) -> list[str]:
-    pieces, start = [], 0
-    while start < len(text):
-        end = text.find("\n", start + _PIECE) + 1 or len(text)
-        pieces.append(text[start:end])
-        start = end
-    return pieces
+def _pieces(data: memoryview) -> Iterator[str]:
+    decoder, text, start = codecs.getincrementaldecoder("utf-8")(errors="replace"), "", 0
+    for first in range(0, len(data), _SCANNED):
+        text = text[start:] + decoder.decode(data[first : first + _SCANNED], first + _SCANNED >= len(data))
+        start = 0
+        while end := text.find("\n", start + _PIECE) + 1:
+            yield text[start:end]
+            start = end
+    if start < len(text):
+        yield text[start:]
 
 
 def _sum(numbers: np.ndarray[Any, Any]) -> np.int32:

@@ -184,7 +184,7 @@ def fill(replica: StageReplica, store: CellStore, update: CellUpdate, config: Co
     named = dict(_named(replica))
     each = config.cell.ranks // config.cell.hosts
     part, number = divmod(store.rank, each)
-    shares, mine = update.shares(), range(part * each, (part + 1) * each)
+    shares, mine = update.shares(replica.parts.model), range(part * each, (part + 1) * each)
 
     def put(name: str, made: Tensor) -> None:
         place = named.get(name)
@@ -208,7 +208,7 @@ def spread(
 ) -> OtherParts:
     """Have each part of a worker that spans hosts hold its own. Parameters of others are here while units compute with
     them, or for a whole step: shards of a module are computed without a call of it. made: all parameters are here."""
-    others, units = store.spread(lines, update.shares(), made=made), replica.parts.units
+    others, units = store.spread(lines, update.shares(replica.parts.model), made=made), replica.parts.units
     numbers = {store.memory.address + place.offset: n for n, place in enumerate(store.places.parameters)}
     by_unit = config.cell.reshard_after_forward and config.cell.shards == 1
     UnitsHere(replica.parts.model, units if by_unit else (), numbers, others)

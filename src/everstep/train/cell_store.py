@@ -259,7 +259,7 @@ class CellStore:
     def spread(
         self, lines: PartLines, divided: Mapping[int, Sequence[Sequence[tuple[int, int]]]], *, made: bool
     ) -> OtherParts:
-        """From now on each part holds its ranges of the parameters. divided: elements that each rank updates, by the
+        """From now on each part holds its ranges of the parameters. divided: elements that each rank has, by the
         addresses of their parameters; all others are the head's. made: all parameters are here."""
         found = []
         for place in self.places.parameters:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everstep.base.errors import ConfigError, check
@@ -47,9 +47,14 @@ class CellUpdate:
             own = {id(p) for p in self._divided}
             self.pieces = {**self.pieces, **{p: [(0, p.numel())] for p in everything if id(p) not in own}}
 
-    def shares(self) -> dict[int, list[list[tuple[int, int]]]]:
-        """What each rank updates of the divided parameters, by their addresses."""
-        return {p.data_ptr(): self._runs_of(number) for number, p in self._numbered}
+    def shares(self, model: nn.Module) -> dict[int, list[list[tuple[int, int]]]]:
+        """What each rank has of the parameters, by their addresses: of the divided ones what it updates, and as much of
+        the model's frozen ones, which nobody updates."""
+        found = {p.data_ptr(): self._runs_of(number) for number, p in self._numbered}
+        frozen = {p.data_ptr(): p.numel() for p in model.parameters() if not p.requires_grad and divisible(p)}
+        frozen = {at: numel for at, numel in frozen.items() if at not in found}
+        dealt = update_ranges([*frozen.values()], len(self._shares))
+        return found | {at: [one[number] for one in dealt] for number, at in enumerate(frozen)}
 
     def _runs_of(self, number: int) -> list[list[tuple[int, int]]]:
         return [by_parameter[number] for by_parameter in self._shares]

@@ -489,7 +489,7 @@ class Run:
         metrics: Callable[[Any, Any], Mapping[str, Any]],
         dataset: Any,
         *,
-        batch_size: int = 64,
+        batch_size: int,
         collate: Any = None,
     ) -> dict[str, float]:
         """As `evaluate`, for a split model, with the same result: `metrics(model, batch)` is the task's.

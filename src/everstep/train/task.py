@@ -78,6 +78,10 @@ class Task:
             return {"loss": torch.stack([value[0].detach().double(), value[1].detach().double()])}
         return {"loss": torch.stack([value.detach().double(), torch.ones((), dtype=torch.float64)])}
 
+    def evaluation_batch(self) -> int:
+        """Samples of one batch of an evaluation."""
+        return 64
+
     def collate(self, samples: list[Any]) -> Any:
         """Samples of one micro-batch -> batch."""
         return default_collate(samples)

@@ -96,8 +96,11 @@ def _one_step(task: Task, run: Run, step: Step) -> None:
 
 
 def _evaluate(task: Task, run: Run, test: Any) -> dict[str, float]:
+    size = calling(task, "evaluation_batch")
     if run.is_split:
         return run.evaluate_split(
-            lambda model, batch: calling(task, "metrics", model, batch), test, collate=task.collate
+            lambda model, batch: calling(task, "metrics", model, batch), test, batch_size=size, collate=task.collate
         )
-    return run.evaluate(lambda batch: calling(task, "metrics", run.model, batch), test, collate=task.collate)
+    return run.evaluate(
+        lambda batch: calling(task, "metrics", run.model, batch), test, batch_size=size, collate=task.collate
+    )

@@ -26,7 +26,10 @@ _SINGLE = "model.safetensors"
 _FOREIGN = re.compile(
     r"(pytorch_model.*\.bin(\.index\.json)?|tf_model\.h5|flax_model.*\.msgpack|.*\.gguf|model\.ckpt.*)"
 )
-_WITH_TOKENS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+_WITH_TOKENS = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+    *("vocab.json", "vocab.txt"),
+)
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _MOST_CONFIG_BYTES = 4 << 20
 _MOST_INDEX_BYTES = 256 << 20
@@ -53,7 +56,6 @@ class HubDirectory:
                 f"hf:{named} holds an adapter ({ADAPTER_CONFIG}): expected the directory of a whole model"
             )
         self.config = self._json(path if self.alone else path / CONFIG)
-        self._refuse_code(self.config, CONFIG)
         if "quantization_config" in self.config:
             raise ConfigError(f"hf:{named}: its weights are quantised, which cannot be trained: expected float weights")
 
@@ -72,8 +74,25 @@ class HubDirectory:
             return False
         settings = self.folder / "tokenizer_config.json"
         if settings.exists():
-            self._refuse_code(self._json(settings), settings.name)
+            self._refuse_code(self._json(settings), settings.name, "expected a tokenizer that transformers has")
         return True
+
+    def refuse_unread_tokenizer(self) -> None:
+        """Raises: ConfigError if there is a tokenizer, but not in a file whose vocabulary can be read."""
+        names = (self.folder / "tokenizer_config.json", *self.folder.glob("*.tiktoken"), *self.folder.glob("*.spm"))
+        if found := next((path.name for path in names if path.is_file()), None):
+            raise ConfigError(
+                f"hf:{self.name}: {found[:100]!a} is there, but no vocabulary that can be read: expected one of "
+                f"{', '.join(_WITH_TOKENS)}; save_pretrained(DIR) of the tokenizer writes one"
+            )
+
+    def refuse_code(self, *, known: bool) -> None:
+        """known: transformers has this architecture. Raises: ConfigError if the config asks for code of its own."""
+        if known:
+            remedy = f"transformers has {self.model_type}, too: remove auto_map from {CONFIG}, and that one is trained"
+        else:
+            remedy = "expected an architecture that transformers has; write a Task for this one"
+        self._refuse_code(self.config, CONFIG, remedy)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Content of the tokenizer's files by name; empty if there are none. Raises: ConfigError."""
@@ -131,11 +150,10 @@ class HubDirectory:
         except OSError as error:
             raise ConfigError(f"hf:{self.name}: {name} cannot be read: {error.strerror or error}") from None
 
-    def _refuse_code(self, settings: Mapping[str, Any], name: str) -> None:
+    def _refuse_code(self, settings: Mapping[str, Any], name: str, remedy: str) -> None:
         if settings.get("auto_map"):
             raise ConfigError(
-                f"hf:{self.name}: {name} asks for code of its own (auto_map), which is never run: expected an "
-                "architecture that transformers has; write a Task for this one"
+                f"hf:{self.name}: {name} asks for code of its own (auto_map), which is never run: {remedy}"
             )
 
 

@@ -35,6 +35,16 @@ from everstep.zoo.recipe import (
 from everstep.zoo.shard_plans import hub_plan
 
 _TEST_EVERY = 20
+_COUNTED_FROM_PADDING = (
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
+"""Architectures whose first position has the number after that of the padding's token."""
 _RATES = {"fresh": 5e-4, "read": 5e-5, "adapter": 2e-4}
 
 
@@ -86,6 +96,7 @@ class HuggingFace(ReadyTask):
     def _read_config(self) -> Any:
         directory, mapping = self.directory, self._library.CONFIG_MAPPING
         kind = directory.model_type
+        directory.refuse_code(known=kind in mapping)
         if kind not in mapping:
             raise ConfigError(
                 f"hf:{directory.name}: transformers {self._library.__version__} has no architecture {kind[:60]!r}: "
@@ -233,6 +244,7 @@ class HuggingFace(ReadyTask):
         """What makes tokens of text: the directory's tokenizer; None for bytes."""
         size = self._vocabulary()
         if not self.directory.has_tokenizer:
+            self.directory.refuse_unread_tokenizer()
             if size < 256:
                 raise ConfigError(
                     f"hf:{self.directory.name} has no tokenizer and a vocabulary of {size}, which is too small for "
@@ -247,6 +259,10 @@ class HuggingFace(ReadyTask):
         except Exception as error:
             said = " ".join(str(error).split())[:200]
             raise ConfigError(f"hf:{self.directory.name}: its tokenizer cannot be read: {said}") from None
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise ConfigError(
+                f"hf:{self.directory.name}: the vocabulary of its tokenizer is empty: fetch its files again"
+            )
         return tokenizer, files
 
     def _vocabulary(self) -> int:
@@ -263,6 +279,8 @@ class HuggingFace(ReadyTask):
 
     def _context(self) -> int:
         own = getattr(self.model_config.get_text_config(), "max_position_embeddings", None)
+        if own is not None and self.model_config.model_type in _COUNTED_FROM_PADDING:
+            own -= self.model_config.pad_token_id + 1
         asked = int(self.option("context"))
         if asked < 0 or (own is not None and asked > own):
             raise ConfigError(f"task.context: expected 0 to {own}, the model's own maximum, got {asked}")
@@ -297,6 +315,10 @@ class HuggingFace(ReadyTask):
         logits = model(input_ids=batch[:, :-1]).logits
         targets = batch[:, 1:]
         return token_loss(logits, targets), torch.tensor(float(targets.numel()))
+
+    def evaluation_batch(self) -> int:
+        """As many as in training: of more, the logits of a large vocabulary may not fit into memory."""
+        return int(self.config.micro_batch)
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Metrics: loss per token, in nats, and the share of tokens predicted right."""

@@ -22,6 +22,11 @@ class Small(everstep.Task):
     def build_optimizer(self, params): return torch.optim.SGD(params, lr=0.1)
     def loss(self, model, batch): return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 
+class Large(Small):
+    def build_model(self):
+        if torch.get_default_device().type != "meta": raise everstep.base.errors.ConfigError("made whole")
+        return super().build_model()
+
 class Exits(Small):
     def build_dataset(self, split): os._exit(9)
 
@@ -81,6 +86,12 @@ def test_a_metric_that_the_task_does_not_have(file: str) -> None:
     assert look(f"{file}:Small", asked(early_stop={"metric": "loss"}), units=False).dataset_size == 9
     error = refusal(f"{file}:Small", early_stop={"metric": "acuracy"})
     assert error == "early_stop.metric: expected one of the task's metrics (loss), got 'acuracy'"
+
+
+def test_a_model_made_by_module_is_not_made_in_one_process_for_its_metric(file: str) -> None:
+    look(f"{file}:Large", asked(early_stop={"metric": "loss"}, meta_init=True), units=False)
+    with pytest.raises(ConfigError, match="made whole"):
+        look(f"{file}:Large", asked(early_stop={"metric": "loss"}), units=False)
 
 
 def test_a_task_that_ends_its_process(file: str) -> None:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
+import mmap
+import pickle
+import re
+import struct
 from collections import Counter
 from pathlib import Path
 
@@ -99,11 +106,53 @@ def test_text_of_a_folder_comes_in_the_order_of_names(tmp_path: Path) -> None:
     assert read_text(str(tmp_path / "c")) == b"three"
 
 
+def test_a_text_is_mapped(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"text")
+    assert isinstance(read_text(str(tmp_path / "text")).obj, mmap.mmap)
+
+
 def test_text_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         read_text(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="nothing in"):
         read_text(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("train.bin", r"task\.data=.*/deep/train\.bin"), ("a.npy", "task.data=.*a.npy"), ("x.parquet", "save_to_disk")],
+)
+def test_a_folder_with_data_that_are_no_text_is_refused(tmp_path: Path, name: str, remedy: str) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / name).write_bytes(struct.pack("<4H", 5, 6, 700, 8))
+    (tmp_path / "deep" / "prepare.py").write_text("import numpy")
+    with pytest.raises(ConfigError, match=rf"a folder of text files, got .*deep with {name}, .*{remedy}"):
+        read_text(str(tmp_path))
+    (tmp_path / "deep" / name).rename(tmp_path / "deep" / f".{name}")
+    assert read_text(str(tmp_path)) == b"import numpy"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (pickle.dumps({"vocab_size": 65, "stoi": {"a": 1}}), "binary or in another encoding"),
+        ("text of another system\n".encode("utf-16"), "binary or in another encoding"),
+        ("обычный русский текст\n".encode("cp1251"), "binary or in another encoding"),
+        (gzip.compress(b"text" * 50), "compressed (gzip)"),
+        (bz2.compress(b"text" * 50), "compressed (bzip2)"),
+        (lzma.compress(b"text" * 50), "compressed (xz)"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_its_name(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "some").write_bytes(content)
+    for path in (tmp_path, tmp_path / "some"):
+        with pytest.raises(ConfigError, match=re.escape(f"some, which is {said}")):
+            read_text(str(path))
+
+
+def test_text_with_some_characters_of_another_encoding_is_text(tmp_path: Path) -> None:
+    (tmp_path / "some").write_bytes("Texte français, très long".encode("latin-1"))
+    assert len(read_text(str(tmp_path))) == 25
 
 
 def test_bytes_come_back() -> None:

@@ -275,6 +275,25 @@ def test_updates_have_the_bits_of_one_process(kind: Any) -> None:
             assert torch.equal(optimizers[0].state[mine][key], value), key
 
 
+def test_frozen_parameters_lie_with_all_ranks() -> None:
+    """One that two units share is one. Ranges of trained ones stay."""
+    one = Rank(0)
+    trained = [one.model.last.never]
+    part = CellUpdate(torch.optim.SGD(trained, lr=0.1), one.store, RANKS)
+    before = part.shares(one.model)
+    assert before.keys() == {one.model.last.never.data_ptr()}
+    for parameter in one.model.parameters():
+        parameter.requires_grad_(parameter is one.model.last.never)
+    shares = part.shares(one.model)
+    sizes = {p.data_ptr(): p.numel() for p in one.model.parameters()}
+    assert len(sizes) == len(list(one.model.parameters())) - 1 and shares.keys() == sizes.keys()
+    assert shares.items() >= before.items()
+    for at, runs in shares.items():
+        assert [e for run in runs for first, stop in run for e in range(first, stop)] == list(range(sizes[at]))
+    held = [sum(stop - first for at in shares for first, stop in shares[at][rank]) for rank in range(RANKS)]
+    assert max(held) < 2 * sum(held) / RANKS
+
+
 def test_memory_of_another_model_is_refused() -> None:
     head = Rank(0)
     with pytest.raises(MembershipError, match="they have built different models"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import everstep
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
 
 from everstep.checkpoint.interchange import adapter_names  # noqa: E402
+from everstep.cli import evaluate  # noqa: E402
+from everstep.data import tokenised  # noqa: E402
 from everstep.train.final import model_tensors, write_final  # noqa: E402
+from everstep.train.trainer import EarlyStop, train  # noqa: E402
 from everstep.zoo import decoder_units  # noqa: E402
 from everstep.zoo.hub_directory import keep_hub_files  # noqa: E402
 from everstep.zoo.huggingface import HuggingFace  # noqa: E402
@@ -130,6 +135,34 @@ def test_adapters_that_cannot_be_made(tmp_path: Path, data: str) -> None:
             task_of(folder, data=data, **options).build_model()
 
 
+@pytest.mark.parametrize("by_command", [False, True])
+def test_an_evaluation_takes_as_many_samples_at_once_as_training(tmp_path: Path, data: str, by_command: bool) -> None:
+    """Their logits are what a job of a large vocabulary takes most of its memory for."""
+    task = task_of(made(tmp_path / "model", "llama"), data=data, context=8)
+    task.config = replace(task.config, micro_batch=2, eval_every=1)
+    seen: list[int] = []
+
+    def metrics(self: HuggingFace, model: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        seen.append(len(batch))
+        return {"n": torch.ones(2)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HuggingFace, "metrics", metrics)
+        if by_command:
+            patch.setattr(evaluate, "make_task", lambda spec: task)
+            patch.setattr(evaluate, "_config", lambda task, source: task.config)
+            evaluate.evaluate_task(f"hf:{tmp_path / 'model'}", tmp_path, lambda model: None)
+        else:
+            model, samples = task.build_model(), task.build_dataset("train")
+            optimizer = task.build_optimizer(model.parameters())
+            train(
+                task,
+                everstep.join(model, optimizer, samples, lanes=1, micro_batch=2, steps=1),
+                EarlyStop(task.config.early_stop),
+            )
+    assert sum(seen) == len(task.build_dataset("test")) == 38 and set(seen) == {2}
+
+
 # ---- the data
 
 
@@ -144,6 +177,26 @@ def test_text_through_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     kept.write_bytes(kept.read_bytes()[:-8] + b"\1" * 8)
     again = task_of(folder, data=str(tmp_path / "words")).build_dataset("train")
     assert len(again) == len(first) and all(torch.equal(again[k], first[k]) for k in range(len(first)))
+
+
+def test_a_text_is_tokenised_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces end with a line, wherever the text was read in parts; few are tokenised at once."""
+    for name, value in {"_SCANNED": 7, "_PIECE": 10, "_PIECES_AT_ONCE": 2}.items():
+        monkeypatch.setattr(tokenised, name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = "Füße, 時間\nund eine lange Zeile\na\nb\nc\n\n\nd\ne\nno more lines".encode() + b"\xff\xe6\x99"
+    (tmp_path / "text").write_bytes(data)
+    calls: list[list[str]] = []
+
+    def tokenizer(pieces: list[str], **options: bool) -> dict[str, list[list[int]]]:
+        calls.append(pieces)
+        return {"input_ids": [[ord(letter) for letter in piece] for piece in pieces]}
+
+    numbers = tokenised.read_tokens(str(tmp_path / "text"), 0, lambda: (tokenizer, {}))["train"].numbers
+    text = data.decode("utf-8", errors="replace")
+    assert [chr(number) for number in numbers] == list(text) and numbers.dtype == np.int32
+    assert [len(pieces) for pieces in calls] == [2, 1]
+    assert calls == [["Füße, 時間\nund eine lange Zeile\n", "a\nb\nc\n\n\nd\ne\n"], ["no more lines��"]]
 
 
 def test_token_files_and_windows(tmp_path: Path) -> None:
@@ -216,6 +269,10 @@ def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path]
     return rewrite
 
 
+def written(name: str, content: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_text(content)
+
+
 def link(target: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
@@ -234,13 +291,26 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no type": (settings(model_type=None), "expected a model_type"),
     "unknown": (settings(model_type="foo"), "no architecture 'foo'"),
     "no causal head": (settings(model_type="t5"), "no causal language model"),
-    "own code": (settings(auto_map={"AutoModel": "m.M"}), "code of its own"),
+    "own code": (settings(auto_map={"AutoModel": "m.M"}, model_type="foo"), "code of its own .* write a Task"),
+    "own code, not needed": (settings(auto_map={"AutoModel": "m.M"}), "transformers has llama, too: remove auto_map"),
     "own code of the tokenizer": (
         lambda d: (
             (d / "tokenizer_config.json").write_text('{"auto_map": {"A": "b"}}')
             and (d / "tokenizer.json").write_text("{}")
         ),
         "code of its own",
+    ),
+    "vocabulary missing": (
+        written("tokenizer_config.json", "{}"),
+        "'tokenizer_config.json' is there, but no vocabulary",
+    ),
+    "vocabulary of tiktoken": (written("qwen.tiktoken", "IQ== 0"), "'qwen.tiktoken' is there, but no vocabulary"),
+    "vocabulary of another name": (written("source.spm", "x"), "'source.spm' is there, but no vocabulary"),
+    "torn sentencepiece": (written("sentencepiece.bpe.model", "x"), "its tokenizer cannot be read"),
+    "torn tekken": (written("tekken.json", "{}"), "its tokenizer cannot be read"),
+    "empty vocabulary": (
+        lambda d: settings(model_type="gemma", head_dim=8)(d) or written("vocab.json", "{}")(d),
+        "vocabulary of its tokenizer is empty",
     ),
     "odd heads": (settings(num_attention_heads=3), "not valid for llama"),
     "quantised": (settings(quantization_config={"quant_method": "gptq"}), "quantised"),
@@ -285,6 +355,19 @@ def test_weights_of_a_model_in_one_piece_are_looked_at_before_the_start(tmp_path
     settings(model_type="bert", is_decoder=True)(other)
     with pytest.raises(ConfigError, match=r"are incomplete: bert.embeddings.word_embeddings.weight is in none"):
         HuggingFace(str(other))
+
+
+def test_positions_that_are_counted_from_the_padding(tmp_path: Path, data: str) -> None:
+    """The longest context is shorter than the table of positions by those that no token has."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.RobertaConfig(vocab_size=256, max_position_embeddings=18, is_decoder=True, **sizes)
+    transformers.RobertaForCausalLM(config).save_pretrained(tmp_path / "model")
+    task = task_of(tmp_path / "model", data=data)
+    batch = task.build_dataset("train")[0].unsqueeze(0)
+    assert batch.shape == (1, 17)
+    task.loss(task.build_model(), batch)[0].backward()
+    with pytest.raises(ConfigError, match="expected 0 to 16"):
+        task_of(tmp_path / "model", data=data, context=17).build_dataset("train")
 
 
 def test_an_encoder_is_refused(tmp_path: Path, data: str) -> None:
