@@ -100,6 +100,7 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
 
     The directory must be locked by the caller if the job begins here. Returns the command's exit code.
     """
+    from everstep.runtime.files.agent_files import bring_left
     from everstep.runtime.job import Job, hearing_signals
 
     config, strikes, begin_ns = job.config, strikes_of(parse(job.config.chaos)), time.time_ns()
@@ -118,6 +119,7 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
         for line in view.opening:
             display.note(line)
         if begun.succession.begins:
+            bring_left(run_dir)
             _say_the_start(events, job)
         with contextlib.closing(work), contextlib.ExitStack() as pages:
             work.begin()

@@ -19,7 +19,7 @@ from everstep.base.below import hard_link, write_atomically
 from everstep.base.config import Config
 from everstep.base.doors import check_ports, host_of, parse_ports
 from everstep.base.errors import ConfigError
-from everstep.base.given import open_given
+from everstep.base.given import open_given, read_json
 from everstep.protocol.messages import (
     AnyMessage,
     FilePiece,
@@ -34,9 +34,10 @@ from everstep.protocol.messages import (
 )
 from everstep.runtime.files.file_receiver import HeadReceiver
 from everstep.runtime.files.file_sender import FileSender, digest_of, whole_lines
-from everstep.runtime.files.file_sets import LATEST, TO_HEAD, comes_last
+from everstep.runtime.files.file_sets import LATEST, LEDGER, TO_HEAD, comes_last
 from everstep.runtime.files.host_directory import (
     ARRIVED_FILE,
+    OWN_FOLDER,
     PAGES,
     Place,
     checkpoints_in,
@@ -51,7 +52,7 @@ from everstep.runtime.files.host_directory import (
 )
 from everstep.runtime.files.private import close_run_dir
 from everstep.runtime.files.run_lock import run_lock
-from everstep.runtime.link.address import EVENTS_FILE, LOGS_FOLDER
+from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, LOGS_FOLDER
 from everstep.runtime.link.context import Joining
 from everstep.runtime.link.control_client import ControlClient
 from everstep.runtime.link.listening import keep_within
@@ -120,7 +121,7 @@ class AgentFiles:
         if not joining.parent:
             told = f"everstep agent: the job's directory is not here: files go to {run_dir}"
             print(told, file=sys.stderr, flush=True)
-        self._told_here = EventsHere(self._place)
+        self._told_here = ToldHere(self._place)
         self._sender = DirectorySender(self._place, self._send_on, self._is_led_around)
 
     @property
@@ -150,7 +151,7 @@ class AgentFiles:
             print(f"everstep agent: warning: {error}", file=sys.stderr, flush=True)
         self._led = facts.place if is_led_above(facts, self._place) else ""
         if self._led:
-            self._told_here = EventsHere(self._place)  # another head may have set aside what was there
+            self._told_here = ToldHere(self._place)  # another head may have set aside what was there
         self.say()
 
     def _is_led_around(self) -> bool:
@@ -226,6 +227,10 @@ class AgentFiles:
             now_s = time.monotonic()
             heard_s = now_s if self._client.connected else heard_s
             if now_s > begin_s + timeout_s or now_s - heard_s > _CUT_OFF_S:
+                self._sender.close()
+                if self._is_led_around():
+                    with contextlib.suppress(OSError):
+                        self._told_here.bring_all()
                 return False
         return True
 
@@ -305,25 +310,46 @@ class DirectorySender(FileSender):
                 self._noted = arrived
 
 
-class EventsHere:
-    """While no head answers, brings events of this host's workers into the directory in which it has led, for readers
-    there. A head gets all again: it knows by their origin which are there."""
+class ToldHere:
+    """While no head answers, brings what this host's workers have told, events and ledger rows, into the directory in
+    which it has led. A head gets all again: it knows by their origin which are there."""
 
     def __init__(self, place: Place) -> None:
-        self._events, self._source = place.run_dir / EVENTS_FILE, word_in_source(place.run_dir)
+        self._own, self._source = place.run_dir, word_in_source(place.run_dir)
         self._receiver = HeadReceiver(place.top)
 
-    def bring(self) -> None:
-        """Bring the next ones. Raises: OSError."""
-        held = self._take(0, b"")
-        data = b"" if held is None else whole_lines(self._events, 0, held)
-        if held is not None and data:
-            self._take(held, data)
+    def bring(self) -> list[int | None]:
+        """Bring the next part of each file. Returns how much is there. Raises: OSError."""
+        return [
+            self._bring(name) for name, _ in TO_HEAD.found(self._own) if name == EVENTS_FILE or LEDGER.fullmatch(name)
+        ]
 
-    def _take(self, at: int, data: bytes) -> int | None:
-        piece = FilePiece(path=EVENTS_FILE, version="", at=at, data=data, size=at + len(data))
+    def bring_all(self) -> None:
+        """Bring all that is here and finds room. Raises: OSError."""
+        before: Any = None
+        while (now := (self.bring(), self._receiver.looked)) != before:
+            before = now
+
+    def _bring(self, name: str) -> int | None:
+        held = self._take(name, 0, b"")
+        data = b"" if held is None else whole_lines(self._own / name, name.count("/"), held)
+        return self._take(name, held, data) if held is not None and data else held
+
+    def _take(self, name: str, at: int, data: bytes) -> int | None:
+        piece = FilePiece(path=name, version="", at=at, data=data, size=at + len(data))
         pieces = FilePieces(number=0, source=self._source, pieces=[piece])
-        return self._receiver.take(pieces).held.get(EVENTS_FILE)
+        return self._receiver.take(pieces).held.get(name)
+
+
+def bring_left(top: Path) -> None:
+    """As a job goes on in this directory: bring what an agent of before, in a folder of its own there, could not send.
+    One that runs brings it itself."""
+    place = Place(top / OWN_FOLDER, apart=True, around=str(top))
+    with contextlib.suppress(OSError, ValueError, AttributeError, ConfigError):
+        own, job = (read_json(folder / JOB_FILE).get("created_unix_ns") for folder in (place.run_dir, top))
+        if own == job and word_in_source(place.run_dir):
+            with run_lock(place.run_dir):
+                ToldHere(place).bring_all()
 
 
 # ---- logs, for readers on other hosts
