@@ -400,9 +400,10 @@ class TermBegun(AnyMessage, frozen=True, kw_only=True):
 
 
 class AgentCount(AnyMessage, frozen=True, kw_only=True):
-    """The agents that are connected now."""
+    """The agents that are connected now. place: word of the directory in which the job is led, "" if none is there."""
 
     agent_ids: list[str]
+    place: str = ""
 
 
 # ---- coordinator -> agent

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
@@ -102,13 +103,22 @@ class FakeProcess(Supervised):
 class Started:
     """A job in a thread, and whom it speaks with."""
 
-    def __init__(self, run_dir: Path, *, local: bool, hopeless: bool, silent_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        local: bool,
+        hopeless: bool,
+        silent_s: float = 600.0,
+        succession: Succession = Succession(),  # noqa: B008
+    ) -> None:
         run_dir.mkdir()
         self.events: list[dict[str, Any]] = []
         self.coordinator = FakeCoordinator(TOKEN)
         self.local = FakeProcess(run_dir, hopeless=hopeless) if local else None
         config = load_config([("test", {"checkpoint.grace_s": 3, "coordinator.silent_s": silent_s})])
-        job = Job(Start(config, run_dir=run_dir, task="task", argv=("--one",), token=TOKEN))
+        begun = Start(config, run_dir=run_dir, task="task", argv=("--one",), token=TOKEN, succession=succession)
+        job = Job(begun)
         job._local = self.local  # type: ignore[assignment]
         self.process = FakeProcess(run_dir, self.coordinator.port)
         job._coordinator = self.process  # type: ignore[assignment]
@@ -147,6 +157,7 @@ def started(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Started]
     found.close()
 
 
+leased = pytest.mark.parametrize("started", [{"succession": Succession(owner="o", word="ab" * 16)}], indirect=True)
 with_agent = pytest.mark.parametrize("started", [{"local": True}], indirect=True)
 
 
@@ -325,6 +336,38 @@ def test_a_signal_to_a_host_that_leads_no_more_ends_its_part(started: Started) -
     started.process.die()
     assert started.end() == 128 + signal.SIGTERM and started.job.deposed
     assert started.outcome is not None and "the job goes on elsewhere" in started.outcome.why.reason
+
+
+@leased
+@pytest.mark.parametrize("place", ["cd" * 16, "ab" * 16])
+def test_a_head_that_etcd_does_not_answer_hears_of_the_next_one_from_that_one(
+    started: Started, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal then ends this host's part alone: the job goes on elsewhere. Hosts that share the directory are told."""
+    said: list[Any] = []
+    for name in ("command", "goodbye"):
+        monkeypatch.setattr(JobLink, name, lambda link, *about: said.append(about))
+    started.coordinator.say(m.AgentCount(agent_ids=["b"], place=place))
+    while not started.job._end.others(""):
+        time.sleep(0.01)
+    started.job.interrupt(signal.SIGTERM)
+    if place == "ab" * 16:
+        while not said:
+            time.sleep(0.01)
+        assert said[0][0] == "stop" and not started.job.deposed
+        return
+    assert started.end() == 128 + signal.SIGTERM and started.job.deposed
+    assert started.outcome is not None and "the job goes on elsewhere" in started.outcome.why.reason
+    assert started.kinds().count("led_elsewhere") == 1 and not said
+
+
+@leased
+@pytest.mark.parametrize("place", ["cd" * 16, "ab" * 16])
+def test_an_end_on_another_host_is_not_that_of_this_directory(started: Started, place: str) -> None:
+    started.coordinator.say(m.AgentCount(agent_ids=[], place=place))
+    started.over()
+    assert started.end() == 0 and started.outcome is not None
+    assert started.outcome.elsewhere == started.job.deposed == (place == "cd" * 16)
 
 
 @with_agent
