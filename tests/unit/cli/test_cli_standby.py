@@ -7,7 +7,9 @@ import hashlib
 import io
 import json
 import os
+import signal
 import subprocess
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 
 from everstep.base.config import load_config
-from everstep.base.errors import ConfigError, Deposed
+from everstep.base.errors import ConfigError, Deposed, NoHead
 from everstep.base.exit_codes import ANOTHER_LEADS
 from everstep.cli import main, standby, standby_fill
 from everstep.cli.coming_back import end_agent, left_agent, put_rest_aside
@@ -125,6 +127,55 @@ def test_an_agent_is_left_to_the_program_that_its_parent_becomes(monkeypatch: py
         assert left_agent() == 0, "it is dead"
 
 
+class FakeEtcd:
+    """Knows a job, but does not answer these first questions about it."""
+
+    address = "etcd://10.0.0.1:2379/j"
+
+    def __init__(self, silent: int) -> None:
+        self.silent = silent
+
+    def announced(self) -> Announced:
+        self.silent -= 1
+        if self.silent >= 0:
+            raise NoHead("etcd without a quorum: 2 of 3 members do not answer")
+        return Announced({"run_dir": "/none", "word": JOB}, "1")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("agent_runs", (False, True))
+def test_where_workers_run_etcd_is_waited_for_and_what_is_in_vain_ends_them_in_order(
+    agent_runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They run since before this process came back, and would be killed with it."""
+    etcd, tried = FakeEtcd(3), list[str]()
+    monkeypatch.setattr(standby, "etcd_at", lambda begun: etcd)
+    monkeypatch.setattr(standby, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(standby, "_sees", lambda *given: False)
+
+    def refused(begun: Start, *given: Any) -> None:
+        tried.append("filled")
+        os.kill(begun.agent, 0)
+        raise ConfigError("no room")
+
+    monkeypatch.setattr(standby, "copy_in", refused)
+    script = "trap 'echo in order; exit 0' TERM; echo begun; while :; do sleep 0.05; done"
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True) as child, ExitStack() as last:
+        last.callback(child.kill)
+        assert child.stdout is not None and child.stdout.readline() == "begun\n"
+        monkeypatch.setenv("EVERSTEP_AGENT", str(child.pid) if agent_runs else "")
+        begun = Start(load_config([]), host="h", own="127.0.0.1", run_dir=tmp_path, stays=True)
+        with pytest.raises(ConfigError if agent_runs else NoHead):
+            standby.stand_by(begun)
+        assert tried == ["filled"] * agent_runs
+        if not agent_runs:
+            child.send_signal(signal.SIGTERM)
+        assert child.stdout.read() == "in order\n"
+    assert ("2 of 3 members do not answer: waiting for it" in capsys.readouterr().err) == agent_runs
+
+
 # ---- by hand
 
 
@@ -169,7 +220,7 @@ def test_whoever_takes_over_says_first_what_it_runs(
         assert run_command(["takeover", str(run_dir)]) == 0
     else:
         monkeypatch.setattr(standby, "etcd_at", lambda *given: io.BytesIO())  # something that can be closed
-        monkeypatch.setattr(standby, "_announced", lambda etcd: Announced({"run_dir": str(run_dir)}, 1))
+        monkeypatch.setattr(standby, "_announced", lambda *given, **said: Announced({"run_dir": str(run_dir)}, 1))
         monkeypatch.setattr(standby, "_sees", lambda *given: True)
         token_file = tmp_path / TOKEN_FILE
         argv = ["agent", "--standby", "--join", "etcd://127.0.0.1:5/j", "--address", "127.0.0.1", "--host-name", "h"]
