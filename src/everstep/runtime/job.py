@@ -268,9 +268,10 @@ class Job:
         if self._end.outcome is not None or (self._local.restart_at_s == inf and not refused):
             return  # it has left, as it should
         self._notify("agent_died", Why(Cause.HOST_LOST, why.reason))
-        if self._begun.succession.owner and self._local.exit_code in (REFUSED, NO_HEAD):
+        others = self._end.others(self._local.name) and not self._begun.succession.guest
+        if self._begun.succession.owner and self._local.exit_code in (REFUSED, NO_HEAD) and not others:
             self._end.give_up(self._local.exit_code, Why(Cause.UNKNOWN, last_line(self._local.log_path)))
-        elif refused and not self._end.others(self._local.name):
+        elif refused and not others:
             self._end.fail(Why(Cause.CONFIG, last_line(self._local.log_path).removeprefix("everstep agent: ")), REFUSED)
         elif hopeless:
             self._fail_start("the agent of this host", self._local, why)

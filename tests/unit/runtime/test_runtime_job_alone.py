@@ -51,6 +51,7 @@ class FakeProcess(Supervised):
         self.room = 0
         self.leaves_alone = False
         self.left = 0
+        self.name = "h0"
 
     @property
     def pid(self) -> int:
@@ -280,7 +281,7 @@ def test_a_refused_agent_is_not_started_again_and_ends_the_job_if_there_is_no_ot
     local = started.local
     assert local is not None and local.started.acquire(timeout=PATIENCE_S)
     local.log_path.write_text("everstep agent: host h1: its code is not the job's\n")
-    local.name, local.exit_code, local.in_order = "h1", REFUSED, True  # type: ignore[attr-defined]
+    local.name, local.exit_code, local.in_order = "h1", REFUSED, True
     local.die()
     assert started.end() == 2 and started.outcome is not None
     assert started.outcome.why == Why(Cause.CONFIG, "host h1: its code is not the job's")
@@ -289,6 +290,27 @@ def test_a_refused_agent_is_not_started_again_and_ends_the_job_if_there_is_no_ot
     assert end.others("h1")
     end.present(["h1"])
     assert not end.others("h1")
+
+
+@pytest.mark.parametrize("guest", [False, True])
+def test_a_refused_agent_of_the_host_that_leads_ends_no_other_hosts(tmp_path: Path, guest: bool) -> None:
+    """A host that stands by ends its own part."""
+    one = Started(tmp_path / "run", local=True, hopeless=False, succession=Succession(guest, "o"))
+    local = one.local
+    assert local is not None and local.started.acquire(timeout=PATIENCE_S)
+    local.name, local.exit_code, local.in_order = "h1", REFUSED, True
+    one.coordinator.say(m.AgentCount(agent_ids=["h1", "h2"]))
+    while not one.job._end.others("h1"):
+        time.sleep(0.01)
+    local.log_path.write_text("no\n")
+    local.die()
+    if not guest:
+        while "agent_died" not in one.kinds():
+            time.sleep(0.01)
+        one.over()
+        one.coordinator.say(m.AgentCount(agent_ids=[]))
+    assert one.end() == (REFUSED if guest else 0)
+    one.close()
 
 
 @with_agent

@@ -44,6 +44,7 @@ from everstep.runtime.files.host_directory import (
     disk_of,
     find_place,
     is_led_above,
+    is_of,
     own_disk,
     word_in,
     word_in_source,
@@ -117,7 +118,10 @@ class AgentFiles:
             write_job(self._place, facts, None if isinstance(where, Path) else where)
             close_run_dir(run_dir)
         except OSError as error:
-            raise ConfigError(f"cannot write {run_dir}: {error.strerror or error}") from None
+            why = f"cannot write {run_dir}: {error.strerror or error}"
+            if not (isinstance(where, Path) and is_of(facts.job, run_dir)):
+                raise ConfigError(why) from None
+            print(f"everstep agent: warning: {why}; an earlier {JOB_FILE} is used", file=sys.stderr, flush=True)
         if not joining.parent:
             told = f"everstep agent: the job's directory is not here: files go to {run_dir}"
             print(told, file=sys.stderr, flush=True)
@@ -345,9 +349,8 @@ def bring_left(top: Path) -> None:
     """As a job goes on in this directory: bring what an agent of before, in a folder of its own there, could not send.
     One that runs brings it itself."""
     place = Place(top / OWN_FOLDER, apart=True, around=str(top))
-    with contextlib.suppress(OSError, ValueError, AttributeError, ConfigError):
-        own, job = (read_json(folder / JOB_FILE).get("created_unix_ns") for folder in (place.run_dir, top))
-        if own == job and word_in_source(place.run_dir):
+    with contextlib.suppress(OSError, ValueError, ConfigError):
+        if is_of(read_json(top / JOB_FILE), place.run_dir) and word_in_source(place.run_dir):
             with run_lock(place.run_dir):
                 ToldHere(place).bring_all()
 

@@ -16,6 +16,7 @@ import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -131,6 +132,13 @@ def find_place(facts: JobFacts, given: str, host: str, around: str = "") -> Plac
     except OSError as error:
         raise ConfigError(f"--run-dir: cannot write {own}: {error.strerror or error}") from None
     return Place(own, apart=True, passing=not given, around=around)
+
+
+def is_of(job: Any, own: Path) -> bool:
+    """Whether a directory has facts of this job, maybe older ones. job: the facts."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return bool(read_json(own / JOB_FILE).get("created_unix_ns") == job.get("created_unix_ns"))
+    return False
 
 
 def begin_anew(own: Path) -> None:

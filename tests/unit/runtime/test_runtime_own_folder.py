@@ -1,16 +1,20 @@
-"""What workers have told reaches the directory in which their host has led, though no head is there to take it."""
+"""The folder of an agent in the directory in which its host leads: what is told there, and a disk that is full."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from fake_coordinator import FakeCoordinator
 
 from everstep.base.config import Config, to_dict
+from everstep.base.errors import ConfigError
 from everstep.observe.events import read_events
 from everstep.protocol import messages as m
 from everstep.runtime.files.agent_files import AgentFiles, PeerWire, bring_left
@@ -54,30 +58,21 @@ def told(top: Path) -> tuple[list[int], str]:
     return [e["step"] for e in read_events(top / "events.jsonl")], rows.read_text() if rows.exists() else ""
 
 
-@pytest.fixture
-def files(top: Path, tmp_path: Path) -> Iterator[AgentFiles]:
-    """Those of an agent whose head is gone."""
+@contextmanager
+def agent_in(top: Path) -> Iterator[AgentFiles]:
+    """Files of an agent whose head is gone a moment later."""
     head = FakeCoordinator(TOKEN)
     announce(top / COORDINATOR_FILE, address_of(LOCAL, head.port))
     own = {"run_dir": str(top / OWN_FOLDER), "around": str(top), "parent": 1, "own": LOCAL}
     joining = Joining(str(top / COORDINATOR_FILE), "module:entry", [], "here", **own)  # type: ignore[arg-type]
+    told = {"task": "t", "argv": [], "coordinator_file": "", "job_pid": 0, "machine": ""}
+    facts = m.JobFacts(**told, config=to_dict(Config()), run_dir=str(top), place=WORD, job=JOB)  # type: ignore[arg-type]
     with ExitStack() as held:
         held.callback(head.close)
         pulses = Pulses(Board.create(1), lambda *about: "")
         link = AgentLink(joining, Secrets(TOKEN, None), pulses, list, lambda: 1, lambda message: None)
         held.callback(link.close)
         head.hear(m.AgentHello)
-        facts = m.JobFacts(
-            task="t",
-            argv=[],
-            config=to_dict(Config()),
-            run_dir=str(top),
-            coordinator_file="",
-            job_pid=0,
-            machine="",
-            place=WORD,
-            job=JOB,
-        )
         head.close()
         wire = PeerWire(LOCAL, role_token(TOKEN, PEER), None)
         found = AgentFiles(facts, joining, Config(), wire, link.client)
@@ -85,10 +80,11 @@ def files(top: Path, tmp_path: Path) -> Iterator[AgentFiles]:
         yield found
 
 
-def test_an_agent_that_leaves_without_a_head_brings_rows_as_well_as_events(files: AgentFiles, top: Path) -> None:
+def test_an_agent_that_leaves_without_a_head_brings_rows_as_well_as_events(top: Path) -> None:
     """The job's process looks for rows in its own directory alone, and would say that nobody has them."""
     tell(top, 1, 2, 3)
-    assert not files.finish(0.0), "nobody has answered"
+    with agent_in(top) as files:
+        assert not files.finish(0.0), "nobody has answered"
     assert told(top) == ([1, 2, 3], '{"step":1}\n{"step":2}\n{"step":3}\n')
 
 
@@ -116,3 +112,16 @@ def test_nothing_of_another_job_is_brought(top: Path) -> None:
     (top / OWN_FOLDER / "job.json").unlink()
     bring_left(top)
     assert told(top) == ([], "")
+
+
+def test_an_agent_that_is_started_again_while_the_disk_is_full_goes_on_with_the_facts_that_are_there(
+    top: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers wait for room, as all do; it would be refused, and the job was ended."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr("everstep.runtime.files.host_directory.write_atomically", Mock(side_effect=full))
+    with agent_in(top) as files:
+        assert files.apart
+    (top / OWN_FOLDER / "job.json").unlink()
+    with pytest.raises(ConfigError, match="No space left"), agent_in(top):
+        pass
