@@ -9,10 +9,11 @@ from typing import NoReturn
 
 from everstep.base.below import write_atomically
 from everstep.base.domains import VARIABLE
+from everstep.base.errors import ConfigError
 from everstep.cli.run_dir import set_aside
 from everstep.cli.tokens import TOKEN_VARIABLE
 from everstep.runtime.files.host_directory import OWN_FOLDER, word_in_source
-from everstep.runtime.files.run_lock import is_locked, run_lock
+from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.lead.etcd_access import file_variables
 from everstep.runtime.link.address import CHECKPOINTS_DIR, COORDINATOR_FILE, LOGS_FOLDER
 from everstep.runtime.process import own_command
@@ -81,12 +82,15 @@ def put_aside(folder: Path) -> Path | None:
     return aside
 
 
-def put_rest_aside(folder: Path) -> Path | None:
-    """Move away what `put_aside` has left, if the host did not become a standby after that. folder: locked, for another
-    job. Returns where it is, None if there is nothing. Raises: ConfigError."""
-    own = folder / OWN_FOLDER
-    failed = word_in_source(own) and not is_locked(own) and any(folder.glob("previous-*"))
-    return set_aside(folder, _KEPT.__contains__) if failed else None
+def refuse_deposed(folder: Path) -> None:
+    """Check a directory without a job before one begins there. Raises: ConfigError if `put_aside` has moved a job away,
+    and the host did not become a standby after that: the same command would train from the first step again."""
+    aside = sorted(folder.glob("previous-*"), key=lambda path: (len(path.name), path.name))
+    if aside and word_in_source(folder / OWN_FOLDER):
+        raise ConfigError(
+            f"another host has led the job of {folder} since, in a directory of its own, and what was here is in "
+            f"{aside[-1]}: go on where it was led last; --fresh begins anew"
+        )
 
 
 def standby_words(begun: Start) -> list[str]:

@@ -20,12 +20,11 @@ from everstep.base.config import load_config
 from everstep.base.errors import ConfigError, Deposed, NoHead
 from everstep.base.exit_codes import ANOTHER_LEADS
 from everstep.cli import main, standby, standby_fill
-from everstep.cli.coming_back import end_agent, left_agent, put_rest_aside
+from everstep.cli.coming_back import end_agent, left_agent, refuse_deposed
 from everstep.cli.job import JobFile, write_job
 from everstep.cli.main import run_command
 from everstep.cli.standby_fill import kept_apart
 from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, SOURCE_FILE, leave_word
-from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.lead.etcd import Announced
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE
@@ -80,19 +79,25 @@ def test_what_is_of_before_is_set_aside_but_for_what_is_still_of_use(tmp_path: P
     assert not (tmp_path / COORDINATOR_FILE).exists(), "nobody follows it yet"
 
 
-def test_what_a_host_kept_to_come_back_with_does_not_bar_another_job(tmp_path: Path) -> None:
+def test_a_job_that_went_on_elsewhere_does_not_begin_again_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was stopped before this host had its files, and the same command is typed again."""
     for name in (f"{OWN_FOLDER}/{JOB_FILE}", "checkpoints/part", "data.csv", "lock"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert put_rest_aside(tmp_path) is None, "no agent has worked there"
+    (tmp_path / "previous-2").mkdir()
+    refuse_deposed(tmp_path)  # no agent has worked there
+    (tmp_path / "previous-2").rmdir()
     (tmp_path / OWN_FOLDER / SOURCE_FILE).write_text("0" * 16 + "\n")
-    assert put_rest_aside(tmp_path) is None, "no host has set anything aside"
-    (tmp_path / "previous-1").mkdir()
-    with run_lock(tmp_path / OWN_FOLDER):
-        assert put_rest_aside(tmp_path) is None, "an agent works there"
-    assert put_rest_aside(tmp_path) == tmp_path / "previous-2"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.csv", "lock", "previous-1", "previous-2"]
-    assert (tmp_path / "previous-2" / "checkpoints" / "part").exists()
+    refuse_deposed(tmp_path)  # no host has set anything aside
+    for number in (9, 10):
+        (tmp_path / f"previous-{number}").mkdir()
+    (tmp_path / "train.py").touch()
+    assert run_command(["run", str(tmp_path / "train.py"), "--run-dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "another host has led the job" in said and "previous-10: go on" in said and "--fresh begins anew" in said
+    assert (tmp_path / "checkpoints" / "part").exists() and not (tmp_path / JOB_FILE).exists()
 
 
 @pytest.mark.parametrize("becomes", (False, True))
