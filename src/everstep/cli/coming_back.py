@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from pathlib import Path
 from typing import NoReturn
 
@@ -62,6 +63,8 @@ def become_standby(begun: Start, *, deposed: bool = True) -> NoReturn:
     """Go on as a standby host. begun: of this host, where nothing of the job runs any more but the agent, with its
     workers. deposed: this host led the job, and what is of before is set aside. Raises: ConfigError, OSError if that
     fails."""
+    if begun.agent:  # until the next program listens, a notice of a preemption would kill it, and the agent with it
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if deposed:
         with run_lock(begun.folder):
             put_aside(begun.folder)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config
+from everstep.base.errors import Deposed
 from everstep.base.exit_codes import ANOTHER_LEADS
-from everstep.cli import leading
+from everstep.cli import coming_back, leading
 from everstep.cli.job import JobFile, write_job
 from everstep.observe.events import read_events
 from everstep.runtime import job as job_module
@@ -28,10 +33,11 @@ class FakeJob:
     """A job's process on the host on which the job has begun."""
 
     outcome = Outcome(0, "completed", COMPLETED)
+    left_agent = 0
+    signalled = 0
 
     def __init__(self, begun: Start) -> None:
         self.run_dir, self.reached = begun.folder, 3
-        self.left_agent = self.signalled = 0
         self.deposed = self.outcome.elsewhere or self.outcome.exit_code == ANOTHER_LEADS
 
     def run(self, on_event: Callable[[dict[str, Any]], None]) -> Outcome:
@@ -46,7 +52,7 @@ def led(run_dir: Path, monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> int
     monkeypatch.setattr(job_module, "Job", FakeJob)
     job = JobFile("task.py:Task", (), CONFIG)
     write_job(run_dir, job)
-    begun = Start(CONFIG, run_dir=run_dir, early=object(), succession=Succession(owner="o"))  # type: ignore[arg-type]
+    begun = Start(CONFIG, run_dir=run_dir, early=Mock(), succession=Succession(owner="o"))
     return leading.see_through(begun, job)
 
 
@@ -61,3 +67,41 @@ def test_an_end_on_another_host_is_not_told_as_that_of_this_directory(
     assert code == int(not elsewhere) and ("the ledger lacks" in complained) == (not elsewhere)
     kinds = [event["kind"] for event in read_events(tmp_path / EVENTS_FILE)]
     assert ("job_completed" in kinds) == (not elsewhere)
+
+
+@pytest.mark.parametrize("comes", ["before", "while sinks end"])
+def test_a_signal_to_a_deposed_head_ends_it_until_it_is_a_standby(
+    comes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is heard, and does not kill, while sinks deliver the rest: then nobody else would look for it."""
+    moved = Outcome(ANOTHER_LEADS, "interrupted", Why(Cause.LEASE, "another host leads"))
+    come = lambda *given: monkeypatch.setattr(FakeJob, "signalled", signal.SIGTERM)  # noqa: E731
+    monkeypatch.setattr(leading, "become_standby", lambda left: pytest.fail("it stands by"))
+    with subprocess.Popen(["sleep", "600"]) as child:
+        monkeypatch.setattr(FakeJob, "left_agent", child.pid)
+        if comes == "before":
+            come()
+            assert led(tmp_path, monkeypatch, moved) == 128 + signal.SIGTERM
+        else:
+            monkeypatch.setattr(leading.LeadersWork, "close", come)
+            with pytest.raises(Deposed) as caught:
+                led(tmp_path, monkeypatch, moved)
+            assert caught.value.become() == 128 + signal.SIGTERM
+        with pytest.raises(ProcessLookupError):
+            os.kill(child.pid, 0)
+
+
+@pytest.mark.parametrize("agent", (0, 1))
+def test_a_notice_of_a_preemption_does_not_kill_what_is_about_to_be_a_standby(
+    agent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent would be killed with it, and the workers that go on."""
+    found: list[Any] = []
+    before = signal.getsignal(signal.SIGUSR1)
+    monkeypatch.setattr(coming_back, "put_aside", lambda folder: found.append(signal.getsignal(signal.SIGUSR1)))
+    monkeypatch.setattr(os, "execve", lambda *given: found.append(signal.getsignal(signal.SIGUSR1)))
+    try:
+        coming_back.become_standby(Start(CONFIG, run_dir=tmp_path, agent=agent))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [signal.SIG_IGN if agent else before] * 2, "a program keeps what its predecessor ignored"
