@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -61,11 +62,13 @@ def mark_head(*, leads: bool) -> None:
 
 def become_standby(begun: Start, *, deposed: bool = True) -> NoReturn:
     """Go on as a standby host. begun: of this host, where nothing of the job runs any more but the agent, with its
-    workers. deposed: this host led the job, and what is of before is set aside. Raises: ConfigError, OSError if that
-    fails."""
+    workers. deposed: the job is led elsewhere since. A directory that hosts share is set aside by the one on which the
+    job began; the others stand by in private ones. Raises: ConfigError, OSError if that fails."""
     if begun.agent:  # until the next program listens, a notice of a preemption would kill it, and the agent with it
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if deposed:
+    if deposed and begun.succession.guest and not begun.succession.copying_host:
+        begun = replace(begun, run_dir=None)
+    elif deposed:
         with run_lock(begun.folder):
             put_aside(begun.folder)
     mark_head(leads=False)
@@ -100,7 +103,8 @@ def standby_words(begun: Start) -> list[str]:
     """Command of the standby host that this head becomes."""
     slots = 0 if begun.room is None else begun.room or begun.config.workers
     own = ["--slots", str(slots), "--host-name", begun.name, "--address", begun.address]
-    own += ["--run-dir", str(begun.folder.absolute()), *(["--stay"] if begun.stays else [])]
+    own += [] if begun.run_dir is None else ["--run-dir", str(begun.run_dir.absolute())]
+    own += ["--stay"] * begun.stays
     return own_command("everstep", "agent", "--join", str(begun.config.control.etcd), "--standby", *own)
 
 

@@ -32,8 +32,8 @@ from everstep.cli.starting import start_here
 from everstep.observe.events import read_events
 from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, Look
 from everstep.report.history import History
-from everstep.runtime.files.host_directory import new_word, private_folder, word_in
-from everstep.runtime.files.run_lock import run_lock
+from everstep.runtime.files.host_directory import OWN_FOLDER, new_word, private_folder, word_in
+from everstep.runtime.files.run_lock import is_locked, run_lock
 from everstep.runtime.lead.etcd import Announced, Etcd
 from everstep.runtime.lead.etcd_access import find_access
 from everstep.runtime.lead.finding import among, in_etcd
@@ -136,6 +136,11 @@ def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
         begun = replace(begun, own=begun.own or _own(etcd, begun.config))
         shown = begun.run_dir or Path(str(found.facts.get("run_dir")))
         shared = _sees(shown, lambda: _place(etcd) or word)
+        if shared and word_in(shown) != word and not begun.agent and is_locked(shown / OWN_FOLDER):
+            begun, shared = (
+                replace(begun, run_dir=None),
+                False,
+            )  # that folder is the agent's of the host that leads here
         if not shared:
             shown = held.enter_context(copy_in(begun, word, lambda: in_etcd(etcd)))
         if met is not None and (where := in_etcd(etcd)) is not None:

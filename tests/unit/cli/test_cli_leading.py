@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from everstep.cli import coming_back, leading
 from everstep.cli.job import JobFile, write_job
 from everstep.observe.events import read_events
 from everstep.runtime import job as job_module
+from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.job_end import Outcome
 from everstep.runtime.lead.succession import Succession
 from everstep.runtime.link.address import EVENTS_FILE
@@ -105,3 +107,19 @@ def test_a_notice_of_a_preemption_does_not_kill_what_is_about_to_be_a_standby(
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert found == [signal.SIG_IGN if agent else before] * 2, "a program keeps what its predecessor ignored"
+
+
+@pytest.mark.parametrize(
+    ("succession", "sets_aside"),
+    [(Succession(owner="o"), True), (Succession(True, "o", copying_host="h"), True), (Succession(True, "o"), False)],
+)
+def test_hosts_that_shared_a_directory_that_is_of_before_do_not_meet_there(
+    succession: Succession, sets_aside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one on which the job began holds it, or sets it aside and comes back there; others have one of their own."""
+    done: list[Any] = []
+    monkeypatch.setattr(coming_back, "put_aside", lambda folder: done.append("aside"))
+    monkeypatch.setattr(os, "execve", lambda path, command, environment: done.append("--run-dir" in command))
+    with contextlib.nullcontext() if sets_aside else run_lock(tmp_path):
+        coming_back.become_standby(Start(CONFIG, run_dir=tmp_path, succession=succession))
+    assert done == (["aside", True] if sets_aside else [False])

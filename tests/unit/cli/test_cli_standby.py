@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import subprocess
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from everstep.cli.job import JobFile, write_job
 from everstep.cli.main import run_command
 from everstep.cli.standby_fill import kept_apart
 from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, SOURCE_FILE, leave_word
+from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.lead.etcd import Announced
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE
@@ -179,6 +180,23 @@ def test_where_workers_run_etcd_is_waited_for_and_what_is_in_vain_ends_them_in_o
             child.send_signal(signal.SIGTERM)
         assert child.stdout.read() == "in order\n"
     assert ("2 of 3 members do not answer: waiting for it" in capsys.readouterr().err) == agent_runs
+
+
+@pytest.mark.parametrize("led_here", (False, True))
+def test_who_sees_the_directory_of_a_host_that_leads_again_does_not_share_its_agents_folder(
+    led_here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without that host's agent it is a process of that host that comes back at once."""
+    used: list[Path | None] = []
+    to_take_over(tmp_path, monkeypatch)
+    leave_word(tmp_path, None, OTHER)
+    monkeypatch.setattr(standby, "etcd_at", lambda begun: FakeEtcd(0))
+    monkeypatch.setattr(standby, "in_etcd", lambda etcd: None)
+    monkeypatch.setattr(standby, "_sees", lambda *given: True)
+    monkeypatch.setattr(standby, "copy_in", lambda begun, *given: used.append(begun.run_dir) or nullcontext(tmp_path))
+    with run_lock(tmp_path / OWN_FOLDER) if led_here else nullcontext():
+        assert standby.stand_by(Start(load_config([]), host="h", own="127.0.0.1", run_dir=tmp_path)) == 0
+    assert used == [None] * led_here
 
 
 # ---- by hand
