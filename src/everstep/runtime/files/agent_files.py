@@ -266,14 +266,16 @@ class DirectorySender(FileSender):
         run_dir = self._run_dir = place.run_dir
         self._top, self._led = place.top, led
         self._told, self._digests = 0, dict[str, str]()
-        self._named = dict[str, str]()
-        self._noted: dict[str, Any] = {"through": 0, "files": {}}
+        self._named, self._refused = dict[str, str](), dict[str, str]()
+        self._noted: dict[str, Any] = {"through": 0, "files": {}, "refused": {}}
         self._note_s = 0.0
         (run_dir / ARRIVED_FILE).unlink(missing_ok=True)  # from an earlier run
         super().__init__(TO_HEAD, self._found, word_in_source(run_dir), send, each_turn=self._note)
 
     def answered(self, answer: FilesHeld) -> float | None:
         self._told = answer.told
+        refused = {**self._refused, **answer.refused}
+        self._refused = {name: words for name, words in refused.items() if name not in answer.held}
         return super().answered(answer)
 
     def close(self) -> None:
@@ -305,8 +307,10 @@ class DirectorySender(FileSender):
     def _note(self, digests: dict[str, str]) -> None:
         """Note arrived files; if the host's own disk refuses, a later turn tries again."""
         self._digests |= digests
-        arrived = {"through": self._told, "files": self._digests | self._named}
-        urgent = arrived["files"] != self._noted["files"] or time.monotonic() > self._note_s
+        arrived = {"through": self._told, "files": self._digests | self._named, "refused": self._refused}
+        urgent = (
+            any(arrived[kind] != self._noted[kind] for kind in ("files", "refused")) or time.monotonic() > self._note_s
+        )
         if arrived != self._noted and urgent:
             self._note_s = time.monotonic() + _NOTE_S
             with contextlib.suppress(OSError):
