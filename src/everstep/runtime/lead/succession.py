@@ -81,6 +81,7 @@ class Lead:
 
     def heard(self, place: str) -> None:
         """The coordinator with which this process is connected leads in the directory with this word."""
-        before, self.elsewhere = self.elsewhere, self._leased and place not in ("", word_in(self._path.parent))
+        before, here = self.elsewhere, word_in(self._path.parent)
+        self.elsewhere = self._leased and "" not in (here, place) and here != place
         if self.elsewhere and not before:
             self._tell("led_elsewhere")
