@@ -229,7 +229,7 @@ class AgentFiles:
         begin_s = heard_s = time.monotonic()
         while not self._sender.finish(begin_s, _TURN_S):
             now_s = time.monotonic()
-            heard_s = now_s if self._client.connected else heard_s
+            heard_s = now_s if self._client.connected and not self._sender.refused else heard_s
             if now_s > begin_s + timeout_s or now_s - heard_s > _CUT_OFF_S:
                 self._sender.close()
                 if self._is_led_around():
@@ -257,8 +257,9 @@ class AgentFiles:
 
 
 class DirectorySender(FileSender):
-    """Sends the files of a host's own directory to the head, and notes for the processes there which have arrived. led:
-    whether the job is led in the directory around it. There the weights get a second name, and take no more room."""
+    """Sends the files of a host's own directory to the head, and notes for the processes there which have arrived, and
+    why others cannot (`refused`). led: whether the job is led in the directory around it. There the weights get a
+    second name, and take no more room."""
 
     def __init__(
         self, place: Place, send: Callable[[AnyMessage], None], led: Callable[[], bool] = lambda: False
@@ -266,7 +267,7 @@ class DirectorySender(FileSender):
         run_dir = self._run_dir = place.run_dir
         self._top, self._led = place.top, led
         self._told, self._digests = 0, dict[str, str]()
-        self._named, self._refused = dict[str, str](), dict[str, str]()
+        self._named, self.refused = dict[str, str](), dict[str, str]()
         self._noted: dict[str, Any] = {"through": 0, "files": {}, "refused": {}}
         self._note_s = 0.0
         (run_dir / ARRIVED_FILE).unlink(missing_ok=True)  # from an earlier run
@@ -274,8 +275,8 @@ class DirectorySender(FileSender):
 
     def answered(self, answer: FilesHeld) -> float | None:
         self._told = answer.told
-        refused = {**self._refused, **answer.refused}
-        self._refused = {name: words for name, words in refused.items() if name not in answer.held}
+        refused = {**self.refused, **answer.refused}
+        self.refused = {name: words for name, words in refused.items() if name not in answer.held}
         return super().answered(answer)
 
     def close(self) -> None:
@@ -307,7 +308,7 @@ class DirectorySender(FileSender):
     def _note(self, digests: dict[str, str]) -> None:
         """Note arrived files; if the host's own disk refuses, a later turn tries again."""
         self._digests |= digests
-        arrived = {"through": self._told, "files": self._digests | self._named, "refused": self._refused}
+        arrived = {"through": self._told, "files": self._digests | self._named, "refused": self.refused}
         urgent = (
             any(arrived[kind] != self._noted[kind] for kind in ("files", "refused")) or time.monotonic() > self._note_s
         )
