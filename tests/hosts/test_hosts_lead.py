@@ -366,3 +366,22 @@ def test_a_host_that_is_cut_off_from_etcd_alone_keeps_its_workers(
         assert not regrouped(heirs[number], struck_ns), heirs[number].account()
         assert not heirs[number].of_kind("worker_evicted"), heirs[number].account()
         assert apart or not list(job.run_dir.glob("previous-*"))
+
+
+@pytest.mark.longer
+def test_a_host_that_etcd_does_not_answer_until_the_end_tells_no_end_of_its_own(led_apart: LedJobs) -> None:
+    """It takes part in a job that another host leads, and hears of that from this one alone: rows and weights are
+    there."""
+    job = led_apart.led(workers=6, lane_s=0.3, steps=60, away=True)
+    heirs: dict[int, Job] = {number: led_apart.standby(number) for number in (2, 3)}
+    job.wait_for("generation_started", lambda e: len(e["workers"]) == 6)
+    job.wait_for("step_committed", lambda e: e["step"] >= 3)
+    for address in led_apart.etcd.addresses if led_apart.etcd else []:
+        led_apart.net.hosts[0].drop_to(address.rpartition(":")[0])
+    number = leader(led_apart, heirs)
+    job.wait_for_words("another host leads the job, in a directory of its own: its steps are not shown here")
+    led_apart.go()
+    led_apart.check(heirs[number])
+    assert [job.end(), heirs[5 - number].end()] == [0, 0], job.account()
+    job.wait_for_words("the job has ended on another host")
+    assert not job.of_kind("job_completed") and "lacks the rows" not in job.account()

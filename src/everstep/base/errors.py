@@ -191,11 +191,11 @@ class NoHead(MembershipError):
 
 class Deposed(EverstepError):
     """Another host leads the job, and no more than the agent runs here. `become`: turns this process into a standby; it
-    returns only by raising ConfigError or OSError. `end`: ends the agent."""
+    returns an exit code if a signal has come meanwhile, and raises ConfigError or OSError. `end`: ends the agent."""
 
     cause = Cause.LEASE
 
-    def __init__(self, message: str, become: Callable[[], None], end: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, message: str, become: Callable[[], int], end: Callable[[], None] = lambda: None) -> None:
         super().__init__(message)
         self.become, self.end = become, end
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from everstep.base.below import write_atomically
 from everstep.base.domains import VARIABLE
+from everstep.base.errors import ConfigError
 from everstep.cli.run_dir import set_aside
 from everstep.cli.tokens import TOKEN_VARIABLE
 from everstep.runtime.files.host_directory import OWN_FOLDER, word_in_source
-from everstep.runtime.files.run_lock import is_locked, run_lock
+from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.lead.etcd_access import file_variables
 from everstep.runtime.link.address import CHECKPOINTS_DIR, COORDINATOR_FILE, LOGS_FOLDER
 from everstep.runtime.process import own_command
@@ -59,9 +62,13 @@ def mark_head(*, leads: bool) -> None:
 
 def become_standby(begun: Start, *, deposed: bool = True) -> NoReturn:
     """Go on as a standby host. begun: of this host, where nothing of the job runs any more but the agent, with its
-    workers. deposed: this host led the job, and what is of before is set aside. Raises: ConfigError, OSError if that
-    fails."""
-    if deposed:
+    workers. deposed: the job is led elsewhere since. A directory that hosts share is set aside by the one on which the
+    job began; the others stand by in private ones. Raises: ConfigError, OSError if that fails."""
+    if begun.agent:  # until the next program listens, a notice of a preemption would kill it, and the agent with it
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if deposed and begun.succession.guest and not begun.succession.copying_host:
+        begun = replace(begun, run_dir=None)
+    elif deposed:
         with run_lock(begun.folder):
             put_aside(begun.folder)
     mark_head(leads=False)
@@ -81,19 +88,23 @@ def put_aside(folder: Path) -> Path | None:
     return aside
 
 
-def put_rest_aside(folder: Path) -> Path | None:
-    """Move away what `put_aside` has left, if the host did not become a standby after that. folder: locked, for another
-    job. Returns where it is, None if there is nothing. Raises: ConfigError."""
-    own = folder / OWN_FOLDER
-    failed = word_in_source(own) and not is_locked(own) and any(folder.glob("previous-*"))
-    return set_aside(folder, _KEPT.__contains__) if failed else None
+def refuse_deposed(folder: Path) -> None:
+    """Check a directory without a job before one begins there. Raises: ConfigError if `put_aside` has moved a job away,
+    and the host did not become a standby after that: the same command would train from the first step again."""
+    aside = sorted(folder.glob("previous-*"), key=lambda path: (len(path.name), path.name))
+    if aside and word_in_source(folder / OWN_FOLDER):
+        raise ConfigError(
+            f"another host has led the job of {folder} since, in a directory of its own, and what was here is in "
+            f"{aside[-1]}: go on where it was led last; --fresh begins anew"
+        )
 
 
 def standby_words(begun: Start) -> list[str]:
     """Command of the standby host that this head becomes."""
     slots = 0 if begun.room is None else begun.room or begun.config.workers
     own = ["--slots", str(slots), "--host-name", begun.name, "--address", begun.address]
-    own += ["--run-dir", str(begun.folder.absolute()), *(["--stay"] if begun.stays else [])]
+    own += [] if begun.run_dir is None else ["--run-dir", str(begun.run_dir.absolute())]
+    own += ["--stay"] * begun.stays
     return own_command("everstep", "agent", "--join", str(begun.config.control.etcd), "--standby", *own)
 
 

@@ -56,6 +56,7 @@ _PROCESS_WORDS = {
     "slot_lost": "worker {worker_id} is given up: {reason}",
     "agent_died": "the agent of this host died, and its workers with it: {reason}",
     "coordinator_died": "the coordinator died: {reason}",
+    "led_elsewhere": "another host leads the job, in a directory of its own: its steps are not shown here",
     "warning": "warning: {reason}",
 }
 

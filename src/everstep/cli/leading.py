@@ -8,7 +8,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from everstep.base.cause import Cause
 from everstep.base.errors import ConfigError, Deposed
@@ -25,6 +25,9 @@ from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.host.fork_server_client import EarlyForkServer
 from everstep.runtime.link.address import EVENTS_FILE
 from everstep.runtime.start import Start
+
+if TYPE_CHECKING:
+    from everstep.runtime.job import Job
 
 
 class UserView(NamedTuple):
@@ -100,6 +103,7 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
 
     The directory must be locked by the caller if the job begins here. Returns the command's exit code.
     """
+    from everstep.runtime.files.agent_files import bring_left
     from everstep.runtime.job import Job, hearing_signals
 
     config, strikes, begin_ns = job.config, strikes_of(parse(job.config.chaos)), time.time_ns()
@@ -118,6 +122,7 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
         for line in view.opening:
             display.note(line)
         if begun.succession.begins:
+            bring_left(run_dir)
             _say_the_start(events, job)
         with contextlib.closing(work), contextlib.ExitStack() as pages:
             work.begin()
@@ -131,16 +136,19 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
             if outcome.exit_code == ANOTHER_LEADS and config.control.etcd is not None:
                 display.note(f"{outcome.why.reason}: {begun.name} stands by for the job from now on")
                 left = replace(begun, agent=process.left_agent)
-                if process.signalled:  # it came meanwhile
-                    end_agent(left)
-                    return 128 + process.signalled
-                ways = functools.partial(become_standby, left), functools.partial(end_agent, left)
+                if process.signalled:
+                    return _stand_by(process, left)
+                ways = functools.partial(_stand_by, process, left), functools.partial(end_agent, left)
                 raise Deposed(outcome.why.reason, *ways)
             if begun.succession.guest and begun.stays and outcome.later:
                 alone = replace(begun, agent=0)
                 raise Deposed(outcome.why.reason, functools.partial(become_standby, alone, deposed=False))
             goes_on = begun.succession.guest or process.deposed
-            if goes_on and (not work.led or outcome.exit_code > 128):
+            if goes_on and (not work.led or outcome.elsewhere or outcome.exit_code > 128):
+                if work.led and outcome.elsewhere:
+                    display.note(
+                        f"the job has ended on another host, in a directory of its own: {run_dir} lacks its end"
+                    )
                 if outcome.exit_code:
                     complain(outcome.why.reason)
                 return outcome.exit_code
@@ -149,6 +157,15 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
         if view.dashboard:
             display.note(f"to look again: everstep dashboard {shlex.quote(str(run_dir))}")
         return exit_code
+
+
+def _stand_by(process: Job, left: Start) -> int:
+    """Go on as a standby host, unless a signal has come meanwhile; then returns the exit code. left: with the agent
+    that goes on. Raises: as `become_standby`."""
+    if process.signalled:
+        end_agent(left)
+        return 128 + process.signalled
+    become_standby(left)
 
 
 def _say_the_start(events: EventLog, job: JobFile) -> None:

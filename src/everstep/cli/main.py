@@ -130,11 +130,11 @@ def run_command(argv: list[str] | None = None, *, becomes: bool = True) -> int:
 
 
 def _stand_again(deposed: Deposed, *, becomes: bool) -> int:
-    """Become a standby host; returns an exit code if that is impossible."""
+    """Become a standby host; returns an exit code if that is impossible, or a signal has come."""
     try:
         if becomes:
             sys.stdout.flush()
-            deposed.become()
+            return deposed.become()
     except (EverstepError, OSError) as error:
         deposed.end()
         complain(f"{deposed}; this host could not stand by: {error}")

@@ -26,7 +26,7 @@ from everstep.cli.adoption import adopt
 from everstep.cli.agent import place, start_of_agent, take_part_in
 from everstep.cli.auto_lane import choose_lane, take_auto, with_lane
 from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, check_metrics
-from everstep.cli.coming_back import become_standby, put_rest_aside
+from everstep.cli.coming_back import become_standby, refuse_deposed
 from everstep.cli.completing import complete_place, complete_task
 from everstep.cli.conclusion import lacking_rows
 from everstep.cli.config import complete_key
@@ -444,7 +444,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     aside = set_aside(run_dir) if asked.fresh else None
     found = inspect(run_dir, job)
     if found.state == "new":
-        aside = put_rest_aside(run_dir) or aside
+        refuse_deposed(run_dir)
     if found.state == "finished":
         return _already_finished(run_dir, found, as_json=asked.as_json)
     if found.job is not None:  # a resumed job: its checkpoints bear its name

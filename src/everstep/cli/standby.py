@@ -20,7 +20,7 @@ from everstep.base.errors import ConfigError, EverstepError, NoHead, ProtocolErr
 from everstep.base.etcd_address import EtcdAddress
 from everstep.base.exit_codes import JOB_FAILED, WORKERS_MISSING
 from everstep.cli.beside import parse_listen
-from everstep.cli.coming_back import left_agent
+from everstep.cli.coming_back import end_agent, left_agent
 from everstep.cli.conclusion import ENDS
 from everstep.cli.doors import check_own_ports
 from everstep.cli.job import about_to_run, check_network, read_job
@@ -32,8 +32,8 @@ from everstep.cli.starting import start_here
 from everstep.observe.events import read_events
 from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, Look
 from everstep.report.history import History
-from everstep.runtime.files.host_directory import new_word, private_folder, word_in
-from everstep.runtime.files.run_lock import run_lock
+from everstep.runtime.files.host_directory import OWN_FOLDER, new_word, private_folder, word_in
+from everstep.runtime.files.run_lock import is_locked, run_lock
 from everstep.runtime.lead.etcd import Announced, Etcd
 from everstep.runtime.lead.etcd_access import find_access
 from everstep.runtime.lead.finding import among, in_etcd
@@ -124,15 +124,23 @@ def _still(etcd: Etcd, holder: Holder) -> str:
 def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
     """Be an agent, and the job's next coordinator if the present one is lost. met: called with a head that is there
     already. Returns the exit code."""
-    with contextlib.ExitStack() as held:
+    begun = replace(begun, agent=left_agent())
+    with contextlib.ExitStack() as held, contextlib.ExitStack() as unwatched:
+        unwatched.callback(end_agent, begun)
         etcd = held.enter_context(contextlib.closing(etcd_at(begun)))
         if begun.stays:
-            _wait_for_next(etcd)
-        found = _announced(etcd)
+            with contextlib.suppress(*[NoHead] * bool(begun.agent)):
+                _wait_for_next(etcd)
+        found = _announced(etcd, patient=bool(begun.agent))
         word = str(found.facts.get("word", ""))
-        begun = replace(begun, own=begun.own or _own(etcd, begun.config), agent=left_agent())
+        begun = replace(begun, own=begun.own or _own(etcd, begun.config))
         shown = begun.run_dir or Path(str(found.facts.get("run_dir")))
         shared = _sees(shown, lambda: _place(etcd) or word)
+        if shared and word_in(shown) != word and not begun.agent and is_locked(shown / OWN_FOLDER):
+            begun, shared = (
+                replace(begun, run_dir=None),
+                False,
+            )  # that folder is the agent's of the host that leads here
         if not shared:
             shown = held.enter_context(copy_in(begun, word, lambda: in_etcd(etcd)))
         if met is not None and (where := in_etcd(etcd)) is not None:
@@ -145,6 +153,7 @@ def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
         succession = Succession(True, new_owner(), found.job, copying_host=copying_host)
         how = "" if shared else ", with files of its own"
         print(f"{begun.host} stands by for the job in {shown}{how}; {about_to_run(job)}", file=sys.stderr, flush=True)
+        unwatched.pop_all()  # from here on the job's process looks after the agent
         exit_code = see_through(replace(begun, run_dir=shown, succession=succession), job)
         private = shown == private_folder(word[:16], f"{begun.host}-standby")
         over = exit_code in (0, JOB_FAILED, WORKERS_MISSING)
@@ -170,20 +179,25 @@ def _place(etcd: Etcd) -> str:
     return place_of(holder.where) if holder is not None else ""
 
 
-def _announced(etcd: Etcd) -> Announced:
-    """The job, once there is one. Raises: NoHead if none comes, or etcd does not answer."""
+def _announced(etcd: Etcd, *, patient: bool = False) -> Announced:
+    """The job, once there is one. patient: workers of the job run here, so etcd is waited for, too. Raises: NoHead if
+    none comes, or etcd does not answer."""
     end_s, said = time.monotonic() + _PATIENCE_S, False
     while True:
         try:
-            found = etcd.announced()
+            words, found = f"no job has begun under {etcd.address}", etcd.announced()
         except ProtocolError as error:
             raise ConfigError(f"--join: {error}") from None
+        except NoHead as error:
+            if not patient:
+                raise
+            words, found = str(error), None
         if found is not None:
             return found
         if time.monotonic() > end_s:
-            raise NoHead(f"no job has begun under {etcd.address} for {_PATIENCE_S:g} s")
+            raise NoHead(f"{words} for {_PATIENCE_S:g} s")
         if not said:
-            print(f"no job has begun under {etcd.address}: waiting for it", file=sys.stderr, flush=True)
+            print(f"{words}: waiting for it", file=sys.stderr, flush=True)
         said = True
         time.sleep(_AGAIN_S)
 

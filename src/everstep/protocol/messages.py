@@ -199,9 +199,8 @@ class HealFailed(OfLife, frozen=True, kw_only=True):
 
 
 class GenerationEntered(OfLife, frozen=True, kw_only=True):
-    """A worker has settled in a generation and computes `step` next. phases_ms: time spent in each phase of
-    recovery. loop: "left" if its application has left its loop after the step before, "on" if it goes on; "" if
-    unknown."""
+    """A worker has settled in a generation and computes `step` next. phases_ms: time of each phase of recovery. loop:
+    "left" if its application has left its loop after the step before, "on" if it goes on; "" if unknown."""
 
     generation: int
     step: int
@@ -400,9 +399,10 @@ class TermBegun(AnyMessage, frozen=True, kw_only=True):
 
 
 class AgentCount(AnyMessage, frozen=True, kw_only=True):
-    """The agents that are connected now."""
+    """The agents that are connected now. place: word of the directory in which the job is led, "" if none is there."""
 
     agent_ids: list[str]
+    place: str = ""
 
 
 # ---- coordinator -> agent

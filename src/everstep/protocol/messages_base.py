@@ -157,11 +157,13 @@ class FilePieces(AnyMessage, frozen=True, kw_only=True):
 
 class FilesHeld(AnyMessage, frozen=True, kw_only=True):
     """Answer to `FilePieces` of that number; 0: nothing was stored. held: bytes stored of each file; the sender asks
-    again about a file that is not named. told: the job's events cover all steps up to this one; 0: none, or unknown."""
+    again about a file that is not named. told: the job's events cover all steps up to this one; 0: none, or unknown.
+    refused: why a file cannot be stored, if that is not for want of room."""
 
     number: _Count
     held: dict[_Path, _Count] = {}
     told: _Count = 0
+    refused: dict[_Path, _Short] = {}
 
     def has_all(self, sent: FilePieces) -> bool:
         """Whether the files are complete with these pieces."""

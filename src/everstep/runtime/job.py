@@ -103,8 +103,8 @@ class Job:
 
         on_event: called from the job's thread with {"kind": ..., ...} for acts of the job and its agents
         (worker_started, worker_exited, worker_killed, worker_restarting, slot_lost, agent_started, agent_died,
-        coordinator_started, coordinator_died, fork_server_ready, warning, job_ended; also coordinator_leads and
-        coordinator_follows if other processes may take this one's place, or it theirs).
+        coordinator_started, coordinator_died, fork_server_ready, warning, job_ended; also coordinator_leads,
+        coordinator_follows and led_elsewhere if other processes may take this one's place, or it theirs).
 
         Returns how it ended. Nothing is left running on this host.
         """
@@ -250,7 +250,7 @@ class Job:
 
     def _on_coordinator_death(self) -> None:
         why, hopeless = self._coordinator.died(time.monotonic())
-        self._notify("coordinator_died", why)
+        self._notify("coordinator_died", why, in_order=self._coordinator.moved)  # the outcome says why
         if self._end.outcome is not None:
             self._end.present(())  # no coordinator will report that the agents have left
         if self._coordinator.moved and self.signalled:
@@ -268,9 +268,10 @@ class Job:
         if self._end.outcome is not None or (self._local.restart_at_s == inf and not refused):
             return  # it has left, as it should
         self._notify("agent_died", Why(Cause.HOST_LOST, why.reason))
-        if self._begun.succession.owner and self._local.exit_code in (REFUSED, NO_HEAD):
+        others = self._end.others(self._local.name) and not self._begun.succession.guest
+        if self._begun.succession.owner and self._local.exit_code in (REFUSED, NO_HEAD) and not others:
             self._end.give_up(self._local.exit_code, Why(Cause.UNKNOWN, last_line(self._local.log_path)))
-        elif refused and not self._end.others(self._local.name):
+        elif refused and not others:
             self._end.fail(Why(Cause.CONFIG, last_line(self._local.log_path).removeprefix("everstep agent: ")), REFUSED)
         elif hopeless:
             self._fail_start("the agent of this host", self._local, why)
@@ -291,9 +292,10 @@ class Job:
         if isinstance(item, int):
             self._on_signal(item, link)
         elif isinstance(item, JobEnded):
-            self._end.told(item, time.monotonic())
+            self._end.told(item, time.monotonic(), self._lead.elsewhere)
         elif isinstance(item, AgentCount):
             self._end.present(item.agent_ids)
+            self._lead.heard(item.place)
         elif isinstance(item, AgentNotice):
             self._on_notice(item)
         elif isinstance(item, StrikeNow):
@@ -324,7 +326,7 @@ class Job:
                 self._notify("warning", Why(Cause.PREEMPTED, text))
                 link.command("checkpoint", vars(Why(Cause.PREEMPTED, f"notice of a preemption ({name})")))
             return
-        if self._begun.succession.guest:
+        if self._begun.succession.guest or self._lead.elsewhere:
             self._end.leave(number)
             return
         rule = self.config.checkpoint
@@ -342,7 +344,7 @@ class Job:
     @property
     def deposed(self) -> bool:
         """Whether another host leads the job now, in a directory of its own."""
-        return self._coordinator.moved
+        return self._coordinator.moved or self._lead.elsewhere
 
     def _tear_down(self) -> None:
         """Run all of it, even if a part raises or a signal interrupts."""
@@ -366,7 +368,7 @@ class Job:
                 last_first.callback(self._local.leave)
             elif self._local is not None:
                 last_first.callback(self._local.end, *([INTERRUPTED_WAIT_S] if self._end.interrupted else []))
-            if self._link is not None and not (self._begun.succession.guest or self._coordinator.moved):
+            if self._link is not None and not (self._begun.succession.guest or self.deposed):
                 last_first.callback(self._link.goodbye, Why(Cause.INTERRUPTED, "the job's process has ended"))
 
     # ---- small things

@@ -19,12 +19,13 @@ ALONE_S = 1.0
 @dataclass(frozen=True)
 class Outcome:
     """How the job ended: 'completed', 'failed' or 'interrupted', and why. later: a scheduler's signal to the job's own
-    host stopped it, so it may be started again."""
+    host stopped it, so it may be started again. elsewhere: a host that leads in a directory of its own has ended it."""
 
     exit_code: int
     state: str
     why: Why
     later: bool = False
+    elsewhere: bool = False
 
 
 class JobEnd:
@@ -79,11 +80,12 @@ class JobEnd:
         self.alone = True
         return True
 
-    def told(self, message: JobEnded, now_s: float) -> None:
-        """Take in the coordinator's word on the end. Agents leave when their workers have."""
+    def told(self, message: JobEnded, now_s: float, elsewhere: bool = False) -> None:
+        """Take in the coordinator's word on the end. Agents leave when their workers have. elsewhere: as `Outcome` has
+        it."""
         why = Why(message.cause, message.reason)
         stopped = message.state == "interrupted" and message.exit_code == 128 + signal.SIGTERM
-        outcome = Outcome(message.exit_code, message.state, why, later=stopped)
+        outcome = Outcome(message.exit_code, message.state, why, stopped, elsewhere)
         if self.interrupted and message.state != "completed":
             outcome = Outcome(128 + self.interrupted, "interrupted", why)
         if self.outcome is None:

@@ -231,11 +231,14 @@ class Finisher:
                 self._view.publisher.emit("warning", step=number, cause=Cause.NONFINITE, reason=reason)
 
     def _arrived(self, plan: Plan) -> bool:
-        """Where the job's directory is on another host: until final/ is there too; False if it did not go on before."""
+        """Where the job's directory is on another host: until final/ is there too; False if it did not go on before.
+        Raises: OSError if it cannot come there."""
         warn_s = time.monotonic() + _SAY_S
         while not self._view.link.has_arrived("final/digest.json"):
             if not self._goes_on(plan):
                 return False
+            if (found := self._view.link.refused("final/")) is not None:
+                raise OSError(errno.EIO, f"{found[1]}, in the job's directory", found[0])
             if time.monotonic() > warn_s:
                 log.warning("the result is not in the job's directory yet: is there room on the disk of its head?")
                 warn_s += _ROOM_WAIT_S

@@ -129,6 +129,10 @@ class WorkerLink:
         """Whether a file of the run directory, as it is now, is in the job's own."""
         return True
 
+    def refused(self, folder: str) -> tuple[str, str] | None:
+        """A file of this folder that cannot come to the job's own directory, and why; None if there is none."""
+        return None
+
     def waits(self) -> None:
         """The worker cannot go on before a message comes."""
 
@@ -251,6 +255,12 @@ class LaunchedLink(WorkerLink):
             return bool(arrived["files"].get(name) == digest_of(path, name.count("/")))
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             return False
+
+    def refused(self, folder: str) -> tuple[str, str] | None:
+        with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+            found = read_json(self._context.run_path / ARRIVED_FILE)["refused"] if self._context.apart else {}
+            return next(((name, str(why)) for name, why in found.items() if name.startswith(folder)), None)
+        return None
 
     def waits(self) -> None:
         words = self._unheard.look(self._control is None or self._control.connected, time.monotonic())

@@ -7,7 +7,9 @@ import hashlib
 import io
 import json
 import os
+import signal
 import subprocess
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,10 @@ from typing import Any
 import pytest
 
 from everstep.base.config import load_config
-from everstep.base.errors import ConfigError, Deposed
+from everstep.base.errors import ConfigError, Deposed, NoHead
 from everstep.base.exit_codes import ANOTHER_LEADS
 from everstep.cli import main, standby, standby_fill
-from everstep.cli.coming_back import end_agent, left_agent, put_rest_aside
+from everstep.cli.coming_back import end_agent, left_agent, refuse_deposed
 from everstep.cli.job import JobFile, write_job
 from everstep.cli.main import run_command
 from everstep.cli.standby_fill import kept_apart
@@ -78,19 +80,25 @@ def test_what_is_of_before_is_set_aside_but_for_what_is_still_of_use(tmp_path: P
     assert not (tmp_path / COORDINATOR_FILE).exists(), "nobody follows it yet"
 
 
-def test_what_a_host_kept_to_come_back_with_does_not_bar_another_job(tmp_path: Path) -> None:
+def test_a_job_that_went_on_elsewhere_does_not_begin_again_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was stopped before this host had its files, and the same command is typed again."""
     for name in (f"{OWN_FOLDER}/{JOB_FILE}", "checkpoints/part", "data.csv", "lock"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert put_rest_aside(tmp_path) is None, "no agent has worked there"
+    (tmp_path / "previous-2").mkdir()
+    refuse_deposed(tmp_path)  # no agent has worked there
+    (tmp_path / "previous-2").rmdir()
     (tmp_path / OWN_FOLDER / SOURCE_FILE).write_text("0" * 16 + "\n")
-    assert put_rest_aside(tmp_path) is None, "no host has set anything aside"
-    (tmp_path / "previous-1").mkdir()
-    with run_lock(tmp_path / OWN_FOLDER):
-        assert put_rest_aside(tmp_path) is None, "an agent works there"
-    assert put_rest_aside(tmp_path) == tmp_path / "previous-2"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.csv", "lock", "previous-1", "previous-2"]
-    assert (tmp_path / "previous-2" / "checkpoints" / "part").exists()
+    refuse_deposed(tmp_path)  # no host has set anything aside
+    for number in (9, 10):
+        (tmp_path / f"previous-{number}").mkdir()
+    (tmp_path / "train.py").touch()
+    assert run_command(["run", str(tmp_path / "train.py"), "--run-dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "another host has led the job" in said and "previous-10: go on" in said and "--fresh begins anew" in said
+    assert (tmp_path / "checkpoints" / "part").exists() and not (tmp_path / JOB_FILE).exists()
 
 
 @pytest.mark.parametrize("becomes", (False, True))
@@ -123,6 +131,72 @@ def test_an_agent_is_left_to_the_program_that_its_parent_becomes(monkeypatch: py
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         monkeypatch.setenv("EVERSTEP_AGENT", str(child.pid))
         assert left_agent() == 0, "it is dead"
+
+
+class FakeEtcd:
+    """Knows a job, but does not answer these first questions about it."""
+
+    address = "etcd://10.0.0.1:2379/j"
+
+    def __init__(self, silent: int) -> None:
+        self.silent = silent
+
+    def announced(self) -> Announced:
+        self.silent -= 1
+        if self.silent >= 0:
+            raise NoHead("etcd without a quorum: 2 of 3 members do not answer")
+        return Announced({"run_dir": "/none", "word": JOB}, "1")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("agent_runs", (False, True))
+def test_where_workers_run_etcd_is_waited_for_and_what_is_in_vain_ends_them_in_order(
+    agent_runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They run since before this process came back, and would be killed with it."""
+    etcd, tried = FakeEtcd(3), list[str]()
+    monkeypatch.setattr(standby, "etcd_at", lambda begun: etcd)
+    monkeypatch.setattr(standby, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(standby, "_sees", lambda *given: False)
+
+    def refused(begun: Start, *given: Any) -> None:
+        tried.append("filled")
+        os.kill(begun.agent, 0)
+        raise ConfigError("no room")
+
+    monkeypatch.setattr(standby, "copy_in", refused)
+    script = "trap 'echo in order; exit 0' TERM; echo begun; while :; do sleep 0.05; done"
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True) as child, ExitStack() as last:
+        last.callback(child.kill)
+        assert child.stdout is not None and child.stdout.readline() == "begun\n"
+        monkeypatch.setenv("EVERSTEP_AGENT", str(child.pid) if agent_runs else "")
+        begun = Start(load_config([]), host="h", own="127.0.0.1", run_dir=tmp_path, stays=True)
+        with pytest.raises(ConfigError if agent_runs else NoHead):
+            standby.stand_by(begun)
+        assert tried == ["filled"] * agent_runs
+        if not agent_runs:
+            child.send_signal(signal.SIGTERM)
+        assert child.stdout.read() == "in order\n"
+    assert ("2 of 3 members do not answer: waiting for it" in capsys.readouterr().err) == agent_runs
+
+
+@pytest.mark.parametrize("led_here", (False, True))
+def test_who_sees_the_directory_of_a_host_that_leads_again_does_not_share_its_agents_folder(
+    led_here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without that host's agent it is a process of that host that comes back at once."""
+    used: list[Path | None] = []
+    to_take_over(tmp_path, monkeypatch)
+    leave_word(tmp_path, None, OTHER)
+    monkeypatch.setattr(standby, "etcd_at", lambda begun: FakeEtcd(0))
+    monkeypatch.setattr(standby, "in_etcd", lambda etcd: None)
+    monkeypatch.setattr(standby, "_sees", lambda *given: True)
+    monkeypatch.setattr(standby, "copy_in", lambda begun, *given: used.append(begun.run_dir) or nullcontext(tmp_path))
+    with run_lock(tmp_path / OWN_FOLDER) if led_here else nullcontext():
+        assert standby.stand_by(Start(load_config([]), host="h", own="127.0.0.1", run_dir=tmp_path)) == 0
+    assert used == [None] * led_here
 
 
 # ---- by hand
@@ -169,7 +243,7 @@ def test_whoever_takes_over_says_first_what_it_runs(
         assert run_command(["takeover", str(run_dir)]) == 0
     else:
         monkeypatch.setattr(standby, "etcd_at", lambda *given: io.BytesIO())  # something that can be closed
-        monkeypatch.setattr(standby, "_announced", lambda etcd: Announced({"run_dir": str(run_dir)}, 1))
+        monkeypatch.setattr(standby, "_announced", lambda *given, **said: Announced({"run_dir": str(run_dir)}, 1))
         monkeypatch.setattr(standby, "_sees", lambda *given: True)
         token_file = tmp_path / TOKEN_FILE
         argv = ["agent", "--standby", "--join", "etcd://127.0.0.1:5/j", "--address", "127.0.0.1", "--host-name", "h"]

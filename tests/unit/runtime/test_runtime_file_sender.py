@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -299,3 +300,24 @@ def test_weights_are_sent_as_others_where_a_file_has_one_name_only(
     (wire.own / "final" / "digest.json").write_text("{}")
     assert wire.arrives() and (wire.job / "final" / "digest.json").read_text() == "{}"
     wire.sender.close()
+
+
+def test_what_cannot_be_stored_for_another_reason_than_a_full_disk_is_noted_until_it_can(wire: Wire) -> None:
+    """Nobody would know what to wait for."""
+
+    def noted() -> dict[str, str]:
+        with contextlib.suppress(OSError):
+            return dict(json.loads((wire.own / ARRIVED_FILE).read_text())["refused"])
+        return {}
+
+    (wire.job / "final").touch()
+    (wire.own / "final").mkdir()
+    (wire.own / "final" / "digest.json").write_text("{}")
+    EventLog(wire.own / "events.jsonl").write("step_committed", step=1)
+    end_s = time.monotonic() + PATIENCE_S
+    while not noted():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    assert noted() == {"final/digest.json": "Not a directory"} and steps(wire.job) == [1]
+    (wire.job / "final").unlink()
+    assert wire.arrives() and noted() == {}

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
@@ -50,6 +51,7 @@ class FakeProcess(Supervised):
         self.room = 0
         self.leaves_alone = False
         self.left = 0
+        self.name = "h0"
 
     @property
     def pid(self) -> int:
@@ -102,13 +104,22 @@ class FakeProcess(Supervised):
 class Started:
     """A job in a thread, and whom it speaks with."""
 
-    def __init__(self, run_dir: Path, *, local: bool, hopeless: bool, silent_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        local: bool,
+        hopeless: bool,
+        silent_s: float = 600.0,
+        succession: Succession = Succession(),  # noqa: B008
+    ) -> None:
         run_dir.mkdir()
         self.events: list[dict[str, Any]] = []
         self.coordinator = FakeCoordinator(TOKEN)
         self.local = FakeProcess(run_dir, hopeless=hopeless) if local else None
         config = load_config([("test", {"checkpoint.grace_s": 3, "coordinator.silent_s": silent_s})])
-        job = Job(Start(config, run_dir=run_dir, task="task", argv=("--one",), token=TOKEN))
+        begun = Start(config, run_dir=run_dir, task="task", argv=("--one",), token=TOKEN, succession=succession)
+        job = Job(begun)
         job._local = self.local  # type: ignore[assignment]
         self.process = FakeProcess(run_dir, self.coordinator.port)
         job._coordinator = self.process  # type: ignore[assignment]
@@ -147,6 +158,7 @@ def started(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Started]
     found.close()
 
 
+leased = pytest.mark.parametrize("started", [{"succession": Succession(owner="o", word="ab" * 16)}], indirect=True)
 with_agent = pytest.mark.parametrize("started", [{"local": True}], indirect=True)
 
 
@@ -269,7 +281,7 @@ def test_a_refused_agent_is_not_started_again_and_ends_the_job_if_there_is_no_ot
     local = started.local
     assert local is not None and local.started.acquire(timeout=PATIENCE_S)
     local.log_path.write_text("everstep agent: host h1: its code is not the job's\n")
-    local.name, local.exit_code, local.in_order = "h1", REFUSED, True  # type: ignore[attr-defined]
+    local.name, local.exit_code, local.in_order = "h1", REFUSED, True
     local.die()
     assert started.end() == 2 and started.outcome is not None
     assert started.outcome.why == Why(Cause.CONFIG, "host h1: its code is not the job's")
@@ -278,6 +290,27 @@ def test_a_refused_agent_is_not_started_again_and_ends_the_job_if_there_is_no_ot
     assert end.others("h1")
     end.present(["h1"])
     assert not end.others("h1")
+
+
+@pytest.mark.parametrize("guest", [False, True])
+def test_a_refused_agent_of_the_host_that_leads_ends_no_other_hosts(tmp_path: Path, guest: bool) -> None:
+    """A host that stands by ends its own part."""
+    one = Started(tmp_path / "run", local=True, hopeless=False, succession=Succession(guest, "o"))
+    local = one.local
+    assert local is not None and local.started.acquire(timeout=PATIENCE_S)
+    local.name, local.exit_code, local.in_order = "h1", REFUSED, True
+    one.coordinator.say(m.AgentCount(agent_ids=["h1", "h2"]))
+    while not one.job._end.others("h1"):
+        time.sleep(0.01)
+    local.log_path.write_text("no\n")
+    local.die()
+    if not guest:
+        while "agent_died" not in one.kinds():
+            time.sleep(0.01)
+        one.over()
+        one.coordinator.say(m.AgentCount(agent_ids=[]))
+    assert one.end() == (REFUSED if guest else 0)
+    one.close()
 
 
 @with_agent
@@ -314,6 +347,7 @@ def test_where_another_host_leads_in_its_own_directory_it_ends_and_no_other_host
     started.process.die()
     assert started.end() == ANOTHER_LEADS
     assert not said and started.process.starts == 1
+    assert [e["in_order"] for e in started.events if e["kind"] == "coordinator_died"] == [True], "it is said at the end"
     assert started.kinds() == ["coordinator_started", "coordinator_died", "job_ended"]
 
 
@@ -325,6 +359,38 @@ def test_a_signal_to_a_host_that_leads_no_more_ends_its_part(started: Started) -
     started.process.die()
     assert started.end() == 128 + signal.SIGTERM and started.job.deposed
     assert started.outcome is not None and "the job goes on elsewhere" in started.outcome.why.reason
+
+
+@leased
+@pytest.mark.parametrize("place", ["cd" * 16, "ab" * 16])
+def test_a_head_that_etcd_does_not_answer_hears_of_the_next_one_from_that_one(
+    started: Started, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal then ends this host's part alone: the job goes on elsewhere. Hosts that share the directory are told."""
+    said: list[Any] = []
+    for name in ("command", "goodbye"):
+        monkeypatch.setattr(JobLink, name, lambda link, *about: said.append(about))
+    started.coordinator.say(m.AgentCount(agent_ids=["b"], place=place))
+    while not started.job._end.others(""):
+        time.sleep(0.01)
+    started.job.interrupt(signal.SIGTERM)
+    if place == "ab" * 16:
+        while not said:
+            time.sleep(0.01)
+        assert said[0][0] == "stop" and not started.job.deposed
+        return
+    assert started.end() == 128 + signal.SIGTERM and started.job.deposed
+    assert started.outcome is not None and "the job goes on elsewhere" in started.outcome.why.reason
+    assert started.kinds().count("led_elsewhere") == 1 and not said
+
+
+@leased
+@pytest.mark.parametrize("place", ["cd" * 16, "ab" * 16])
+def test_an_end_on_another_host_is_not_that_of_this_directory(started: Started, place: str) -> None:
+    started.coordinator.say(m.AgentCount(agent_ids=[], place=place))
+    started.over()
+    assert started.end() == 0 and started.outcome is not None
+    assert started.outcome.elsewhere == started.job.deposed == (place == "cd" * 16)
 
 
 @with_agent

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from everstep.runtime.files.host_directory import leave_word
 from everstep.runtime.lead.succession import Lead
 from everstep.runtime.link.address import COORDINATOR_FILE, announce
+
+WORD, OTHER = "ab" * 16, "cd" * 16
 
 
 def says(run_dir: Path, host: str, pid: int) -> None:
@@ -28,6 +31,22 @@ def test_a_coordinator_that_was_restarted_is_another_one(tmp_path: Path) -> None
     says(tmp_path, "10.0.0.2", 42)
     lead.look(42)
     assert not lead.here, "the same number on another host"
+
+
+def test_it_hears_from_another_one_that_it_is_not_the_one(tmp_path: Path) -> None:
+    """Where etcd does not answer, nobody else says so."""
+    told: list[str] = []
+    lead = Lead(tmp_path, leased=True, address="10.0.0.1", tell=told.append)
+    lead.heard(OTHER)
+    assert not lead.elsewhere, "it has never led here"
+    leave_word(tmp_path, None, WORD)
+    for place, elsewhere in ((WORD, False), ("", False), (OTHER, True), (OTHER, True)):
+        lead.heard(place)
+        assert lead.elsewhere == elsewhere
+    assert told == ["led_elsewhere"]
+    without = Lead(tmp_path, leased=False, address="10.0.0.1", tell=told.append)
+    without.heard(OTHER)
+    assert not without.elsewhere
 
 
 def test_without_a_lease_it_always_decides(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from everstep.base.cause import Cause
 from everstep.base.config import load_config, to_dict
 from everstep.protocol import messages as m
@@ -19,6 +21,8 @@ def hello(agent_id: str, process: str = "17-a") -> m.AgentHello:
 def test_agents_are_told_of_the_job_and_the_job_of_agents() -> None:
     board = Switchboard(FACTS)
     assert board.take("j", m.JobHello()) == ([("j", m.AgentCount(agent_ids=[]))], True)
+    led = Switchboard(msgspec.structs.replace(FACTS, place="word")).take("j", m.JobHello())
+    assert led == ([("j", m.AgentCount(agent_ids=[], place="word"))], True), "it may be in another directory"
     assert board.take("c1", hello("a")) == ([("c1", FACTS), ("j", m.AgentCount(agent_ids=["a"]))], True)
     assert board.take("j2", m.JobHello()) == ([("j2", m.AgentCount(agent_ids=["a"]))], True)
     assert board.gone("j") == []

@@ -102,6 +102,21 @@ def test_a_stage_that_has_changed_is_its_givers_fault() -> None:
         assert (raised.value.torn, raised.value.odd) == (torn, odd)
 
 
+@pytest.mark.parametrize("why", [None, "Not a directory"])
+def test_a_result_that_cannot_come_to_the_jobs_directory_is_not_waited_for(tmp_path: Path, why: str | None) -> None:
+    """Unless that is for want of room: the worker goes on waiting, and says so."""
+    link = SimpleNamespace(has_arrived=lambda name: False, row=SimpleNamespace(end_asked=False))
+    link.refused = lambda folder: None if why is None else (f"{folder}digest.json", why)
+    over = iter([False, False, True])
+    view = SimpleNamespace(link=link, cutter=SimpleNamespace(over=lambda generation: next(over)), tick=lambda: None)
+    finisher, plan = Finisher(cast(Any, view), cast(Any, None)), cast(Any, SimpleNamespace(generation=1))
+    if why is None:
+        assert not finisher._arrived(plan), "the plan has changed"
+    else:
+        with pytest.raises(OSError, match=r"Not a directory, in the job's directory: 'final/digest\.json'"):
+            finisher._arrived(plan)
+
+
 class FullAside(Finisher):
     """Of a job of stages, on a disk that is full when the first try puts other stages aside."""
 

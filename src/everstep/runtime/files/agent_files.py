@@ -19,7 +19,7 @@ from everstep.base.below import hard_link, write_atomically
 from everstep.base.config import Config
 from everstep.base.doors import check_ports, host_of, parse_ports
 from everstep.base.errors import ConfigError
-from everstep.base.given import open_given
+from everstep.base.given import open_given, read_json
 from everstep.protocol.messages import (
     AnyMessage,
     FilePiece,
@@ -34,15 +34,17 @@ from everstep.protocol.messages import (
 )
 from everstep.runtime.files.file_receiver import HeadReceiver
 from everstep.runtime.files.file_sender import FileSender, digest_of, whole_lines
-from everstep.runtime.files.file_sets import LATEST, TO_HEAD, comes_last
+from everstep.runtime.files.file_sets import LATEST, LEDGER, TO_HEAD, comes_last
 from everstep.runtime.files.host_directory import (
     ARRIVED_FILE,
+    OWN_FOLDER,
     PAGES,
     Place,
     checkpoints_in,
     disk_of,
     find_place,
     is_led_above,
+    is_of,
     own_disk,
     word_in,
     word_in_source,
@@ -51,7 +53,7 @@ from everstep.runtime.files.host_directory import (
 )
 from everstep.runtime.files.private import close_run_dir
 from everstep.runtime.files.run_lock import run_lock
-from everstep.runtime.link.address import EVENTS_FILE, LOGS_FOLDER
+from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, LOGS_FOLDER
 from everstep.runtime.link.context import Joining
 from everstep.runtime.link.control_client import ControlClient
 from everstep.runtime.link.listening import keep_within
@@ -116,11 +118,14 @@ class AgentFiles:
             write_job(self._place, facts, None if isinstance(where, Path) else where)
             close_run_dir(run_dir)
         except OSError as error:
-            raise ConfigError(f"cannot write {run_dir}: {error.strerror or error}") from None
+            why = f"cannot write {run_dir}: {error.strerror or error}"
+            if not (isinstance(where, Path) and is_of(facts.job, run_dir)):
+                raise ConfigError(why) from None
+            print(f"everstep agent: warning: {why}; an earlier {JOB_FILE} is used", file=sys.stderr, flush=True)
         if not joining.parent:
             told = f"everstep agent: the job's directory is not here: files go to {run_dir}"
             print(told, file=sys.stderr, flush=True)
-        self._told_here = EventsHere(self._place)
+        self._told_here = ToldHere(self._place)
         self._sender = DirectorySender(self._place, self._send_on, self._is_led_around)
 
     @property
@@ -150,7 +155,7 @@ class AgentFiles:
             print(f"everstep agent: warning: {error}", file=sys.stderr, flush=True)
         self._led = facts.place if is_led_above(facts, self._place) else ""
         if self._led:
-            self._told_here = EventsHere(self._place)  # another head may have set aside what was there
+            self._told_here = ToldHere(self._place)  # another head may have set aside what was there
         self.say()
 
     def _is_led_around(self) -> bool:
@@ -224,8 +229,12 @@ class AgentFiles:
         begin_s = heard_s = time.monotonic()
         while not self._sender.finish(begin_s, _TURN_S):
             now_s = time.monotonic()
-            heard_s = now_s if self._client.connected else heard_s
+            heard_s = now_s if self._client.connected and not self._sender.refused else heard_s
             if now_s > begin_s + timeout_s or now_s - heard_s > _CUT_OFF_S:
+                self._sender.close()
+                if self._is_led_around():
+                    with contextlib.suppress(OSError):
+                        self._told_here.bring_all()
                 return False
         return True
 
@@ -248,8 +257,9 @@ class AgentFiles:
 
 
 class DirectorySender(FileSender):
-    """Sends the files of a host's own directory to the head, and notes for the processes there which have arrived. led:
-    whether the job is led in the directory around it. There the weights get a second name, and take no more room."""
+    """Sends the files of a host's own directory to the head, and notes for the processes there which have arrived, and
+    why others cannot (`refused`). led: whether the job is led in the directory around it. There the weights get a
+    second name, and take no more room."""
 
     def __init__(
         self, place: Place, send: Callable[[AnyMessage], None], led: Callable[[], bool] = lambda: False
@@ -257,14 +267,16 @@ class DirectorySender(FileSender):
         run_dir = self._run_dir = place.run_dir
         self._top, self._led = place.top, led
         self._told, self._digests = 0, dict[str, str]()
-        self._named = dict[str, str]()
-        self._noted: dict[str, Any] = {"through": 0, "files": {}}
+        self._named, self.refused = dict[str, str](), dict[str, str]()
+        self._noted: dict[str, Any] = {"through": 0, "files": {}, "refused": {}}
         self._note_s = 0.0
         (run_dir / ARRIVED_FILE).unlink(missing_ok=True)  # from an earlier run
         super().__init__(TO_HEAD, self._found, word_in_source(run_dir), send, each_turn=self._note)
 
     def answered(self, answer: FilesHeld) -> float | None:
         self._told = answer.told
+        refused = {**self.refused, **answer.refused}
+        self.refused = {name: words for name, words in refused.items() if name not in answer.held}
         return super().answered(answer)
 
     def close(self) -> None:
@@ -296,8 +308,10 @@ class DirectorySender(FileSender):
     def _note(self, digests: dict[str, str]) -> None:
         """Note arrived files; if the host's own disk refuses, a later turn tries again."""
         self._digests |= digests
-        arrived = {"through": self._told, "files": self._digests | self._named}
-        urgent = arrived["files"] != self._noted["files"] or time.monotonic() > self._note_s
+        arrived = {"through": self._told, "files": self._digests | self._named, "refused": self.refused}
+        urgent = (
+            any(arrived[kind] != self._noted[kind] for kind in ("files", "refused")) or time.monotonic() > self._note_s
+        )
         if arrived != self._noted and urgent:
             self._note_s = time.monotonic() + _NOTE_S
             with contextlib.suppress(OSError):
@@ -305,25 +319,45 @@ class DirectorySender(FileSender):
                 self._noted = arrived
 
 
-class EventsHere:
-    """While no head answers, brings events of this host's workers into the directory in which it has led, for readers
-    there. A head gets all again: it knows by their origin which are there."""
+class ToldHere:
+    """While no head answers, brings what this host's workers have told, events and ledger rows, into the directory in
+    which it has led. A head gets all again: it knows by their origin which are there."""
 
     def __init__(self, place: Place) -> None:
-        self._events, self._source = place.run_dir / EVENTS_FILE, word_in_source(place.run_dir)
+        self._own, self._source = place.run_dir, word_in_source(place.run_dir)
         self._receiver = HeadReceiver(place.top)
 
-    def bring(self) -> None:
-        """Bring the next ones. Raises: OSError."""
-        held = self._take(0, b"")
-        data = b"" if held is None else whole_lines(self._events, 0, held)
-        if held is not None and data:
-            self._take(held, data)
+    def bring(self) -> list[int | None]:
+        """Bring the next part of each file. Returns how much is there. Raises: OSError."""
+        return [
+            self._bring(name) for name, _ in TO_HEAD.found(self._own) if name == EVENTS_FILE or LEDGER.fullmatch(name)
+        ]
 
-    def _take(self, at: int, data: bytes) -> int | None:
-        piece = FilePiece(path=EVENTS_FILE, version="", at=at, data=data, size=at + len(data))
+    def bring_all(self) -> None:
+        """Bring all that is here and finds room. Raises: OSError."""
+        before: Any = None
+        while (now := (self.bring(), self._receiver.looked)) != before:
+            before = now
+
+    def _bring(self, name: str) -> int | None:
+        held = self._take(name, 0, b"")
+        data = b"" if held is None else whole_lines(self._own / name, name.count("/"), held)
+        return self._take(name, held, data) if held is not None and data else held
+
+    def _take(self, name: str, at: int, data: bytes) -> int | None:
+        piece = FilePiece(path=name, version="", at=at, data=data, size=at + len(data))
         pieces = FilePieces(number=0, source=self._source, pieces=[piece])
-        return self._receiver.take(pieces).held.get(EVENTS_FILE)
+        return self._receiver.take(pieces).held.get(name)
+
+
+def bring_left(top: Path) -> None:
+    """As a job goes on in this directory: bring what an agent of before, in a folder of its own there, could not send.
+    One that runs brings it itself."""
+    place = Place(top / OWN_FOLDER, apart=True, around=str(top))
+    with contextlib.suppress(OSError, ValueError, ConfigError):
+        if is_of(read_json(top / JOB_FILE), place.run_dir) and word_in_source(place.run_dir):
+            with run_lock(place.run_dir):
+                ToldHere(place).bring_all()
 
 
 # ---- logs, for readers on other hosts

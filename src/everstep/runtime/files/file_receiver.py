@@ -7,6 +7,7 @@ gets its name when its digest is right. Bytes that a full disk refuses count as 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -25,6 +26,7 @@ from everstep.runtime.link.address import EVENTS_FILE
 
 MOST_METRICS_BYTES = 64 << 20
 _MOST_WHOLE_BYTES = 1 << 44
+_MOST_WORDS = 100
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
@@ -47,12 +49,16 @@ class FileReceiver:
     def take(self, message: FilePieces) -> FilesHeld:
         """Take in pieces, or the question how many bytes are there."""
         held: dict[str, int] = {}
+        refused: dict[str, str] = {}
         for piece in message.pieces:
-            with contextlib.suppress(OSError):
+            try:
                 there = self._put(message.source, piece)
                 if there is not None:
                     held[piece.path] = there
-        return FilesHeld(number=message.number, held=held)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    refused[piece.path] = (error.strerror or str(error))[:_MOST_WORDS]
+        return FilesHeld(number=message.number, held=held, refused=refused)
 
     def _put(self, source: str, piece: FilePiece) -> int | None:
         """Returns how many bytes of the file are there; None: the sender has to ask again. Raises: OSError."""

@@ -16,6 +16,7 @@ import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -43,8 +44,9 @@ PAGES = ("rehearsed.json",)
 COPY_FILE = "replica.json"
 """File in a copy that names the copied directory and the versions of its files."""
 ARRIVED_FILE = "arrived.json"
-"""File in a host's own directory. files: the digest, by name, of each file that has arrived at the head whole; through:
-the step up to which all are in the job's events. Workers keep their records of later steps."""
+"""File in a host's own directory. files: the digest, by name, of each file that has arrived at the head whole; refused:
+why a file cannot arrive there; through: the step up to which all are in the job's events. Workers keep their records of
+later steps."""
 OWN_FOLDER = "host"
 """Folder with the files of this host's own agent, in the directory of a host that leads by a lease or may have to. The
 agent sends them to the head as others do, so its workers go on when another host leads in another directory."""
@@ -131,6 +133,13 @@ def find_place(facts: JobFacts, given: str, host: str, around: str = "") -> Plac
     except OSError as error:
         raise ConfigError(f"--run-dir: cannot write {own}: {error.strerror or error}") from None
     return Place(own, apart=True, passing=not given, around=around)
+
+
+def is_of(job: Any, own: Path) -> bool:
+    """Whether a directory has facts of this job, maybe older ones. job: the facts."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return bool(read_json(own / JOB_FILE).get("created_unix_ns") == job.get("created_unix_ns"))
+    return False
 
 
 def begin_anew(own: Path) -> None:

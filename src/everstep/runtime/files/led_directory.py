@@ -26,10 +26,7 @@ class LedDirectory:
     def saw(self, word: str) -> None:
         """A coordinator leads now, in the directory with this word; "" if it does not say."""
         if word and word not in (self.word, word_in(self._run_dir)):
-            say(
-                f"another host leads the job, in a directory of its own: {self._run_dir} is out of date; with "
-                "--standby this host takes part again, and catches up"
-            )
+            say(f"another host leads the job, in a directory of its own: {self._run_dir} is out of date")
             os._exit(MOVED)
 
     def may_lead(self) -> bool:

@@ -161,7 +161,8 @@ class Switchboard:
         return [(job, self._present()) for job in sorted(self._jobs)]
 
     def _present(self) -> AgentCount:
-        return AgentCount(agent_ids=sorted({hello.agent_id for hello in self._agents.values()}))
+        agents = sorted({hello.agent_id for hello in self._agents.values()})
+        return AgentCount(agent_ids=agents, place=self._facts.place)
 
 
 class ControlServer:

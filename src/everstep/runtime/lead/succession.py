@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.base.errors import EverstepError
+from everstep.runtime.files.host_directory import word_in
 from everstep.runtime.link.address import COORDINATOR_FILE, read_address
 
 
@@ -49,7 +50,8 @@ class Lead:
     """Whether this process's coordinator decides, by the address in its directory.
 
     leased: without a lease it always decides. address: of this host. tell: called with coordinator_leads or
-    coordinator_follows when the answer changes.
+    coordinator_follows when the answer changes, and with led_elsewhere when `elsewhere` becomes true: another host
+    leads, in a directory of its own. A coordinator that does not reach etcd does not get to know that.
     """
 
     def __init__(self, run_dir: Path, leased: bool, address: str, tell: Callable[[str], None]) -> None:
@@ -57,6 +59,7 @@ class Lead:
         self._leased, self._address, self._tell = leased, address, tell
         self._seen: tuple[int, int, int] = (0, 0, 0)
         self.here = not self._leased
+        self.elsewhere = False
 
     def look(self, pid: int) -> None:
         """Look at the address again. pid: of the coordinator of this process."""
@@ -75,3 +78,10 @@ class Lead:
         if here != self.here:
             self.here = here
             self._tell("coordinator_leads" if here else "coordinator_follows")
+
+    def heard(self, place: str) -> None:
+        """The coordinator with which this process is connected leads in the directory with this word."""
+        before, here = self.elsewhere, word_in(self._path.parent)
+        self.elsewhere = self._leased and "" not in (here, place) and here != place
+        if self.elsewhere and not before:
+            self._tell("led_elsewhere")

@@ -1,0 +1,125 @@
+"""What the command of a host that has led says and does when its job's process is over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from everstep.base.cause import Cause, Why
+from everstep.base.config import load_config
+from everstep.base.errors import Deposed
+from everstep.base.exit_codes import ANOTHER_LEADS
+from everstep.cli import coming_back, leading
+from everstep.cli.job import JobFile, write_job
+from everstep.observe.events import read_events
+from everstep.runtime import job as job_module
+from everstep.runtime.files.run_lock import run_lock
+from everstep.runtime.job_end import Outcome
+from everstep.runtime.lead.succession import Succession
+from everstep.runtime.link.address import EVENTS_FILE
+from everstep.runtime.start import Start
+
+CONFIG = load_config([("test", {"control.etcd": "etcd://127.0.0.1:5/j", "steps": 3})])
+COMPLETED = Why(Cause.COMPLETED, "said so")
+
+
+class FakeJob:
+    """A job's process on the host on which the job has begun."""
+
+    outcome = Outcome(0, "completed", COMPLETED)
+    left_agent = 0
+    signalled = 0
+
+    def __init__(self, begun: Start) -> None:
+        self.run_dir, self.reached = begun.folder, 3
+        self.deposed = self.outcome.elsewhere or self.outcome.exit_code == ANOTHER_LEADS
+
+    def run(self, on_event: Callable[[dict[str, Any]], None]) -> Outcome:
+        return self.outcome
+
+    def interrupt(self, number: int) -> None:
+        self.signalled = number
+
+
+def led(run_dir: Path, monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> int:
+    monkeypatch.setattr(FakeJob, "outcome", outcome)
+    monkeypatch.setattr(job_module, "Job", FakeJob)
+    job = JobFile("task.py:Task", (), CONFIG)
+    write_job(run_dir, job)
+    begun = Start(CONFIG, run_dir=run_dir, early=Mock(), succession=Succession(owner="o"))
+    return leading.see_through(begun, job)
+
+
+@pytest.mark.parametrize("elsewhere", (False, True))
+def test_an_end_on_another_host_is_not_told_as_that_of_this_directory(
+    elsewhere: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows and weights that are not here are there."""
+    code = led(tmp_path, monkeypatch, Outcome(0, "completed", COMPLETED, elsewhere=elsewhere))
+    said, complained = capsys.readouterr()
+    assert ("the job has ended on another host" in said) == elsewhere
+    assert code == int(not elsewhere) and ("the ledger lacks" in complained) == (not elsewhere)
+    kinds = [event["kind"] for event in read_events(tmp_path / EVENTS_FILE)]
+    assert ("job_completed" in kinds) == (not elsewhere)
+
+
+@pytest.mark.parametrize("comes", ["before", "while sinks end"])
+def test_a_signal_to_a_deposed_head_ends_it_until_it_is_a_standby(
+    comes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is heard, and does not kill, while sinks deliver the rest: then nobody else would look for it."""
+    moved = Outcome(ANOTHER_LEADS, "interrupted", Why(Cause.LEASE, "another host leads"))
+    come = lambda *given: monkeypatch.setattr(FakeJob, "signalled", signal.SIGTERM)  # noqa: E731
+    monkeypatch.setattr(leading, "become_standby", lambda left: pytest.fail("it stands by"))
+    with subprocess.Popen(["sleep", "600"]) as child:
+        monkeypatch.setattr(FakeJob, "left_agent", child.pid)
+        if comes == "before":
+            come()
+            assert led(tmp_path, monkeypatch, moved) == 128 + signal.SIGTERM
+        else:
+            monkeypatch.setattr(leading.LeadersWork, "close", come)
+            with pytest.raises(Deposed) as caught:
+                led(tmp_path, monkeypatch, moved)
+            assert caught.value.become() == 128 + signal.SIGTERM
+        with pytest.raises(ProcessLookupError):
+            os.kill(child.pid, 0)
+
+
+@pytest.mark.parametrize("agent", (0, 1))
+def test_a_notice_of_a_preemption_does_not_kill_what_is_about_to_be_a_standby(
+    agent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent would be killed with it, and the workers that go on."""
+    found: list[Any] = []
+    before = signal.getsignal(signal.SIGUSR1)
+    monkeypatch.setattr(coming_back, "put_aside", lambda folder: found.append(signal.getsignal(signal.SIGUSR1)))
+    monkeypatch.setattr(os, "execve", lambda *given: found.append(signal.getsignal(signal.SIGUSR1)))
+    try:
+        coming_back.become_standby(Start(CONFIG, run_dir=tmp_path, agent=agent))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [signal.SIG_IGN if agent else before] * 2, "a program keeps what its predecessor ignored"
+
+
+@pytest.mark.parametrize(
+    ("succession", "sets_aside"),
+    [(Succession(owner="o"), True), (Succession(True, "o", copying_host="h"), True), (Succession(True, "o"), False)],
+)
+def test_hosts_that_shared_a_directory_that_is_of_before_do_not_meet_there(
+    succession: Succession, sets_aside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one on which the job began holds it, or sets it aside and comes back there; others have one of their own."""
+    done: list[Any] = []
+    monkeypatch.setattr(coming_back, "put_aside", lambda folder: done.append("aside"))
+    monkeypatch.setattr(os, "execve", lambda path, command, environment: done.append("--run-dir" in command))
+    with contextlib.nullcontext() if sets_aside else run_lock(tmp_path):
+        coming_back.become_standby(Start(CONFIG, run_dir=tmp_path, succession=succession))
+    assert done == (["aside", True] if sets_aside else [False])
