@@ -93,7 +93,8 @@ def standby_words(begun: Start) -> list[str]:
     """Command of the standby host that this head becomes."""
     slots = 0 if begun.room is None else begun.room or begun.config.workers
     own = ["--slots", str(slots), "--host-name", begun.name, "--address", begun.address]
-    own += ["--run-dir", str(begun.folder.absolute()), *(["--stay"] if begun.stays else [])]
+    own += ["--run-dir", str(begun.folder.absolute()), "--set", f"hosts.wait_s={begun.config.hosts.wait_s:g}"]
+    own += ["--stay"] if begun.stays else []
     return own_command("everstep", "agent", "--join", str(begun.config.control.etcd), "--standby", *own)
 
 

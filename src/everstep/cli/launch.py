@@ -24,7 +24,7 @@ from everstep.base.errors import ConfigError
 from everstep.base.etcd_address import EtcdAddress
 from everstep.base.given import read_given
 from everstep.chaos.spec import parse
-from everstep.cli.agent import says_itself
+from everstep.cli.agent import STANDBYS_OWN, says_itself
 from everstep.cli.completing import complete_task
 from everstep.cli.config_file import said_layers
 from everstep.cli.engines import kubernetes, ray_cluster, slurm, ssh
@@ -93,7 +93,6 @@ def launch_of(
     if not str(run_dir).isprintable():  # the name stands in lines of scripts
         raise ConfigError(f"--run-dir: expected a path of printable characters, got {str(run_dir)!r}")
     values = _values(words, files=here)
-    own = tuple(f"{key}={value}" for key, value in values.items() if says_itself(key) and key != "security.token_file")
     head, _, tail = words[0].partition(":")
     stem = re.sub(r"[^a-z0-9]+", "-", Path(head).stem.lower()).strip("-")[:30] or "task"
     argv = click.get_current_context().meta[_ARGV]
@@ -109,6 +108,8 @@ def launch_of(
     paths = {name: values.get(f"control.{name}") for name in ("etcd_ca", "etcd_cert", "etcd_key")}
     files: dict[str, Any] = {name: str(Path(folder, str(path))) for name, path in paths.items() if path}
     asks = tuple(file_variables(ControlConfig(**files)).items()) if etcd else ()
+    keys = [key for key in values if (key in STANDBYS_OWN if etcd else says_itself(key))]
+    own = tuple(f"{key}={values[key]}" for key in keys if key != "security.token_file")
     more = (etcd, asks)
     return Launch(named, words[0], tuple(words[1:]), argv, hosts, slots, str(run_dir), python, own, folder, *more)
 

@@ -427,8 +427,11 @@ def test_hosts_of_kubernetes_with_etcd_can_all_take_over(kind: str, capsys: pyte
 def test_hosts_of_other_engines_with_etcd_can_all_take_over(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--hosts", "a,b", "--address", "10.0.0.1"] if engine == "ssh" else ["--hosts", "2"]
     words += ["--run-dir", "r", "--set", "control.etcd=etcds://10.0.0.1/jobs/a", "--set", "control.etcd_ca=ca.pem"]
+    words[2:2] = ["--set", "hosts.wait_s=1800", "--set", "security.tls.mode=off"]
     text = printed(capsys, "launch", engine, "resnet18-digits", *words)
     assert "--or-standby" in text and "agent --join etcds://10.0.0.1/jobs/a --standby --stay --refill 2" in text
+    (agent,) = (line for line in text.splitlines() if " agent --join" in line)
+    assert "--set hosts.wait_s=1800" in agent and agent.count("--set") == 1
     assert engine == "ray" or f"EVERSTEP_ETCD_CA={os.getcwd()}/ca.pem" in text
     bad = ["launch", engine, "resnet18-digits", *words[:-4], "--set", "control.etcd=10.0.0.1", "--print"]
     assert run_command(bad) == 2

@@ -50,6 +50,7 @@ class FakeProcess(Supervised):
         self.room = 0
         self.leaves_alone = False
         self.left = 0
+        self.leaving = False
 
     @property
     def pid(self) -> int:
@@ -71,6 +72,10 @@ class FakeProcess(Supervised):
         if self.leaves_alone:
             self.in_order = True
             self.die()
+
+    def ask_to_leave(self) -> None:
+        self.leaving = self.in_order = True
+        self.die()
 
     def die(self) -> None:
         alive, self._alive = self._alive, -1
@@ -102,13 +107,16 @@ class FakeProcess(Supervised):
 class Started:
     """A job in a thread, and whom it speaks with."""
 
-    def __init__(self, run_dir: Path, *, local: bool, hopeless: bool, silent_s: float = 600.0) -> None:
+    def __init__(
+        self, run_dir: Path, *, local: bool, hopeless: bool, silent_s: float = 600.0, guest: bool = False
+    ) -> None:
         run_dir.mkdir()
         self.events: list[dict[str, Any]] = []
         self.coordinator = FakeCoordinator(TOKEN)
         self.local = FakeProcess(run_dir, hopeless=hopeless) if local else None
         config = load_config([("test", {"checkpoint.grace_s": 3, "coordinator.silent_s": silent_s})])
-        job = Job(Start(config, run_dir=run_dir, task="task", argv=("--one",), token=TOKEN))
+        succession = Succession(guest, "me" * guest)
+        job = Job(Start(config, run_dir=run_dir, task="task", argv=("--one",), token=TOKEN, succession=succession))
         job._local = self.local  # type: ignore[assignment]
         self.process = FakeProcess(run_dir, self.coordinator.port)
         job._coordinator = self.process  # type: ignore[assignment]
@@ -194,6 +202,16 @@ def test_signals_become_commands(started: Started) -> None:
     said = [event["reason"] for event in started.events if event["kind"] == "warning"]
     assert "no worker" in said and len(said) == 3
     assert any("a preemption is coming" in text for text in said) and any("ending in order" in text for text in said)
+
+
+@pytest.mark.parametrize("started", [{"guest": True}, {"guest": True, "local": True}], indirect=True)
+def test_a_host_that_stands_by_leaves_in_order(started: Started) -> None:
+    """The job goes on elsewhere, and nobody there is asked for a checkpoint."""
+    assert started.local is None or started.local.started.acquire(timeout=PATIENCE_S)
+    started.job.interrupt(signal.SIGUSR1)
+    assert started.end() == 128 + signal.SIGUSR1
+    assert started.local is None or (started.local.leaving and started.local.starts == 1)
+    assert not [event for event in started.events if event["kind"] in ("warning", "agent_died")]
 
 
 def test_a_second_signal_does_not_wait_for_anybody(started: Started) -> None:
