@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 from hashlib import sha256
 from pathlib import Path
@@ -504,6 +505,43 @@ def test_the_exit_code_of_hosts_of_which_any_may_lead(ends: tuple[int, int]) -> 
         ["first", "second"], [f"read -r token; exit {code}" for code in ends], b"t" * 16, start, alike=True
     )
     assert hosts.run() == ends[0]
+
+
+def test_a_signal_ends_all_hosts_once_the_first_was_lost() -> None:
+    """Nobody here knows which of them leads; SIGUSR1 would have them leave one by one."""
+    started = []
+
+    def start(host: str, script: str) -> subprocess.Popen[bytes]:
+        started.append(host)
+        return subprocess.Popen(["sh", "-c", script], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
+
+    class Told(SshHosts):
+        def _say(self, text: str) -> None:
+            for number in (signal.SIGUSR1, signal.SIGINT):
+                self._inbox.put(number)
+
+    heard = "read -r token; read -r number; exit $((128 + number))"
+    scripts = ["read -r token; exit 137", heard, heard]
+    assert Told(["first", "second", "third"], scripts, b"t" * 16, start, alike=True).run() == 130
+    assert started == ["first", "second", "third"]
+
+
+def test_a_first_host_that_came_back_is_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused, say, as its versions are others; the job trains elsewhere."""
+    monkeypatch.setattr(ssh, "FIRST_AGAIN_S", 0.0)
+    lives = iter(["exit 137", "exit 2"])
+
+    def start(host: str, script: str) -> subprocess.Popen[bytes]:
+        words = f"read -r token; {next(lives)}" if host == "first" else script
+        return subprocess.Popen(["sh", "-c", words], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
+
+    class Told(SshHosts):
+        def _say(self, text: str) -> None:
+            if "refused" in text:
+                self._write(1, "go\n")
+
+    script = "read -r token; read -r go || exit 1; exit 0"
+    assert Told(["first", "second"], ["", script], b"t" * 16, start, alike=True).run() == 0
 
 
 def test_what_ssh_and_ray_would_start(capsys: pytest.CaptureFixture[str]) -> None:
