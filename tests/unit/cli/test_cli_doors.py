@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 import everstep
 from everstep.base.config import load_config, to_dict
 from everstep.base.doors import check_ports, is_loopback, parse_ports
-from everstep.base.errors import ConfigError, EverstepError, ProtocolError
+from everstep.base.errors import ConfigError, EverstepError, ProtocolError, TlsDiffers
 from everstep.cli.doctor_task import compared
 from everstep.cli.doors import head_doors, slots_here
 from everstep.cli.lane_digest import look_here
@@ -36,7 +37,7 @@ from everstep.runtime.link import listening, wire
 from everstep.runtime.link.address import address_of, announce
 from everstep.runtime.link.context import Joining
 from everstep.runtime.link.handshake import MAGIC, Seals, keys_of
-from everstep.runtime.link.head_facts import answer
+from everstep.runtime.link.head_facts import answer, check_mode
 from everstep.runtime.link.interfaces import address_on, addresses, bind_collectives, interface_of, own_address
 from everstep.runtime.versions import task_digest, versions
 
@@ -567,6 +568,15 @@ def test_a_job_without_tls_is_refused_by_a_host_with_it(
         argv = ["agent", "--join", where, "--token-file", token_file, "--set", "security.tls.mode=on"]
         code, words = said(capsys, *argv)
         assert code == 2 and "the job there does not use TLS, and security.tls.mode is on here" in words, words
+
+
+def test_a_head_that_was_slow_to_answer_has_the_mode_that_it_has_in_effect(head: FakeHead) -> None:
+    """Without TLS on loopback, be it by auto or by off."""
+    place, tls = ("127.0.0.1", int(head.name.rpartition(":")[2])), load_config([]).security.tls
+    for mode in ("auto", "off"):
+        check_mode(place, TOKEN, replace(tls, mode=mode), "127.0.0.1")
+    with pytest.raises(TlsDiffers, match=r"the job there does not use TLS, and security\.tls\.mode is on here"):
+        check_mode(place, TOKEN, replace(tls, mode="on"), "127.0.0.1")
 
 
 def test_what_hangs_up_before_it_has_said_anything_may_expect_tls(

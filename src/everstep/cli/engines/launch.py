@@ -77,13 +77,14 @@ def host_script(
     in_vain: str = "leaving=",
     killed: str = "leaving=1",
     final: str = ":",
+    refused: str = ":",
 ) -> str:
     """The shell script of one host: host 0 is the job's own.
 
     index: number of this host, in a shell's words. job, agent: arguments. again: command that has the engine start this
     host again. alone: the engine's SIGTERM comes to the shell alone, not to its children. in_vain: commands for a host
     that has waited in vain for the others; killed: for one whose process was killed; leaving=1 has it start again.
-    final: for one that led the job when it ended for good.
+    final: for one that led the job when it ended for good; refused: for another one that ended for good.
 
     SIGUSR1 means that the host has to go soon: an agent hands its workers over, the job takes a checkpoint.
     """
@@ -115,7 +116,7 @@ case $code in
   3) ;;                   # too few workers: those that came have left with the job's end
   {" | ".join(map(str, FINAL))}) # failed, refused, no such interpreter: no use to try again
     leaving=
-    if [ -n "$led" ]; then {final}; fi
+    if [ -n "$led" ]; then {final}; else {refused}; fi
     ;;
   4) {in_vain} ;; # waited in vain for the job
   5) leaving=1 ;;         # deposed
