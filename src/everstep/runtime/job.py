@@ -265,7 +265,7 @@ class Job:
             return
         why, hopeless = self._local.died(time.monotonic())
         refused = self._local.exit_code == REFUSED
-        if self._end.outcome is None and self._local.leaving and self._stands_by:
+        if self._end.outcome is None and self._local.leaving and not self._lead.here:
             self._end.leave(signal.SIGUSR1)
         if self._end.outcome is not None or (self._local.restart_at_s == inf and not refused):
             return  # it has left, as it should
@@ -320,36 +320,34 @@ class Job:
 
     def _on_signal(self, number: int, link: JobLink) -> None:
         name = signal.Signals(number).name
-        if number == signal.SIGUSR1 and self._stands_by:
-            if self._local is None or self._local.pidfd < 0:
-                self._end.leave(number)
-            else:
-                self._local.ask_to_leave()
-        elif number == signal.SIGUSR1:
+        if number == signal.SIGUSR1 and self._begun.succession.guest and not self._lead.here:
+            self._leave_in_order()
+            return
+        if number == signal.SIGUSR1:
             if self._end.outcome is None and not self._end.interrupted:
                 text = f"{name}: a preemption is coming, so a checkpoint is taken now"
                 self._notify("warning", Why(Cause.PREEMPTED, text))
                 link.command("checkpoint", vars(Why(Cause.PREEMPTED, f"notice of a preemption ({name})")))
-        elif self._begun.succession.guest:
+            return
+        if self._begun.succession.guest:
             self._end.leave(number)
-        else:
-            self._end_in_order(number, link)
-
-    def _end_in_order(self, number: int, link: JobLink) -> None:
+            return
         rule = self.config.checkpoint
         grace_s = rule.grace_s if rule.enabled else 0.0
         if not self._end.signal(number, time.monotonic(), grace_s):
             return
-        why = Why(Cause.INTERRUPTED, f"interrupted by {signal.Signals(number).name}")
+        why = Why(Cause.INTERRUPTED, f"interrupted by {name}")
         save_s = 0.8 * (grace_s - reserve_s(grace_s))
         args = {**vars(why), "exit_code": 128 + number, "grace_s": save_s}
         link.command("stop", args, time.monotonic() + save_s)
         self._notify("warning", Why(why.cause, f"{why.reason}: ending in order; a second signal ends at once"))
 
-    @property
-    def _stands_by(self) -> bool:
-        """Whether this host joined the job, and another one leads it."""
-        return self._begun.succession.guest and not self._lead.here
+    def _leave_in_order(self) -> None:
+        """Hand this host's workers over to others, and leave the job that one of them leads."""
+        if self._local is None or self._local.pidfd < 0:
+            self._end.leave(signal.SIGUSR1)
+        else:
+            self._local.ask_to_leave()
 
     # ---- the end
 
