@@ -236,6 +236,9 @@ def launch_k8s(
         raise ConfigError(f"--run-dir: expected a folder below /runs, where the claim is mounted, got {run_dir!r}")
     _check_objects(name=name, **pods)
     _check_volumes(found, jobset=jobset, **pods)
+    if pods["disk"] and "checkpoint.object.url" not in _values(words, files=False):
+        text = "warning: --disk: checkpoints and weights go with the pods, unless checkpoint.object.url is set"
+        print(text, file=sys.stderr, flush=True)
     settings = kubernetes.Pods(**pods)
     made = (kubernetes.job_set if jobset else kubernetes.indexed_job)(found, settings)
     made = patched(made, _patches(patch)) if patch is not None else made

@@ -424,6 +424,10 @@ def test_hosts_of_kubernetes_with_etcd_can_all_take_over(kind: str, capsys: pyte
     assert "--or-standby" in text and "ephemeral" in text
     agent = next(line for line in text.splitlines() if " agent --join" in line)
     assert "agent --join etcd://10.0.0.1/jobs/a --standby --stay --refill 2" in agent and "--run-dir" in agent
+    assert run_command([*words, "--print"]) == 0
+    assert "--disk: checkpoints and weights go with the pods" in capsys.readouterr().err
+    assert run_command([*words, "--print", "--set", "checkpoint.object.url=s3://a/b"]) == 0
+    assert not capsys.readouterr().err
     once = ["launch", "k8s", "resnet18-digits", "--image", "i", "--claim", "c", "--once", "--jobset", "--hosts", "2"]
     assert run_command([*once, "--set", "control.etcd=etcd://10.0.0.1/jobs/a", "--print"]) == 2
     assert "--once: expected no control.etcd with it" in capsys.readouterr().err
