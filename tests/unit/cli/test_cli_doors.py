@@ -23,6 +23,7 @@ import everstep
 from everstep.base.config import load_config, to_dict
 from everstep.base.doors import check_ports, is_loopback, parse_ports
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError, TlsDiffers
+from everstep.cli import doctor
 from everstep.cli.doctor_task import compared
 from everstep.cli.doors import head_doors, slots_here
 from everstep.cli.lane_digest import look_here
@@ -510,6 +511,22 @@ def test_a_host_that_could_not(
     code, found = findings(capsys, "--join", head.name, "--token-file", token_file)
     assert code == 1 and found["token"][0] == "wrong"
     assert found["token"][1].startswith("that head has another token (the server refused this job's token")
+
+
+def test_the_ports_that_the_job_says_also_serve_a_host_that_stands_by(
+    head: FakeHead, token_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two for each worker, and with files of its own one for its agent and one for the head that it may become."""
+    monkeypatch.setattr(doctor, "_is_free", lambda own, port: True)
+    options = ["--join", head.name, "--token-file", token_file, "--slots", "2"]
+    for size, state in ((3, "wrong"), (4, "warning"), (5, "warning"), (6, "ok")):
+        said = {"network.ports": f"29500-{29499 + size}", "control.etcd": "etcd://10.0.0.1/jobs/a"}
+        head.job = {"task": "x.py", "config": to_dict(load_config([("a test", said)]))}
+        found = findings(capsys, *options)[1]["ports"]
+        assert found[0] == state and (state == "wrong" or "one for the job's head" in found[1]), found
+    spanning = {"network.ports": "29500-29504", "cell.hosts": 2, "cell.fsdp": 2, "workers": 2}
+    head.job = {"task": "x.py", "config": to_dict(load_config([("a test", spanning)]))}
+    assert findings(capsys, *options)[1]["ports"][0] == "wrong"
 
 
 def test_another_token_at_one_of_several_addresses(
