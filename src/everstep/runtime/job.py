@@ -321,7 +321,8 @@ class Job:
     def _on_signal(self, number: int, link: JobLink) -> None:
         name = signal.Signals(number).name
         if number == signal.SIGUSR1 and self._begun.succession.guest and not self._lead.here:
-            self._leave_in_order()
+            if self._local is None or not self._local.ask_to_leave():  # another host leads, and takes its workers over
+                self._end.leave(number)
             return
         if number == signal.SIGUSR1:
             if self._end.outcome is None and not self._end.interrupted:
@@ -341,13 +342,6 @@ class Job:
         args = {**vars(why), "exit_code": 128 + number, "grace_s": save_s}
         link.command("stop", args, time.monotonic() + save_s)
         self._notify("warning", Why(why.cause, f"{why.reason}: ending in order; a second signal ends at once"))
-
-    def _leave_in_order(self) -> None:
-        """Hand this host's workers over to others, and leave the job that one of them leads."""
-        if self._local is None or self._local.pidfd < 0:
-            self._end.leave(signal.SIGUSR1)
-        else:
-            self._local.ask_to_leave()
 
     # ---- the end
 

@@ -310,11 +310,13 @@ class LocalHost(Supervised):
         self._drop()
         return self.left
 
-    def ask_to_leave(self) -> None:
-        """Have its workers hand over; then it ends with 0."""
+    def ask_to_leave(self) -> bool:
+        """Have its workers hand over; then it ends with 0. Returns whether an agent runs."""
         self.leaving = True
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, LEAVE)
+            if self.pidfd >= 0:
+                signal.pidfd_send_signal(self.pidfd, LEAVE)
+        return self.pidfd >= 0
 
     def end_alone(self) -> None:
         """Have its workers save and leave by themselves, because no coordinator tells them to."""

@@ -73,9 +73,10 @@ class FakeProcess(Supervised):
             self.in_order = True
             self.die()
 
-    def ask_to_leave(self) -> None:
+    def ask_to_leave(self) -> bool:
         self.leaving = self.in_order = True
         self.die()
+        return True
 
     def die(self) -> None:
         alive, self._alive = self._alive, -1
