@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from e2e_cli import TASK_FILE, Running, everstep
-from test_e2e_dashboard import CAUGHT, CHROMIUM, Dashboard, Page, browser, sync_api  # noqa: F401
+from test_e2e_dashboard import CAUGHT, CHROMIUM, Dashboard, Page, browser, serious, sync_api  # noqa: F401
 
 import recorded_run
 from sampling import mostly_longer
@@ -244,6 +244,7 @@ def test_what_is_wrong_is_said_at_a_glance(
         if name == "exception":
             block = view.page.locator("#raised")
             sync_api.expect(block).to_have_text(BLOCK, timeout=CAUGHT)
+            assert serious(view.page) == []
         if name == "launcher dead":
             sync_api.expect(view.page.locator("#incidents li")).to_contain_text("the launcher of the job died")
             sync_api.expect(view.page.locator("#incidents .cause")).to_have_count(0)
@@ -288,11 +289,42 @@ def test_a_page_whose_server_is_gone_says_so_and_stands_still_until_it_is_back(
         before, said = view.page.evaluate(STILL), sentence.text_content()
         sync_api.expect(sentence).not_to_have_text(said, timeout=CAUGHT)  # it counts
         assert view.page.evaluate(STILL) == before
+        assert serious(view.page) == []
         again = Dashboard(run_dir, port=urlsplit(dashboard.address).port)
         stack.callback(again.close)
         sync_api.expect(sentence).to_contain_text("All is well", timeout=CAUGHT)
         sync_api.expect(body).not_to_have_attribute("data-lost", "yes")
         sync_api.expect(view.page.locator("#state")).to_have_text("running")
+        assert [text for text in view.wrong if "Failed to load resource" not in text] == []
+
+
+@pytest.mark.longer
+def test_a_list_whose_server_is_gone_says_so_until_it_is_back(
+    browser: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    task, hold = tmp_path / "task.py", tmp_path / "hold"
+    task.write_text(TASK_FILE)
+    hold.touch()
+    pace = {"E2E_LANE_S": SLOW_S, "E2E_HOLD": str(hold)}
+    with Running(f"{task}:Small", "--run-dir", tmp_path / "job", "--steps", "500", **pace) as job, ExitStack() as stack:
+        job.wait_for_step(1)
+        dashboard = Dashboard(tmp_path)
+        stack.callback(dashboard.close)
+        view = Page(browser, dashboard.owners, 1440)
+        stack.callback(view.close)
+        state, count = view.page.locator("#run-list td[data-state]"), view.page.locator("#run-count")
+        sync_api.expect(state).to_have_text("running", timeout=CAUGHT)
+        dashboard.process.kill()
+        dashboard.process.wait()
+        sync_api.expect(count).to_have_text(re.compile(r"^1 run, last heard of \d+ s ago$"), timeout=CAUGHT)
+        sync_api.expect(state).to_have_text("was running")
+        sync_api.expect(view.page).to_have_title("connection lost · everstep")
+        again = Dashboard(tmp_path, port=urlsplit(dashboard.address).port)
+        stack.callback(again.close)
+        sync_api.expect(count).to_have_text("1 run", timeout=CAUGHT)
+        sync_api.expect(state).to_have_text("running")
+        sync_api.expect(view.page).to_have_title("everstep")
         assert [text for text in view.wrong if "Failed to load resource" not in text] == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from engines_harness import Launched, check, hold, places
+from etcd_members import EtcdMembers, etcd_there
 
 STAND_IN = """#!/bin/sh
 # ssh OPTIONS -- HOST COMMAND
@@ -64,6 +66,55 @@ def test_an_agent_whose_ssh_is_killed_comes_back(tmp_path: Path, script: Path, a
     assert "c ended with -9: again in 1 s" in job.said
     token = [word for word in Path("/proc/self/environ").read_text().split("\0") if word.startswith("EVERSTEP_TOKEN")]
     assert not token and "Traceback" not in job.said
+
+
+@pytest.mark.longer
+def test_the_first_host_is_lost_and_comes_back_to_one_that_leads_by_etcd(
+    tmp_path: Path, script: Path, alone: Path
+) -> None:
+    """All see the same directory. It stands by; then a notice has it leave in order, and the job ends elsewhere."""
+    etcd_there()
+    run_dir, log = tmp_path / "run", tmp_path / "ssh.log"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(STAND_IN)
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    held = hold(run_dir, 0.5)
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SSH_LOG": str(log)}
+    with contextlib.closing(EtcdMembers()) as members:
+        members.wait()
+        job = launch(run_dir, script, "a,b,c", "--set", f"control.etcd={members.url()}", **environment)
+        try:
+            job.wait_for("generation_started", lambda e: len(e["workers"]) == 3)
+            os.kill(_everstep_of(log, "a"), signal.SIGKILL)
+            job.wait_for_words(f"leads the job in {run_dir} from now on")
+            gone = job.wait_for("worker_evicted")
+            job.wait_for_words("127.0.0.1 stands by for the job in")
+            job.wait_for(
+                "worker_joined", lambda e: e["host"] == "127.0.0.1" and e["time_unix_ns"] > gone["time_unix_ns"]
+            )
+            again = job.wait_for(
+                "generation_started", lambda e: len(e["workers"]) == 3 and e["time_unix_ns"] > gone["time_unix_ns"]
+            )
+            os.kill(_everstep_of(log, "a"), signal.SIGUSR1)
+            job.wait_for("generation_started", lambda e: e["generation"] > again["generation"])
+            held.unlink()
+            check(job, alone)
+        finally:
+            job.close()
+    evicted = [e["worker_id"] for e in job.of_kind("worker_evicted")]
+    assert evicted == [gone["worker_id"]], "what left in order was not lost"
+    assert "a ended with 137: again in 1 s" in job.said and "Traceback" not in job.said
+    assert "refused" not in job.said and "still running" not in job.said
+
+
+def _everstep_of(log: Path, host: str) -> int:
+    """The pid of what runs on this host, which a shell of its shell has started."""
+    found = [line.split()[0] for line in log.read_text().splitlines() if line.endswith(f" {host}")][-1:]
+    for pid in found:
+        if b"everstep" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            return int(pid)
+        found += Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    raise AssertionError(f"nothing runs on {host}")
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ is hurt and after it."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -151,3 +153,34 @@ def test_what_is_shown_is_what_was_told(jobs: Jobs) -> None:
     summary = json.loads(job.run_dir.with_suffix(".out").read_text().splitlines()[-1])
     assert (summary["steps"], summary["recoveries"]) == (shown["step"], len(recovered))
     assert summary["recovery_s"]["max"] == max(e["duration_s"] for e in recovered)
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("task", ["PicturesEpochs", "PicturesNonFinite"])
+def test_what_is_shown_of_epochs_and_of_a_loss_that_is_no_number(jobs: Jobs, task: str) -> None:
+    settings = {"on_nonfinite": "skip"} if "NonFinite" in task else {}
+    job = jobs.start(task, workers=2, chaos="kill:target=worker:1,at=6", pace=[healed(1)], numerics=settings)
+    job.wait_for("job_started")
+    feed, totals = RunFeed(job.run_dir, logs=False), set[int | None]()
+    while not job.over(0.05):
+        totals.add(check(job.run_dir, feed)["total"])
+    jobs.check(job, task, settings)
+    shown = check(job.run_dir, feed)
+    steps = audit_run(job.run_dir).steps
+    assert shown["total"] == shown["step"] == steps == newest_step(told(job.run_dir, MANY))
+    assert totals <= {None, steps}, "none is known before the length of the data is"
+
+
+@pytest.mark.longer
+def test_what_is_shown_of_a_job_whose_launcher_died(jobs: Jobs) -> None:
+    job = jobs.start("Pictures", workers=2, pace=[healed(1)], lane_s=0.2)
+    job.wait_for("step_committed", lambda e: e["step"] >= 2)
+    feed = RunFeed(job.run_dir, logs=False)
+    assert check(job.run_dir, feed)["headline"]["level"] == "good"
+    os.kill(job.launcher_pid(), signal.SIGKILL)
+    job.end()
+    while feed.running:
+        shown = check(job.run_dir, feed)
+    shown = check(job.run_dir, feed)
+    assert shown["headline"]["level"] == "bad" and shown["faults"] == 1 and shown["members"] == 0
+    assert not [row for row in worker_rows(feed).values() if row.state in ("leader", "active")]

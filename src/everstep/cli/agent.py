@@ -37,6 +37,8 @@ from everstep.runtime.start import Start
 
 _OWN_GROUPS = ("security.", "control.etcd_")
 _OWN_KEYS = ("network.interface", "network.trusted", "hosts.wait_s")
+STANDBYS_OWN = ("network.interface", "hosts.wait_s")
+"""Keys of its own that a standby host takes: the job has all others, and this host may have to lead it."""
 _ANSWER_S = 10.0
 _MOST_NAME_BYTES = 200
 _AGAIN_S = 1.0
@@ -119,7 +121,7 @@ def command(
     if task is not None:
         task = parse_task(task).canonical
     if standby:
-        others = [text for text in settings if parse_set(text)[0] != "network.interface"]
+        others = [text for text in settings if parse_set(text)[0] not in STANDBYS_OWN]
         _check_standby(address, {"--task": task, "--set": others})
     if slots == 0 and not standby:
         raise ConfigError("--slots: expected at least 1, got 0: a host without workers is of use with --standby alone")

@@ -104,7 +104,7 @@ def standby_words(begun: Start) -> list[str]:
     slots = 0 if begun.room is None else begun.room or begun.config.workers
     own = ["--slots", str(slots), "--host-name", begun.name, "--address", begun.address]
     own += [] if begun.run_dir is None else ["--run-dir", str(begun.run_dir.absolute())]
-    own += ["--stay"] * begun.stays
+    own += ["--set", f"hosts.wait_s={begun.config.hosts.wait_s:g}", *["--stay"] * begun.stays]
     return own_command("everstep", "agent", "--join", str(begun.config.control.etcd), "--standby", *own)
 
 

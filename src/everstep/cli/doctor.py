@@ -9,14 +9,16 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import click
 
-from everstep.base.config import Config
+from everstep.base.config import Config, load_config
 from everstep.base.doors import PORTS_PER_WORKER, at_port, check_private, parse_ports
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError, TokenRefused
 from everstep.base.etcd_address import SCHEMES
@@ -24,6 +26,7 @@ from everstep.cli.agent import own_settings
 from everstep.cli.beside import parse_listen
 from everstep.cli.doctor_task import Checked, bandwidth_check, etcd_latency, files_check, space_checks, task_checks
 from everstep.cli.meeting import etcd_at
+from everstep.cli.terminal import paragraph
 from everstep.cli.tokens import given_token, token_in
 from everstep.report.words import aligned
 from everstep.runtime.host.devices import default_slots, device_count
@@ -74,7 +77,8 @@ def command(
 
     The command checks names, route, interface, ports, clocks, versions, packet sizes, free space and limits, and how
     fast etcd answers. With the token it also checks bandwidth, and the task's modules and data: it imports the task
-    that the head names, and loads one batch. Exit code 1: something would stop this host."""
+    that the head names, and loads one batch (of a script, it compares the file). Exit code 1: something would stop this
+    host."""
     known = None if address.startswith(SCHEMES) else parse_listen("--join", address)
     config = own_settings(settings)
     parse_ports(ports)
@@ -87,7 +91,7 @@ def command(
         print(json.dumps({"ok": not wrong, "findings": [vars(one) for one in found]}))
     else:
         for line in aligned([[one.state, one.name, one.text] for one in found]):
-            print(line)
+            print(paragraph(line, sys.stdout, "  "))
     return int(bool(wrong))
 
 
@@ -118,11 +122,11 @@ def examine(
     if own is None:
         return
     yield _mtu(own, where[0])
-    yield _ports(own, slots, ports)
-    reached = _reached(where)
+    reached, heard = _reached(where), list[HeadFacts]()
     yield reached
     if reached.state != "wrong":
-        yield from _asked(where, config, token, own)
+        yield from _asked(where, config, token, own, heard)
+    yield _ports(own, slots, ports, heard[0].job.get("config") if heard else None)
 
 
 def find_in_etcd(address: str, config: Config, token: bytes | None) -> tuple[tuple[str, int] | None, list[Checked]]:
@@ -195,14 +199,24 @@ def _mtu(own: str, head: str) -> Checked:
     return Checked("packets", "warning" if way < min(leaves, _MOST_BYTES) or low else "ok", text)
 
 
-def _ports(own: str, slots: int, ports: str | None) -> Checked:
-    needed, found = slots * PORTS_PER_WORKER, parse_ports(ports)
+def _ports(own: str, slots: int, ports: str | None, job: Any) -> Checked:
+    """Check `network.ports`. ports: as the user gave it; job: the job's config, None if it is not known."""
+    config, told = Config(), isinstance(job, dict)
+    with contextlib.suppress(ConfigError):  # of another release, which is reported elsewhere
+        config = load_config([("the job", job)]) if told else config
+    found = parse_ports(ports or config.network.ports)
     if found is None:
-        return Checked("ports", "ok", "any (no network.ports)")
-    free = len(list(islice((p for p in range(found.first, found.last + 1) if _is_free(own, p)), needed)))
+        return Checked("ports", "ok", "any (no network.ports)" if told else "not checked: --ports was not given")
+    needed = slots * (PORTS_PER_WORKER + (config.cell.hosts > 1))
+    beside = ["its agent", *(["the job's head, if it stands by"] if config.control.etcd else [])]
+    most = needed + len(beside)
+    free = len(list(islice((p for p in range(found.first, found.last + 1) if _is_free(own, p)), most)))
     text = f"{needed} ports in {found} are needed for {slots} worker{'s' * (slots > 1)}"
     if free < needed:
         return Checked("ports", "wrong", f"{text}, but only {free} are free at {own}: give a larger range")
+    text += f", and, if this host has files of its own, one for {' and one for '.join(beside)}"
+    if free < most:
+        return Checked("ports", "warning", f"{text}; {free} are free at {own}")
     return Checked("ports", "ok", f"{text}; they are free at {own}")
 
 
@@ -222,7 +236,10 @@ def _reached(where: tuple[str, int]) -> Checked:
     return Checked("head", "ok", f"answers after {(time.monotonic() - begin_s) * 1e3:.1f} ms")
 
 
-def _asked(where: tuple[str, int], config: Config, token: bytes | None, own: str) -> Iterator[Checked]:
+def _asked(
+    where: tuple[str, int], config: Config, token: bytes | None, own: str, facts: list[HeadFacts]
+) -> Iterator[Checked]:
+    """Findings about the job. facts: gets the head's answer, if it answers."""
     if token is None:
         text = "none given (--token-file, EVERSTEP_TOKEN): clock, versions and full packets were not checked"
         yield Checked("token", "warning", text)
@@ -235,6 +252,7 @@ def _asked(where: tuple[str, int], config: Config, token: bytes | None, own: str
     except (EverstepError, OSError) as error:
         yield Checked("job", "wrong", str(error))
         return
+    facts.append(heard)
     yield Checked("token", "ok", "the head has the same")
     yield from _told(heard, config)
     yield _full_packets(where, config, token, own, heard)

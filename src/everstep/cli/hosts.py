@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from everstep.base.errors import ConfigError
 from everstep.cli.beside import parse_listen
 from everstep.cli.main import complain
 from everstep.cli.running import listed_hosts
+from everstep.cli.terminal import paragraph
 from everstep.report.words import aligned
 
 _CONNECT_S = 3.0
@@ -39,7 +41,7 @@ def hosts(run_dir: Path, as_json: bool) -> int:
         role = "head" if host["is_head"] else "agent"
         rows.append([host["name"], role, host["address"] or "-", host["state"], room, workers, rtt, labels or "-"])
     for line in aligned(rows):
-        print(line)
+        print(paragraph(line, sys.stdout, "  "))
     return 0
 
 

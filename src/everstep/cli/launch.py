@@ -24,7 +24,7 @@ from everstep.base.errors import ConfigError
 from everstep.base.etcd_address import EtcdAddress
 from everstep.base.given import read_given
 from everstep.chaos.spec import parse
-from everstep.cli.agent import says_itself
+from everstep.cli.agent import STANDBYS_OWN, says_itself
 from everstep.cli.completing import complete_task
 from everstep.cli.config_file import said_layers
 from everstep.cli.engines import kubernetes, ray_cluster, slurm, ssh
@@ -93,7 +93,6 @@ def launch_of(
     if not str(run_dir).isprintable():  # the name stands in lines of scripts
         raise ConfigError(f"--run-dir: expected a path of printable characters, got {str(run_dir)!r}")
     values = _values(words, files=here)
-    own = tuple(f"{key}={value}" for key, value in values.items() if says_itself(key) and key != "security.token_file")
     head, _, tail = words[0].partition(":")
     stem = re.sub(r"[^a-z0-9]+", "-", Path(head).stem.lower()).strip("-")[:30] or "task"
     argv = click.get_current_context().meta[_ARGV]
@@ -109,6 +108,8 @@ def launch_of(
     paths = {name: values.get(f"control.{name}") for name in ("etcd_ca", "etcd_cert", "etcd_key")}
     files: dict[str, Any] = {name: str(Path(folder, str(path))) for name, path in paths.items() if path}
     asks = tuple(file_variables(ControlConfig(**files)).items()) if etcd else ()
+    keys = [key for key in values if (key in STANDBYS_OWN if etcd else says_itself(key))]
+    own = tuple(f"{key}={values[key]}" for key in keys if key != "security.token_file")
     more = (etcd, asks)
     return Launch(named, words[0], tuple(words[1:]), argv, hosts, slots, str(run_dir), python, own, folder, *more)
 
@@ -235,6 +236,9 @@ def launch_k8s(
         raise ConfigError(f"--run-dir: expected a folder below /runs, where the claim is mounted, got {run_dir!r}")
     _check_objects(name=name, **pods)
     _check_volumes(found, jobset=jobset, **pods)
+    if pods["disk"] and "checkpoint.object.url" not in _values(words, files=False):
+        text = "warning: --disk: checkpoints and weights go with the pods, unless checkpoint.object.url is set"
+        print(text, file=sys.stderr, flush=True)
     settings = kubernetes.Pods(**pods)
     made = (kubernetes.job_set if jobset else kubernetes.indexed_job)(found, settings)
     made = patched(made, _patches(patch)) if patch is not None else made
@@ -255,6 +259,10 @@ def _check_volumes(launch: Launch, *, claim: str, once: bool, disk: str, jobset:
     if bool(claim) == bool(disk):
         came = "both" if claim else "neither"
         raise ConfigError(f"--claim: expected it, a volume of all pods, or --disk, a disk for each, got {came}")
+    if once and launch.etcd and launch.hosts > 1:
+        raise ConfigError(
+            "--once: expected no control.etcd with it: a host that takes over has no volume for the results"
+        )
     if once and not (claim and (jobset or launch.hosts == 1)):
         raise ConfigError("--once: expected --claim and --jobset with it: pods of an Indexed Job all mount the same")
     if disk and launch.hosts > 1 and not launch.etcd:

@@ -286,7 +286,7 @@ def command(
 def _begin(asked: Asked, request: Request, port: int | None, autos: tuple[bool, bool]) -> int:
     """Be the host on which the job begins. port: where agents of other hosts may join, None: they may not. autos:
     auto_lane and auto_device, as `Invocation` has them."""
-    run_dir, given, slots = _usable(asked), read_layers(request.layers), asked.slots
+    run_dir, given, slots = _directory(asked), read_layers(request.layers), asked.slots
     if port is not None and not is_loopback(given["network.address"]):
         slots = slots or slots_here(given, asked.world_size)
     known: dict[str, Any] = {"run_dir": run_dir, "port": port, "room": (slots or 0) if asked.local else None}
@@ -297,7 +297,10 @@ def _begin(asked: Asked, request: Request, port: int | None, autos: tuple[bool, 
     check_metrics(given.get("metrics.listen"), asked.public)
     _check_sign_key(given.get("checkpoint.sign_key"))
     if asked.or_standby:
-        begun = _or_stand_by(begun, given)
+        begun = _or_stand_by(begun, given)  # the host that leads by now may hold the directory, which all hosts see
+    if run_dir.exists() and not asked.dry_run:
+        with run_lock(run_dir):  # a busy one is refused before anything is imported
+            pass
     threads = given.get("threads")
     server = EarlyForkServer(threads if isinstance(threads, int) else 1, ("torch",) if asked.dry_run else PRELOAD)
     with contextlib.closing(server):
@@ -309,7 +312,7 @@ def _or_stand_by(begun: Start, given: Mapping[str, Any]) -> Start:
     """The start, where the job does not run yet; else this process becomes a standby host.
 
     Raises: ConfigError if the job has no lease."""
-    own = {key: value for key, value in given.items() if key.startswith(("control.", "network."))}
+    own = {key: value for key, value in given.items() if key.startswith(("control.", "network.", "hosts.wait_s"))}
     config = load_config([("options", own)])
     if config.control.etcd is None:
         raise ConfigError("--or-standby: expected --set control.etcd=... with it, where hosts find each other")
@@ -318,15 +321,12 @@ def _or_stand_by(begun: Start, given: Mapping[str, Any]) -> Start:
     return dataclasses.replace(begun, stays=True)
 
 
-def _usable(asked: Asked) -> Path:
-    """The run directory. A busy one, or one that is a link elsewhere, is refused before anything is imported."""
+def _directory(asked: Asked) -> Path:
+    """The run directory. Raises: ConfigError for words that no message could contain."""
     run_dir = asked.run_dir or default_run_dir(asked.spec)
     for text in (*asked.argv, asked.spec.canonical, str(run_dir.absolute())):
         if text != text.encode(errors="replace").decode():  # no message could contain it
             raise ConfigError(f"expected arguments and names of folders in UTF-8, got {text!a}")
-    if run_dir.exists() and not asked.dry_run:
-        with run_lock(run_dir):
-            pass
     return run_dir
 
 

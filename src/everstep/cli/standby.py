@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -45,7 +46,6 @@ from everstep.runtime.link.interfaces import own_address
 from everstep.runtime.link.tls import Tls, shown_by
 from everstep.runtime.start import Start
 
-_PATIENCE_S = 600.0
 _AGAIN_S = 0.25
 _SHARED_S = 5.0  # a job announces itself just before it leaves its word, and a mount may show the word later
 
@@ -59,7 +59,8 @@ def check_lease(config: Config, secrets: Mapping[str, str]) -> None:
 
 
 def runs_elsewhere(begun: Start) -> bool:
-    """Whether the job with the lease of this config runs already. Raises: as `begin_leased`."""
+    """Whether the job with the lease of this config is led already. While its lease is a lost host's, or free, another
+    host may be about to take it, and is waited for. Raises: as `begin_leased`."""
     control = begun.config.control
     if control.etcd is None:
         return False
@@ -67,7 +68,7 @@ def runs_elsewhere(begun: Start) -> bool:
     access = find_access(address, control, {**os.environ, **begun.secrets})
     with contextlib.closing(Etcd(address, begun.token, ETCD_S, access=access)) as etcd:
         try:
-            return etcd.announced() is not None and in_etcd(etcd) is not None
+            return _leader(etcd, control.lease_s) is not None
         except ProtocolError as error:
             raise ConfigError(f"control.etcd: {error}") from None
 
@@ -86,8 +87,9 @@ def begin_leased(begun: Start) -> tuple[Start, list[str]]:
     etcd, owner, word = Etcd(address, begun.token, ETCD_S, access=access), new_owner(), new_word()
     wire.write_token(begun.folder / TOKEN_FILE, begun.token)  # standbys look for it as soon as they hear of the job
     try:
-        _wait_until_over(etcd, control.lease_s)
-        holder = etcd.begin({"run_dir": str(begun.folder.resolve()), "word": word}, owner, control.lease_s)
+        holder = _leader(etcd, control.lease_s) or etcd.begin(
+            {"run_dir": str(begun.folder.resolve()), "word": word}, owner, control.lease_s
+        )
     except ProtocolError as error:
         raise ConfigError(f"control.etcd: {error}") from None
     if holder is not None:
@@ -97,11 +99,11 @@ def begin_leased(begun: Start) -> tuple[Start, list[str]]:
     return replace(begun, succession=Succession(owner=owner, job=etcd.job, word=word)), lines
 
 
-def _wait_until_over(etcd: Etcd, lease_s: int) -> None:
-    """Wait until the job that was there before is over; it may be between two coordinators. It is over if it says so,
-    or if nobody has held its lease for longer than a takeover takes. Raises: ConfigError if it runs."""
+def _leader(etcd: Etcd, lease_s: int) -> Holder | None:
+    """Who leads the job that was announced there before, once that is clear; it may be between two coordinators. None
+    if it is over: it says so, or nobody has held its lease for longer than a takeover takes."""
     if etcd.announced() is None:
-        return
+        return None
     begun_s = time.monotonic()
     free_s = begun_s + 2 * lease_s + 1
     while time.monotonic() < free_s:
@@ -109,11 +111,12 @@ def _wait_until_over(etcd: Etcd, lease_s: int) -> None:
         holder = seen.holder if isinstance(seen, HolderSeen) else None
         if holder is not None:
             if time.monotonic() > begun_s + lease_s + 1:  # a killed coordinator holds the lease a while longer
-                raise ConfigError(_still(etcd, holder))
+                return holder
             free_s = time.monotonic() + 2 * lease_s + 1
         elif isinstance(found, Loaded) and any(entry.get("kind") == "ended" for entry in found.entries):
-            return
+            return None
         time.sleep(_AGAIN_S)
+    return None
 
 
 def _still(etcd: Etcd, holder: Holder) -> str:
@@ -128,10 +131,11 @@ def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
     with contextlib.ExitStack() as held, contextlib.ExitStack() as unwatched:
         unwatched.callback(end_agent, begun)
         etcd = held.enter_context(contextlib.closing(etcd_at(begun)))
+        patience_s = begun.config.hosts.wait_s
         if begun.stays:
             with contextlib.suppress(*[NoHead] * bool(begun.agent)):
-                _wait_for_next(etcd)
-        found = _announced(etcd, patient=bool(begun.agent))
+                _wait_for_next(etcd, patience_s)
+        found = _announced(etcd, patience_s, patient=bool(begun.agent))
         word = str(found.facts.get("word", ""))
         begun = replace(begun, own=begun.own or _own(etcd, begun.config))
         shown = begun.run_dir or Path(str(found.facts.get("run_dir")))
@@ -155,6 +159,8 @@ def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
         print(f"{begun.host} stands by for the job in {shown}{how}; {about_to_run(job)}", file=sys.stderr, flush=True)
         unwatched.pop_all()  # from here on the job's process looks after the agent
         exit_code = see_through(replace(begun, run_dir=shown, succession=succession), job)
+        if exit_code == 128 + signal.SIGUSR1:  # it has left in order
+            return 0
         private = shown == private_folder(word[:16], f"{begun.host}-standby")
         over = exit_code in (0, JOB_FAILED, WORKERS_MISSING)
         if private and over and not (shared or word_in(shown)):  # it was led elsewhere
@@ -179,10 +185,10 @@ def _place(etcd: Etcd) -> str:
     return place_of(holder.where) if holder is not None else ""
 
 
-def _announced(etcd: Etcd, *, patient: bool = False) -> Announced:
+def _announced(etcd: Etcd, patience_s: float, *, patient: bool = False) -> Announced:
     """The job, once there is one. patient: workers of the job run here, so etcd is waited for, too. Raises: NoHead if
     none comes, or etcd does not answer."""
-    end_s, said = time.monotonic() + _PATIENCE_S, False
+    end_s, said = time.monotonic() + patience_s, False
     while True:
         try:
             words, found = f"no job has begun under {etcd.address}", etcd.announced()
@@ -195,19 +201,19 @@ def _announced(etcd: Etcd, *, patient: bool = False) -> Announced:
         if found is not None:
             return found
         if time.monotonic() > end_s:
-            raise NoHead(f"{words} for {_PATIENCE_S:g} s")
+            raise NoHead(f"{words} for {patience_s:g} s")
         if not said:
             print(f"{words}: waiting for it", file=sys.stderr, flush=True)
         said = True
         time.sleep(_AGAIN_S)
 
 
-def _wait_for_next(etcd: Etcd) -> None:
+def _wait_for_next(etcd: Etcd, patience_s: float) -> None:
     """Wait while the announced job is over, as the next may follow it. Raises: NoHead if none comes."""
-    end_s, said = time.monotonic() + _PATIENCE_S, False
+    end_s, said = time.monotonic() + patience_s, False
     while etcd.announced() is not None and _is_over(etcd):
         if time.monotonic() > end_s:
-            raise NoHead(f"the job under {etcd.address} is over, and no other has begun for {_PATIENCE_S:g} s")
+            raise NoHead(f"the job under {etcd.address} is over, and no other has begun for {patience_s:g} s")
         if not said:
             print(f"the job under {etcd.address} is over: waiting for the next one", file=sys.stderr, flush=True)
         said = True

@@ -265,6 +265,8 @@ class Job:
             return
         why, hopeless = self._local.died(time.monotonic())
         refused = self._local.exit_code == REFUSED
+        if self._end.outcome is None and self._local.leaving and not self._lead.here:
+            self._end.leave(signal.SIGUSR1)
         if self._end.outcome is not None or (self._local.restart_at_s == inf and not refused):
             return  # it has left, as it should
         self._notify("agent_died", Why(Cause.HOST_LOST, why.reason))
@@ -320,6 +322,10 @@ class Job:
 
     def _on_signal(self, number: int, link: JobLink) -> None:
         name = signal.Signals(number).name
+        if number == signal.SIGUSR1 and self._begun.succession.guest and not self._lead.here:
+            if self._local is None or not self._local.ask_to_leave():  # another host leads, and takes its workers over
+                self._end.leave(number)
+            return
         if number == signal.SIGUSR1:
             if self._end.outcome is None and not self._end.interrupted:
                 text = f"{name}: a preemption is coming, so a checkpoint is taken now"

@@ -25,6 +25,8 @@ OUTLIVES_WORKERS = "everstep-continue"
 own programs."""
 END_ALONE = signal.SIGRTMIN + 5
 """Tells a job's own agent to end the job in order, since no coordinator answers; no scheduler sends it."""
+LEAVE = signal.SIGRTMIN + 6
+"""Tells a job's own agent to leave in order, because its host stands by for another one, and will go."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _OWN_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}

@@ -23,7 +23,7 @@ from everstep.runtime.files.run_lock import is_locked
 from everstep.runtime.host.undoing import stop, throttle
 from everstep.runtime.lead.journal_and_lease import DEPOSED
 from everstep.runtime.link.address import COORDINATOR_FILE, COORDINATOR_MODULE, LOGS_FOLDER, TOKEN_FILE, read_address
-from everstep.runtime.process import END_ALONE, killed_from_outside, last_line, own_command, why_ended
+from everstep.runtime.process import END_ALONE, LEAVE, killed_from_outside, last_line, own_command, why_ended
 from everstep.runtime.process_figures import ask_about
 from everstep.runtime.start import Start
 
@@ -240,7 +240,8 @@ class CoordinatorProcess(Supervised):
 
 class LocalHost(Supervised):
     """One agent process after the other; the first takes over the early fork server, later ones start their own.
-    `left`: pid of the one that goes on without this process's program, 0 if none does."""
+    `left`: pid of the one that goes on without this process's program, 0 if none does. `leaving`: it was asked to leave
+    in order."""
 
     def __init__(self, begun: Start) -> None:
         super().__init__(begun.folder / LOGS_FOLDER / "agent.log")
@@ -248,6 +249,7 @@ class LocalHost(Supervised):
         self._early = begun.early
         self._handed = False
         self.left = 0
+        self.leaving = False
         self._moves = Patience(STOPPED_S, spoke=True)
         self._continued = False
 
@@ -307,6 +309,14 @@ class LocalHost(Supervised):
             self._early.leave()
         self._drop()
         return self.left
+
+    def ask_to_leave(self) -> bool:
+        """Have its workers hand over; then it ends with 0. Returns whether an agent runs."""
+        self.leaving = True
+        with contextlib.suppress(ProcessLookupError):
+            if self.pidfd >= 0:
+                signal.pidfd_send_signal(self.pidfd, LEAVE)
+        return self.pidfd >= 0
 
     def end_alone(self) -> None:
         """Have its workers save and leave by themselves, because no coordinator tells them to."""

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ import torch
 import everstep
 from everstep.base.config import load_config, to_dict
 from everstep.base.doors import check_ports, is_loopback, parse_ports
-from everstep.base.errors import ConfigError, EverstepError, ProtocolError
+from everstep.base.errors import ConfigError, EverstepError, ProtocolError, TlsDiffers
+from everstep.cli import doctor
 from everstep.cli.doctor_task import compared
 from everstep.cli.doors import head_doors, slots_here
 from everstep.cli.lane_digest import look_here
@@ -36,7 +38,7 @@ from everstep.runtime.link import listening, wire
 from everstep.runtime.link.address import address_of, announce
 from everstep.runtime.link.context import Joining
 from everstep.runtime.link.handshake import MAGIC, Seals, keys_of
-from everstep.runtime.link.head_facts import answer
+from everstep.runtime.link.head_facts import answer, check_mode
 from everstep.runtime.link.interfaces import address_on, addresses, bind_collectives, interface_of, own_address
 from everstep.runtime.versions import task_digest, versions
 
@@ -511,6 +513,22 @@ def test_a_host_that_could_not(
     assert found["token"][1].startswith("that head has another token (the server refused this job's token")
 
 
+def test_the_ports_that_the_job_says_also_serve_a_host_that_stands_by(
+    head: FakeHead, token_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two for each worker, and with files of its own one for its agent and one for the head that it may become."""
+    monkeypatch.setattr(doctor, "_is_free", lambda own, port: True)
+    options = ["--join", head.name, "--token-file", token_file, "--slots", "2"]
+    for size, state in ((3, "wrong"), (4, "warning"), (5, "warning"), (6, "ok")):
+        said = {"network.ports": f"29500-{29499 + size}", "control.etcd": "etcd://10.0.0.1/jobs/a"}
+        head.job = {"task": "x.py", "config": to_dict(load_config([("a test", said)]))}
+        found = findings(capsys, *options)[1]["ports"]
+        assert found[0] == state and (state == "wrong" or "one for the job's head" in found[1]), found
+    spanning = {"network.ports": "29500-29504", "cell.hosts": 2, "cell.fsdp": 2, "workers": 2}
+    head.job = {"task": "x.py", "config": to_dict(load_config([("a test", spanning)]))}
+    assert findings(capsys, *options)[1]["ports"][0] == "wrong"
+
+
 def test_another_token_at_one_of_several_addresses(
     head: FakeHead, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -567,6 +585,15 @@ def test_a_job_without_tls_is_refused_by_a_host_with_it(
         argv = ["agent", "--join", where, "--token-file", token_file, "--set", "security.tls.mode=on"]
         code, words = said(capsys, *argv)
         assert code == 2 and "the job there does not use TLS, and security.tls.mode is on here" in words, words
+
+
+def test_a_head_that_was_slow_to_answer_has_the_mode_that_it_has_in_effect(head: FakeHead) -> None:
+    """Without TLS on loopback, be it by auto or by off."""
+    place, tls = ("127.0.0.1", int(head.name.rpartition(":")[2])), load_config([]).security.tls
+    for mode in ("auto", "off"):
+        check_mode(place, TOKEN, replace(tls, mode=mode), "127.0.0.1")
+    with pytest.raises(TlsDiffers, match=r"the job there does not use TLS, and security\.tls\.mode is on here"):
+        check_mode(place, TOKEN, replace(tls, mode="on"), "127.0.0.1")
 
 
 def test_what_hangs_up_before_it_has_said_anything_may_expect_tls(

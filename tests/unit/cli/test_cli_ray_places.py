@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Hashable
+from typing import Any
 
+import pytest
+
+from everstep.cli.engines import ray_cluster
+from everstep.cli.engines.launch import Launch
 from everstep.cli.engines.ray_placement import GATHER_S, RayBundle, RayPlaces
 
 
@@ -115,3 +121,51 @@ def test_who_waits_does_not_wait_for_a_node_that_is_no_more() -> None:
     cluster.cpus.update(c=64.0, d=64.0)
     assert settle(places, GATHER_S) == [1, 2]
     assert where(cluster, places, 3) == ["a", "c", "d"]
+
+
+class Actor:
+    """What is told to a host's process."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    @property
+    def tell(self) -> Actor:
+        return self
+
+    def remote(self, number: int) -> None:
+        self.told.append(number)
+
+
+class Ray:
+    """A reference to the end of a process is its exit code."""
+
+    class exceptions:
+        RayActorError = KeyError
+
+    def get(self, code: int) -> int:
+        return code
+
+    def kill(self, actor: Actor) -> None:
+        pass
+
+
+@pytest.mark.parametrize("etcd", ["", "etcd://10.0.0.1/jobs/a"])
+def test_the_end_of_the_first_host_where_any_may_lead(etcd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds no head, say: others may. From then on it is one of them, and a signal ends all."""
+    monkeypatch.setattr(ray_cluster, "_RayGroups", lambda ray: Cluster(a=1, b=1))
+    launch = Launch("n", "t", (), (), 2, 1, "/r", "", etcd=etcd)
+    driver: Any = ray_cluster._Driver(Ray(), launch, b"t" * 16, 0, 1)
+    actors = driver._actors = {0: Actor(), 1: Actor()}
+    driver._running = {0: 4, 1: 0}
+    assert driver._ended(0) == (None if etcd else 4)
+    if etcd:
+        driver._running[0] = 2
+        assert driver._ended(0) is None and 0 not in driver._running
+        driver._tell(signal.SIGINT)
+        assert driver._turn() == 130
+        driver._last(130)
+        assert actors[1].told == [signal.SIGINT]
+    assert driver._ended(1) is None and not driver._running
+    driver._signal, driver._due = 0, {}
+    assert not etcd or driver._turn() == 0

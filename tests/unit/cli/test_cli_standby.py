@@ -19,11 +19,12 @@ import pytest
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError, Deposed, NoHead
 from everstep.base.exit_codes import ANOTHER_LEADS
-from everstep.cli import main, standby, standby_fill
+from everstep.cli import main, run, standby, standby_fill
 from everstep.cli.coming_back import end_agent, left_agent, refuse_deposed
 from everstep.cli.job import JobFile, write_job
 from everstep.cli.main import run_command
 from everstep.cli.standby_fill import kept_apart
+from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, Look
 from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, SOURCE_FILE, leave_word
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.lead.etcd import Announced
@@ -197,6 +198,50 @@ def test_who_sees_the_directory_of_a_host_that_leads_again_does_not_share_its_ag
     with run_lock(tmp_path / OWN_FOLDER) if led_here else nullcontext():
         assert standby.stand_by(Start(load_config([]), host="h", own="127.0.0.1", run_dir=tmp_path)) == 0
     assert used == [None] * led_here
+
+
+@pytest.mark.parametrize("elsewhere", (True, False))
+def test_a_host_that_comes_back_stands_by_though_the_new_head_holds_the_directory(
+    elsewhere: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All hosts see it, and whoever leads has it locked."""
+
+    def stands_by(begun: Start, **how: Any) -> None:
+        raise ConfigError(f"stood by in {begun.folder}, with patience for {begun.config.hosts.wait_s:g} s")
+
+    monkeypatch.setattr(run, "runs_elsewhere", lambda begun: elsewhere)
+    monkeypatch.setattr(run, "become_standby", stands_by)
+    words = ["run", "resnet18-digits", "--run-dir", str(tmp_path), "--listen", "127.0.0.1:0", "--or-standby"]
+    words += ["--set", "control.etcd=etcd://127.0.0.1/jobs/a", "--set", "hosts.wait_s=900"]
+    with run_lock(tmp_path):
+        code = run_command(words)
+    said = capsys.readouterr().err
+    assert code == (ANOTHER_LEADS if elsewhere else 2)
+    assert f"stood by in {tmp_path}, with patience for 900 s" in said if elsewhere else "a job is still running" in said
+
+
+class Lease:
+    """An etcd that answers the one question after the other; the last of these holders again and again."""
+
+    def __init__(self, *holders: Holder | None, ended: bool = False) -> None:
+        self._holders = list(holders)
+        self._ended = ended
+
+    def announced(self) -> Announced:
+        return Announced({}, "1.a")
+
+    def ask(self, request: Look | Load) -> HolderSeen | Loaded:
+        if isinstance(request, Load):
+            return Loaded([{"kind": "ended"}] if self._ended else [], 1)
+        return HolderSeen(self._holders.pop(0) if len(self._holders) > 1 else self._holders[0])
+
+
+def test_who_leads_is_clear_only_after_the_lease_of_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby, "_AGAIN_S", 0.01)
+    lost, heir = (Holder(owner, {"host": owner, "port": 1}, 1, 1) for owner in ("lost", "heir"))
+    for lease, found in ((Lease(lost, lost, None, heir), heir), (Lease(lost, None, ended=True), None)):
+        assert standby._leader(lease, 0) == found  # type: ignore[arg-type]
+    assert standby._leader(Lease(None), 0) is None, "nobody takes it"  # type: ignore[arg-type]
 
 
 # ---- by hand

@@ -33,7 +33,7 @@ from everstep.runtime.host.undoing import Undone
 from everstep.runtime.link.address import address_of, announce, read_address
 from everstep.runtime.link.context import Joining
 from everstep.runtime.link.handshake import role_token
-from everstep.runtime.process import END_ALONE, is_stopped, machine
+from everstep.runtime.process import END_ALONE, LEAVE, is_stopped, machine
 
 TOKEN = b"0123456789abcdef"
 
@@ -98,12 +98,13 @@ class FakeForkServer:
 class Started:
     """An agent in a thread, and whom it speaks with."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, parent: int = 0) -> None:
         self.run_dir = run_dir
         self.coordinator = FakeCoordinator(TOKEN)
         self.server = FakeForkServer()
         self.board = Board.create(8)
-        joining = Joining(f"127.0.0.1:{self.coordinator.port}", "module:entry", [], "here", room=3)
+        at = f"127.0.0.1:{self.coordinator.port}"
+        joining = Joining(at, "module:entry", [], "here", room=3, parent=parent)
         self.agent = HostAgent(joining, TOKEN, self.board, self.server.client)
         self.left: list[Left] = []
         self._thread = threading.Thread(target=lambda: self.left.append(self.agent.run()))
@@ -280,6 +281,21 @@ def test_an_agent_ends_as_the_job_that_failed(started: Started, said: int, asked
     started.server.exited(request)
     words = "the job is over: failed" + ("" if asked else ": too much")
     assert started.end() == Left(code, words)
+
+
+def test_on_the_jobs_own_host_the_job_says_when_to_leave(tmp_path: Path) -> None:
+    """Its process acts upon the signal, which a scheduler may send to all processes."""
+    started = Started(tmp_path, parent=os.getpid())
+    try:
+        started.with_worker()
+        started.agent._inbox.put(signal.SIGUSR1)
+        started.coordinator.say(m.KillWorker(worker_id=1, incarnation=0, reason="so that it is known to have heard"))
+        started.coordinator.notice("worker_killed")
+        assert not started.agent.link.leaving
+        started.agent._inbox.put(LEAVE)
+        assert started.coordinator.hear(m.HostLeaving).agent_id == "here"
+    finally:
+        started.close()
 
 
 def test_who_was_asked_to_leave_leaves_though_the_jobs_process_is_gone(started: Started) -> None:

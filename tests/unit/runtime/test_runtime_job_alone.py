@@ -52,6 +52,7 @@ class FakeProcess(Supervised):
         self.leaves_alone = False
         self.left = 0
         self.name = "h0"
+        self.leaving = False
 
     @property
     def pid(self) -> int:
@@ -73,6 +74,11 @@ class FakeProcess(Supervised):
         if self.leaves_alone:
             self.in_order = True
             self.die()
+
+    def ask_to_leave(self) -> bool:
+        self.leaving = self.in_order = True
+        self.die()
+        return True
 
     def die(self) -> None:
         alive, self._alive = self._alive, -1
@@ -158,6 +164,7 @@ def started(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Started]
     found.close()
 
 
+GUEST = Succession(True, "me")
 leased = pytest.mark.parametrize("started", [{"succession": Succession(owner="o", word="ab" * 16)}], indirect=True)
 with_agent = pytest.mark.parametrize("started", [{"local": True}], indirect=True)
 
@@ -206,6 +213,16 @@ def test_signals_become_commands(started: Started) -> None:
     said = [event["reason"] for event in started.events if event["kind"] == "warning"]
     assert "no worker" in said and len(said) == 3
     assert any("a preemption is coming" in text for text in said) and any("ending in order" in text for text in said)
+
+
+@pytest.mark.parametrize("started", [{"succession": GUEST}, {"succession": GUEST, "local": True}], indirect=True)
+def test_a_host_that_stands_by_leaves_in_order(started: Started) -> None:
+    """The job goes on elsewhere, and nobody there is asked for a checkpoint."""
+    assert started.local is None or started.local.started.acquire(timeout=PATIENCE_S)
+    started.job.interrupt(signal.SIGUSR1)
+    assert started.end() == 128 + signal.SIGUSR1
+    assert started.local is None or (started.local.leaving and started.local.starts == 1)
+    assert not [event for event in started.events if event["kind"] in ("warning", "agent_died")]
 
 
 def test_a_second_signal_does_not_wait_for_anybody(started: Started) -> None:

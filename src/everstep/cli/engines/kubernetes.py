@@ -57,7 +57,7 @@ def job_set(launch: Launch, pods: Pods) -> list[Object]:
     replicated = [_replicated("job", 1, _pod(launch, pods, "0", where), launch)]
     if launch.hosts > 1:
         agents = pods._replace(claim="") if pods.once else pods
-        pod = _pod(launch, agents, "$((JOB_COMPLETION_INDEX + 1))", where)
+        pod = _pod(launch, agents, "$((JOB_COMPLETION_INDEX + 1))", where, refused=_STAYS_AWAY)
         replicated.append(_replicated("agents", launch.hosts - 1, pod, launch))
     spec = {
         "network": {"enableDNSHostnames": True, "subdomain": launch.name, "publishNotReadyAddresses": True},
@@ -127,7 +127,6 @@ def _job_spec(count: int, pod: Object, container: str) -> Object:
         "completions": count,
         "parallelism": count,
         "backoffLimitPerIndex": _TRIES,
-        "maxFailedIndexes": count,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
             "rules": [
@@ -141,13 +140,15 @@ def _job_spec(count: int, pod: Object, container: str) -> Object:
     }
 
 
+_STAYS_AWAY = '[ "$code" = 1 ] || code=0'
+"""Has a refused agent of a JobSet be done: a JobSet fails with any of its Jobs."""
 _LIVES = (
     "for child in $(cat /proc/1/task/1/children); do grep -q '^State:.[TZ]' /proc/$child/status && exit 1; done; exit 0"
 )
 """Fails if the host's process is stopped, or dead and not waited for. Everstep watches the rest by itself."""
 
 
-def _pod(launch: Launch, pods: Pods, index: str, where: str) -> Object:
+def _pod(launch: Launch, pods: Pods, index: str, where: str, refused: str = ":") -> Object:
     return {
         "metadata": {"labels": {_LABEL: launch.name}},
         "spec": {
@@ -179,7 +180,7 @@ def _pod(launch: Launch, pods: Pods, index: str, where: str) -> Object:
                 "fsGroup": 1000,
                 "fsGroupChangePolicy": "OnRootMismatch",
             },
-            "containers": [_container(launch, pods, index, where)],
+            "containers": [_container(launch, pods, index, where, refused)],
             "volumes": [
                 {"name": "runs", **_runs(pods)},
                 {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": pods.shm or f"{2 * launch.slots}Gi"}},
@@ -188,11 +189,12 @@ def _pod(launch: Launch, pods: Pods, index: str, where: str) -> Object:
     }
 
 
-def _container(launch: Launch, pods: Pods, index: str, where: str) -> Object:
+def _container(launch: Launch, pods: Pods, index: str, where: str, refused: str) -> Object:
     job = launch.job_words(f'"$POD_IP:{pods.port}"')
     agent = launch.agent_words(f"{where}:{pods.port}", f'"host-{index}"') + ' --address "$POD_IP"'
     agent += ' --run-dir "$dir"' if launch.etcd else ""
     ends = {"in_vain": "leaving=", "killed": "leaving=", "final": f"code={OVER}"}
+    ends["refused"] = refused
     script = in_brackets("POD_IP") + host_script(launch, index, job, agent, f"code={AGAIN}", alone=True, **ends)
     leave = f'kill -USR1 1; [ "{index}" = 0 ] && sleep 20 || sleep 60'
     limits = {"cpu": pods.cpus or str(launch.slots), "memory": pods.memory or f"{4 * launch.slots}Gi"}
@@ -252,7 +254,8 @@ def _guards(launch: Launch, pods: Pods) -> list[Object]:
     """A budget, so that nodes are drained one by one, and a rule that lets only pods of the job speak to each other."""
     own = {"matchLabels": {_LABEL: launch.name}}
     metadata = _metadata(launch, pods._replace(queue=""), launch.name)
-    budget = {"maxUnavailable": 1, "selector": own}
+    # A budget for pods of a Job knows no number of them, and so must say how many are to stay.
+    budget = {"minAvailable": launch.hosts - 1, "selector": own}
     rule = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]}
     return [
         {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": metadata, "spec": budget},

@@ -10,9 +10,9 @@ class Launch(NamedTuple):
     """A job on `hosts` hosts with `slots` workers each.
 
     name: fit for engines (letters, digits, hyphens). task, options, argv: of `everstep run`. run_dir: as all hosts see
-    it. python: the interpreter there. settings: "key=value" of each host's own keys. folder: working directory on hosts
-    that share the file system, so that relative names are the same there. etcd: control.etcd, "" for none: with it any
-    host can take over. variables: of the environment of hosts that ask etcd before they know the config.
+    it. python: the interpreter there. settings: "key=value" of the keys that each agent sets. folder: working directory
+    on hosts that share the file system, so that relative names are the same there. etcd: control.etcd, "" for none:
+    with it any host can take over. variables: of the environment of hosts that ask etcd before they know the config.
     """
 
     name: str
@@ -50,12 +50,9 @@ class Launch(NamedTuple):
         """Arguments of an agent, for a shell. join, name: of the job and the host, in a shell's words. With etcd
         the host finds the job there, and stands by."""
         workers = self.hosts * self.slots
-        if self.etcd:
-            same = f"--stay --refill {workers} --slots {self.slots} --host-name {name}"
-            same += f" --set {shlex.quote(f'network.interface={self.interface}')}" if self.interface else ""
-            return f"agent --join {shlex.quote(self.etcd)} --standby {same}"
         own = "".join(f" --set {shlex.quote(text)}" for text in self.settings)
-        return f"agent --join {join} --stay --refill {workers} --slots {self.slots} --host-name {name}{own}"
+        where = f"{shlex.quote(self.etcd)} --standby" if self.etcd else join
+        return f"agent --join {where} --stay --refill {workers} --slots {self.slots} --host-name {name}{own}"
 
 
 def in_brackets(name: str) -> str:
@@ -80,13 +77,14 @@ def host_script(
     in_vain: str = "leaving=",
     killed: str = "leaving=1",
     final: str = ":",
+    refused: str = ":",
 ) -> str:
     """The shell script of one host: host 0 is the job's own.
 
     index: number of this host, in a shell's words. job, agent: arguments. again: command that has the engine start this
     host again. alone: the engine's SIGTERM comes to the shell alone, not to its children. in_vain: commands for a host
     that has waited in vain for the others; killed: for one whose process was killed; leaving=1 has it start again.
-    final: for one that led the job when it ended for good.
+    final: for one that led the job when it ended for good; refused: for another one that ended for good.
 
     SIGUSR1 means that the host has to go soon: an agent hands its workers over, the job takes a checkpoint.
     """
@@ -118,7 +116,7 @@ case $code in
   3) ;;                   # too few workers: those that came have left with the job's end
   {" | ".join(map(str, FINAL))}) # failed, refused, no such interpreter: no use to try again
     leaving=
-    if [ -n "$led" ]; then {final}; fi
+    if [ -n "$led" ]; then {final}; else {refused}; fi
     ;;
   4) {in_vain} ;; # waited in vain for the job
   5) leaving=1 ;;         # deposed

@@ -19,7 +19,7 @@ from typing import Any
 
 from everstep.base.doors import at_port, host_of
 from everstep.base.errors import ConfigError
-from everstep.base.exit_codes import JOB_FAILED, WORKERS_MISSING
+from everstep.base.exit_codes import JOB_FAILED, NO_HEAD, WORKERS_MISSING
 from everstep.cli.engines.launch import JOB_ENDS_S, Launch
 from everstep.cli.engines.ray_placement import RayBundle, RayPlaces
 from everstep.runtime.process import die_with_parent, own_command
@@ -144,6 +144,8 @@ class _Driver:
         self._job_at = ""
         self._head = ""
         self._signal = 0
+        self._first_leads = True  # as far as is known here; with etcd another one may
+        self._codes: list[int] = []
 
     def run(self) -> int:
         self._say(f"waiting for {self._launch.hosts} nodes with {self._bundle} each")
@@ -166,12 +168,14 @@ class _Driver:
         self._due.update(dict.fromkeys(self._places.look(now_s), now_s))
         if self._places.alone and not parted:
             self._say("some nodes are missing: the job begins without them, and they join when they come")
-        for number in sorted(number for number, at_s in self._due.items() if at_s <= now_s):
+        for number in sorted(number for number, at_s in self._due.items() if at_s <= now_s and not self._signal):
             if number == 0 or 0 in self._running or self._launch.etcd:  # that one knows where the job is
                 del self._due[number]
                 self._begin(number)
         if self._signal and 0 not in self._running:
             return 128 + self._signal
+        if not self._running and not self._first_leads and {0, JOB_FAILED, WORKERS_MISSING} & set(self._codes):
+            return next((code for code in (JOB_FAILED, WORKERS_MISSING) if code in self._codes), 0)
         if not self._running:
             time.sleep(_LOOK_S)
             return None
@@ -214,26 +218,34 @@ class _Driver:
         except self._ray.exceptions.RayActorError:
             self._lost(number)
             return None
-        if number == 0 and code in (0, 1, 2, 3, 4, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+        finals = (0, 1, 2, 3, 128 + signal.SIGINT, 128 + signal.SIGTERM, *(() if self._launch.etcd else (NO_HEAD,)))
+        own = number == 0 and self._first_leads
+        if own and code in finals:
             return code
-        if number and code in (JOB_FAILED, WORKERS_MISSING):  # if the job has failed, host 0 is about to end
+        self._codes.append(code)
+        if not own and code in (JOB_FAILED, WORKERS_MISSING):  # if the job has failed, host 0 is about to end
             self._again(number, JOB_ENDS_S)
-        elif number == 0 or code not in (0, 2):
+        elif own or code not in (0, 2):
             self._say(f"the process of host {number} ended with {code}: again")
-            self._again(number)
+            self._again(number, JOB_ENDS_S if code == NO_HEAD else 0.0)
         return None
 
     def _lost(self, number: int) -> None:
         self._say(f"host {number} is lost: its actor starts again as soon as a node is free")
         self._give_up(number)
         self._places.lost(number)
-        if number == 0 and not self._launch.etcd:
-            self._all_again()
+        self._first_again(number)
 
     def _again(self, number: int, after_s: float = 0.0) -> None:
         self._give_up(number)
         self._due[number] = time.monotonic() + after_s
-        if number == 0 and not self._launch.etcd:
+        self._first_again(number)
+
+    def _first_again(self, number: int) -> None:
+        """If the first host starts again: another one may lead, or all others have to start again, too."""
+        if number == 0 and self._launch.etcd:
+            self._first_leads = False
+        elif number == 0:
             self._all_again()
 
     def _all_again(self) -> None:
@@ -258,9 +270,9 @@ class _Driver:
         threading.Thread(target=lambda: self._actors[0].tell.remote(number), daemon=True).start()
 
     def _last(self, code: int) -> None:
-        """End the agents, too, if the job was told to stop: they would wait for it."""
-        for number in self._running if code == 128 + signal.SIGTERM else ():
-            self._actors[number].tell.remote(int(signal.SIGTERM))
+        """End the agents, too, if the job was told to stop: they would wait for it, or lead it."""
+        for number in self._running if code == 128 + signal.SIGTERM or not self._first_leads else ():
+            self._actors[number].tell.remote(self._signal or int(signal.SIGTERM))
 
     def _end(self) -> None:
         """Wait for the agents, which have heard of the job's end; the rest goes with the actors."""

@@ -27,8 +27,9 @@ from everstep.runtime.process import Inbox, taking_signals
 FIRST_AGAIN_S = 1.0
 MOST_AGAIN_S = 60.0
 HEALTHY_S = 60.0
+_REFUSED = 2
 _NOT_REACHED = 255
-_OVER = (0, 1, 2, 3, 130, 143)
+_OVER = (0, 1, _REFUSED, 3, 130, 143)
 _LAST_WAIT_S = 45.0
 _ALONE_S = 10.0
 _REMOTE = """\
@@ -85,7 +86,7 @@ class Remote:
         self.running = False
         if now_s - self._began_s >= HEALTHY_S:
             self._tries = 0
-        if code in (0, 2):
+        if code in (0, _REFUSED):
             self.over = True
             return "" if code == 0 else f"{self.name} was refused and is left out"
         least_s = JOB_ENDS_S if code in (JOB_FAILED, WORKERS_MISSING) else FIRST_AGAIN_S
@@ -101,14 +102,17 @@ class Remote:
 @dataclass
 class SshHosts:
     """Runs a job on these hosts. start: starts ssh to a host with a script, its standard input an unbuffered pipe.
-    alike: any host may lead the job, so the first is tried again as any other. In the main thread SIGINT, SIGTERM and
-    SIGUSR1 are passed on to the job, which has the others end."""
+    alike: any host may lead the job, so the first is tried again as any other, and is one of them from then on. In the
+    main thread SIGINT, SIGTERM and SIGUSR1 are passed on to the job, which has the others end; once the first host was
+    lost, the first two end all hosts."""
 
     hosts: Sequence[str]
     scripts: Sequence[str]
     token: bytes
     start: Callable[[str, str], subprocess.Popen[bytes]]
     alike: bool = False
+    _first_leads: bool = True
+    _signal: int = 0
     _inbox: Inbox[int] = field(default_factory=Inbox)
     _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     _fds: dict[int, int] = field(default_factory=dict)
@@ -122,16 +126,17 @@ class SshHosts:
             while code is None:
                 now_s = time.monotonic()
                 for number, remote in enumerate(remotes):
-                    if not remote.running and not remote.over and remote.due_s <= now_s:
+                    if not (remote.running or remote.over or self._signal) and remote.due_s <= now_s:
                         self._begin(number)
                         remote.begun(now_s)
                 patience_s = max(0.0, min([1.0, *(r.due_s - now_s for r in remotes if not r.over)]))
                 ready = readable([self._inbox.fd, *self._fds.values()], patience_s)
                 for signalled in self._inbox.take():
-                    self._tell(0, signalled)
+                    self._tell(signalled)
                 for number in [n for n, fd in self._fds.items() if fd in ready]:
                     ended = self._end(number)
-                    if number == 0 and not (self.alike and ended not in _OVER):
+                    self._first_leads = self._first_leads and not (self.alike and number == 0 and ended not in _OVER)
+                    if number == 0 and self._first_leads:
                         code = ended
                         if code == _NOT_REACHED or code < 0:
                             self._say(
@@ -139,11 +144,13 @@ class SshHosts:
                             )
                         continue
                     self._codes.append(ended)
-                    counted = 0 if self.alike and ended in _OVER else ended
+                    counted = 0 if self.alike and ended in _OVER and ended != _REFUSED else ended
                     if words := remotes[number].ended(counted, time.monotonic()):
                         self._say(words)
-                if self.alike and code is None and not self._processes and any(remote.over for remote in remotes):
-                    code = next((found for found in (1, 3) if found in self._codes), 0)
+                over = self._signal or any(remote.over for remote in remotes)
+                if self.alike and code is None and not self._processes and over:
+                    told = 128 + self._signal if self._signal else 0
+                    code = next((found for found in (JOB_FAILED, WORKERS_MISSING) if found in self._codes), told)
             self._end_others(0.0 if code == 128 + signal.SIGTERM else _ALONE_S)
         return 1 if code == _NOT_REACHED or code < 0 else code
 
@@ -155,8 +162,14 @@ class SshHosts:
         self._processes[number], self._fds[number] = process, os.pidfd_open(process.pid)
         self._write(number, f"{self.token.hex()}\n")
 
-    def _tell(self, number: int, signalled: int) -> None:
-        self._write(number, f"{signalled}\n")
+    def _tell(self, signalled: int) -> None:
+        """Pass a signal on: to all hosts if the first may not lead any more, which nobody here knows better."""
+        if self._first_leads:
+            self._write(0, f"{signalled}\n")
+        elif signalled != signal.SIGUSR1:  # it would have all leave in order
+            self._signal = signalled
+            for number in self._processes:
+                self._write(number, f"{signalled}\n")
 
     def _write(self, number: int, text: str) -> None:
         process = self._processes.get(number)

@@ -1,6 +1,6 @@
 // The list of runs: sorted by a column, filtered by a text, compared by ticking; tags and a note for each.
 
-import { $, attribute, clock, el, number, percent, plural, write } from "./dom.js";
+import { $, ago, attribute, clock, el, number, percent, plural, write } from "./dom.js";
 import { post } from "./stream.js";
 import { WORDS } from "./words.js";
 
@@ -32,6 +32,7 @@ export class RunList {
     this.ticks = new Set();
     this.by = "began";
     this.falling = true;
+    this.silentS = null;
     this.settings = JSON.parse(localStorage.getItem(KEPT) ?? "[]").slice(0, MOST_COLUMNS); // keys that are columns
     this.heads = new Map(COLUMNS.map(([key, text]) => [key, this.head(key, text)]));
     this.body = el("tbody");
@@ -92,6 +93,13 @@ export class RunList {
     this.draw();
   }
 
+  /** silentS: for how many seconds the dashboard has not been heard of; null: it is there. */
+  age(silentS) {
+    if (silentS === null && this.silentS === null) return;
+    this.silentS = silentS;
+    this.draw();
+  }
+
   /** ticks: keys of the runs that are compared; current: key of the shown run. */
   mark(ticks, current) {
     this.ticks = new Set(ticks);
@@ -116,14 +124,15 @@ export class RunList {
       this.body.replaceChildren(...nodes);
       focused?.focus({ preventScroll: true });
     }
-    write($("run-count"), words.length ? `${found.length} of ${plural(this.rows.size, "run")}` : plural(this.rows.size, "run"));
+    const heard = this.silentS === null ? "" : `, last heard of ${ago(0, 1000 * Math.max(2, this.silentS))}`;
+    write($("run-count"), `${words.length ? `${found.length} of ` : ""}${plural(this.rows.size, "run")}${heard}`);
   }
 
   line(key, row) {
     const line = this.lines.get(key) ?? this.made(key);
     const { cells } = line;
     const alike = this.alike.get(row.digest) ?? [], digest = row.digest ? `${row.digest.slice(0, 12)}${alike.length > 1 ? ` (${alike.length} equal)` : ""}` : "–";
-    const texts = [null, `${row.state}${row.disk_trouble ? ", disk trouble" : ""}`, `${row.step}${row.total ? ` / ${row.total}` : ""}`, row.loss_text || "–", percent(row.goodput), String(row.faults), digest, row.began_ms ? began(row.began_ms) : "–"];
+    const texts = [null, `${this.silentS !== null && row.running ? "was " : ""}${row.state}${row.disk_trouble ? ", disk trouble" : ""}`, `${row.step}${row.total ? ` / ${row.total}` : ""}`, row.loss_text || "–", percent(row.goodput), String(row.faults), digest, row.began_ms ? began(row.began_ms) : "–"];
     write(line.link, row.name);
     attribute(line.link, "aria-current", String(key === this.current));
     attribute(line.link, "title", row.task);

@@ -283,7 +283,11 @@ function heard() {
 /** Redraw parts that change with time: ages, and the ends of open spans. */
 function age() {
   const run = runs[selected];
-  if (!run?.head.state) return;
+  list.age(silent());
+  if (!run?.head.state) {
+    document.title = `${lostMs === null ? "" : "connection lost · "}everstep`;
+    return;
+  }
   panels.head(run, now(), silent());
   if (run.head.running && lostMs === null) timeline.draw(run, now());
 }

@@ -56,6 +56,7 @@ from everstep.runtime.link.context import Joining
 from everstep.runtime.link.tls import shown_by
 from everstep.runtime.process import (
     END_ALONE,
+    LEAVE,
     Inbox,
     adopt_orphans,
     die_with_parent,
@@ -67,7 +68,7 @@ from everstep.runtime.process import (
 GRACE_S = 10.0
 AWAY_LIMIT_S = 600.0
 SAY_EVERY_S = 10.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, END_ALONE)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, END_ALONE, LEAVE)
 _BRING_S, _HURRY_S = 30.0, 2.0
 
 
@@ -177,8 +178,8 @@ class HostAgent:
 
     def _take(self, item: AnyMessage | int) -> None:
         host = self._host
-        if item == signal.SIGUSR1:
-            self._wish_to_leave()
+        if item in (signal.SIGUSR1, LEAVE):
+            self._wish_to_leave(told=item == LEAVE)
             return
         if item == END_ALONE:
             self._end_alone()
@@ -209,8 +210,9 @@ class HostAgent:
         elif host is not None:
             self._order(host, item)
 
-    def _wish_to_leave(self) -> None:
-        if not self._joining.parent:  # with a parent, the job acts upon it
+    def _wish_to_leave(self, *, told: bool) -> None:
+        """Ask to leave. told: by the job's process on this host, which else acts upon the signal itself."""
+        if told or not self._joining.parent:
             _say("SIGUSR1: this host leaves in order")
             self.link.ask_to_leave()
 

@@ -127,14 +127,15 @@ def heard_of(reply: AnyMessage, begin_ns: int, end_ns: int) -> HeadFacts:
 
 
 def check_mode(where: tuple[str, int], token: bytes, tls: TlsConfig, own: str) -> None:
-    """Raises: TlsDiffers if the job answers there, but with another `security.tls.mode` than this host has."""
+    """Raises: TlsDiffers if the job answers there, but with TLS where this host has none, or the other way round."""
     for mode in ("on", "off"):
         with contextlib.suppress(EverstepError, OSError):
             other = replace(tls, mode=mode)
             with _connected(where, token, other, own) as sock:
                 wire.handshake_client(sock, role_token(token, READ), READ, f"agent-{os.getpid()}")
-            if mode != tls.mode:
-                break
+            if (shown_by(tls, token, own) is None) == (mode == "off"):
+                return
+            break
     else:
         return
     there = "uses TLS" if mode == "on" else "does not use TLS"
