@@ -99,8 +99,8 @@ class Rehearsed:
 class Sighting:
     """Facts that a life has seen at its end. step: its last step. error: why it ended otherwise, "" if it did not;
     known: Everstep itself has refused something, such as this buffer; kind: of the error at this place, `DIED`,
-    `LATE` or `LEFT`. total: the job's last step; epoch_end, evaluated: that of the first epoch, and of the first
-    evaluation, 0 if there is none. numbers: values in the loop. unpassed: name and type of a scheduler that `join` was not given. read: facts from the loop's
+    `LATE` or `LEFT`. total: the job's last step; ends: steps with which something ends, 0 if there is none. numbers:
+    values in the loop. unpassed: name and type of a scheduler that `join` was not given. read: facts from the loop's
     code, which was read before the first step.
     """
 
@@ -117,8 +117,7 @@ class Sighting:
     read: Read = field(default_factory=Read)
     noted: Noted = field(default_factory=Noted)
     total: int = 0
-    epoch_end: int = 0
-    evaluated: int = 0
+    ends: Mapping[str, int] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -240,10 +239,10 @@ class LifeLink(LoneLink):
         if view.step >= self._last or over:
             found = self._look(view, sys._getframe(1))
             if self.watcher.works:
-                numbers, ends = numbers_in(loop_frames(sys._getframe(1))), epoch_end(view.order)
+                numbers = numbers_in(loop_frames(sys._getframe(1)))
                 evaluated = view.config.eval_every or epoch_end(view.order, view.config.eval_every_epochs)
-                found = replace(found, numbers=numbers, total=view.order.total_steps)
-                found = replace(found, epoch_end=ends, evaluated=evaluated)
+                ends = {"the end of an epoch": epoch_end(view.order), "an evaluation": evaluated}
+                found = replace(found, numbers=numbers, total=view.order.total_steps, ends=ends)
             report(self._what, self._life, replace(found, noted=self.watcher.noted()))
 
     def _at(self, step: int, phase: str, plan: Plan) -> None:

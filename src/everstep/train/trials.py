@@ -106,11 +106,9 @@ class Trials:
 
     def _stretches(self, first: Sighting, steady: bool) -> list[Finding]:
         """Go through other steps, to which the cursor is set. steady: nothing is known to make two runs differ."""
-        steps, config = self.what.steps, self.what.config
+        steps = self.what.steps
         self.covered.append(f"steps 1 to {first.step} of {first.total}: resumed after step {max(1, first.step - 2)}")
-        wanted = {first.epoch_end: "the end of an epoch", first.total: "the last step"}
-        if config is not None and first.evaluated:
-            wanted[first.evaluated] = "an evaluation"
+        wanted = {at: why for why, at in first.ends.items()} | {first.total: "the last step"}
         missing = unrun(self._stranger.seen["s"].noted.lines, first.numbers, first.total)
         wanted |= {code.at: f"{os.path.basename(code.file)}:{code.line}: {code.text}" for code in missing if code.at}
         found: list[Finding] = []
