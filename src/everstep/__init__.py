@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = ["TarShards", "Task", "TokenFile", "__version__", "join", "state"]
 

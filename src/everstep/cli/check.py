@@ -42,7 +42,7 @@ NOT_COVERED = (
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED)
 @click.option("--steps", type=click.IntRange(_LEAST_STEPS), default=3, show_default=True, help="Steps of each stretch.")
 @click.option(
-    "--max-seconds", type=Seconds(1.0), default=300.0, show_default=True, help="Give up after this many seconds."
+    "--max-seconds", type=Seconds(1.0), default=120.0, show_default=True, help="Give up after this many seconds."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(target: str, argv: tuple[str, ...], steps: int, max_seconds: float, as_json: bool) -> int:
