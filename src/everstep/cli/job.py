@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from everstep import __version__
 from everstep.base.below import write_atomically
 from everstep.base.config import (
     Config,
@@ -43,7 +44,7 @@ from everstep.runtime.link.address import DATASET_FILE, JOB_FILE
 from everstep.runtime.link.listening import family_of
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_VERSIONED = ("everstep", "torch", "numpy", "safetensors", "msgspec")
+_VERSIONED = ("torch", "numpy", "safetensors", "msgspec")
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ def with_chaos(config: Config, request: Request, dataset_size: int | None) -> Co
 
 def make_job(task: str, argv: Sequence[str], config: Config, dataset_size: int | None, request: Request) -> JobFile:
     """A job that begins now."""
-    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    versions = {"python": platform.python_version(), "platform": platform.platform(), "everstep": __version__}
     for name in _VERSIONED:
         versions[name] = importlib.metadata.version(name)
     explicit, created = request.explicit, time.time_ns()

@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from everstep import __version__
 from everstep.base.errors import (
     CheckpointCorrupt,
     ConfigError,
@@ -102,7 +103,7 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="everstep")
+@click.version_option(__version__, package_name="everstep")
 def cli() -> None:
     """Fault-tolerant, elastic distributed training for PyTorch. The results are bit-identical to an undisturbed run."""
 

@@ -14,15 +14,16 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+from everstep import __version__
 from everstep.base.given import read_given
 
-_PACKAGES = ("everstep", "torch", "numpy")
+_PACKAGES = ("torch", "numpy")
 _MOST_FILE_BYTES = 16 << 20
 
 
 def versions() -> dict[str, str]:
     """Versions of this host and its environment, by name."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "everstep": __version__}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)

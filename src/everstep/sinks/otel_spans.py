@@ -21,6 +21,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import Span, Status, StatusCode
 
+from everstep import __version__
 from everstep.base.errors import EverstepError
 from everstep.report.recovery import recovery_of
 from everstep.report.words import Event, known, number, one_line, whole_number
@@ -75,7 +76,7 @@ class OtelSpans(Sink, SpanProcessor):
         resource = Resource.create(about if said else {"service.name": "everstep", **about})
         provider = TracerProvider(resource=resource, id_generator=self._ids, shutdown_on_exit=False)
         provider.add_span_processor(self)
-        self._tracer = provider.get_tracer("everstep", importlib.metadata.version("everstep"))
+        self._tracer = provider.get_tracer("everstep", __version__)
 
     def on_end(self, span: ReadableSpan) -> None:
         """Take a span that has ended; one that was sent before is not sent again."""
