@@ -1,9 +1,9 @@
 """Samples per second of a stream and of tar shards through our loader, beside torch's DataLoader doing the same work.
 
-    python bench/streams.py [--samples 2000] [--work 20000] [--workers 1]
+    python bench/streams.py [--samples 2000] [--work 20000] [--workers 1] [--step-ms 0]
 
 work: numbers that are summed for each sample. Prints one JSON object; rates are samples per second, the ratio is ours
-to torch's.
+to torch's. With --step-ms each step of 64 samples waits so long, as for a device, and `step_ms` is what one takes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Worked(IterableDataset[Any]):
             yield torch.arange(self.work, dtype=torch.float32).sum() + index
 
 
-def ours(data: Worked, workers: int) -> float:
+def ours(data: Worked, workers: int, step_s: float) -> float:
     order = SampleOrder(0, len(data), LANES, MICRO, epochs=1, shuffle=False)
     reader = StreamReader(Stream.of(data, len(data), 0), order.global_batch, 4)
     recipe = Recipe(reader, order, torch.utils.data.default_collate, 0)
@@ -49,16 +49,17 @@ def ours(data: Worked, workers: int) -> float:
         loads.schedule(step, range(LANES))
         for lane in range(LANES):
             loads.batch(step, lane)
+        time.sleep(step_s)
     rate = len(data) / (time.perf_counter() - began_s)
     loads.close()
     return rate
 
 
-def theirs(data: Worked, workers: int) -> float:
+def theirs(data: Worked, workers: int, step_s: float) -> float:
     torch.set_num_threads(1)
     began_s = time.perf_counter()
-    for _ in DataLoader(data, batch_size=MICRO, num_workers=workers):
-        pass
+    for number, _ in enumerate(DataLoader(data, batch_size=MICRO, num_workers=workers), 1):
+        time.sleep(0.0 if number % LANES else step_s)
     return len(data) / (time.perf_counter() - began_s)
 
 
@@ -67,10 +68,14 @@ def main() -> None:
     options.add_argument("--samples", type=int, default=2000)
     options.add_argument("--work", type=int, default=20_000)
     options.add_argument("--workers", type=int, default=1, help="loader processes; torch's reads a stream with 0 or 1")
+    options.add_argument("--step-ms", type=float, default=0.0)
     given = options.parse_args()
-    data = Worked(given.samples, given.work)
-    rates = {"everstep": ours(data, given.workers), "torch": theirs(data, given.workers)}
-    print(json.dumps({**rates, "ratio": rates["everstep"] / rates["torch"]}))
+    data, how = Worked(given.samples, given.work), (given.workers, given.step_ms / 1000)
+    rates = {"everstep": ours(data, *how), "torch": theirs(data, *how)}
+    step_ms = {name: 1000 * LANES * MICRO / rate for name, rate in rates.items()} if given.step_ms else {}
+    print(
+        json.dumps({**rates, "ratio": rates["everstep"] / rates["torch"], **({"step_ms": step_ms} if step_ms else {})})
+    )
 
 
 if __name__ == "__main__":
