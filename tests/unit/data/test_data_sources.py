@@ -142,6 +142,7 @@ def test_a_folder_with_data_that_are_no_text_is_refused(tmp_path: Path, name: st
         (bz2.compress(b"text" * 50), "compressed (bzip2)"),
         (lzma.compress(b"text" * 50), "compressed (xz)"),
     ],
+    ids=["pickle", "utf-16", "cp1251", "gzip", "bzip2", "xz"],
 )
 def test_what_is_no_text_is_refused_by_its_name(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "some").write_bytes(content)
