@@ -315,7 +315,7 @@ def test_what_cannot_be_stored_for_another_reason_than_a_full_disk_is_noted_unti
     (wire.own / "final" / "digest.json").write_text("{}")
     EventLog(wire.own / "events.jsonl").write("step_committed", step=1)
     end_s = time.monotonic() + PATIENCE_S
-    while not noted():
+    while not (noted() and steps(wire.job)):
         assert time.monotonic() < end_s
         time.sleep(0.01)
     assert noted() == {"final/digest.json": "Not a directory"} and steps(wire.job) == [1]
