@@ -23,6 +23,7 @@ import yaml
 from net import Host, Net
 
 from engines_harness import clean, hold
+from etcd_members import etcd_on, etcd_there
 from job_harness import LIMIT_S, Job, same
 from kubelet import expanded
 
@@ -146,6 +147,10 @@ class Pods(Job):
         stopped_ns = self.of_kind("job_failed")[-1]["time_unix_ns"]
         self.wait_for("generation_started", lambda e: len(e["workers"]) == 3 and e["time_unix_ns"] > stopped_ns)
 
+    def leads(self, index: int) -> bool:
+        """Whether the pod of this index has taken over."""
+        return "leads the job in" in (self._folder / f"pod-{index}.log").read_text()
+
     def steps(self) -> list[int]:
         return [int(event["step"]) for event in self.of_kind("step_committed")]
 
@@ -201,6 +206,30 @@ def test_the_jobs_own_pod_is_to_go(pods: Pods, alone: Path) -> None:
     held.unlink()
     assert [pod.code() for pod in (own, *agents)] == [0, 0, 0], pods.account()
     assert pods.steps() == list(range(1, 13)), "each step is done once"
+    same(alone, pods)
+
+
+def test_with_etcd_the_jobs_own_pod_is_lost_and_stands_by(net: Net, tmp_path: Path, script: Path, alone: Path) -> None:
+    """The claim is that of all pods. Another pod that stands by is to go, and hands over."""
+    etcd_there()
+    with contextlib.closing(etcd_on(net.hosts[1:])) as members:
+        pods = Pods(net, tmp_path, script, "--set", f"control.etcd={members.url()}")
+        held = hold(pods.run_dir, 1.0)
+        for index in range(3):
+            pods.start(index, index + 1)
+        generation = pods.full(3)
+        os.kill(pods.pods[0].first(), signal.SIGKILL)
+        assert pods.reading(pods.pods[0].code()) == "counted", pods.account()
+        gone = pods.wait_for("worker_evicted")
+        pods.start(0, 1)
+        generation = pods.full(3, generation)
+        (other,) = (pod for index, pod in pods.pods.items() if index and not pods.leads(index))
+        assert pods.reading(other.stop()) == "Ignore", pods.account()
+        pods.full(2, generation)
+        held.unlink()
+        codes = [pod.code() for pod in pods.pods.values() if pod is not other]
+    assert codes == [0, 0], pods.account()
+    assert [e["worker_id"] for e in pods.of_kind("worker_evicted")] == [gone["worker_id"]], "the other left in order"
     same(alone, pods)
 
 
