@@ -108,6 +108,7 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
     control: Any
     lr_scheduler: Any
     _created_lr_scheduler: bool
+    __everstep_carried__ = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         say_in_one_line()
@@ -274,6 +275,8 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
         self.create_scheduler(order.steps, self.optimizer)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
+        if self.model not in self.accelerator._models:  # else an evaluation keeps on the trainer how long that took
+            self.accelerator._models.append(self.model)
         self.model.train()
         carried.begin()
         lanes = args.gradient_accumulation_steps if why else lanes_of(order.global_batch)
