@@ -43,6 +43,10 @@ class Counter(transformers.TrainerCallback):
         self.count += 1
         control.should_training_stop = self.count == 9
 
+class Mine(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **more):
+        return super().compute_loss(model, inputs, return_outputs, **more)
+
 def metrics(found):
     return {"hits": float((found.predictions.argmax(-1)[:, :-1] == found.label_ids[:, 1:]).mean())}
 
@@ -56,8 +60,8 @@ args = TrainingArguments(
     save_strategy="steps", save_steps=4, save_total_limit=2, load_best_model_at_end=True, disable_tqdm=True,
     use_cpu=True,
 )
-trainer = Trainer(model=model, args=args, train_dataset=Rows(37, 1), eval_dataset=Rows(5, 2), compute_metrics=metrics,
-                  callbacks=[Counter()])
+trainer = Mine(model=model, args=args, train_dataset=Rows(37, 1), eval_dataset=Rows(5, 2), compute_metrics=metrics,
+               callbacks=[Counter()])
 trainer.train(resume_from_checkpoint=again)
 trainer.save_model()
 if trainer.is_world_process_zero():
@@ -88,7 +92,7 @@ def test_losses_are_those_of_the_original(jobs: Jobs, script: str, tmp_path: Pat
         assert job.end() == 0, job.account()
         found.append(history(where))
         assert (where / "checkpoint-8" / "model.safetensors").exists() and (where / "config.json").exists()
-    assert [list(row) for row in found[0]] == [[k for k in row if k in old] for old, row in zip(*found, strict=True)]
+    assert [list(row) for row in found[0]] == [list(row) for row in found[1]]
     for old, new in zip(*found, strict=True):
         for name, value in old.items():
             assert new[name] == pytest.approx(value, rel=1e-6, abs=1e-6), (old, new)

@@ -73,9 +73,18 @@ _BY_THE_JOB = (
     (
         (
             *("_init_training_state", "_load_rng_state", "_load_from_checkpoint", "_load_optimizer_and_scheduler"),
-            "_track_num_input_tokens",
+            *("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "_load_scaler"),
+            *("_load_callback_state", "_track_num_input_tokens"),
         ),
         "a job carries the state of the training, and heals it, itself: keep more of it in a callback",
+    ),
+    (
+        ("_get_learning_rate",),
+        "a job logs the rate of its optimizer: log another one in a callback",
+    ),
+    (
+        ("floating_point_ops",),
+        "a job does not count total_flos: log them in a callback",
     ),
 )
 _FEWER_OR_MORE = (
@@ -99,6 +108,7 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
     control: Any
     lr_scheduler: Any
     _created_lr_scheduler: bool
+    __everstep_carried__ = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         say_in_one_line()
@@ -257,9 +267,16 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self.create_optimizer()
+        if callable(getattr(self.optimizer, "train", None)):
+            raise ConfigError(
+                f"optimizer: {type(self.optimizer).__name__} has modes (train() and eval()), which a job does not "
+                "switch: give one without"
+            )
         self.create_scheduler(order.steps, self.optimizer)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
+        if self.model not in self.accelerator._models:  # else an evaluation keeps on the trainer how long that took
+            self.accelerator._models.append(self.model)
         self.model.train()
         carried.begin()
         lanes = args.gradient_accumulation_steps if why else lanes_of(order.global_batch)

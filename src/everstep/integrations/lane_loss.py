@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from everstep.base.errors import ConfigError
 from everstep.exact import flags
@@ -25,10 +26,16 @@ from everstep.train.run import Step
 _Batch = Mapping[str, Any]
 
 _MOST_ELEMENTS = 50_000_000
-"""A model of more is tried with no more samples than a forward pass has, and so many elements of its gradient."""
+"""A model of more is tried as it is, with so many elements of its gradient, and fewer classes."""
 _MOST_CLASSES = 64
 _MOST_RELABELLED = 4
+"""Batches with other classes, of a model of more elements."""
 _CLASS_NAMES = ("labels", "label", "targets", "target", "y")
+_POSITIONS = ("start_positions", "end_positions")
+"""Labels that are no classes: a row must be long enough for them."""
+_HALVES = (torch.bfloat16, torch.float16)
+_ATTENTION = "scaled_dot_product_attention"
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
 class LaneLoss:
@@ -50,40 +57,58 @@ class LaneLoss:
         self._trainer = trainer
         told = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
         self._told = told if trainer.loss_is_scaled_for_ga is None else bool(trainer.loss_is_scaled_for_ga)
-        self._shifts, self._trains, self._divided = shifts, False, False
-        each = trainer.args.per_device_train_batch_size
-        with preserve_rng(), _exact_products():
-            try:
-                batch, rows = self._probe(samples, collate, each)
-                self._trains = self._is_steady(batch)
-                self._divided = self._divides(batch, passes)
-                self.why = self._why_whole(batch, rows, passes)
-            except ConfigError:
-                raise
-            except Exception as error:  # of the user's collation or loss, which single samples need not suit
-                self.why = f"its loss could not be computed for other numbers of samples ({type(error).__name__})"
-                if passes > 1:
-                    self._divided = self._divides(collate(_copies(samples[:each])), passes)
+        self._shifts, self._trains, self._divided, self._partly = shifts, False, False, False
+        self._large = sum(p.numel() for p in trainer.model.parameters()) > _MOST_ELEMENTS
+        self.why = ""
+        halves = not self._large and any(p.dtype in _HALVES for p in trainer.model.parameters())
+        with preserve_rng(), _exact_products(), _as_before(trainer):
+            for wide in (True, False) if halves else (False,):
+                failed = self._failure(samples, collate, passes, wide=wide)
+                if not failed:
+                    return
+            self.why = f"its loss could not be computed for other numbers of samples ({failed})"
+            if passes > 1:
+                self._see_division(collate(_copies(samples[: trainer.args.per_device_train_batch_size])), passes)
 
     @property
     def whole(self) -> bool:
         """Whether a lane has all samples of one forward pass."""
         return bool(self.why)
 
+    def _failure(
+        self, samples: Sequence[Any], collate: Callable[[Sequence[Any]], _Batch], passes: int, *, wide: bool
+    ) -> str:
+        """Try the loss; the kind of the error that it ended with, "" if with none. wide: on weights in float32, since
+        rounding of shorter ones hides small parts of a loss."""
+        try:
+            with _in_float32(self._trainer.model, changes=wide):
+                batch, rows, classes = self._probe(
+                    samples, (lambda given: _widened(collate(given))) if wide else collate
+                )
+                self._trains = self._is_steady(batch)
+                self._see_division(batch, passes)
+                self.why = self._why_whole(batch, rows, classes, passes)
+        except ConfigError:
+            raise
+        except Exception as error:  # of the user's collation or loss, which single samples need not suit
+            return type(error).__name__
+        return ""
+
     def _probe(
-        self, samples: Sequence[Any], collate: Callable[[Sequence[Any]], _Batch], each: int
-    ) -> tuple[_Batch, list[_Batch]]:
-        """A batch, and its samples, each as a batch; none if it cannot be taken apart. each: samples of a pass."""
+        self, samples: Sequence[Any], collate: Callable[[Sequence[Any]], _Batch]
+    ) -> tuple[_Batch, list[_Batch], Mapping[str, int]]:
+        """A batch of no more samples than a forward pass has, for which there is memory; its samples, each as a batch,
+        none if it cannot be taken apart; and the number of classes of each kind of label."""
         rows = [collate(_copies([sample])) for sample in samples]
-        if sum(p.numel() for p in self._trainer.model.parameters()) > _MOST_ELEMENTS:
-            size = min(len(rows), max(2, each))
-            order = sorted(range(len(rows)), key=lambda k: _elements(rows[k]))  # the shortest and the longest are in it
-            kept = [order[k * (len(rows) - 1) // max(1, size - 1)] for k in range(size)]
-            samples, rows = [samples[k] for k in kept], [rows[k] for k in kept]
+        classes = self._classes(rows)
+        size = min(len(rows), max(2, self._trainer.args.per_device_train_batch_size))
+        order = sorted(range(len(rows)), key=lambda k: _elements(rows[k]))  # the shortest and the longest are in it
+        kept = [order[k * (len(rows) - 1) // max(1, size - 1)] for k in range(size)]
+        samples, rows = [samples[k] for k in kept], [rows[k] for k in kept]
         batch, again = collate(_copies(samples)), collate(_copies(samples))
         if not _same(batch, again):  # the collation is random, so rows are those of one batch
             rows = _rows_of(batch, len(samples))
-        return batch, rows
+        return batch, rows, classes
 
     def _is_steady(self, batch: _Batch) -> bool:
         """Whether the model computes the same twice in train mode, so that it can be tried in that."""
@@ -95,12 +120,14 @@ class LaneLoss:
             return False
         return abs(first - second) <= 1e-6 * abs(first)
 
-    def _why_whole(self, batch: _Batch, rows: Sequence[_Batch], passes: int) -> str:
+    def _why_whole(self, batch: _Batch, rows: Sequence[_Batch], classes: Mapping[str, int], passes: int) -> str:
         model = self._trainer.model
         if "return_loss" in inspect.signature(model.forward).parameters:
             return "this model compares the samples of a forward pass with each other"
         if passes > 1 and not self._divided:
             return "this model's loss is a mean over each forward pass"
+        if self._partly:
+            return "a part of this model's loss (an auxiliary one, say) is not divided by the number of items"
         with _changed(model, trains=True):
             if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
                 return "this model normalises over the samples of a forward pass"
@@ -109,16 +136,23 @@ class LaneLoss:
         compared = self._compared()
         cases = [(batch, rows, compared)]
         if not self._divided:  # by a number that has no weights
-            cases.extend((*case, compared[-4:]) for case in _with_all_classes(batch, rows, self._classes(batch)))
+            most = _MOST_RELABELLED if self._large else _MOST_CLASSES
+            cases.extend((*case, compared[-4:]) for case in _with_all_classes(batch, rows, classes, most))
         if all(self._adds_up(*case) for case in cases):
             return ""
         return "the loss of a forward pass is not the mean of its samples' own"
 
-    def _classes(self, batch: _Batch) -> int:
-        """Number of classes that a label may be of, as far as is known."""
-        found = [int(batch[name].max()) for name in _CLASS_NAMES if _is_class(batch.get(name))]
+    def _classes(self, rows: Sequence[_Batch]) -> dict[str, int]:
+        """Number of classes that each kind of label may be of, as far as is known."""
+        own = [name for name in self._trainer.label_names or () if name not in _POSITIONS]
         known = getattr(getattr(self._trainer.model, "config", None), "num_labels", None)
-        return min(_MOST_CLASSES, max(known if isinstance(known, int) else 0, *(1 + label for label in (*found, -1))))
+        found = {}
+        for name in dict.fromkeys((*_CLASS_NAMES, *own)):
+            seen = [1 + int(row[name].max()) for row in rows if _is_class(row.get(name))]
+            if seen:
+                least = known if isinstance(known, int) and (name in _CLASS_NAMES or own == [name]) else 0
+                found[name] = min(_MOST_CLASSES, max(least, *seen))
+        return found
 
     def _compared(self) -> list[torch.nn.Parameter]:
         """The parameters whose gradients are compared: the smallest come first where not all can be."""
@@ -139,7 +173,7 @@ class LaneLoss:
         if len(rows) < 2 or not sum(parts):
             return True
         rest = self._slopes(batch, compared)
-        limit = 0.05 if any(value.dtype in (torch.bfloat16, torch.float16) for value in rest) else 1e-4
+        limit = 0.05 if any(value.dtype in _HALVES for value in rest) else 1e-4
         scales = [torch.zeros_like(value.flatten()[0]) for value in rest]
         for row, part in zip(rows, parts, strict=True):
             for k, value in enumerate(self._slopes(row, compared) if part else ()):
@@ -159,21 +193,26 @@ class LaneLoss:
         each = (torch.zeros_like(p) if slope is None else slope for p, slope in zip(compared, slopes, strict=True))
         return [loss.detach().clone(), *(value.detach().to_dense() for value in each)]
 
-    def _divides(self, batch: _Batch, passes: int) -> bool:
-        """Whether the loss depends on the number of items that it is told. Raises: ConfigError if only a part of it
-        does, so that passes do not add up."""
+    def _see_division(self, batch: _Batch, passes: int) -> None:
+        """Find out whether the loss depends on the number of items that it is told, and whether only a part of it does.
+        An honest quotient by twice the number is half of it to the last bit, in each precision.
+
+        Raises: ConfigError if only a part of it does, so that passes do not add up."""
         items = self._items(batch)
         if not items:
-            return False
-        with self._mode(), torch.no_grad(), preserve_rng():
-            first, second = (float(self._loss(batch, n * items)) for n in (1, 2))
-        divides = abs(first - second) > 1e-3 * abs(first)
-        if divides and passes > 1 and abs(2 * second - first) > 1e-5 * abs(first):
+            return
+        found = []
+        for times in (1, 2):
+            with self._mode(), torch.no_grad(), preserve_rng():
+                found.append(float(self._loss(batch, times * items)))
+        first, second = found
+        self._divided = abs(first - second) > 1e-3 * abs(first)
+        self._partly = self._divided and abs(2 * second - first) > 1e-6 * abs(first)
+        if self._partly and passes > 1:
             raise ConfigError(
                 f"gradient_accumulation_steps: expected 1, got {passes}, because a part of this model's loss (an "
                 "auxiliary one, say) is not divided by the number of items: raise per_device_train_batch_size instead"
             )
-        return divides
 
     def _items(self, batch: Mapping[str, Any]) -> int | None:
         """Number of the batch's items; None where the loss is not told it."""
@@ -221,20 +260,105 @@ class LaneLoss:
 
 
 @contextmanager
+def _as_before(trainer: Any) -> Iterator[None]:
+    """Afterwards, a trainer has what it had: what its loss logs is told to no callback, and what it keeps there is
+    forgotten."""
+    before = dict(vars(trainer))
+    kept = [(value, copy.copy(value)) for value in _containers(v for k, v in before.items() if "dataset" not in k)]
+    state, silent = copy.copy(trainer.state), copy.copy(trainer.callback_handler)
+    vars(state).update(log_history=list(state.log_history))
+    vars(silent).update(callbacks=[])
+    vars(trainer).update(state=state, control=copy.copy(trainer.control), callback_handler=silent)
+    try:
+        yield
+    finally:
+        vars(trainer).clear()
+        vars(trainer).update(before)
+        for value, copied in kept:
+            _put_back(value, copied)
+
+
+def _containers(values: Iterable[Any]) -> list[Any]:
+    """Those among some values, and in them, that can be changed in place."""
+    found: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list | dict | set | deque) and id(value) not in found:
+            found[id(value)] = value
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+    return list(found.values())
+
+
+def _put_back(value: Any, copied: Any) -> None:
+    value.clear()
+    if isinstance(value, dict):
+        dict.update(value, copied)
+    elif isinstance(value, set):
+        value.update(copied)
+    else:
+        value.extend(copied)
+
+
+@contextmanager
+def _in_float32(model: torch.nn.Module, *, changes: bool) -> Iterator[None]:
+    """A model's 16-bit weights and buffers as float32; afterwards they are as before. changes: False for no change."""
+    weights = [(p, p.data) for p in model.parameters() if p.dtype in _HALVES] if changes else []
+    buffers = [(module, dict(module._buffers)) for module in model.modules()] if changes else []
+    try:
+        for weight, value in weights:
+            weight.data = value.float()
+        for module, before in buffers:
+            module._buffers.update(_widened(before))
+        yield
+    finally:
+        for weight, value in weights:
+            weight.data = value
+        for module, before in buffers:
+            module._buffers.update(before)
+
+
+def _widened(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.float() if isinstance(v, torch.Tensor) and v.dtype in _HALVES else v for k, v in values.items()}
+
+
+@contextmanager
+def _without_dropout() -> Iterator[None]:
+    """Functions of dropout, which modules of torch call, too, pass their input on."""
+    before = {name: value for name, value in vars(functional).items() if name in (*_DROPOUTS, _ATTENTION)}
+    attention = before[_ATTENTION]
+
+    def passed_on(*args: Any, **named: Any) -> Any:
+        return args[0] if args else named["input"]
+
+    def undropped(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *more: Any, **named: Any
+    ) -> Any:
+        return attention(query, key, value, attn_mask, 0.0 * dropout_p, *more, **named)
+
+    try:
+        vars(functional).update({**dict.fromkeys(_DROPOUTS, passed_on), _ATTENTION: undropped})
+        yield
+    finally:
+        vars(functional).update(before)
+
+
+@contextmanager
 def _changed(model: torch.nn.Module, *, trains: bool) -> Iterator[None]:
     """All of a model in train mode, but without dropout, or in eval mode; afterwards, its modules and buffers are as
     before."""
     modes = [(module, module.training, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    dropouts = [(module, module.p) for module in model.modules() if isinstance(module, _DropoutNd)]
+    recurrent = [(module, module.dropout) for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
     try:
         model.train(trains)
-        for module, _ in dropouts:
-            vars(module).update(p=0.0)
-        yield
+        for module, _ in recurrent:
+            vars(module).update(dropout=0.0)
+        with _without_dropout() if trains else nullcontext():
+            yield
     finally:
-        for module, chance in dropouts:
-            vars(module).update(p=chance)
+        for module, chance in recurrent:
+            vars(module).update(dropout=chance)
         for each, training, buffers in modes:
             each.training = training
             each._buffers.update(buffers)
@@ -258,16 +382,18 @@ def _is_of_gpu(flag: str) -> bool:
     return flag in ("cuda_matmul_fp32_precision", "cuda_conv_fp32_precision")
 
 
-def _with_all_classes(batch: _Batch, rows: Sequence[_Batch], classes: int) -> Iterator[tuple[_Batch, Sequence[_Batch]]]:
+def _with_all_classes(
+    batch: _Batch, rows: Sequence[_Batch], classes: Mapping[str, int], most: int
+) -> Iterator[tuple[_Batch, Sequence[_Batch]]]:
     """The same with labels of all classes, if labels are classes: the weight of a rare one shows by its labels alone.
-    The first sample is of class 0, and the others of the next ones, so that each class is compared with that one; of
-    many classes, the first."""
-    for name in _CLASS_NAMES:
+    The first sample is of class 0, and the others of the next ones, so that each class is compared with that one.
+    most: batches for each kind of label."""
+    for name, count in classes.items():
         labels: Any = batch.get(name)
         if len(rows) < 2 or not _is_class(labels) or len(labels) != len(rows):
             continue
-        for first in range(1, classes, len(rows) - 1)[:_MOST_RELABELLED]:
-            each = torch.tensor([0, *((first + k) % classes for k in range(len(rows) - 1))], device=labels.device)
+        for first in range(1, count, len(rows) - 1)[:most]:
+            each = torch.tensor([0, *((first + k) % count for k in range(len(rows) - 1))], device=labels.device)
             others = [{**row, name: _relabelled(row[name], each[k : k + 1])} for k, row in enumerate(rows)]
             yield {**batch, name: _relabelled(labels, each)}, others
 

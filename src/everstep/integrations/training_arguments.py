@@ -116,6 +116,8 @@ def job_settings(args: Any, steps: int, per_epoch: int) -> dict[str, Any]:
     elif strategy == "steps":
         every = args.save_steps if args.save_steps >= 1 else math.ceil(steps * args.save_steps)
         found["checkpoint.disk.every_steps"] = max(1, int(every))
+    if args.dataloader_prefetch_factor is not None:
+        found["loader.prefetch"] = args.dataloader_prefetch_factor
     if args.save_total_limit:
         found["checkpoint.disk.keep_last"] = args.save_total_limit
     return found

@@ -50,6 +50,8 @@ _SHOWS = ("torch.profiler", "torch.utils.tensorboard", "logging", "tqdm", "rich"
 """Packages whose objects count steps only to show them."""
 _WALKED = ("collections", "queue", "types", "dataclasses", "torch.utils.data", "argparse")
 """Modules that are not the user's, whose objects may hold the user's."""
+CARRIED_NAMES = "__everstep_carried__"
+"""Attribute of a class: names of its objects' attributes that another object, which is given to `join`, carries."""
 
 
 @dataclass(frozen=True)
@@ -348,7 +350,8 @@ class Survey:
         self._push(place, [(f".{name}", v) for name, v in parts.items()], owner)
 
     def _object(self, place: _Place) -> None:
-        self._push(place, _attributes(place.value))
+        kept = getattr(type(place.value), CARRIED_NAMES, ()) if self.trusting else ()
+        self._push(place, [(name, value) for name, value in _attributes(place.value) if name[1:] not in kept])
         self._push(place, [("", type(place.value))])
 
     def _foreign(self, place: _Place) -> None:

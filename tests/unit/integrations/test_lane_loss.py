@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -123,10 +126,163 @@ class Contrasts(Aside):
 
 @pytest.mark.parametrize(("kind", "whole"), [(Aside, False), (Rare, True), (Auxiliary, True), (Contrasts, True)])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_all_gradients_and_classes_are_tried(tmp_path: Path, kind: Any, whole: bool, bf16: bool) -> None:
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_all_gradients_and_classes_are_tried(
+    tmp_path: Path, kind: Any, whole: bool, bf16: bool, weights: torch.dtype
+) -> None:
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], bf16=bf16)
-    trainer = Trainer(model=kind(), args=arguments)
+    trainer = Trainer(model=kind().to(weights), args=arguments)
     assert lane_loss(trainer, [0, 1, 1, 8 + (kind is Rare)]).whole is whole
+    assert {p.dtype for p in trainer.model.parameters()} == {weights}
+
+
+class Told(Aside):
+    """It divides by the number of items, and adds a part that compares samples."""
+
+    part = 0.0
+
+    def forward(self, input_ids: Any, labels: Any, attention_mask: Any, **told: Any) -> Any:
+        seen = (self.table(input_ids) * attention_mask[..., None]).sum(1)
+        logits = self.head(seen) + self.last(seen)
+        summed = functional.cross_entropy(logits, labels, reduction="sum") / told.get("num_items_in_batch", len(labels))
+        return {"loss": summed + self.part * logits.softmax(-1).mean(0).square().sum()}
+
+
+class Routed(Told):
+    part = 1e-4
+
+
+@pytest.mark.parametrize(("kind", "whole"), [(Told, False), (Routed, True)])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_a_small_part_that_is_not_divided_needs_the_whole_batch(
+    tmp_path: Path, kind: Any, whole: bool, weights: torch.dtype
+) -> None:
+    assert lane_loss(plain(kind().to(weights), tmp_path), [0, 1, 1, 8]).whole is whole
+
+
+def test_weights_that_compute_in_their_own_precision_alone_are_tried_in_it(tmp_path: Path) -> None:
+    class Own(Aside):
+        def loss(self, one: Any, other: Any, labels: Any) -> Any:
+            assert one.dtype == torch.bfloat16
+            return super().loss(one, other, labels)
+
+    assert not lane_loss(plain(Own().bfloat16(), tmp_path), [0, 1, 1, 8]).whole
+
+
+class Dropping(Contrasts):
+    """It drops at random by a function or by a module that does so itself."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.attention = torch.nn.MultiheadAttention(10, 2, dropout=0.1)
+        self.recurrent = torch.nn.LSTM(10, 10, num_layers=2, dropout=0.1)
+
+    def loss(self, one: Any, other: Any, labels: Any) -> Any:
+        if self.how == "function":
+            other = functional.dropout(other, 0.1, self.training)
+        elif self.how == "attention function":
+            other = functional.scaled_dot_product_attention(
+                *[other[:, None]] * 3, dropout_p=0.1 if self.training else 0.0
+            )[:, 0]
+        elif self.how == "attention":
+            other = self.attention(*[other[None]] * 3)[0][0]
+        elif self.how == "recurrent":
+            other = self.recurrent(other[None])[0][0]
+        return super().loss(one, other, labels)
+
+
+@pytest.mark.parametrize("how", ["function", "attention function", "attention", "recurrent"])
+def test_no_kind_of_dropout_hides_what_train_mode_does(tmp_path: Path, how: str) -> None:
+    model = Dropping(how)
+    assert lane_loss(plain(model, tmp_path), [0, 1, 1, 8]).whole
+    assert model.training and (model.attention.dropout, model.recurrent.dropout) == (0.1, 0.1)
+
+
+def test_a_trial_takes_no_more_memory_than_a_pass_and_finds_a_rare_class(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    class Counts(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+            sizes.append(len(inputs["labels"]))
+            return super().compute_loss(model, inputs, return_outputs, **more)
+
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=3)
+    lane = lane_loss(Counts(model=Rare(), args=arguments), [0, 1, 2, 9, 4, 5, 6, 7, 8])
+    assert lane.whole and max(sizes) == 3
+
+
+def test_a_trial_that_failed_holds_no_memory_of_it_when_another_pass_is_computed(tmp_path: Path) -> None:
+    held: list[Any] = []
+
+    def pairs(samples: Any) -> Any:
+        held.append(sys.exc_info()[1])
+        assert len(samples) > 1
+        return filled(samples)
+
+    samples = [{"input_ids": torch.tensor([1, 2, 3]), "labels": 0}] * 4
+    LaneLoss(made(tmp_path, Trainer), samples, pairs, 2, shifts=False)
+    assert held == [None, None]
+
+
+def test_what_a_loss_logs_and_keeps_during_the_trial_is_forgotten(tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    class Listens(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, *args: Any, **kwargs: Any) -> None:
+            told.append(args)
+
+    class Logs(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+            self.calls += 1
+            self.kept["losses"].append(0.5)
+            self.log({"part": 0.5})
+            return super().compute_loss(model, inputs, return_outputs, **more)
+
+    trainer = made(tmp_path, Logs)
+    trainer.add_callback(Listens())
+    kept = defaultdict(list, losses=[1.0])
+    vars(trainer).update(calls=0, kept=kept)
+    before = dict(vars(trainer))
+    lane_loss(trainer, [0, 1, 1, 0])
+    assert (told, trainer.state.log_history) == ([], [])
+    assert vars(trainer) == before and trainer.kept is kept and dict(kept) == {"losses": [1.0]}
+
+
+@pytest.mark.parametrize(("kind", "whole"), [(Aside, False), (Rare, True)])
+def test_classes_may_have_the_names_of_the_arguments(tmp_path: Path, kind: Any, whole: bool) -> None:
+    class Renamed(kind):  # type: ignore[misc]
+        def forward(self, input_ids: Any, kinds: Any, attention_mask: Any, start_positions: Any) -> Any:
+            assert int(start_positions.max()) < input_ids.shape[1]
+            return super().forward(input_ids, kinds, attention_mask)
+
+    def collate(samples: Any) -> Any:
+        batch = filled(samples)
+        ends = batch["attention_mask"].sum(1) - 1
+        return {"kinds": batch.pop("labels"), "start_positions": ends, **batch}
+
+    names = ["kinds", "start_positions"]
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], label_names=names)
+    trainer = Trainer(model=Renamed(), args=arguments)
+    model: Any = trainer.model
+    model.config = SimpleNamespace(num_labels=10)
+    assert lane_loss(trainer, [0, 0, 0, 0], collate).whole is whole
+
+
+def test_each_kind_of_label_has_its_own_number_of_classes(tmp_path: Path) -> None:
+    class Two(Aside):
+        def forward(self, input_ids: Any, labels: Any, attention_mask: Any, label: Any) -> Any:
+            seen = self.table(input_ids[:, 0])
+            return {"loss": self.loss(self.head(seen), self.last(seen), labels) + self.second(seen, label)}
+
+        def second(self, seen: Any, label: Any) -> Any:
+            return functional.cross_entropy(seen[:, :2], label)
+
+    def collate(samples: Any) -> Any:
+        batch = filled(samples)
+        return {**batch, "label": batch["labels"] % 2}
+
+    assert not lane_loss(plain(Two(), tmp_path), [0, 1, 1, 9], collate).whole
 
 
 def test_rows_of_a_random_collation_that_cannot_be_taken_apart_need_the_whole_batch(tmp_path: Path) -> None:
@@ -210,6 +366,10 @@ def filled(samples: Any) -> Any:
     ids = torch.nn.utils.rnn.pad_sequence([sample["input_ids"] for sample in samples], batch_first=True)
     labels = torch.tensor([sample["labels"] for sample in samples])
     return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
+
+
+def plain(model: Any, folder: Path) -> Any:
+    return Trainer(model=model, args=TrainingArguments(str(folder), use_cpu=True, report_to=[]))
 
 
 def made(folder: Path, kind: Any) -> Any:

@@ -75,6 +75,8 @@ def test_config_that_follows(tmp_path: Path) -> None:
         "checkpoint.disk.every_steps": 10,
         "checkpoint.disk.keep_last": 3,
     }
+    ahead = arguments(tmp_path, dataloader_prefetch_factor=3, dataloader_num_workers=1)
+    assert job_settings(ahead, 9, 3)["loader.prefetch"] == 3
     assert job_settings(arguments(tmp_path, save_steps=0.25), 10, 10)["checkpoint.disk.every_steps"] == 3
     assert "checkpoint.disk.every_steps" not in job_settings(arguments(tmp_path, save_strategy="no"), 9, 3)
 
@@ -126,7 +128,12 @@ def test_other_overrides_are_refused(tmp_path: Path) -> None:
             pass
 
     model, args = torch.nn.Linear(2, 2), arguments(tmp_path)
-    for name in ("training_step", "_get_train_sampler", "_inner_training_loop", "_clip_grad_norm"):
+    names = (
+        *("training_step", "_get_train_sampler", "_inner_training_loop", "_clip_grad_norm", "_load_callback_state"),
+        *("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "_load_scaler", "_get_learning_rate"),
+        "floating_point_ops",
+    )
+    for name in names:
         kind = type("Mine", (Trainer,), {name: lambda self, *given: None})
         with pytest.raises(ConfigError, match=f"{name} would not be called"):
             kind(model=model, args=args)
@@ -134,6 +141,25 @@ def test_other_overrides_are_refused(tmp_path: Path) -> None:
         Trainer(model=model, args=args, callbacks=[Early()])
     with pytest.raises(ConfigError, match="read as a stream"):
         Trainer(model=model, args=arguments(tmp_path, max_steps=2), train_dataset=Streamed()).train()
+
+
+def test_an_optimizer_with_modes_is_refused(tmp_path: Path) -> None:
+    from everstep.integrations.huggingface import Trainer
+
+    class Averages(torch.optim.SGD):
+        def train(self) -> None:
+            pass
+
+    class Pairs(torch.nn.Linear):
+        def forward(self, x: Any, labels: Any) -> Any:
+            return {"loss": (super().forward(x) - labels).square().mean()}
+
+    model = Pairs(1, 1)
+    row = {"x": torch.zeros(1), "labels": torch.zeros(1)}
+    optimizers = Averages(model.parameters(), lr=0.1), None
+    trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=[row] * 8, optimizers=optimizers)
+    with pytest.raises(ConfigError, match="Averages has modes"):
+        trainer.train()
 
 
 class Patient(transformers.EarlyStoppingCallback):  # type: ignore[misc]

@@ -110,6 +110,14 @@ def test_what_code_that_is_not_read_changes_is_told_and_refused(
     survey.refuse(names, "step 5")
 
 
+def test_what_a_class_says_that_another_object_carries_is_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = "class Box:\n    __everstep_carried__ = ('level',)\nbox, levels = Box(), [1.0]\nbox.level = 1.0"
+    survey, _ = surveyed(tmp_path, HIDDEN._replace(setup=setup), monkeypatch)
+    assert survey.changed == ("levels",)
+
+
 def test_a_record_is_read_with_care() -> None:
     assert recorded(None) == recorded(b"") == ()
     assert recorded(b"[]") == recorded(b"{") == ("something that its manifest does not name",)
