@@ -140,11 +140,9 @@ def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
         begun = replace(begun, own=begun.own or _own(etcd, begun.config))
         shown = begun.run_dir or Path(str(found.facts.get("run_dir")))
         shared = _sees(shown, lambda: _place(etcd) or word)
+        # Where another host has led again, that folder is its agent's.
         if shared and word_in(shown) != word and not begun.agent and is_locked(shown / OWN_FOLDER):
-            begun, shared = (
-                replace(begun, run_dir=None),
-                False,
-            )  # that folder is the agent's of the host that leads here
+            begun, shared = replace(begun, run_dir=None), False
         if not shared:
             shown = held.enter_context(copy_in(begun, word, lambda: in_etcd(etcd)))
         if met is not None and (where := in_etcd(etcd)) is not None:

@@ -19,8 +19,9 @@ from everstep.base.errors import Deposed
 from everstep.base.exit_codes import ANOTHER_LEADS
 from everstep.cli import coming_back, leading
 from everstep.cli.job import JobFile, write_job
-from everstep.observe.events import read_events
+from everstep.observe.events import EventLog, read_events
 from everstep.runtime import job as job_module
+from everstep.runtime.files.host_directory import OWN_FOLDER, SOURCE_FILE
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.job_end import Outcome
 from everstep.runtime.lead.succession import Succession
@@ -123,3 +124,16 @@ def test_hosts_that_shared_a_directory_that_is_of_before_do_not_meet_there(
     with contextlib.nullcontext() if sets_aside else run_lock(tmp_path):
         coming_back.become_standby(Start(CONFIG, run_dir=tmp_path, succession=succession))
     assert done == (["aside", True] if sets_aside else [False])
+
+
+def test_what_an_agent_of_before_could_not_send_comes_before_what_is_told_of_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / OWN_FOLDER
+    own.mkdir()
+    write_job(own, JobFile("task.py:Task", (), CONFIG))
+    (own / SOURCE_FILE).write_text("0123456789abcdef\n")
+    EventLog(own / EVENTS_FILE).write("step_committed", step=1)
+    led(tmp_path, monkeypatch, Outcome(1, "failed", COMPLETED))
+    kinds = [event["kind"] for event in read_events(tmp_path / EVENTS_FILE)]
+    assert kinds[:2] == ["step_committed", "job_started"]
