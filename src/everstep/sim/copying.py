@@ -239,7 +239,7 @@ class SimSaver:
         agreed = {k: operation.digests.get(k, "") for k in held}
         for k, said in agreed.items() if leads else ():
             if said and said != format(digest(life.job.trained(held[k])), "x"):
-                givers = operation.sources.get(k, ())[:1]
+                givers = () if k in life.driver.machine.held else operation.sources[k][:1]
                 life.tainted(operation, f"stage {k} has changed since all had agreed on it", not givers, givers)
                 return
         if leads:

@@ -180,7 +180,7 @@ class Finisher:
         if self._view.stages.split:
             return self._put(plan, room, lambda: self._write_split(run_dir, operation, room, left=left))
         model, state = self._view.stages.only.parts.model, self._view.stages.only.state
-        _refuse_other({0: self._view.stages.only.compared(number)}, operation)
+        self._refuse_other({0: self._view.stages.only.compared(number)}, operation)
         digest = self._digest(operation)
         tensors = model_tensors(model, state.memory.whole)
         room.need(_size(tensors))
@@ -198,7 +198,7 @@ class Finisher:
                 parts = self._collect(operation, aside)
                 if not self._view.config.zero.stage:  # else others are looked at as members compare them
                     digests = {k: topology.state_digest(manifest, number) for k, (manifest, _) in enumerate(parts)}
-                    _refuse_other(digests, operation)
+                    self._refuse_other(digests, operation)
                 merged = topology.merge([manifest for manifest, _ in parts])
                 tensors = {name: one for _, found in parts for name, one in found.items()}
                 ordered = {name: tensors[name] for name in sorted(tensors)}
@@ -206,6 +206,17 @@ class Finisher:
                 write_final(run_dir, *about, number, left=left, tick=self._view.tick)
             finally:
                 room.need(aside.size + _size(ordered))
+
+    def _refuse_other(self, digests: Mapping[int, str], operation: Finish) -> None:
+        """Raises: Unusable if a stage is not the one that all have agreed on. Who gave one of which this worker has
+        nothing has changed it."""
+        for stage, digest in digests.items():
+            agreed = operation.digests.get(stage, "")[:WHOLE]
+            if agreed and digest[:WHOLE] != agreed:
+                text = f"stage {stage} has changed since all had agreed on it after the last step"
+                why = Why(Cause.CORRUPT, f"{text} ({digest[:12]}, expected {agreed[:12]})")
+                own = stage in self._view.driver.machine.held
+                raise Unusable(why, torn=own, odd=() if own else operation.sources[stage][:1])
 
     def _put(self, plan: Plan, room: Room, write: Callable[[], None]) -> bool:
         """Write, also to a disk that is full for a while; False if it did not go on before."""
@@ -347,17 +358,6 @@ def _aside(run_dir: Path) -> Iterator[Aside]:
             if error.filename is not None and not str(error.filename).startswith("/proc/self/fd/"):
                 raise
             raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def _refuse_other(digests: Mapping[int, str], operation: Finish) -> None:
-    """Raises: Unusable if a stage is not the one that all have agreed on; who gave it has changed it."""
-    for stage, digest in digests.items():
-        agreed = operation.digests.get(stage, "")[:WHOLE]
-        if agreed and digest[:WHOLE] != agreed:
-            text = f"stage {stage} has changed since all had agreed on it after the last step"
-            why = Why(Cause.CORRUPT, f"{text} ({digest[:12]}, expected {agreed[:12]})")
-            givers = operation.sources.get(stage, ())[:1]
-            raise Unusable(why, torn=not givers, odd=givers)
 
 
 def names_of(model: nn.Module, state: ModelState) -> dict[str, str]:

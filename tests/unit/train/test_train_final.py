@@ -94,11 +94,14 @@ def test_what_would_not_fit_is_not_tried_again(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_stage_that_has_changed_is_its_givers_fault() -> None:
-    operation: Any = SimpleNamespace(digests={0: "a" * 64, 1: "b" * 64}, sources={1: (5, 6)})
-    final._refuse_other({0: "a" * 64, 1: "b" * 64}, operation)
+    """But for one of which the worker has a part itself, as where members divide the state."""
+    operation: Any = SimpleNamespace(digests={0: "a" * 64, 1: "b" * 64}, sources={0: (4,), 1: (5, 6)})
+    view = SimpleNamespace(driver=SimpleNamespace(machine=SimpleNamespace(held={0: None})))
+    finisher = Finisher(cast(Any, view), cast(Any, None))
+    finisher._refuse_other({0: "a" * 64, 1: "b" * 64}, operation)
     for digests, torn, odd in (({0: "c" * 64}, True, ()), ({0: "a" * 64, 1: "c" * 64}, False, (5,))):
         with pytest.raises(Unusable, match="has changed since all had agreed on it") as raised:
-            final._refuse_other(digests, operation)
+            finisher._refuse_other(digests, operation)
         assert (raised.value.torn, raised.value.odd) == (torn, odd)
 
 
