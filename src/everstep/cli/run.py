@@ -74,6 +74,7 @@ from everstep.cli.tokens import given_token, token_in
 from everstep.cli.worker import PRELOAD
 from everstep.observe.events import read_events
 from everstep.report.facts import facts_of
+from everstep.runtime.files.claim_files import forget_claims
 from everstep.runtime.files.private import owner_words
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.host.admission import cannot_strike
@@ -449,6 +450,8 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
         return _already_finished(run_dir, found, as_json=asked.as_json)
     if found.job is not None:  # a resumed job: its checkpoints bear its name
         job = dataclasses.replace(job, created_unix_ns=found.job.created_unix_ns, begins_after=found.job.begins_after)
+        if found.job.config.chaos != config.chaos:
+            forget_claims(run_dir)
     warning = ask_object_store(config.checkpoint)
     job = with_cut(dataclasses.replace(job, **_proven(probe)), probe.cut, probe.unit_ms, found.job)
     start = find_start(run_dir, job, script=asked.is_script, trust=invocation.trust)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 from everstep.base.below import drafted
@@ -26,3 +27,8 @@ def claim(run_dir: Path, name: str, text: str) -> tuple[bool, str]:
         except FileExistsError:
             return False, read_given(path, _MOST_BYTES, 1).decode(errors="replace")
     return True, text
+
+
+def forget_claims(run_dir: Path) -> None:
+    """Other faults follow, which have the same numbers."""
+    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
