@@ -82,7 +82,7 @@ def read_data(data: Any, collate: Collate | None) -> GivenData:
             "(everstep.TokenFile, everstep.TarShards, a Dataset of yours)"
         )
     if not isinstance(data, DataLoader):
-        _refuse_loader_inside(data)
+        _refuse_batches(data)
         _refuse_several(data, collate)
         return GivenData(data, collate or default_collate)
     name = type(data).__name__
@@ -99,6 +99,7 @@ def read_data(data: Any, collate: Collate | None) -> GivenData:
         )
     settings = {"loader.workers": data.num_workers, "loader.pin_memory": bool(data.pin_memory)}
     if isinstance(data.dataset, IterableDataset):
+        _refuse_batches(data.dataset)
         if data.batch_size is None:
             raise ConfigError(
                 f"{name} has batch_size=None, so each item of the stream is a batch, but lanes share a global batch of "
@@ -120,14 +121,24 @@ def read_data(data: Any, collate: Collate | None) -> GivenData:
     return GivenData(Subset(data.dataset, order), data.collate_fn, data.batch_size, settings, kept)
 
 
-def _refuse_loader_inside(data: Any) -> None:
-    """Raises: ConfigError for a pipeline of the package webdataset that begins with a DataLoader, as its WebLoader."""
-    steps = getattr(data, "pipeline", None)
-    if isinstance(steps, list) and any(isinstance(step, DataLoader) for step in steps):
+def _refuse_batches(data: Any) -> None:
+    """Raises: ConfigError for a pipeline of the package webdataset, as its WebLoader, that makes batches itself."""
+    if _makes_batches(data):
         raise ConfigError(
-            f"dataset: {type(data).__name__} has a DataLoader inside, and would give its batches for samples: give its "
-            "dataset, without .batched(), in a torch.utils.data.DataLoader(dataset, batch_size=...)"
+            f"dataset: {type(data).__name__} makes batches itself, and each would be taken for a sample: leave out "
+            ".batched() and the WebLoader, and give torch.utils.data.DataLoader(dataset, batch_size=...)"
         )
+
+
+def _makes_batches(data: Any) -> bool:
+    found, steps = False, getattr(data, "pipeline", None)
+    for step in steps if isinstance(steps, list) else ():
+        name = getattr(getattr(step, "f", None), "__name__", "")
+        if isinstance(step, DataLoader):
+            found = step.batch_size is not None or _makes_batches(step.dataset)
+        elif name in ("_batched", "_unbatched") or hasattr(step, "pipeline"):
+            found = name == "_batched" or _makes_batches(step)
+    return found
 
 
 def _refuse_several(data: Any, collate: Collate | None) -> None:

@@ -240,8 +240,9 @@ class LifeLink(LoneLink):
             found = self._look(view, sys._getframe(1))
             if self.watcher.works:
                 numbers = numbers_in(loop_frames(sys._getframe(1)))
-                evaluated = view.config.eval_every or epoch_end(view.order, view.config.eval_every_epochs)
-                ends = {"the end of an epoch": epoch_end(view.order), "an evaluation": evaluated}
+                every, epochs = view.config.eval_every, view.config.eval_every_epochs
+                ends = {"the end of an epoch": epoch_end(view.order), "an evaluation": every}
+                ends["the evaluation after an epoch"] = epoch_end(view.order, epochs)
                 found = replace(found, numbers=numbers, total=view.order.total_steps, ends=ends)
             report(self._what, self._life, replace(found, noted=self.watcher.noted()))
 

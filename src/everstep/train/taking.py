@@ -146,10 +146,10 @@ class _Rooms:
 
     def check(self) -> None:
         """Raises what kept a block from lying where it belongs: no source is to blame for that. Unusable if a host of
-        this worker has no room."""
+        this worker has no room: it begins anew, as the same would not fit again."""
         if isinstance(self._failed, OSError):
             why = Why(Cause.OOM, f"a host of this worker has no room for the state that comes: {self._failed}")
-            raise Unusable(why, torn=False) from self._failed
+            raise Unusable(why, torn=True) from self._failed
         if self._failed is not None:
             raise self._failed
 

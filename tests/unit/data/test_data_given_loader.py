@@ -102,10 +102,14 @@ def test_a_stream_of_batches_is_refused() -> None:
 
 def test_a_pipeline_that_makes_batches_itself_is_refused() -> None:
     webdataset = pytest.importorskip("webdataset")
-    loader = webdataset.WebLoader(Numbers(), batch_size=4)
-    for given in (loader, loader.unbatched().shuffle(8).batched(2)):
-        with pytest.raises(ConfigError, match="WebLoader has a DataLoader inside, and would give its batches for sam"):
+    loader, samples = webdataset.WebLoader(Numbers(), batch_size=4), webdataset.DataPipeline(Numbers())
+    batches = webdataset.DataPipeline(Numbers(), webdataset.batched(4))
+    inside = webdataset.WebLoader(batches, batch_size=None)
+    for given in (loader, batches, inside, loader.unbatched().batched(2), DataLoader(batches, 2)):
+        with pytest.raises(ConfigError, match="makes batches itself, and each would be taken for a sample"):
             read_data(given, None)
+    for given in (samples, webdataset.WebLoader(samples, batch_size=None), inside.unbatched(), DataLoader(samples, 2)):
+        assert read_data(given, None).dataset in (given, samples)
 
 
 @pytest.mark.parametrize("data", ["data/train", Path("data/train")])

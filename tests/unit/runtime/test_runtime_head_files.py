@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from everstep.protocol import messages as m
+from everstep.runtime.files.claim_files import forget_claims
 from everstep.runtime.files.head_files import HeadFiles
 
 
@@ -37,6 +38,8 @@ def test_a_fault_is_claimed_once_in_a_job(tmp_path: Path) -> None:
     for name in ("../x", "", "a", "0/1"):
         assert claim(name, "") == []
     assert sorted(path.name for path in (tmp_path / "chaos").iterdir()) == ["0"]
+    forget_claims(tmp_path)
+    assert claim("0", "[3]") == [("w", m.FaultClaimed(request=4, first=True, text="[3]"))], "it is another fault"
 
 
 def test_who_asks_for_logs_is_answered_by_the_host_or_told_that_it_is_gone(tmp_path: Path) -> None:
