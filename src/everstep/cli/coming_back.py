@@ -57,15 +57,15 @@ def mark_head(*, leads: bool) -> None:
             Path(path).unlink(missing_ok=True)
 
 
-def become_standby(begun: Start, *, deposed: bool = True) -> NoReturn:
+def become_standby(begun: Start, *, deposed: bool = True, refill: int | None = None) -> NoReturn:
     """Go on as a standby host. begun: of this host, where nothing of the job runs any more but the agent, with its
-    workers. deposed: this host led the job, and what is of before is set aside. Raises: ConfigError, OSError if that
-    fails."""
+    workers. deposed: this host led the job, and what is of before is set aside. refill: as of the agent. Raises:
+    ConfigError, OSError if that fails."""
     if deposed:
         with run_lock(begun.folder):
             put_aside(begun.folder)
     mark_head(leads=False)
-    command = standby_words(begun)
+    command = standby_words(begun) + ([] if refill is None else ["--refill", str(refill)])
     os.execve(command[0], command, _variables(begun))
 
 

@@ -50,7 +50,7 @@ class FakeProcess(Supervised):
         self.room = 0
         self.leaves_alone = False
         self.left = 0
-        self.leaving = False
+        self.leaving = self.resigned = False
 
     @property
     def pid(self) -> int:
@@ -77,6 +77,9 @@ class FakeProcess(Supervised):
         self.leaving = self.in_order = True
         self.die()
         return True
+
+    def resign(self) -> None:
+        self.resigned = True
 
     def die(self) -> None:
         alive, self._alive = self._alive, -1
@@ -109,15 +112,22 @@ class Started:
     """A job in a thread, and whom it speaks with."""
 
     def __init__(
-        self, run_dir: Path, *, local: bool, hopeless: bool, silent_s: float = 600.0, guest: bool = False
+        self,
+        run_dir: Path,
+        *,
+        local: bool,
+        hopeless: bool,
+        silent_s: float = 600.0,
+        guest: bool = False,
+        owner: str = "",
     ) -> None:
         run_dir.mkdir()
         self.events: list[dict[str, Any]] = []
         self.coordinator = FakeCoordinator(TOKEN)
         self.local = FakeProcess(run_dir, hopeless=hopeless) if local else None
         config = load_config([("test", {"checkpoint.grace_s": 3, "coordinator.silent_s": silent_s})])
-        succession = Succession(guest, "me" * guest)
-        job = Job(Start(config, run_dir=run_dir, task="task", argv=("--one",), token=TOKEN, succession=succession))
+        known = {"succession": Succession(guest, owner), "stays": bool(owner)}
+        job = Job(Start(config, run_dir=run_dir, task="task", argv=("--one",), token=TOKEN, **known))
         job._local = self.local  # type: ignore[assignment]
         self.process = FakeProcess(run_dir, self.coordinator.port)
         job._coordinator = self.process  # type: ignore[assignment]
@@ -205,7 +215,9 @@ def test_signals_become_commands(started: Started) -> None:
     assert any("a preemption is coming" in text for text in said) and any("ending in order" in text for text in said)
 
 
-@pytest.mark.parametrize("started", [{"guest": True}, {"guest": True, "local": True}], indirect=True)
+@pytest.mark.parametrize(
+    "started", [{"guest": True, "owner": "me"}, {"guest": True, "owner": "me", "local": True}], indirect=True
+)
 def test_a_host_that_stands_by_leaves_in_order(started: Started) -> None:
     """The job goes on elsewhere, and nobody there is asked for a checkpoint."""
     assert started.local is None or started.local.started.acquire(timeout=PATIENCE_S)
@@ -213,6 +225,15 @@ def test_a_host_that_stands_by_leaves_in_order(started: Started) -> None:
     assert started.end() == 128 + signal.SIGUSR1
     assert started.local is None or (started.local.leaving and started.local.starts == 1)
     assert not [event for event in started.events if event["kind"] in ("warning", "agent_died")]
+
+
+@pytest.mark.parametrize("started", [{"owner": "me"}, {}], indirect=True)
+def test_an_engine_s_host_that_leads_and_has_to_go_gives_up_its_lease(started: Started) -> None:
+    """After it has asked for a checkpoint, which the next head takes; without a lease there is no next one."""
+    started.job.interrupt(signal.SIGUSR1)
+    assert started.coordinator.hear(m.Command).name == "checkpoint"
+    started.over()
+    assert started.end() == 0 and started.process.resigned == bool(started.job._begun.succession.owner)
 
 
 def test_a_second_signal_does_not_wait_for_anybody(started: Started) -> None:
