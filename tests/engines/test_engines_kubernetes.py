@@ -6,9 +6,11 @@ it ended. The manifest is taken to the letter but for where the claim is mounted
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,9 +99,10 @@ class Pods(Job):
     """The Job, with one pod on each of the first hosts."""
 
     def __init__(self, net: Net, folder: Path, script: Path, *more: str) -> None:
-        claim = folder / "claim"
+        claim, self._own = folder / "claim", "--disk" in more
         self.command = [sys.executable, "-P", "-m", "everstep"]
-        words = [*self.command, "launch", "k8s", str(script), "--hosts", "3", "--image", "i", "--claim", "c"]
+        words = [*self.command, "launch", "k8s", str(script), "--hosts", "3", "--image", "i"]
+        words += [] if self._own else ["--claim", "c"]
         words += ["--print", "--python", sys.executable, "--set", "lanes=4", "--set", "hang_limit_s=120"]
         made = subprocess.run([*words, *more, "--", f"/runs/{NAME}"], capture_output=True, text=True, env=clean())
         assert made.returncode == 0, made.stderr
@@ -121,7 +124,8 @@ class Pods(Job):
     def start(self, index: int, number: int, token: str = "") -> Pod:
         """The pod of an index, on a host (from 1)."""
         log = self._folder / f"pod-{index}.log"
-        spec = self._spec["template"]["spec"]
+        text, claim = json.dumps(self._spec["template"]["spec"]), str(self._folder / "claim")
+        spec = json.loads(text.replace(claim, f"{claim}-{index}") if self._own else text)
         self.pods[index] = Pod(spec, token or self._token, self._net.hosts[number - 1], index, log)
         return self.pods[index]
 
@@ -146,6 +150,10 @@ class Pods(Job):
         """Wait for a generation of all three, once the job that was stopped has begun again."""
         stopped_ns = self.of_kind("job_failed")[-1]["time_unix_ns"]
         self.wait_for("generation_started", lambda e: len(e["workers"]) == 3 and e["time_unix_ns"] > stopped_ns)
+
+    def at(self, index: int) -> None:
+        """From here on look at the disk of this pod's."""
+        self.run_dir = self._folder / f"claim-{index}" / NAME
 
     def leads(self, index: int) -> bool:
         """Whether the pod of this index has taken over."""
@@ -230,6 +238,34 @@ def test_with_etcd_the_jobs_own_pod_is_lost_and_stands_by(net: Net, tmp_path: Pa
         codes = [pod.code() for pod in pods.pods.values() if pod is not other]
     assert codes == [0, 0], pods.account()
     assert [e["worker_id"] for e in pods.of_kind("worker_evicted")] == [gone["worker_id"]], "the other left in order"
+    same(alone, pods)
+
+
+def test_with_etcd_the_jobs_own_pod_is_to_go_and_another_one_leads(
+    net: Net, tmp_path: Path, script: Path, alone: Path
+) -> None:
+    """Each has a disk of its own, and that of the next pod 0 is empty."""
+    etcd_there()
+    with contextlib.closing(etcd_on(net.hosts[1:])) as members:
+        pods = Pods(net, tmp_path, script, "--set", f"control.etcd={members.url()}", "--disk", "1Gi")
+        (tmp_path / "claim-0").mkdir()
+        held = hold(tmp_path / "claim-0" / NAME, 4.0)
+        for index in range(3):
+            pods.start(index, index + 1)
+        pods.at(0)
+        pods.full(3)
+        pods.wait_for("step_committed")
+        assert pods.reading(pods.pods[0].stop()) == "Ignore", pods.account()
+        (leads,) = (index for index in (1, 2) if pods.leads(index))
+        shutil.rmtree(tmp_path / "claim-0" / NAME)
+        pods.at(leads)
+        generation = max(int(e["generation"]) for e in pods.of_kind("generation_started"))
+        pods.start(0, 1)
+        pods.full(3, generation)
+        held.unlink()
+        assert [pod.code() for pod in pods.pods.values()] == [0, 0, 0], pods.account()
+    assert not pods.of_kind("job_failed") and len(pods.of_kind("job_started")) == 1
+    assert not pods.of_kind("worker_evicted"), "its worker left in order, too"
     same(alone, pods)
 
 

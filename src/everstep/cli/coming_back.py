@@ -60,10 +60,11 @@ def mark_head(*, leads: bool) -> None:
             Path(path).unlink(missing_ok=True)
 
 
-def become_standby(begun: Start, *, deposed: bool = True) -> NoReturn:
+def become_standby(begun: Start, *, deposed: bool = True, refill: int | None = None) -> NoReturn:
     """Go on as a standby host. begun: of this host, where nothing of the job runs any more but the agent, with its
     workers. deposed: the job is led elsewhere since. A directory that hosts share is set aside by the one on which the
-    job began; the others stand by in private ones. Raises: ConfigError, OSError if that fails."""
+    job began; the others stand by in private ones. refill: as of the agent. Raises: ConfigError, OSError if that
+    fails."""
     if begun.agent:  # until the next program listens, a notice of a preemption would kill it, and the agent with it
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if deposed and begun.succession.guest and not begun.succession.copying_host:
@@ -72,7 +73,7 @@ def become_standby(begun: Start, *, deposed: bool = True) -> NoReturn:
         with run_lock(begun.folder):
             put_aside(begun.folder)
     mark_head(leads=False)
-    command = standby_words(begun)
+    command = standby_words(begun) + ([] if refill is None else ["--refill", str(refill)])
     os.execve(command[0], command, _variables(begun))
 
 

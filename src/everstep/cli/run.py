@@ -318,7 +318,10 @@ def _or_stand_by(begun: Start, given: Mapping[str, Any]) -> Start:
     if config.control.etcd is None:
         raise ConfigError("--or-standby: expected --set control.etcd=... with it, where hosts find each other")
     if runs_elsewhere(replaced := dataclasses.replace(begun, config=config, stays=True)):
-        raise Deposed("the job runs already", functools.partial(become_standby, replaced, deposed=False))
+        raise Deposed(
+            "the job runs already",
+            functools.partial(become_standby, replaced, deposed=False, refill=given.get("workers")),
+        )
     return dataclasses.replace(begun, stays=True)
 
 

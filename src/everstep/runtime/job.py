@@ -331,6 +331,8 @@ class Job:
                 text = f"{name}: a preemption is coming, so a checkpoint is taken now"
                 self._notify("warning", Why(Cause.PREEMPTED, text))
                 link.command("checkpoint", vars(Why(Cause.PREEMPTED, f"notice of a preemption ({name})")))
+                if self._begun.stays and self._begun.succession.owner:
+                    self._coordinator.resign()
             return
         if self._begun.succession.guest or self._lead.elsewhere:
             self._end.leave(number)

@@ -208,11 +208,17 @@ class CoordinatorProcess(Supervised):
             self.restart_at_s = inf
             self.death = Why(Cause.LEASE, last_line(self.log_path))
             return self.death, False
-        if self.exit_code == DEPOSED:
+        if self.exit_code == DEPOSED or (self.exit_code == 0 and self._begun.succession.owner):
             self.restart_at_s = now_s
-            self.death = Why(Cause.LEASE, "it has lost its lease, and stands by")
+            how = "given up" if self.exit_code == 0 else "lost"
+            self.death = Why(Cause.LEASE, f"it has {how} its lease, and stands by")
             return self.death, False
         return why, hopeless
+
+    def resign(self) -> None:
+        """Have it give up its lease: its next life stands by, and leads again if no other host does."""
+        if self._process is not None:
+            self._process.terminate()
 
     def strike(self, kind: str, for_s: float) -> None:
         """Carry out a scripted fault: kill, stop (for_s 0: until it is continued) or throttle."""

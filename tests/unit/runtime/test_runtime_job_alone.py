@@ -52,7 +52,7 @@ class FakeProcess(Supervised):
         self.leaves_alone = False
         self.left = 0
         self.name = "h0"
-        self.leaving = False
+        self.leaving = self.resigned = False
 
     @property
     def pid(self) -> int:
@@ -79,6 +79,9 @@ class FakeProcess(Supervised):
         self.leaving = self.in_order = True
         self.die()
         return True
+
+    def resign(self) -> None:
+        self.resigned = True
 
     def die(self) -> None:
         alive, self._alive = self._alive, -1
@@ -118,14 +121,15 @@ class Started:
         hopeless: bool,
         silent_s: float = 600.0,
         succession: Succession = Succession(),  # noqa: B008
+        stays: bool = False,
     ) -> None:
         run_dir.mkdir()
         self.events: list[dict[str, Any]] = []
         self.coordinator = FakeCoordinator(TOKEN)
         self.local = FakeProcess(run_dir, hopeless=hopeless) if local else None
         config = load_config([("test", {"checkpoint.grace_s": 3, "coordinator.silent_s": silent_s})])
-        begun = Start(config, run_dir=run_dir, task="task", argv=("--one",), token=TOKEN, succession=succession)
-        job = Job(begun)
+        known = {"succession": succession, "stays": stays}
+        job = Job(Start(config, run_dir=run_dir, task="task", argv=("--one",), token=TOKEN, **known))
         job._local = self.local  # type: ignore[assignment]
         self.process = FakeProcess(run_dir, self.coordinator.port)
         job._coordinator = self.process  # type: ignore[assignment]
@@ -223,6 +227,15 @@ def test_a_host_that_stands_by_leaves_in_order(started: Started) -> None:
     assert started.end() == 128 + signal.SIGUSR1
     assert started.local is None or (started.local.leaving and started.local.starts == 1)
     assert not [event for event in started.events if event["kind"] in ("warning", "agent_died")]
+
+
+@pytest.mark.parametrize("started", [{"succession": Succession(owner="me"), "stays": True}, {}], indirect=True)
+def test_an_engine_s_host_that_leads_and_has_to_go_gives_up_its_lease(started: Started) -> None:
+    """After it has asked for a checkpoint, which the next head takes; without a lease there is no next one."""
+    started.job.interrupt(signal.SIGUSR1)
+    assert started.coordinator.hear(m.Command).name == "checkpoint"
+    started.over()
+    assert started.end() == 0 and started.process.resigned == bool(started.job._begun.succession.owner)
 
 
 def test_a_second_signal_does_not_wait_for_anybody(started: Started) -> None:
