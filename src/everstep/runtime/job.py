@@ -58,7 +58,7 @@ from everstep.runtime.link.address import (
 from everstep.runtime.link.control_client import ControlClient
 from everstep.runtime.link.handshake import role_token
 from everstep.runtime.link.tls import Tls, shown_by
-from everstep.runtime.process import Inbox, last_line, raise_descriptor_limit, taking_signals
+from everstep.runtime.process import LEAVE, Inbox, last_line, raise_descriptor_limit, taking_signals
 from everstep.runtime.process_figures import ask_about
 from everstep.runtime.start import Start
 from everstep.runtime.supervisor import REFUSED, CoordinatorProcess, LocalHost, Supervised
@@ -265,7 +265,8 @@ class Job:
             return
         why, hopeless = self._local.died(time.monotonic())
         refused = self._local.exit_code == REFUSED
-        if self._end.outcome is None and self._local.leaving and not self._lead.here:
+        left = self._local.leaving and self._local.exit_code in (0, -LEAVE)  # a refused wish leaves it to its work
+        if self._end.outcome is None and left and not self._lead.here:
             self._end.leave(signal.SIGUSR1)
         if self._end.outcome is not None or (self._local.restart_at_s == inf and not refused):
             return  # it has left, as it should

@@ -18,7 +18,7 @@ import yaml
 
 from everstep.base.errors import ConfigError
 from everstep.cli.engines import ssh
-from everstep.cli.engines.launch import Launch, host_script
+from everstep.cli.engines.launch import Launch, host_script, job_code
 from everstep.cli.engines.ssh import Remote, SshHosts
 from everstep.cli.engines.strategic_merge import merge
 from everstep.cli.main import run_command
@@ -553,6 +553,39 @@ def test_a_first_host_that_came_back_is_one_of_many(monkeypatch: pytest.MonkeyPa
 
     script = "read -r token; read -r go || exit 1; exit 0"
     assert Told(["first", "second"], ["", script], b"t" * 16, start, alike=True).run() == 0
+
+
+@pytest.mark.parametrize("then", [0, 2])
+def test_a_first_host_that_is_lost_is_tried_again_though_another_one_was_refused(
+    then: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has said that the job is over; if all are refused, that is its end."""
+    monkeypatch.setattr(ssh, "FIRST_AGAIN_S", 0.0)
+    started = []
+    lives = iter(["read -r go; exit 137", f"exit {then}"])
+
+    def start(host: str, script: str) -> subprocess.Popen[bytes]:
+        started.append(host)
+        words = f"read -r token; {next(lives) if host == 'first' else script}"
+        return subprocess.Popen(["sh", "-c", words], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
+
+    class Told(SshHosts):
+        def _say(self, text: str) -> None:
+            if text.startswith("second was refused"):
+                self._write(0, "go\n")
+
+    assert Told(["first", "second"], ["", "exit 2"], b"t" * 16, start, alike=True).run() == then
+    assert started == ["first", "second", "first"]
+
+
+def test_which_ends_of_hosts_tell_that_the_job_is_over() -> None:
+    lost, hour = (3600.0, 255), 3600.0
+    assert job_code([(3500.0, 0), lost], hour, final=False) == 0, "a host that was lost for good"
+    assert job_code([(3500.0, 0), (3590.0, 3), lost], hour, final=False) == 3
+    assert job_code([(0.0, 0), lost], hour, final=False) is None, "it left in order, and the others went on"
+    assert job_code([(0.0, 1), (3599.0, 0)], hour, final=True) == 0
+    assert job_code([(3599.0, 2), lost], hour, final=False) is None
+    assert job_code([(3598.0, 2), (3599.0, 2)], hour, final=True) == 2
 
 
 def test_what_ssh_and_ray_would_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,3 +169,20 @@ def test_the_end_of_the_first_host_where_any_may_lead(etcd: str, monkeypatch: py
     assert driver._ended(1) is None and not driver._running
     driver._signal, driver._due = 0, {}
     assert not etcd or driver._turn() == 0
+
+
+def test_the_job_goes_on_if_all_were_lost_and_is_over_if_all_were_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has begun again has not ended, whatever its exit code was."""
+    monkeypatch.setattr(ray_cluster, "_RayGroups", lambda ray: Cluster(a=1, b=1))
+    monkeypatch.setattr(ray_cluster, "_LOOK_S", 0.0)
+    launch = Launch("n", "t", (), (), 2, 1, "/r", "", etcd="etcd://10.0.0.1/jobs/a")
+    driver: Any = ray_cluster._Driver(Ray(), launch, b"t" * 16, 0, 1)
+    begun: list[int] = []
+    driver._begin, driver._first_leads, driver._running = begun.append, False, {1: 1}
+    assert driver._ended(1) is None
+    driver._due[1] = 0.0
+    assert driver._turn() is None and begun == [0, 1]
+    assert driver._turn() is None, "their actors are lost"
+    driver._running = {0: 2, 1: 2}
+    assert driver._ended(0) is None and driver._ended(1) is None
+    assert driver._turn() == 2

@@ -27,6 +27,7 @@ from everstep.runtime.job_end import JobEnd, Outcome
 from everstep.runtime.lead.journal import format_entry
 from everstep.runtime.lead.succession import Succession
 from everstep.runtime.link.address import COORDINATOR_FILE, JOURNAL_FILE, address_of, announce
+from everstep.runtime.process import LEAVE
 from everstep.runtime.start import Start
 from everstep.runtime.supervisor import REFUSED, Supervised
 
@@ -236,6 +237,20 @@ def test_an_engine_s_host_that_leads_and_has_to_go_gives_up_its_lease(started: S
     assert started.coordinator.hear(m.Command).name == "checkpoint"
     started.over()
     assert started.end() == 0 and started.process.resigned == bool(started.job._begun.succession.owner)
+
+
+@pytest.mark.parametrize("code", [0, -LEAVE])
+@pytest.mark.parametrize("started", [{"succession": GUEST, "local": True}], indirect=True)
+def test_an_agent_that_was_not_let_go_is_started_again_when_it_dies(started: Started, code: int) -> None:
+    """The next one leaves, or was asked to before it could hear."""
+    local = started.local
+    assert local is not None and local.started.acquire(timeout=PATIENCE_S)
+    local.leaving, local.exit_code = True, -signal.SIGKILL
+    local.die()
+    assert local.started.acquire(timeout=PATIENCE_S)
+    local.exit_code, local.in_order = code, True
+    local.die()
+    assert started.end() == 128 + signal.SIGUSR1
 
 
 def test_a_second_signal_does_not_wait_for_anybody(started: Started) -> None:

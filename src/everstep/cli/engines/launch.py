@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Collection
 from typing import NamedTuple
+
+from everstep.base.exit_codes import JOB_FAILED, WORKERS_MISSING
 
 
 class Launch(NamedTuple):
@@ -62,8 +65,17 @@ def in_brackets(name: str) -> str:
 
 JOB_ENDS_S = 10.0
 """Time that the job's own host takes to end after an agent has ended with the job's exit code."""
+_TELLS_S = 900.0  # longer than ssh tries to connect, and a host waits for the next job
 FINAL = (1, 2, 126, 127)
 """Exit codes after which no other try helps: failed, refused; the interpreter cannot be run, or is not there."""
+
+
+def job_code(ends: Collection[tuple[float, int]], now_s: float, *, final: bool) -> int | None:
+    """Exit code of a job of which nothing runs, by when and how its hosts ended; None if it goes on. final: no host
+    is to begin again. A code of long before the last end tells nothing: that host left in order, say."""
+    codes = [code for at_s, code in ends if now_s - at_s < _TELLS_S]
+    found = next((code for code in (JOB_FAILED, WORKERS_MISSING, 0) if code in codes), None)
+    return max(codes) if final and codes and found is None else found
 
 
 def host_script(

@@ -20,7 +20,7 @@ from typing import Any
 from everstep.base.doors import at_port, host_of
 from everstep.base.errors import ConfigError
 from everstep.base.exit_codes import JOB_FAILED, NO_HEAD, WORKERS_MISSING
-from everstep.cli.engines.launch import JOB_ENDS_S, Launch
+from everstep.cli.engines.launch import JOB_ENDS_S, Launch, job_code
 from everstep.cli.engines.ray_placement import RayBundle, RayPlaces
 from everstep.runtime.process import die_with_parent, own_command
 
@@ -145,7 +145,7 @@ class _Driver:
         self._head = ""
         self._signal = 0
         self._first_leads = True  # as far as is known here; with etcd another one may
-        self._codes: list[int] = []
+        self._ends: dict[int, tuple[float, int]] = {}  # of hosts that have not begun again: when, with which exit code
 
     def run(self) -> int:
         self._say(f"waiting for {self._launch.hosts} nodes with {self._bundle} each")
@@ -171,14 +171,15 @@ class _Driver:
         for number in sorted(number for number, at_s in self._due.items() if at_s <= now_s and not self._signal):
             if number == 0 or 0 in self._running or self._launch.etcd:  # that one knows where the job is
                 del self._due[number]
+                self._ends.pop(number, None)
                 self._begin(number)
         if self._signal and 0 not in self._running:
             return 128 + self._signal
-        if not self._running and not self._first_leads and {0, JOB_FAILED, WORKERS_MISSING} & set(self._codes):
-            return next((code for code in (JOB_FAILED, WORKERS_MISSING) if code in self._codes), 0)
         if not self._running:
-            time.sleep(_LOOK_S)
-            return None
+            final = not self._due and len(self._ends) == self._launch.hosts
+            code = None if self._first_leads else job_code(self._ends.values(), now_s, final=final)
+            time.sleep(_LOOK_S if code is None else 0.0)
+            return code
         done, _ = self._ray.wait(list(self._running.values()), timeout=_LOOK_S)
         for ref in done:
             code = self._ended(next((n for n, found in self._running.items() if found == ref), None))
@@ -222,7 +223,7 @@ class _Driver:
         own = number == 0 and self._first_leads
         if own and code in finals:
             return code
-        self._codes.append(code)
+        self._ends[number] = (time.monotonic(), code)
         if not own and code in (JOB_FAILED, WORKERS_MISSING):  # if the job has failed, host 0 is about to end
             self._again(number, JOB_ENDS_S)
         elif own or code not in (0, 2):

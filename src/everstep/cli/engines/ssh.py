@@ -21,7 +21,7 @@ from everstep.base.doors import at_port
 from everstep.base.errors import ConfigError
 from everstep.base.exit_codes import JOB_FAILED, WORKERS_MISSING
 from everstep.base.readable import readable
-from everstep.cli.engines.launch import JOB_ENDS_S, Launch
+from everstep.cli.engines.launch import JOB_ENDS_S, Launch, job_code
 from everstep.runtime.process import Inbox, taking_signals
 
 FIRST_AGAIN_S = 1.0
@@ -116,7 +116,7 @@ class SshHosts:
     _inbox: Inbox[int] = field(default_factory=Inbox)
     _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     _fds: dict[int, int] = field(default_factory=dict)
-    _codes: list[int] = field(default_factory=list)
+    _ends: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     def run(self) -> int:
         """Run the job. Returns the exit code of the job's own host, once all have ended."""
@@ -143,14 +143,14 @@ class SshHosts:
                                 f"{self.hosts[0]}, the job's own host, is lost: run the same command again to go on"
                             )
                         continue
-                    self._codes.append(ended)
+                    self._ends[number] = (time.monotonic(), ended)
                     counted = 0 if self.alike and ended in _OVER and ended != _REFUSED else ended
                     if words := remotes[number].ended(counted, time.monotonic()):
                         self._say(words)
-                over = self._signal or any(remote.over for remote in remotes)
-                if self.alike and code is None and not self._processes and over:
-                    told = 128 + self._signal if self._signal else 0
-                    code = next((found for found in (JOB_FAILED, WORKERS_MISSING) if found in self._codes), told)
+                if self.alike and code is None and not self._processes:
+                    final = all(remote.over for remote in remotes)
+                    code = job_code(self._ends.values(), time.monotonic(), final=final)
+                    code = 128 + self._signal if self._signal and code not in (JOB_FAILED, WORKERS_MISSING) else code
             self._end_others(0.0 if code == 128 + signal.SIGTERM else _ALONE_S)
         return 1 if code == _NOT_REACHED or code < 0 else code
 
