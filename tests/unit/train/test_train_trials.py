@@ -123,7 +123,7 @@ def test_what_is_read_behind_the_batches_is_told_with_its_line(tmp_path: Path) -
     text = Loop("unset", batch="got = x", after="print(got)").text
     (found,) = checked(tmp_path, text)["findings"]
     assert text.splitlines()[found["line"] - 1] == "    print(got)" and not found["remedy"]
-    assert found["says"].startswith(f"line {found['line']} reads got, which only the loop")
+    assert found["says"].startswith(f"line {found['line']} of script.py needs got, which only the loop")
 
 
 def test_a_refusal_is_told_alone_and_with_the_line_that_it_names(capsys: pytest.CaptureFixture[str]) -> None:
