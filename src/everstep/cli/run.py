@@ -320,7 +320,9 @@ def _or_stand_by(begun: Start, given: Mapping[str, Any]) -> Start:
     if runs_elsewhere(replaced := dataclasses.replace(begun, config=config, stays=True)):
         raise Deposed(
             "the job runs already",
-            functools.partial(become_standby, replaced, deposed=False, refill=given.get("workers")),
+            functools.partial(
+                become_standby, replaced, deposed=False, refill=None if begun.room is None else given.get("workers")
+            ),
         )
     return dataclasses.replace(begun, stays=True)
 

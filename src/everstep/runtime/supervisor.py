@@ -36,6 +36,7 @@ REFUSED = 2
 MAX_BACKOFF_S = 5.0
 LAST_WAIT_S = 15.0
 _SERVER_WAIT_S = 0.5
+_OTHERS_FIRST_S = 1.0
 
 
 class Supervised(ABC):
@@ -209,8 +210,9 @@ class CoordinatorProcess(Supervised):
             self.death = Why(Cause.LEASE, last_line(self.log_path))
             return self.death, False
         if self.exit_code == DEPOSED or (self.exit_code == 0 and self._begun.succession.owner):
-            self.restart_at_s = now_s
-            how = "given up" if self.exit_code == 0 else "lost"
+            given_up = self.exit_code == 0
+            self.restart_at_s = now_s + _OTHERS_FIRST_S * given_up
+            how = "given up" if given_up else "lost"
             self.death = Why(Cause.LEASE, f"it has {how} its lease, and stands by")
             return self.death, False
         return why, hopeless

@@ -166,6 +166,7 @@ class SshHosts:
         """Pass a signal on: to all hosts if the first may not lead any more, which nobody here knows better."""
         if self._first_leads:
             self._write(0, f"{signalled}\n")
+            self._first_leads = not (self.alike and signalled == signal.SIGUSR1)  # it gives up its lease
         elif signalled != signal.SIGUSR1:  # it would have all leave in order
             self._signal = signalled
             for number in self._processes:
