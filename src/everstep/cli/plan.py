@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from click.core import ParameterSource
@@ -50,6 +50,9 @@ from everstep.cost.task_time import part_of_model
 from everstep.placement.cell_shapes import CellShape
 from everstep.placement.ranks import most_slots
 from everstep.report.words import aligned
+
+if TYPE_CHECKING:
+    from everstep.train.optimizer_kind import OptimizerKind
 
 _PAPER = "ZeRO paper (arXiv 1910.02054): 2 + 2 + 12 bytes per parameter, one copy"
 _OURS = "float32, by the layout of this product's memory"
@@ -176,7 +179,8 @@ def memory(task: str | None, as_json: bool, **asked: Any) -> int:
     stage, parameters = asked["stage"], known.model.parameters
     said: dict[str, Any] = {"parameters": parameters, "workers": known.workers, "hosts": asked["hosts"], "zero": stage}
     said |= {"copies": split.copies, "offload": asked["offload"], "lanes": known.lanes, "memory_bytes": room}
-    said |= {"optimizer": known.optimizer, "pp": known.stages}
+    kind = known.optimizer and {"divides": str(known.optimizer.divides), "why": known.optimizer.why}
+    said |= {"optimizer": kind, "pp": known.stages}
     part = part_of_model(known.model, known.stages, -(-known.lanes // split.workers))
     paper = _Table("paper", _PAPER, answers_by_paper(part.parameters, split.workers, split.offload, room))
     ours = _Table("ours", _OURS, answers_of_ours(part, split, room))
@@ -251,12 +255,18 @@ def _runs(known: _Known, split: Split, offload: str) -> dict[int, HowItRuns]:
     return {k: _with_optimizer(how, k, known.optimizer) for k, how in found.items()}
 
 
-def _with_optimizer(how: HowItRuns, stage: int, optimizer: Mapping[str, str] | None) -> HowItRuns:
+def _with_optimizer(how: HowItRuns, stage: int, kind: OptimizerKind | None) -> HowItRuns:
     """As the job's workers refuse optimizers whose state they cannot divide as a stage needs it."""
     needed = ((), ("elements", "matrices"), ("elements", "matrices"), ("elements",))[stage]
-    if how.config is None or optimizer is None or not needed or optimizer["divides"] in needed:
+    if how.config is None or kind is None or not needed:
         return how
-    return HowItRuns(None, f"the optimizer {_DIVIDES[optimizer['divides']]} ({optimizer['why']})")
+    if kind.divides not in needed:
+        return HowItRuns(None, f"the optimizer {_DIVIDES[kind.divides]} ({kind.why})")
+    if stage == 3 and not kind.follows:
+        return HowItRuns(None, "the optimizer keeps nothing for a parameter of no elements, as a process may have one")
+    if stage == 3 and kind.at_once:
+        return HowItRuns(None, "the optimizer's updates change its groups or attributes")
+    return how
 
 
 def _cell(model: Model, split: Split, known: _Known) -> CellMemoryUse | None:
@@ -310,7 +320,7 @@ class _Known(NamedTuple):
     model: Model
     workers: int
     lanes: int
-    optimizer: dict[str, str] | None
+    optimizer: OptimizerKind | None
     assumed: list[str]
     staging: int
     config: Config
@@ -381,14 +391,13 @@ def _counted(task: str, asked: Mapping[str, Any]) -> _Known:
     sizes = (found.parameter_bytes, found.optimizer_bytes, found.buffer_bytes, found.activation_bytes)
     beside = CONTEXT_BYTES if asked["gpu"] is not None else JOB_BYTES / config.workers
     model = Model(found.parameters, *sizes, WORKER_BYTES + beside, *found.undivided)
-    kind = found.optimizer and {"divides": str(found.optimizer.divides), "why": found.optimizer.why}
     assumed = [*found.assumed, *(["no checkpoints kept in memory"] if not snapshots_of(config) else [])]
     assumed += ["stages of equal length"] * (config.stages > 1)
     return _Known(
         model,
         config.workers,
         config.lanes,
-        kind,
+        found.optimizer,
         assumed,
         _staging(config),
         config,

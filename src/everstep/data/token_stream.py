@@ -27,10 +27,10 @@ _MOST_OTHER = 0.1
 """Share of characters of a text that may be in another encoding than UTF-8."""
 _PACKED = {b"\x1f\x8b": "gzip", b"BZh91AY": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\3\4": "zip"}
 _REMEDIES = {
-    **dict.fromkeys((".npy", ".bin"), "hf: reads tokens from a file that is named itself, task.data={}"),
+    **dict.fromkeys((".npy", ".bin"), "a task hf:MODEL reads tokens of a file named itself, task.data={}"),
     **dict.fromkeys(
         (".parquet", ".arrow"),
-        "hf: reads what the package datasets has tokenised and saved, task.data=DIR of save_to_disk",
+        "a task hf:MODEL reads what the package datasets has tokenised and saved, task.data=DIR of save_to_disk",
     ),
 }
 """By the ending of what holds data, and no text."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ _POSITIONS = ("start_positions", "end_positions")
 """Labels that are no classes: a row must be long enough for them."""
 _HALVES = (torch.bfloat16, torch.float16)
 _ATTENTION = "scaled_dot_product_attention"
+_KEEPERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict, Counter})
+"""What a loss may keep something in; a class of the user's own need not be fit to be emptied and filled again."""
+_LEVELS, _MOST_KEPT = 3, 1000
+"""Containers in containers are looked for so deep, and in those of no more items: larger ones hold data."""
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -279,22 +284,19 @@ def _as_before(trainer: Any) -> Iterator[None]:
 
 
 def _containers(values: Iterable[Any]) -> list[Any]:
-    """Those among some values, and in them, that can be changed in place."""
+    """Those among some values, and a little way in them, that can be changed in place."""
     found: dict[int, Any] = {}
-    waiting = list(values)
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, list | dict | set | deque) and id(value) not in found:
-            found[id(value)] = value
-            waiting.extend(value.values() if isinstance(value, dict) else value)
+    for _ in range(_LEVELS):
+        new = {id(value): value for value in values if type(value) in _KEEPERS and id(value) not in found}
+        found |= new
+        small = [value for value in new.values() if len(value) <= _MOST_KEPT]
+        values = chain.from_iterable(value.values() if isinstance(value, dict) else value for value in small)
     return list(found.values())
 
 
 def _put_back(value: Any, copied: Any) -> None:
     value.clear()
-    if isinstance(value, dict):
-        dict.update(value, copied)
-    elif isinstance(value, set):
+    if isinstance(value, dict | set):
         value.update(copied)
     else:
         value.extend(copied)

@@ -293,11 +293,13 @@ class OptimizerUpdate:
         divided, rest = self.dealt.sizes()
         if rest <= _TOLD_SHARE * (divided + rest):
             return ""
-        name = type(self._optimizer).__name__
+        why = "what is divided is that of contiguous float32 parameters for which it keeps float32 tensors like them, "
+        why += "the same for each"
+        if self.kind is not None and not self.kind.follows:
+            why = "it cannot update a parameter of no elements, which stands for one that another worker has"
         return (
-            f"zero.stage: the workers divide {divided:,} bytes of the state of {name}, and each "
-            f"keeps all of the other {rest:,}: what is divided is that of contiguous float32 parameters for which it "
-            "keeps float32 tensors like them, the same for each"
+            f"zero.stage: the workers divide {divided:,} bytes of the state of {type(self._optimizer).__name__}, and "
+            f"each keeps all of the other {rest:,}: {why}"
         )
 
     def _judge(self, began: float, ended: float) -> None:

@@ -173,6 +173,37 @@ def test_a_stage_that_the_optimizer_does_not_allow_does_not_run_and_saves_nothin
     assert 2 * bytes_of["1"] == pytest.approx(bytes_of["0"] + narrow, rel=0.01) and found["stages"]["1"]["runs"]
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (
+            "[setattr(p, 'grad', None) for p in g['params'] if not p.numel()]",
+            "keeps nothing for a parameter of no elements",
+        ),
+        ("g['lr'] *= 0.9", "updates change its groups"),
+    ],
+)
+def test_stage_3_does_not_run_with_an_optimizer_that_cells_refuse(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, why: str
+) -> None:
+    task = tmp_path / "odd.py"
+    task.write_text(
+        "import torch\nfrom everstep.zoo import registry\n"
+        "class Odd(torch.optim.SGD):\n"
+        "    def step(self, closure=None):\n"
+        "        for g in self.param_groups:\n"
+        f"            {line}\n"
+        "        super().step()\n"
+        "class Own(registry.load('mlp-digits')):\n"
+        "    def build_optimizer(self, params):\n        return Odd(params, lr=0.1, momentum=0.9)\n"
+        "    def build_model(self):\n        return torch.nn.Linear(64, 10, bias=False)\n"
+    )
+    found = planned(capsys, f"{task}:Own", "--workers", "4")
+    assert found["optimizer"] == {"divides": "elements", "why": ""}
+    assert found["stages"]["1"]["runs"] and not found["stages"]["3"]["runs"]
+    assert why in found["stages"]["3"]["runs_not"]
+
+
 def test_large_parameters_are_tried_with_fewer_rows_and_what_cannot_be_tried_is_unknown(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from everstep.integrations.lane_loss import LaneLoss
+from everstep.integrations.lane_loss import LaneLoss, _containers
 
 
 class Weighs(Trainer):
@@ -225,6 +225,21 @@ def test_a_trial_that_failed_holds_no_memory_of_it_when_another_pass_is_computed
     assert held == [None, None]
 
 
+class Fixed(dict[str, int]):
+    def clear(self) -> None:
+        raise TypeError("it is fixed")
+
+
+def test_samples_kept_on_a_trainer_are_not_looked_through() -> None:
+    rows = [[1, 2] for _ in range(2000)]
+    losses: list[float] = []
+    ring: dict[str, Any] = {"by": {"train": losses}}
+    ring["again"] = ring
+    found = _containers([rows, ring, Fixed(a=1)])
+    assert [id(value) for value in found] == [id(value) for value in (rows, ring, ring["by"], losses)]
+    assert len(_containers([[[[[]]]]])) == 3
+
+
 def test_what_a_loss_logs_and_keeps_during_the_trial_is_forgotten(tmp_path: Path) -> None:
     told: list[Any] = []
 
@@ -241,10 +256,11 @@ def test_what_a_loss_logs_and_keeps_during_the_trial_is_forgotten(tmp_path: Path
 
     trainer = made(tmp_path, Logs)
     trainer.add_callback(Listens())
-    kept = defaultdict(list, losses=[1.0])
-    vars(trainer).update(calls=0, kept=kept)
+    kept, ordered = defaultdict(list, losses=[1.0]), OrderedDict(a=1)
+    vars(trainer).update(calls=0, kept=kept, ordered=ordered, fixed=Fixed(a=1))
     before = dict(vars(trainer))
     lane_loss(trainer, [0, 1, 1, 0])
+    assert [*ordered] == ["a"] and trainer.fixed == {"a": 1}
     assert (told, trainer.state.log_history) == ([], [])
     assert vars(trainer) == before and trainer.kept is kept and dict(kept) == {"losses": [1.0]}
 

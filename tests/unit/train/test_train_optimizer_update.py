@@ -134,6 +134,14 @@ def test_it_is_told_once_how_much_members_do_not_divide_if_that_is_much(divides:
     assert not update.undivided()
 
 
+def test_it_is_told_if_nothing_is_divided_since_parts_of_no_elements_are_not_updated() -> None:
+    member = DividedMember(divides="nothing")
+    update = OptimizerUpdate(member.optimizer, StateMemory(), kind=ELEMENTS._replace(follows=False))
+    make(member, update, 1, divided(member))
+    told = update.undivided()
+    assert "it cannot update a parameter of no elements" in told and "float32" not in told
+
+
 def hooked(kind: str, optimizer: Any) -> Any:
     if kind == "own":
         return optimizer.register_step_post_hook(lambda *_: None)
