@@ -103,7 +103,7 @@ def evaluate_task(text: str, source: Path, give: Give) -> tuple[dict[str, float]
     from everstep.train.evaluation import evaluate
     from everstep.train.precision import prepare_torch
     from everstep.train.stage import cut_into_shards
-    from everstep.train.task import calling
+    from everstep.train.task import calling, samples_evaluated_at_once
 
     spec = parse_task(text)
     if spec.kind == "script":
@@ -117,7 +117,7 @@ def evaluate_task(text: str, source: Path, give: Give) -> tuple[dict[str, float]
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     cut_into_shards(task, model, task.config)
-    batch_size = calling(task, "evaluation_batch")
+    batch_size = samples_evaluated_at_once(task)
     dataset = by_index(calling(task, "build_dataset", "test"), batch_size, task.config.seed)
     size = len(dataset)
     if not size:

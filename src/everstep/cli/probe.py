@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -224,19 +224,26 @@ def _check_shards(task: Task) -> None:
 
 
 def check_metric(task: Task) -> None:
-    """Compute the metrics of one test sample. With meta_init the first evaluation shows whether the metric is there:
-    the model may be too large for one process. Raises: ConfigError if the metric of early stop is not among them."""
+    """Raises: ConfigError if the metric of early stop is not among the task's."""
+    wanted = task.config.early_stop.metric
+    found = None if wanted is None else _metrics(task)
+    if found is not None and wanted not in found:
+        known = ", ".join(found) or "it has none"
+        raise ConfigError(f"early_stop.metric: expected one of the task's metrics ({known}), got {wanted!r}")
+
+
+def _metrics(task: Task) -> Collection[str] | None:
+    """Names of the task's metrics, which those of one test sample show. With meta_init the model may be too large for
+    one process: None then, if the task computes them itself, and the first evaluation shows them."""
     import torch
 
     from everstep.data.reading import first_samples
+    from everstep.zoo.recipe import READY_METRICS
 
-    wanted = task.config.early_stop.metric
-    if wanted is None or task.config.meta_init:
-        return
+    if task.config.meta_init:
+        known = {"everstep.train": ("loss",), "everstep.zoo": READY_METRICS}
+        return known.get(task.metrics.__module__.rpartition(".")[0])
     model = task.build_model().eval()
     test = task.build_dataset("test")
     with torch.no_grad():
-        found = task.metrics(model, task.collate(first_samples(test, 1)))
-    if wanted not in found:
-        known = ", ".join(found) or "it has none"
-        raise ConfigError(f"early_stop.metric: expected one of the task's metrics ({known}), got {wanted!r}")
+        return task.metrics(model, task.collate(first_samples(test, 1)))

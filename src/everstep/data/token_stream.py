@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
-import mmap
 import os
 import sysconfig
 import tempfile
@@ -23,18 +22,21 @@ from everstep.base.given import open_given
 
 _CACHE_FORMAT = "1"
 _LOOKED_AT_BYTES = 1 << 20
-_MOST_OTHER = 0.1
-"""Share of characters of a text that may be in another encoding than UTF-8."""
+_LEAST_JUDGED_BYTES = 1 << 10
+_MOST_OTHER, _MOST_NULS = 0.1, 0.01
+"""Share of characters of a text that may be in another encoding than UTF-8, and NUL. UTF-16 has one for each space."""
 _PACKED = {b"\x1f\x8b": "gzip", b"BZh91AY": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\3\4": "zip"}
 _REMEDIES = {
-    **dict.fromkeys((".npy", ".bin"), "a task hf:MODEL reads tokens of a file named itself, task.data={}"),
+    **dict.fromkeys(
+        (".npy", ".bin"), "only the task hf:DIR reads tokens, from a file that is named itself: task.data={}"
+    ),
     **dict.fromkeys(
         (".parquet", ".arrow"),
-        "a task hf:MODEL reads what the package datasets has tokenised and saved, task.data=DIR of save_to_disk",
+        "only the task hf:DIR reads what the package datasets has tokenised and saved: task.data=DIR of save_to_disk",
     ),
 }
 """By the ending of what holds data, and no text."""
-_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"})
+_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
 
 
 class ByteTokenizer:
@@ -117,18 +119,18 @@ def standard_library(limit_bytes: int = 4_000_000) -> bytes:
     return _joined(Path(sysconfig.get_path("stdlib")), (".py",), limit_bytes)
 
 
-def read_text(path: str, limit_bytes: int = 0) -> memoryview:
-    """Bytes of a file, mapped, or of all files below a folder, sorted by name; at most `limit_bytes`, if not 0.
+def read_text(path: str, limit_bytes: int = 0) -> bytes:
+    """Bytes of a file, or of all files below a folder, sorted by name; at most `limit_bytes`, if not 0.
 
     Raises: ConfigError if there is nothing to read, or a file that is no text.
     """
     where = Path(path)
     try:
-        data = memoryview(_joined(where, (), limit_bytes) if where.is_dir() else _text_file(where))
+        data = _joined(where, (), limit_bytes) if where.is_dir() else _text_file(where)
     except OSError as error:
         raise ConfigError(f"expected a text file or a folder of them, got {path}: {error.strerror}") from None
     data = data[:limit_bytes] if limit_bytes else data
-    if not len(data):
+    if not data:
         raise ConfigError(f"expected text to learn from, got nothing in {path}: name a file or folder with text in it")
     return data
 
@@ -136,43 +138,39 @@ def read_text(path: str, limit_bytes: int = 0) -> memoryview:
 def _joined(root: Path, endings: tuple[str, ...], limit_bytes: int) -> bytes:
     data = bytearray()
     for path in _files(root, endings):
+        if not endings and path.suffix in _REMEDIES:
+            raise ConfigError(
+                f"expected a folder of text files, got {path.parent} with {path.name}, which is no text: "
+                + _REMEDIES[path.suffix].format(path)
+            )
         data += path.read_bytes() if endings else _text_file(path)
         if limit_bytes and len(data) >= limit_bytes:
             return bytes(data[:limit_bytes])
     return bytes(data)
 
 
-def _text_file(path: Path) -> bytes | mmap.mmap:
-    """Content of a file. Raises: OSError; ConfigError if it begins otherwise than text does."""
+def _text_file(path: Path) -> bytes:
+    """Content of a file, in memory: if mapped, it would change with the file. Raises: OSError; ConfigError if it
+    begins otherwise than text does."""
     with open_given(path, links=True) as file:
-        if not os.fstat(file.fileno()).st_size:
-            return b""
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        data = file.read()
     head = data[:_LOOKED_AT_BYTES]
     for magic, name in _PACKED.items():
         if head.startswith(magic):
             raise ConfigError(f"expected a text file, got {path}, which is compressed ({name}): unpack it first")
     text = head.decode("utf-8", errors="replace")
-    if "\0" in text or text.count("\ufffd") > _MOST_OTHER * len(text):
+    strange = text.count("\ufffd") > _MOST_OTHER * len(text) or text.count("\0") > _MOST_NULS * len(text)
+    if strange and len(head) >= _LEAST_JUDGED_BYTES:
         remedy = _REMEDIES.get(path.suffix, "name a text file, or a folder with nothing else in it").format(path)
         raise ConfigError(f"expected text in UTF-8, got {path}, which is binary or in another encoding: {remedy}")
     return data
 
 
 def _files(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
-    """All files below, sorted by name at each level, without hidden ones; without tests, too, if endings are given.
-
-    Raises: ConfigError for one that is no text, if none are given.
-    """
-    paths = sorted(folder.iterdir(), key=lambda p: p.name)
-    for path in paths if not endings else ():
-        if path.suffix in _REMEDIES and not path.name.startswith("."):
-            remedy = _REMEDIES[path.suffix].format(path)
-            raise ConfigError(
-                f"expected a folder of text files, got {folder} with {path.name}, which is no text: {remedy}"
-            )
-    for path in paths:
-        if path.name.startswith(".") or (endings and path.name in _SKIPPED):
+    """All files below, sorted by name at each level, without hidden ones and `__pycache__`; without tests, too, if
+    endings are given."""
+    for path in sorted(folder.iterdir(), key=lambda p: p.name):
+        if path.name.startswith((".", "__pycache__")) or (endings and path.name in _SKIPPED):
             continue
         if path.is_dir():
             yield from _files(path, endings)

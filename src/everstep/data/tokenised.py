@@ -169,7 +169,7 @@ def _flat(rows: Any) -> np.ndarray[Any, Any]:
 # ---- text through a tokenizer, which is done once and kept
 
 
-def _encoded(data: memoryview, tokenizer: Any, files: Mapping[str, bytes]) -> np.ndarray[Any, Any]:
+def _encoded(data: bytes, tokenizer: Any, files: Mapping[str, bytes]) -> np.ndarray[Any, Any]:
     """Tokens of a text, int32, from the cache if the very same text was encoded by the same files before."""
     digest = hashlib.blake2b(digest_size=16)
     for name in ("transformers", "tokenizers"):
@@ -199,7 +199,7 @@ def _encoded(data: memoryview, tokenizer: Any, files: Mapping[str, bytes]) -> np
     return numbers
 
 
-def _pieces(data: memoryview) -> Iterator[str]:
+def _pieces(data: bytes) -> Iterator[str]:
     decoder, text, start = codecs.getincrementaldecoder("utf-8")(errors="replace"), "", 0
     for first in range(0, len(data), _SCANNED):
         text = text[start:] + decoder.decode(data[first : first + _SCANNED], first + _SCANNED >= len(data))

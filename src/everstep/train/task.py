@@ -105,6 +105,15 @@ def calling(task: Task, method: str, *arguments: Any) -> Any:
         raise TaskError(f"{name} raised {type(error).__name__}: {error}{where(error)}") from error
 
 
+def samples_evaluated_at_once(task: Task) -> int:
+    """The task's `evaluation_batch`. Raises: TaskError if it is no whole number of at least 1."""
+    size = calling(task, "evaluation_batch")
+    if not isinstance(size, int) or size < 1:
+        name = f"{type(task).__name__}.evaluation_batch"
+        raise TaskError(f"{name}: expected a whole number of at least 1, got {size!r}")
+    return size
+
+
 def place_of(error: BaseException) -> tuple[str, int]:
     """File and line of the user's own code that an exception has passed last, or that it names; else of any code;
     ("", 0) if of none."""

@@ -12,7 +12,7 @@ from everstep.base.errors import ConfigError
 from everstep.protocol.driver.policy import evaluates_after
 from everstep.train.executor import StateJumped
 from everstep.train.run import Run, Step
-from everstep.train.task import Task, calling
+from everstep.train.task import Task, calling, samples_evaluated_at_once
 
 
 class EarlyStop:
@@ -96,7 +96,7 @@ def _one_step(task: Task, run: Run, step: Step) -> None:
 
 
 def _evaluate(task: Task, run: Run, test: Any) -> dict[str, float]:
-    size = calling(task, "evaluation_batch")
+    size = samples_evaluated_at_once(task)
     if run.is_split:
         return run.evaluate_split(
             lambda model, batch: calling(task, "metrics", model, batch), test, batch_size=size, collate=task.collate

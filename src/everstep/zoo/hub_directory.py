@@ -83,8 +83,7 @@ class HubDirectory:
         if found := next((path.name for path in names if path.is_file()), None):
             raise ConfigError(
                 f"hf:{self.name}: {found[:100]!a} is there, but no vocabulary that can be read: expected one of "
-                f"{', '.join(_WITH_TOKENS)}; save_pretrained(DIR) of the tokenizer writes one, "
-                "unless it has none (ByT5): then name tokens as task.data (FILE.npy)"
+                f"{', '.join(_WITH_TOKENS)}, or task.data as a file of tokens"
             )
 
     def refuse_code(self, *, known: bool) -> None:

@@ -45,6 +45,8 @@ _COUNTED_FROM_PADDING = (
     "xmod",
 )
 """Architectures whose first position has the number after that of the padding's token."""
+_LOGITS_AT_ONCE = 1 << 27
+"""Of an evaluation: 512 MiB."""
 _RATES = {"fresh": 5e-4, "read": 5e-5, "adapter": 2e-4}
 
 
@@ -317,8 +319,8 @@ class HuggingFace(ReadyTask):
         return token_loss(logits, targets), torch.tensor(float(targets.numel()))
 
     def evaluation_batch(self) -> int:
-        """As many as in training: of more, the logits of a large vocabulary may not fit into memory."""
-        return int(self.config.micro_batch)
+        """64, or fewer if their logits would be too many, but at least as many as in training."""
+        return max(int(self.config.micro_batch), min(64, _LOGITS_AT_ONCE // (self._context() * self._vocabulary())))
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Metrics: loss per token, in nats, and the share of tokens predicted right."""

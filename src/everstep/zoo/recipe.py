@@ -35,6 +35,8 @@ _RANGES: Mapping[str, tuple[int, float]] = {
     "lora.alpha": (0, math.inf),
 }
 """Least and largest value of options by name; the other numbers only have to be finite."""
+READY_METRICS = ("loss", "accuracy")
+"""Of all ready tasks, by `classification_metrics`."""
 
 
 class ReadyTask(Task):

@@ -73,7 +73,7 @@ class TransformerText(ReadyTask):
         """The whole text as windows, read and encoded once."""
         if self._text is None:
             path, limit = self.path or self.option("path"), self.option("limit_bytes")
-            data = bytes(read_text(path, limit)) if path else standard_library(limit)
+            data = read_text(path, limit) if path else standard_library(limit)
             kind = self.option("tokenizer")
             if kind not in ("bytes", "bpe"):
                 raise ConfigError(f"task.tokenizer: expected bytes or bpe, got {kind!r}")

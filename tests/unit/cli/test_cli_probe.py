@@ -27,6 +27,9 @@ class Large(Small):
         if torch.get_default_device().type != "meta": raise everstep.base.errors.ConfigError("made whole")
         return super().build_model()
 
+class Named(Large):
+    def metrics(self, model, batch): return {"error": torch.ones(2)}
+
 class Exits(Small):
     def build_dataset(self, split): os._exit(9)
 
@@ -90,6 +93,9 @@ def test_a_metric_that_the_task_does_not_have(file: str) -> None:
 
 def test_a_model_made_by_module_is_not_made_in_one_process_for_its_metric(file: str) -> None:
     look(f"{file}:Large", asked(early_stop={"metric": "loss"}, meta_init=True), units=False)
+    error = refusal(f"{file}:Large", early_stop={"metric": "los"}, meta_init=True)
+    assert error == "early_stop.metric: expected one of the task's metrics (loss), got 'los'"
+    look(f"{file}:Named", asked(early_stop={"metric": "error"}, meta_init=True), units=False)
     with pytest.raises(ConfigError, match="made whole"):
         look(f"{file}:Large", asked(early_stop={"metric": "loss"}), units=False)
 

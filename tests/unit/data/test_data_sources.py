@@ -5,7 +5,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
-import mmap
 import pickle
 import re
 import struct
@@ -106,9 +105,13 @@ def test_text_of_a_folder_comes_in_the_order_of_names(tmp_path: Path) -> None:
     assert read_text(str(tmp_path / "c")) == b"three"
 
 
-def test_a_text_is_mapped(tmp_path: Path) -> None:
+def test_a_text_stays_as_it_was_read_when_its_file_changes(tmp_path: Path) -> None:
+    """Else its tokens would be kept under the hash of another text."""
     (tmp_path / "text").write_bytes(b"text")
-    assert isinstance(read_text(str(tmp_path / "text")).obj, mmap.mmap)
+    data = read_text(str(tmp_path / "text"))
+    with open(tmp_path / "text", "r+b") as file:
+        file.write(b"next")
+    assert data == b"text"
 
 
 def test_text_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -126,8 +129,13 @@ def test_a_folder_with_data_that_are_no_text_is_refused(tmp_path: Path, name: st
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / name).write_bytes(struct.pack("<4H", 5, 6, 700, 8))
     (tmp_path / "deep" / "prepare.py").write_text("import numpy")
-    with pytest.raises(ConfigError, match=rf"a folder of text files, got .*deep with {name}, .*{remedy}"):
+    with pytest.raises(
+        ConfigError, match=rf"a folder of text files, got .*deep with {name}, .* only the task hf:DIR .*{remedy}"
+    ):
         read_text(str(tmp_path))
+    (tmp_path / "deep" / "a").write_text("text before")
+    assert read_text(str(tmp_path), 5) == b"text "
+    (tmp_path / "deep" / "a").unlink()
     (tmp_path / "deep" / name).rename(tmp_path / "deep" / f".{name}")
     assert read_text(str(tmp_path)) == b"import numpy"
 
@@ -135,14 +143,18 @@ def test_a_folder_with_data_that_are_no_text_is_refused(tmp_path: Path, name: st
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (pickle.dumps({"vocab_size": 65, "stoi": {"a": 1}}), "binary or in another encoding"),
-        ("text of another system\n".encode("utf-16"), "binary or in another encoding"),
-        ("обычный русский текст\n".encode("cp1251"), "binary or in another encoding"),
+        (
+            pickle.dumps({"vocab_size": 65, "stoi": {chr(k): k for k in range(128, 999)}}),
+            "binary or in another encoding",
+        ),
+        ("text of another system\n".encode("utf-16") * 50, "binary or in another encoding"),
+        ("обычный русский текст\n".encode("cp1251") * 50, "binary or in another encoding"),
+        ("обычный русский текст\n".encode("utf-16") * 50, "binary or in another encoding"),
         (gzip.compress(b"text" * 50), "compressed (gzip)"),
         (bz2.compress(b"text" * 50), "compressed (bzip2)"),
         (lzma.compress(b"text" * 50), "compressed (xz)"),
     ],
-    ids=["pickle", "utf-16", "cp1251", "gzip", "bzip2", "xz"],
+    ids=["pickle", "utf-16", "cp1251", "utf-16, no latin", "gzip", "bzip2", "xz"],
 )
 def test_what_is_no_text_is_refused_by_its_name(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "some").write_bytes(content)
@@ -152,8 +164,18 @@ def test_what_is_no_text_is_refused_by_its_name(tmp_path: Path, content: bytes, 
 
 
 def test_text_with_some_characters_of_another_encoding_is_text(tmp_path: Path) -> None:
-    (tmp_path / "some").write_bytes("Texte français, très long".encode("latin-1"))
-    assert len(read_text(str(tmp_path))) == 25
+    content = "Texte français, très long".encode("latin-1") * 100 + b"\0" * 20
+    (tmp_path / "some").write_bytes(content)
+    assert read_text(str(tmp_path)) == content
+
+
+def test_a_folder_of_sources_is_text(tmp_path: Path) -> None:
+    """Compiled files are passed over, and a few letters of another encoding are no reason to refuse all."""
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "a.pyc").write_bytes(bytes(2000))
+    (tmp_path / "a.py").write_bytes(b"import os ")
+    (tmp_path / "name").write_bytes("éé".encode("latin-1"))
+    assert read_text(str(tmp_path)) == b"import os \xe9\xe9"
 
 
 def test_bytes_come_back() -> None:

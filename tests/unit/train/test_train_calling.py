@@ -10,7 +10,7 @@ import torch
 
 from everstep.base.config_keys import EarlyStopConfig
 from everstep.base.errors import ConfigError, JobFailed, TaskError
-from everstep.train.task import Task, calling, where
+from everstep.train.task import Task, calling, samples_evaluated_at_once, where
 from everstep.train.trainer import EarlyStop
 
 
@@ -30,6 +30,14 @@ def test_the_users_line_is_named_not_the_librarys() -> None:
 def test_operating_faults_pass() -> None:
     with pytest.raises(JobFailed, match="over"):
         calling(Broken(), "metrics", None, None)
+
+
+@pytest.mark.parametrize("size", [0, 8.0, None])
+def test_a_batch_of_an_evaluation_that_cannot_be(size: Any) -> None:
+    task = Broken()
+    task.evaluation_batch = lambda: size  # type: ignore[method-assign]
+    with pytest.raises(TaskError, match=rf"Broken\.evaluation_batch: expected .* at least 1, got {size}"):
+        samples_evaluated_at_once(task)
 
 
 def test_an_exception_that_was_never_raised_has_no_place() -> None:

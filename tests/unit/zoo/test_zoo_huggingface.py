@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,20 @@ from safetensors.torch import load_file, save_file
 
 import everstep
 from everstep.base.config import load_config
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, TaskError
 
 transformers = pytest.importorskip("transformers")
 
 from everstep.checkpoint.interchange import adapter_names  # noqa: E402
 from everstep.cli import evaluate  # noqa: E402
+from everstep.cli.probe import check_metric  # noqa: E402
 from everstep.data import tokenised  # noqa: E402
 from everstep.train.final import model_tensors, write_final  # noqa: E402
 from everstep.train.trainer import EarlyStop, train  # noqa: E402
-from everstep.zoo import decoder_units  # noqa: E402
+from everstep.zoo import decoder_units, huggingface  # noqa: E402
 from everstep.zoo.hub_directory import keep_hub_files  # noqa: E402
 from everstep.zoo.huggingface import HuggingFace  # noqa: E402
+from everstep.zoo.recipe import READY_METRICS  # noqa: E402
 from hub_models import CONFIGS, made, text, with_tokenizer  # noqa: E402
 
 
@@ -136,18 +139,24 @@ def test_adapters_that_cannot_be_made(tmp_path: Path, data: str) -> None:
 
 
 @pytest.mark.parametrize("by_command", [False, True])
-def test_an_evaluation_takes_as_many_samples_at_once_as_training(tmp_path: Path, data: str, by_command: bool) -> None:
-    """Their logits are what a job of a large vocabulary takes most of its memory for."""
+@pytest.mark.parametrize(("micro_batch", "most"), [(2, 1), (1, 2), (0, 0)])
+def test_an_evaluation_takes_few_samples_at_once(
+    tmp_path: Path, data: str, by_command: bool, micro_batch: int, most: int
+) -> None:
+    """Their logits are what a job of a large vocabulary takes most of its memory for. None at once is refused."""
     task = task_of(made(tmp_path / "model", "llama"), data=data, context=8)
-    task.config = replace(task.config, micro_batch=2, eval_every=1)
+    task.config = replace(task.config, micro_batch=micro_batch, eval_every=1)
+    assert task.evaluation_batch() == 64
     seen: list[int] = []
 
     def metrics(self: HuggingFace, model: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
         seen.append(len(batch))
         return {"n": torch.ones(2)}
 
-    with pytest.MonkeyPatch.context() as patch:
+    refused = nullcontext() if most else pytest.raises(TaskError, match=r"HuggingFace\.evaluation_batch: .* got 0")
+    with pytest.MonkeyPatch.context() as patch, refused:
         patch.setattr(HuggingFace, "metrics", metrics)
+        patch.setattr(huggingface, "_LOGITS_AT_ONCE", most * 8 * 256)
         if by_command:
             patch.setattr(evaluate, "make_task", lambda spec: task)
             patch.setattr(evaluate, "_config", lambda task, source: task.config)
@@ -160,7 +169,19 @@ def test_an_evaluation_takes_as_many_samples_at_once_as_training(tmp_path: Path,
                 everstep.join(model, optimizer, samples, lanes=1, micro_batch=2, steps=1),
                 EarlyStop(task.config.early_stop),
             )
-    assert sum(seen) == len(task.build_dataset("test")) == 38 and set(seen) == {2}
+    assert len(task.build_dataset("test")) == 38 and seen == ([2] * 19 if most else [])
+
+
+def test_a_metric_of_early_stop_that_there_is_not(tmp_path: Path, data: str) -> None:
+    """It is known though no process makes the whole model before the start."""
+    task = task_of(made(tmp_path / "model", "llama"), data=data)
+    stops = {name: replace(task.config.early_stop, metric=name) for name in ("los", "loss", "accuracy")}
+    for name, stop in stops.items():
+        task.config = replace(task.config, early_stop=stop)
+        with pytest.raises(ConfigError, match="loss, accuracy") if name == "los" else nullcontext():
+            check_metric(task)
+    found = task.metrics(task.build_model(), task.collate([task.build_dataset("test")[0]]))
+    assert tuple(found) == READY_METRICS
 
 
 # ---- the data
@@ -302,7 +323,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "vocabulary missing": (
         written("tokenizer_config.json", "{}"),
-        "'tokenizer_config.json' is there, but no vocabulary",
+        "'tokenizer_config.json' is there, but no vocabulary.* or task.data as a file of tokens",
     ),
     "vocabulary of tiktoken": (written("qwen.tiktoken", "IQ== 0"), "'qwen.tiktoken' is there, but no vocabulary"),
     "vocabulary of another name": (written("source.spm", "x"), "'source.spm' is there, but no vocabulary"),
