@@ -14,7 +14,7 @@ from everstep.base.domains import VARIABLE
 from everstep.base.errors import ConfigError
 from everstep.cli.run_dir import set_aside
 from everstep.cli.tokens import TOKEN_VARIABLE
-from everstep.runtime.files.host_directory import OWN_FOLDER, word_in_source
+from everstep.runtime.files.host_directory import OWN_FOLDER, private_folder, word_in, word_in_source
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.lead.etcd_access import file_variables
 from everstep.runtime.link.address import CHECKPOINTS_DIR, COORDINATOR_FILE, LOGS_FOLDER
@@ -45,7 +45,7 @@ def left_agent() -> int:
 def end_agent(begun: Start) -> None:
     """End the agent that the job's process has left, if there is one."""
     if begun.agent:
-        local = LocalHost(begun)
+        local = LocalHost(replace(begun, run_dir=begun.run_dir or Path()))  # it writes nothing
         local.adopt(begun.agent)
         local.end()
 
@@ -62,16 +62,17 @@ def mark_head(*, leads: bool) -> None:
 
 def become_standby(begun: Start, *, deposed: bool = True, refill: int | None = None) -> NoReturn:
     """Go on as a standby host. begun: of this host, where nothing of the job runs any more but the agent, with its
-    workers. deposed: the job is led elsewhere since. A directory that hosts share is set aside by the one on which the
-    job began; the others stand by in private ones. refill: as of the agent. Raises: ConfigError, OSError if that
-    fails."""
+    workers. deposed: the job is led elsewhere since, so this directory is set aside. Of the hosts that share one, only
+    that on which the job began stands by in it again; while it is there, it holds the directory, and does this. refill:
+    as of the agent. Raises: ConfigError, OSError if that fails."""
     if begun.agent:  # until the next program listens, a notice of a preemption would kill it, and the agent with it
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if deposed and begun.succession.guest and not begun.succession.copying_host:
-        begun = replace(begun, run_dir=None)
-    elif deposed:
-        with run_lock(begun.folder):
+    if deposed:
+        shares, word = begun.succession.guest and not begun.succession.copying_host, word_in(begun.folder)
+        with contextlib.suppress(*[ConfigError] * shares), run_lock(begun.folder):
             put_aside(begun.folder)
+        if shares:
+            begun = replace(begun, run_dir=private_folder(word[:16], f"{begun.name}-standby") if word else None)
     mark_head(leads=False)
     command = standby_words(begun) + ([] if refill is None else ["--refill", str(refill)])
     os.execve(command[0], command, _variables(begun))
@@ -90,13 +91,13 @@ def put_aside(folder: Path) -> Path | None:
 
 
 def refuse_deposed(folder: Path) -> None:
-    """Check a directory without a job before one begins there. Raises: ConfigError if `put_aside` has moved a job away,
-    and the host did not become a standby after that: the same command would train from the first step again."""
+    """Check a directory without a job before one begins there at the first step. Raises: ConfigError if `put_aside` has
+    moved a job away, and the host did not become a standby after that: it would be trained all over again."""
     aside = sorted(folder.glob("previous-*"), key=lambda path: (len(path.name), path.name))
     if aside and word_in_source(folder / OWN_FOLDER):
         raise ConfigError(
             f"another host has led the job of {folder} since, in a directory of its own, and what was here is in "
-            f"{aside[-1]}: go on where it was led last; --fresh begins anew"
+            f"{aside[-1]}: go on where it was led last, or with --resume-from; --fresh begins anew"
         )
 
 

@@ -55,6 +55,12 @@ def end_of(process: Job, job: JobFile, events: EventLog, facts: Facts, outcome: 
     return int(result["exit_code"])
 
 
+def tell_json(run_dir: Path, facts: Facts, outcome: Outcome) -> None:
+    """The result of a job that has ended, or goes on, on another host: its weights and rows are there."""
+    why = outcome.why if outcome.exit_code else None
+    tell(json.dumps(summary(facts, outcome.exit_code, str(run_dir), None, why), separators=(",", ":")), sys.stdout)
+
+
 def _say(run_dir: Path, facts: Facts, outcome: Outcome, lacking: str) -> None:
     """Tell of a bad end on stderr; an interrupted job has not failed, and is told how it goes on. lacking: rows."""
     reached, reason = max(facts.course.step, facts.checkpoint_step), reason_text(outcome.why.reason, 2000)

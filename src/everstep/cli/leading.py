@@ -16,7 +16,7 @@ from everstep.base.exit_codes import ANOTHER_LEADS
 from everstep.chaos.spec import parse, strikes_of
 from everstep.cli.beside import dashboard_beside, metrics_beside, sinks_beside
 from everstep.cli.coming_back import become_standby, end_agent, mark_head
-from everstep.cli.conclusion import end_of, say_the_end
+from everstep.cli.conclusion import end_of, say_the_end, tell_json
 from everstep.cli.display import Display, Watcher, choose_display
 from everstep.cli.job import JobFile, total_steps
 from everstep.cli.main import complain
@@ -149,6 +149,9 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
                     display.note(
                         f"the job has ended on another host, in a directory of its own: {run_dir} lacks its end"
                     )
+                if view.as_json:
+                    work.close()  # the result comes after all events
+                    tell_json(run_dir, work.watcher.facts, outcome)
                 if outcome.exit_code:
                     complain(outcome.why.reason)
                 return outcome.exit_code

@@ -449,8 +449,6 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     open_still = close_to_others(run_dir, config)
     aside = set_aside(run_dir) if asked.fresh else None
     found = inspect(run_dir, job)
-    if found.state == "new":
-        refuse_deposed(run_dir)
     if found.state == "finished":
         return _already_finished(run_dir, found, as_json=asked.as_json)
     if found.job is not None:  # a resumed job: its checkpoints bear its name
@@ -460,6 +458,8 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     warning = ask_object_store(config.checkpoint)
     job = with_cut(dataclasses.replace(job, **_proven(probe)), probe.cut, probe.unit_ms, found.job)
     start = find_start(run_dir, job, script=asked.is_script, trust=invocation.trust)
+    if found.state == "new" and not start.step:
+        refuse_deposed(run_dir)
     job = dataclasses.replace(job, resumes_at=start.step)
     if start.step and found.job is not None:
         job = going_on(job, found.job)

@@ -132,14 +132,16 @@ def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
         unwatched.callback(end_agent, begun)
         etcd = held.enter_context(contextlib.closing(etcd_at(begun)))
         patience_s = begun.config.hosts.wait_s
-        if begun.stays:
-            with contextlib.suppress(*[NoHead] * bool(begun.agent)):
-                _wait_for_next(etcd, patience_s)
         found = _announced(etcd, patience_s, patient=bool(begun.agent))
+        if begun.stays and _is_over(etcd):
+            unwatched.close()  # the agent is that job's
+            begun = replace(begun, agent=0)
+            _wait_for_next(etcd, patience_s)
+            found = _announced(etcd, patience_s)
         word = str(found.facts.get("word", ""))
         begun = replace(begun, own=begun.own or _own(etcd, begun.config))
         shown = begun.run_dir or Path(str(found.facts.get("run_dir")))
-        shared = _sees(shown, lambda: _place(etcd) or word)
+        shared = _sees(shown, lambda: _place(etcd, patience_s) or word)
         # Where another host has led again, that folder is its agent's.
         if shared and word_in(shown) != word and not begun.agent and is_locked(shown / OWN_FOLDER):
             begun, shared = replace(begun, run_dir=None), False
@@ -176,11 +178,14 @@ def _sees(run_dir: Path, word: Callable[[], str]) -> bool:
     return True
 
 
-def _place(etcd: Etcd) -> str:
-    """Word of the directory in which the job is led now; "" if nobody says."""
-    seen = etcd.ask(Look())
-    holder = seen.holder if isinstance(seen, HolderSeen) else None
-    return place_of(holder.where) if holder is not None else ""
+def _place(etcd: Etcd, patience_s: float) -> str:
+    """Word of the directory in which the job is led now; "" if nobody says. Raises: NoHead if etcd does not answer."""
+    end_s = time.monotonic() + patience_s
+    while not isinstance(seen := etcd.ask(Look()), HolderSeen):
+        if time.monotonic() > end_s:
+            raise NoHead(f"nobody under {etcd.address} has said for {patience_s:g} s who leads the job")
+        time.sleep(_AGAIN_S)
+    return place_of(seen.holder.where) if seen.holder is not None else ""
 
 
 def _announced(etcd: Etcd, patience_s: float, *, patient: bool = False) -> Announced:

@@ -243,14 +243,16 @@ class Finisher:
 
     def _arrived(self, plan: Plan) -> bool:
         """Where the job's directory is on another host: until final/ is there too; False if it did not go on before.
-        Raises: OSError if it cannot come there."""
-        warn_s = time.monotonic() + _SAY_S
+        Raises: OSError if it could not come there for a minute."""
+        warn_s, name, since_s = time.monotonic() + _SAY_S, "", 0.0
         while not self._view.link.has_arrived("final/digest.json"):
             if not self._goes_on(plan):
                 return False
-            if (found := self._view.link.refused("final/")) is not None:
-                raise OSError(errno.EIO, f"{found[1]}, in the job's directory", found[0])
-            if time.monotonic() > warn_s:
+            now_s, found = time.monotonic(), self._view.link.refused("final/") or ("", "")
+            name, since_s = found[0], since_s if name == found[0] else now_s
+            if name and now_s - since_s >= _SAY_S:
+                raise OSError(errno.EIO, f"{found[1]}, in the job's directory", name)
+            if now_s > warn_s:
                 log.warning("the result is not in the job's directory yet: is there room on the disk of its head?")
                 warn_s += _ROOM_WAIT_S
             time.sleep(0.02)

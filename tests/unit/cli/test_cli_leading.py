@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from everstep.cli import coming_back, leading
 from everstep.cli.job import JobFile, write_job
 from everstep.observe.events import EventLog, read_events
 from everstep.runtime import job as job_module
-from everstep.runtime.files.host_directory import OWN_FOLDER, SOURCE_FILE
+from everstep.runtime.files.host_directory import OWN_FOLDER, SOURCE_FILE, leave_word, private_folder, word_in
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.job_end import Outcome
 from everstep.runtime.lead.succession import Succession
@@ -50,23 +51,25 @@ class FakeJob:
         self.signalled = number
 
 
-def led(run_dir: Path, monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> int:
+def led(run_dir: Path, monkeypatch: pytest.MonkeyPatch, outcome: Outcome, *, as_json: bool = False) -> int:
     monkeypatch.setattr(FakeJob, "outcome", outcome)
     monkeypatch.setattr(job_module, "Job", FakeJob)
     job = JobFile("task.py:Task", (), CONFIG)
     write_job(run_dir, job)
     begun = Start(CONFIG, run_dir=run_dir, early=Mock(), succession=Succession(owner="o"))
-    return leading.see_through(begun, job)
+    return leading.see_through(begun, job, leading.UserView(as_json=as_json))
 
 
+@pytest.mark.parametrize("as_json", (False, True))
 @pytest.mark.parametrize("elsewhere", (False, True))
 def test_an_end_on_another_host_is_not_told_as_that_of_this_directory(
-    elsewhere: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    elsewhere: bool, as_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The rows and weights that are not here are there."""
-    code = led(tmp_path, monkeypatch, Outcome(0, "completed", COMPLETED, elsewhere=elsewhere))
+    code = led(tmp_path, monkeypatch, Outcome(0, "completed", COMPLETED, elsewhere=elsewhere), as_json=as_json)
     said, complained = capsys.readouterr()
-    assert ("the job has ended on another host" in said) == elsewhere
+    assert ("the job has ended on another host" in said + complained) == elsewhere
+    assert (json.loads(said.splitlines()[-1])["state"] == "completed") if as_json else '"summary"' not in said
     assert code == int(not elsewhere) and ("the ledger lacks" in complained) == (not elsewhere)
     kinds = [event["kind"] for event in read_events(tmp_path / EVENTS_FILE)]
     assert ("job_completed" in kinds) == (not elsewhere)
@@ -111,19 +114,31 @@ def test_a_notice_of_a_preemption_does_not_kill_what_is_about_to_be_a_standby(
 
 
 @pytest.mark.parametrize(
-    ("succession", "sets_aside"),
-    [(Succession(owner="o"), True), (Succession(True, "o", copying_host="h"), True), (Succession(True, "o"), False)],
+    ("succession", "held", "comes_back"),
+    [
+        (Succession(owner="o"), False, True),
+        (Succession(True, "o", copying_host="h"), False, True),
+        (Succession(True, "o"), True, False),
+        (Succession(True, "o"), False, False),
+    ],
 )
+@pytest.mark.parametrize("led", (True, False))
 def test_hosts_that_shared_a_directory_that_is_of_before_do_not_meet_there(
-    succession: Succession, sets_aside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    succession: Succession, held: bool, comes_back: bool, led: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one on which the job began holds it, or sets it aside and comes back there; others have one of their own."""
+    """The one on which the job began holds it, or sets it aside and comes back there; others have one of their own, and
+    set aside what nobody holds: if that host is lost for good, nobody else would."""
     done: list[Any] = []
-    monkeypatch.setattr(coming_back, "put_aside", lambda folder: done.append("aside"))
-    monkeypatch.setattr(os, "execve", lambda path, command, environment: done.append("--run-dir" in command))
-    with contextlib.nullcontext() if sets_aside else run_lock(tmp_path):
-        coming_back.become_standby(Start(CONFIG, run_dir=tmp_path, succession=succession))
-    assert done == (["aside", True] if sets_aside else [False])
+    if led:
+        leave_word(tmp_path, None)
+    word = word_in(tmp_path)
+    monkeypatch.setattr(os, "execve", lambda path, command, environment: done.extend(command))
+    with run_lock(tmp_path) if held else contextlib.nullcontext():
+        coming_back.become_standby(Start(CONFIG, host="h", run_dir=tmp_path, succession=succession))
+    assert (tmp_path / "previous-1" / "place").exists() == (led and not held) and word_in(tmp_path) == word * held
+    given = done[done.index("--run-dir") + 1] if "--run-dir" in done else None
+    own = str(private_folder(word[:16], "h-standby")) if led else None
+    assert given == (str(tmp_path) if comes_back else own)
 
 
 def test_what_an_agent_of_before_could_not_send_comes_before_what_is_told_of_the_next_start(

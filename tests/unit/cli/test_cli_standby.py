@@ -12,6 +12,7 @@ import subprocess
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from everstep.cli import main, run, standby, standby_fill
 from everstep.cli.coming_back import end_agent, left_agent, refuse_deposed
 from everstep.cli.job import JobFile, write_job
 from everstep.cli.main import run_command
+from everstep.cli.run_dir import StartPoint
 from everstep.cli.standby_fill import kept_apart
-from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, Look
+from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, Look, Unanswered
 from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, SOURCE_FILE, leave_word
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.lead.etcd import Announced
@@ -82,7 +84,7 @@ def test_what_is_of_before_is_set_aside_but_for_what_is_still_of_use(tmp_path: P
 
 
 def test_a_job_that_went_on_elsewhere_does_not_begin_again_unasked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It was stopped before this host had its files, and the same command is typed again."""
     for name in (f"{OWN_FOLDER}/{JOB_FILE}", "checkpoints/part", "data.csv", "lock"):
@@ -100,6 +102,9 @@ def test_a_job_that_went_on_elsewhere_does_not_begin_again_unasked(
     said = capsys.readouterr().err
     assert "another host has led the job" in said and "previous-10: go on" in said and "--fresh begins anew" in said
     assert (tmp_path / "checkpoints" / "part").exists() and not (tmp_path / JOB_FILE).exists()
+    monkeypatch.setattr(run, "find_start", lambda *given, **how: StartPoint(4))
+    monkeypatch.setattr(run, "_launch", lambda *given: 0)
+    assert run_command(["run", str(tmp_path / "train.py"), "--run-dir", str(tmp_path)]) == 0, "it does not begin anew"
 
 
 @pytest.mark.parametrize("becomes", (False, True))
@@ -148,6 +153,9 @@ class FakeEtcd:
             raise NoHead("etcd without a quorum: 2 of 3 members do not answer")
         return Announced({"run_dir": "/none", "word": JOB}, "1")
 
+    def ask(self, request: Look | Load) -> Unanswered:
+        return Unanswered("silent")
+
     def close(self) -> None:
         pass
 
@@ -181,6 +189,50 @@ def test_where_workers_run_etcd_is_waited_for_and_what_is_in_vain_ends_them_in_o
             child.send_signal(signal.SIGTERM)
         assert child.stdout.read() == "in order\n"
     assert ("2 of 3 members do not answer: waiting for it" in capsys.readouterr().err) == agent_runs
+
+
+@pytest.mark.parametrize("over", (False, True))
+def test_an_agent_whose_job_is_over_is_not_kept_for_the_next_one(
+    over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be another job's, or dead, and no other would be started."""
+    agents: list[int] = []
+
+    class Ended(FakeEtcd):
+        looks = [over, over, False]  # noqa: RUF012
+
+        def ask(self, request: Look | Load) -> HolderSeen | Loaded:  # type: ignore[override]
+            if isinstance(request, Load):
+                return Loaded([{"kind": "ended"}], 1)
+            return HolderSeen(None if self.looks.pop(0) else Holder("next", {"host": "a", "port": 1}, 1, 1))
+
+    def filled(begun: Start, *given: Any) -> None:
+        agents.append(begun.agent)
+        raise ConfigError("no room")
+
+    monkeypatch.setattr(standby, "etcd_at", lambda begun: Ended(0))
+    monkeypatch.setattr(standby, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(standby, "_sees", lambda *given: False)
+    monkeypatch.setattr(standby, "copy_in", filled)
+    with subprocess.Popen(["sleep", "600"]) as child, ExitStack() as last:
+        last.callback(child.kill)
+        monkeypatch.setenv("EVERSTEP_AGENT", str(child.pid))
+        with pytest.raises(ConfigError, match="no room"):
+            standby.stand_by(Start(load_config([]), host="h", own="127.0.0.1", stays=True))
+        assert agents == [0 if over else child.pid]
+
+
+def test_a_silent_etcd_says_nothing_about_the_directory_in_which_the_job_is_led(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of before would be taken for the job's."""
+    monkeypatch.setattr(standby, "_AGAIN_S", 0.0)
+    seen = [Unanswered("silent"), HolderSeen(Holder("b", {"host": "b", "port": 1, "place": OTHER}, 1, 1))]
+    etcd: Any = SimpleNamespace(address="etcd://b", ask=lambda request: seen.pop(0))
+    assert standby._place(etcd, 60.0) == OTHER
+    etcd.ask = lambda request: Unanswered("silent")
+    with pytest.raises(NoHead, match="who leads"):
+        standby._place(etcd, 0.0)
 
 
 @pytest.mark.parametrize("led_here", (False, True))

@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -20,7 +21,7 @@ from everstep.observe.events import EventLog, format_event, read_events
 from everstep.protocol import messages as m
 from everstep.protocol.messages import FilePiece, FilePieces
 from everstep.runtime.files import agent_files, file_sender
-from everstep.runtime.files.agent_files import DirectorySender
+from everstep.runtime.files.agent_files import AgentFiles, DirectorySender
 from everstep.runtime.files.file_receiver import HeadReceiver
 from everstep.runtime.files.file_sender import digest_of
 from everstep.runtime.files.host_directory import ARRIVED_FILE, SOURCE_FILE, Place
@@ -321,3 +322,41 @@ def test_what_cannot_be_stored_for_another_reason_than_a_full_disk_is_noted_unti
     assert noted() == {"final/digest.json": "Not a directory"} and steps(wire.job) == [1]
     (wire.job / "final").unlink()
     assert wire.arrives() and noted() == {}
+
+
+def test_what_one_head_has_refused_counts_no_more_over_another_connection(wire: Wire) -> None:
+    (wire.job / "final").touch()
+    (wire.own / "final").mkdir()
+    (wire.own / "final" / "digest.json").write_text("{}")
+    assert not wire.arrives(0.0)
+    end_s = time.monotonic() + PATIENCE_S
+    while not wire.sender.refused:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    wire.passing = False
+    wire.sent.get(timeout=PATIENCE_S)  # so nothing is being answered
+    wire.sender.ask_again()
+    assert not wire.sender.refused
+
+
+def test_an_agent_that_leaves_goes_on_sending_though_a_file_cannot_arrive(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for what cannot arrive, but for rows that a slow link, or a full disk, holds up."""
+    tries, write = iter(range(3)), wire.receiver._events
+
+    def full(source: str, piece: FilePiece) -> int | None:
+        if next(tries, None) is not None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(source, piece)
+
+    monkeypatch.setattr(wire.receiver, "_events", full)
+    monkeypatch.setattr(agent_files, "_TURN_S", 0.01)
+    monkeypatch.setattr(agent_files, "_CUT_OFF_S", 0.0)
+    (wire.job / "final").touch()
+    EventLog(wire.own / "events.jsonl").write("step_committed", step=1)
+    (wire.own / "final").mkdir()
+    (wire.own / "final" / "digest.json").write_text("{}")
+    around = SimpleNamespace(_sender=wire.sender, _client=SimpleNamespace(connected=True), _is_led_around=lambda: False)
+    assert not AgentFiles.finish(cast(Any, around), PATIENCE_S)
+    assert steps(wire.job) == [1] and set(wire.sender.refused) == {"final/digest.json"}

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,7 +229,7 @@ class AgentFiles:
         begin_s = heard_s = time.monotonic()
         while not self._sender.finish(begin_s, _TURN_S):
             now_s = time.monotonic()
-            heard_s = now_s if self._client.connected and not self._sender.refused else heard_s
+            heard_s = now_s if self._client.connected and not self._sender.in_vain else heard_s
             if now_s > begin_s + timeout_s or now_s - heard_s > _CUT_OFF_S:
                 self._sender.close()
                 if self._is_led_around():
@@ -278,6 +278,16 @@ class DirectorySender(FileSender):
         refused = {**self.refused, **answer.refused}
         self.refused = {name: words for name, words in refused.items() if name not in answer.held}
         return super().answered(answer)
+
+    def _ask_again(self, names: Iterable[str]) -> None:
+        self.refused = {}  # by a head that is gone, or does not answer
+        super()._ask_again(names)
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether nothing is sent any more but what cannot arrive."""
+        refused = self.refused
+        return bool(refused) and all(piece.path in refused for piece in self._message.pieces)
 
     def close(self) -> None:
         super().close()
