@@ -412,6 +412,25 @@ REPLAYED = {
         ),
     ),
     # The leader had gone to another stage, and lost blocks of the one that it had left: that is no part of the result.
+    # A worker had been handed a gather with which the others were through, and copied a part of the state: it began the
+    # last checkpoint before its application got the answer, so that its loop stood elsewhere than theirs.
+    "a gather that is decided when the last checkpoint is asked for": (
+        41000500,
+        Setup(
+            5,
+            0,
+            1,
+            1,
+            "replace",
+            SimJob(10, 5, state_bytes=1, copies=2),
+            (
+                SimFault("signal", 39, "gathering", 2, 0, 82, 2779, True),
+                SimFault("damage_copies", 102, "", 1, 0, 0, 1539),
+                SimFault("holders", 104, "agreeing", 1, 165, 6, 3),
+            ),
+            donors=3,
+        ),
+    ),
     # All had agreed on the last state, and a bit flipped in the copy of another stage that the job's leader writes: it
     # took its own state for wrong, began anew, and met the same copy, without end.
     "another stage that has changed when the result is written": (

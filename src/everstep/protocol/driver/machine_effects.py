@@ -95,7 +95,8 @@ class MachineEffects:
         its next ask: the loops of others may have done what this one is about to do, and have changed the state. If
         one never will, or none has begun, all stay where they are. Returns whether it has begun."""
         parts, application, saver, plan = self._parts, self._parts.application, self._parts.saver, self._saves_for
-        if plan is None or not application.settled or (application.answerable and parts.settler.goes_on):
+        answerable = application.answerable or self._queue.gathered
+        if plan is None or not application.settled or (answerable and parts.settler.goes_on):
             return False
         self._saves_for = None
         if saver.on:

@@ -35,6 +35,11 @@ class MachineQueue:
                 self._stepper.decision(self._machine.generation)  # a plan may come before it is carried out
             self._effects.extend(effects)
 
+    @property
+    def gathered(self) -> bool:
+        """Whether a gather is decided, and the application about to be answered."""
+        return any(isinstance(effect, step.Gathered) for effect in self._effects)
+
     def next(self) -> step.StepEffect:
         return self._effects.popleft()
 
