@@ -458,7 +458,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     warning = ask_object_store(config.checkpoint)
     job = with_cut(dataclasses.replace(job, **_proven(probe)), probe.cut, probe.unit_ms, found.job)
     start = find_start(run_dir, job, script=asked.is_script, trust=invocation.trust)
-    if found.state == "new" and not start.step:
+    if found.state == "new" and not start.brought:
         refuse_deposed(run_dir)
     job = dataclasses.replace(job, resumes_at=start.step)
     if start.step and found.job is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -108,10 +109,10 @@ def calling(task: Task, method: str, *arguments: Any) -> Any:
 def samples_evaluated_at_once(task: Task) -> int:
     """The task's `evaluation_batch`. Raises: TaskError if it is no whole number of at least 1."""
     size = calling(task, "evaluation_batch")
-    if not isinstance(size, int) or size < 1:
+    if not isinstance(size, Integral) or size < 1:
         name = f"{type(task).__name__}.evaluation_batch"
         raise TaskError(f"{name}: expected a whole number of at least 1, got {size!r}")
-    return size
+    return int(size)
 
 
 def place_of(error: BaseException) -> tuple[str, int]:

@@ -18,7 +18,7 @@ import yaml
 
 from everstep.base.errors import ConfigError
 from everstep.cli.engines import ssh
-from everstep.cli.engines.launch import Launch, host_script, job_code
+from everstep.cli.engines.launch import Launch, host_script, job_code, note_end
 from everstep.cli.engines.ssh import Remote, SshHosts
 from everstep.cli.engines.strategic_merge import merge
 from everstep.cli.main import run_command
@@ -555,6 +555,23 @@ def test_a_first_host_that_came_back_is_one_of_many(monkeypatch: pytest.MonkeyPa
     assert Told(["first", "second"], ["", script], b"t" * 16, start, alike=True).run() == 0
 
 
+@pytest.mark.parametrize("code", [0, 143])
+def test_a_first_host_that_leaves_in_order_ends_no_others(code: int) -> None:
+    """Its engine told it to go, and another one leads."""
+
+    class Told(SshHosts):
+        def _end(self, number: int) -> int:
+            found = super()._end(number)
+            self._write(1 - number, "go\n")
+            return found
+
+    def start(host: str, script: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sh", "-c", script], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
+
+    scripts = [f"read -r token; exit {code}", "read -r token; read -r go && exit 0 || exit 1"]
+    assert Told(["first", "second"], scripts, b"t" * 16, start, alike=True).run() == 0
+
+
 @pytest.mark.parametrize("then", [0, 2])
 def test_a_first_host_that_is_lost_is_tried_again_though_another_one_was_refused(
     then: int, monkeypatch: pytest.MonkeyPatch
@@ -579,13 +596,21 @@ def test_a_first_host_that_is_lost_is_tried_again_though_another_one_was_refused
 
 
 def test_which_ends_of_hosts_tell_that_the_job_is_over() -> None:
-    lost, hour = (3600.0, 255), 3600.0
-    assert job_code([(3500.0, 0), lost], hour, final=False) == 0, "a host that was lost for good"
-    assert job_code([(3500.0, 0), (3590.0, 3), lost], hour, final=False) == 3
-    assert job_code([(0.0, 0), lost], hour, final=False) is None, "it left in order, and the others went on"
-    assert job_code([(0.0, 1), (3599.0, 0)], hour, final=True) == 0
-    assert job_code([(3599.0, 2), lost], hour, final=False) is None
-    assert job_code([(3598.0, 2), (3599.0, 2)], hour, final=True) == 2
+    lost = (3600.0, 255)
+    assert job_code([(3601.0, 0), lost], final=False) == 0, "a host that was lost before"
+    assert job_code([(3590.0, 3), lost], final=False) == 3
+    assert job_code([(3599.0, 0), lost], final=False) is None, "it left in order, and the other one went on"
+    assert job_code([(0.0, 1), (3599.0, 0)], final=True) == 0
+    assert job_code([(3599.0, 2), lost], final=False) is None
+    assert job_code([(3598.0, 2), (3599.0, 2)], final=True) == 2
+    assert job_code([], final=False) is None
+
+
+def test_a_host_that_cannot_be_reached_any_more_has_ended_once() -> None:
+    ends = {1: (5.0, 0)}
+    for at_s, code, found in ((6.0, 255, (6.0, 255)), (7.0, 255, (6.0, 255)), (8.0, 4, (8.0, 4))):
+        note_end(ends, 1, code, at_s)
+        assert ends[1] == found
 
 
 def test_what_ssh_and_ray_would_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def test_a_job_that_went_on_elsewhere_does_not_begin_again_unasked(
     said = capsys.readouterr().err
     assert "another host has led the job" in said and "previous-10: go on" in said and "--fresh begins anew" in said
     assert (tmp_path / "checkpoints" / "part").exists() and not (tmp_path / JOB_FILE).exists()
-    monkeypatch.setattr(run, "find_start", lambda *given, **how: StartPoint(4))
+    monkeypatch.setattr(run, "find_start", lambda *given, **how: StartPoint(4, brought=True))
     monkeypatch.setattr(run, "_launch", lambda *given: 0)
     assert run_command(["run", str(tmp_path / "train.py"), "--run-dir", str(tmp_path)]) == 0, "it does not begin anew"
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, MutableMapping
 from typing import NamedTuple
 
-from everstep.base.exit_codes import JOB_FAILED, WORKERS_MISSING
+from everstep.base.exit_codes import JOB_FAILED, NO_HEAD, WORKERS_MISSING
 
 
 class Launch(NamedTuple):
@@ -65,17 +65,30 @@ def in_brackets(name: str) -> str:
 
 JOB_ENDS_S = 10.0
 """Time that the job's own host takes to end after an agent has ended with the job's exit code."""
-_TELLS_S = 900.0  # longer than ssh tries to connect, and a host waits for the next job
+NOT_REACHED = 255
+_END_TOGETHER_S = 60.0
 FINAL = (1, 2, 126, 127)
 """Exit codes after which no other try helps: failed, refused; the interpreter cannot be run, or is not there."""
 
 
-def job_code(ends: Collection[tuple[float, int]], now_s: float, *, final: bool) -> int | None:
+def note_end(ends: MutableMapping[int, tuple[float, int]], number: int, code: int, now_s: float) -> None:
+    """Note how a host ended. One that was lost and cannot be reached since has ended once."""
+    if code != NOT_REACHED or ends.get(number, (0.0, 0))[1] != code:
+        ends[number] = now_s, code
+
+
+def job_code(ends: Collection[tuple[float, int]], *, final: bool) -> int | None:
     """Exit code of a job of which nothing runs, by when and how its hosts ended; None if it goes on. final: no host
-    is to begin again. A code of long before the last end tells nothing: that host left in order, say."""
-    codes = [code for at_s, code in ends if now_s - at_s < _TELLS_S]
-    found = next((code for code in (JOB_FAILED, WORKERS_MISSING, 0) if code in codes), None)
-    return max(codes) if final and codes and found is None else found
+    is to begin again; else one that left in order before the last one ended does not count."""
+    last_s, last = max(ends, default=(0.0, NO_HEAD))
+    together = [code for at_s, code in ends if last_s - at_s < _END_TOGETHER_S]
+    failed = next((code for code in (JOB_FAILED, WORKERS_MISSING) if code in together), None)
+    codes = [code for _, code in ends]
+    if failed is not None or not codes:
+        return failed
+    if final:
+        return 0 if 0 in codes else max(codes)
+    return 0 if last == 0 else None
 
 
 def host_script(

@@ -20,7 +20,7 @@ from typing import Any
 from everstep.base.doors import at_port, host_of
 from everstep.base.errors import ConfigError
 from everstep.base.exit_codes import JOB_FAILED, NO_HEAD, WORKERS_MISSING
-from everstep.cli.engines.launch import JOB_ENDS_S, Launch, job_code
+from everstep.cli.engines.launch import JOB_ENDS_S, NOT_REACHED, Launch, job_code, note_end
 from everstep.cli.engines.ray_placement import RayBundle, RayPlaces
 from everstep.runtime.process import die_with_parent, own_command
 
@@ -177,7 +177,7 @@ class _Driver:
             return 128 + self._signal
         if not self._running:
             final = not self._due and len(self._ends) == self._launch.hosts
-            code = None if self._first_leads else job_code(self._ends.values(), now_s, final=final)
+            code = None if self._first_leads else job_code(self._ends.values(), final=final)
             time.sleep(_LOOK_S if code is None else 0.0)
             return code
         done, _ = self._ray.wait(list(self._running.values()), timeout=_LOOK_S)
@@ -219,11 +219,14 @@ class _Driver:
         except self._ray.exceptions.RayActorError:
             self._lost(number)
             return None
-        finals = (0, 1, 2, 3, 128 + signal.SIGINT, 128 + signal.SIGTERM, *(() if self._launch.etcd else (NO_HEAD,)))
+        in_order = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+        finals = (*in_order, JOB_FAILED, 2, WORKERS_MISSING, *(() if self._launch.etcd else (NO_HEAD,)))
+        if number == 0 and self._launch.etcd and self._running and code in in_order and not self._signal:
+            self._first_leads = False  # another one leads, or the others end as well
         own = number == 0 and self._first_leads
         if own and code in finals:
             return code
-        self._ends[number] = (time.monotonic(), code)
+        note_end(self._ends, number, code, time.monotonic())
         if not own and code in (JOB_FAILED, WORKERS_MISSING):  # if the job has failed, host 0 is about to end
             self._again(number, JOB_ENDS_S)
         elif own or code not in (0, 2):
@@ -233,6 +236,7 @@ class _Driver:
 
     def _lost(self, number: int) -> None:
         self._say(f"host {number} is lost: its actor starts again as soon as a node is free")
+        note_end(self._ends, number, NOT_REACHED, time.monotonic())
         self._give_up(number)
         self._places.lost(number)
         self._first_again(number)

@@ -21,14 +21,13 @@ from everstep.base.doors import at_port
 from everstep.base.errors import ConfigError
 from everstep.base.exit_codes import JOB_FAILED, WORKERS_MISSING
 from everstep.base.readable import readable
-from everstep.cli.engines.launch import JOB_ENDS_S, Launch, job_code
+from everstep.cli.engines.launch import JOB_ENDS_S, NOT_REACHED, Launch, job_code, note_end
 from everstep.runtime.process import Inbox, taking_signals
 
 FIRST_AGAIN_S = 1.0
 MOST_AGAIN_S = 60.0
 HEALTHY_S = 60.0
 _REFUSED = 2
-_NOT_REACHED = 255
 _OVER = (0, 1, _REFUSED, 3, 130, 143)
 _LAST_WAIT_S = 45.0
 _ALONE_S = 10.0
@@ -95,7 +94,7 @@ class Remote:
         self.due_s = now_s + delay_s
         if code in (JOB_FAILED, WORKERS_MISSING) and self._tries == 1:
             return ""
-        how = "cannot be reached" if code == _NOT_REACHED else f"ended with {code}"
+        how = "cannot be reached" if code == NOT_REACHED else f"ended with {code}"
         return f"{self.name} {how}: again in {delay_s:g} s"
 
 
@@ -113,6 +112,7 @@ class SshHosts:
     alike: bool = False
     _first_leads: bool = True
     _signal: int = 0
+    _told: bool = False
     _inbox: Inbox[int] = field(default_factory=Inbox)
     _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     _fds: dict[int, int] = field(default_factory=dict)
@@ -136,23 +136,28 @@ class SshHosts:
                 for number in [n for n, fd in self._fds.items() if fd in ready]:
                     ended = self._end(number)
                     self._first_leads = self._first_leads and not (self.alike and number == 0 and ended not in _OVER)
+                    self._first_leads &= not (number == 0 and self.alike and self._left(ended))
                     if number == 0 and self._first_leads:
                         code = ended
-                        if code == _NOT_REACHED or code < 0:
+                        if code == NOT_REACHED or code < 0:
                             self._say(
                                 f"{self.hosts[0]}, the job's own host, is lost: run the same command again to go on"
                             )
                         continue
-                    self._ends[number] = (time.monotonic(), ended)
+                    note_end(self._ends, number, ended, time.monotonic())
                     counted = 0 if self.alike and ended in _OVER and ended != _REFUSED else ended
                     if words := remotes[number].ended(counted, time.monotonic()):
                         self._say(words)
                 if self.alike and code is None and not self._processes:
                     final = all(remote.over for remote in remotes)
-                    code = job_code(self._ends.values(), time.monotonic(), final=final)
+                    code = job_code(self._ends.values(), final=final)
                     code = 128 + self._signal if self._signal and code not in (JOB_FAILED, WORKERS_MISSING) else code
             self._end_others(0.0 if code == 128 + signal.SIGTERM else _ALONE_S)
-        return 1 if code == _NOT_REACHED or code < 0 else code
+        return 1 if code == NOT_REACHED or code < 0 else code
+
+    def _left(self, code: int) -> bool:
+        """Whether the first host has ended in order, untold, while others run: another leads, or they end as well."""
+        return bool(self._processes) and (code == 0 or (code in (130, 143) and not self._told))
 
     def _say(self, text: str) -> None:
         print(f"everstep launch: {text}", file=sys.stderr, flush=True)
@@ -165,6 +170,7 @@ class SshHosts:
     def _tell(self, signalled: int) -> None:
         """Pass a signal on: to all hosts if the first may not lead any more, which nobody here knows better."""
         if self._first_leads:
+            self._told = True
             self._write(0, f"{signalled}\n")
             self._first_leads = not (self.alike and signalled == signal.SIGUSR1)  # it gives up its lease
         elif signalled != signal.SIGUSR1:  # it would have all leave in order
