@@ -69,7 +69,7 @@ def become_standby(begun: Start, *, deposed: bool = True, refill: int | None = N
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if deposed:
         shares, word = begun.succession.guest and not begun.succession.copying_host, word_in(begun.folder)
-        with contextlib.suppress(*[ConfigError] * shares), run_lock(begun.folder):
+        with contextlib.suppress(ConfigError) if shares else contextlib.nullcontext(), run_lock(begun.folder):
             put_aside(begun.folder)
         if shares:
             begun = replace(begun, run_dir=private_folder(word[:16], f"{begun.name}-standby") if word else None)

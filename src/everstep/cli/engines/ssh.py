@@ -135,8 +135,7 @@ class SshHosts:
                     self._tell(signalled)
                 for number in [n for n, fd in self._fds.items() if fd in ready]:
                     ended = self._end(number)
-                    self._first_leads = self._first_leads and not (self.alike and number == 0 and ended not in _OVER)
-                    self._first_leads &= not (number == 0 and self.alike and self._left(ended))
+                    self._first_leads &= number != 0 or not self.alike or self._ends_all(ended)
                     if number == 0 and self._first_leads:
                         code = ended
                         if code == NOT_REACHED or code < 0:
@@ -155,9 +154,11 @@ class SshHosts:
             self._end_others(0.0 if code == 128 + signal.SIGTERM else _ALONE_S)
         return 1 if code == NOT_REACHED or code < 0 else code
 
-    def _left(self, code: int) -> bool:
-        """Whether the first host has ended in order, untold, while others run: another leads, or they end as well."""
-        return bool(self._processes) and (code == 0 or (code in (130, 143) and not self._told))
+    def _ends_all(self, code: int) -> bool:
+        """Whether the job is over as the first host has ended with this code, though any host may lead. One that leaves
+        in order, untold, while others run does not tell: another one leads, or they end as well."""
+        left = code == 0 or (code in (130, 143) and not self._told)
+        return code in _OVER and not (left and self._processes)
 
     def _say(self, text: str) -> None:
         print(f"everstep launch: {text}", file=sys.stderr, flush=True)
