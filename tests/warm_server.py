@@ -30,7 +30,7 @@ from everstep.runtime.link.address import COORDINATOR_MODULE
 from everstep.runtime.process import adopt_orphans, children, close_descriptors, die_with_parent, own_command
 
 PRELOAD = (
-    *fork_server.DEFAULT_PRELOAD,
+    *fork_server_client.DEFAULT_PRELOAD,
     "everstep",
     "everstep.__main__",
     "everstep.cli.main",

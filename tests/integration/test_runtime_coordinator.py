@@ -27,8 +27,7 @@ from everstep.protocol.roles import COMMANDS, PEOPLE
 from everstep.runtime.commands import NoJobRunning, ask
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.host.board import Board
-from everstep.runtime.host.fork_server import DEFAULT_PRELOAD
-from everstep.runtime.host.fork_server_client import start_fork_server
+from everstep.runtime.host.fork_server_client import DEFAULT_PRELOAD, start_fork_server
 from everstep.runtime.lead.journal import Journal
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import EVENTS_FILE, JOURNAL_FILE, read_address, role_file

@@ -21,7 +21,7 @@ from pathlib import Path
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _WRITES = os.O_WRONLY | os.O_RDWR
-_ROOT = 0
+_ROOT, OTHERS = 0, 0o077
 APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 ANEW = os.O_WRONLY | os.O_TRUNC | os.O_CREAT
 NEW = os.O_WRONLY | os.O_EXCL | os.O_CREAT
@@ -30,6 +30,11 @@ DRAFT = re.compile(r"\..+\.\d{1,20}")
 _ANOTHER = "it is not the directory that this process began in"
 _makers: dict[int, int] = {}
 _homes: dict[Path, int] = {}
+
+
+def write_privately() -> None:
+    """From now on this process, and what it starts, makes files and folders for their owner alone."""
+    os.umask(OTHERS)
 
 
 def keep_to(directory: Path) -> None:

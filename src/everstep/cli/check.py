@@ -17,11 +17,11 @@ from everstep.base.errors import ConfigError
 from everstep.base.leaving import temporary_folder
 from everstep.cli.check_jobs import ShortJobs
 from everstep.cli.completing import complete_task
+from everstep.cli.early_server import PRELOAD
 from everstep.cli.job import Request, effective_config
 from everstep.cli.probe import look
 from everstep.cli.seconds import Seconds
 from everstep.cli.task_loading import TaskSpec, load_task, parse_task
-from everstep.cli.worker import PRELOAD
 from everstep.runtime.host.fork_server_client import EarlyForkServer, ForkEnded
 from everstep.runtime.process import own_command, pinned_environment
 

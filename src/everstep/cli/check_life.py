@@ -10,7 +10,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 
 from everstep.cli.check import life_of
-from everstep.runtime.host.fork_server import DEFAULT_PRELOAD, preload, redirect_output
+from everstep.runtime.host.fork_server import preload, redirect_output
+from everstep.runtime.host.fork_server_client import DEFAULT_PRELOAD
 from everstep.runtime.process import die_with_parent
 from everstep.script.watched_life import watch_of
 from everstep.train.rehearsal import live

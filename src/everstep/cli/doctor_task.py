@@ -15,7 +15,7 @@ from typing import Any
 
 from everstep.base.config import Config
 from everstep.base.errors import EverstepError
-from everstep.cli.worker import PRELOAD
+from everstep.cli.early_server import PRELOAD
 from everstep.protocol.identity import read_code
 from everstep.protocol.lease.requests import Look, Unanswered
 from everstep.runtime.host.fork_server_client import EarlyForkServer

@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from everstep import __version__
+from everstep.base.below import write_privately
 from everstep.base.errors import (
     CheckpointCorrupt,
     ConfigError,
@@ -28,7 +29,6 @@ from everstep.base.errors import (
 )
 from everstep.base.exit_codes import ANOTHER_LEADS, NO_HEAD
 from everstep.cli.terminal import guarded, paragraph, tell
-from everstep.runtime.files.private import write_privately
 
 COMMANDS = {
     "run": ("everstep.cli.run", "Train a task, and go on when workers fail, join or leave."),
@@ -95,6 +95,10 @@ class LazyGroup(click.Group):
         if name and not name.startswith("-") and name not in COMMANDS:
             near = did_you_mean(name, COMMANDS)
             raise click.UsageError(f"no such command {name!r}; known: {', '.join(COMMANDS)}{near}")
+        if name == "run":
+            from everstep.cli.early_server import start_early
+
+            start_early(ctx, args[1:])
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -33,6 +33,7 @@ from everstep.cli.config import complete_key
 from everstep.cli.config_file import said_layers
 from everstep.cli.display import summary
 from everstep.cli.doors import check_own_ports, head_doors, slots_here
+from everstep.cli.early_server import PRELOAD, end_early, take_early
 from everstep.cli.job import (
     JobFile,
     Request,
@@ -71,7 +72,6 @@ from everstep.cli.standby import begin_leased, check_lease, runs_elsewhere
 from everstep.cli.starting import DOMAIN_HELP, start_here
 from everstep.cli.task_loading import TaskSpec, parse_task
 from everstep.cli.tokens import given_token, token_in
-from everstep.cli.worker import PRELOAD
 from everstep.observe.events import read_events
 from everstep.report.facts import facts_of
 from everstep.runtime.files.claim_files import forget_claims
@@ -266,6 +266,7 @@ def command(
             raise ConfigError(
                 f"--listen: expected none, because this process was {foreign.words()} and its hosts find each other"
             )
+        end_early()
         return adopt(foreign, spec.short, click.get_current_context().meta[_ARGS], load_config(layers))
     layers, auto_lane = take_auto(layers)
     layers, auto_device = take_auto(layers, "device")
@@ -276,6 +277,7 @@ def command(
         )
     given = read_layers([*layers, ("options", options)])
     if rank:
+        end_early()
         return _follow(asked, load_config(layers), asked.slots or slots_here(given, asked.world_size))
     doors, port = head_doors(
         *(asked.listen, asked.told, given), local=asked.local, slots=asked.slots, world_size=asked.world_size
@@ -300,10 +302,10 @@ def _begin(asked: Asked, request: Request, port: int | None, autos: tuple[bool, 
     if asked.or_standby:
         begun = _or_stand_by(begun, given)  # the host that leads by now may hold the directory, which all hosts see
     if run_dir.exists() and not asked.dry_run:
-        with run_lock(run_dir):  # a busy one is refused before anything is imported
+        with run_lock(run_dir):  # a busy one is refused before anything is asked of the fork server
             pass
     threads = given.get("threads")
-    server = EarlyForkServer(threads if isinstance(threads, int) else 1, ("torch",) if asked.dry_run else PRELOAD)
+    server = take_early(threads if isinstance(threads, int) else 1, ("torch",) if asked.dry_run else PRELOAD)
     with contextlib.closing(server):
         begun = dataclasses.replace(begun, early=server)
         return _run_or_show(Invocation(asked, request, trust, begun, server, *autos))

@@ -7,7 +7,8 @@ from typing import Any
 
 from everstep.base.config import Config
 from everstep.base.domains import VARIABLE, found_domains
-from everstep.cli.worker import ENTRY, FILES, PRELOAD
+from everstep.cli.early_server import PRELOAD
+from everstep.cli.worker import ENTRY, FILES
 from everstep.runtime.lead.etcd_access import taken_secrets
 from everstep.runtime.start import Start
 

@@ -17,7 +17,6 @@ from everstep.observe.events import EventLog
 from everstep.runtime.host.board import Board
 from everstep.runtime.host.cell_doors import AGAIN_CODE, Deputies
 from everstep.runtime.host.cell_search import CellSearch
-from everstep.runtime.host.fork_server import DEFAULT_PRELOAD
 from everstep.runtime.link.address import EVENTS_FILE
 from everstep.runtime.link.context import WorkerContext
 from everstep.runtime.link.interfaces import bind_collectives
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
 ENTRY = f"{__name__}:main"
 FILES = "everstep.checkpoint.host_files:HostFiles"
-PRELOAD = (*DEFAULT_PRELOAD, "everstep.train.worker", "everstep.zoo.digits", "everstep.zoo.text")
-"""Modules that the fork server imports, so that no life of a worker pays for them (0.1 s on an idle machine)."""
 
 
 def main(context: WorkerContext) -> int:

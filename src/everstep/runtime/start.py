@@ -14,8 +14,7 @@ from typing import Any
 from everstep.base.config import Config
 from everstep.base.errors import InvariantViolation
 from everstep.base.strikes import Strike
-from everstep.runtime.host.fork_server import DEFAULT_PRELOAD
-from everstep.runtime.host.fork_server_client import EarlyForkServer
+from everstep.runtime.host.fork_server_client import DEFAULT_PRELOAD, EarlyForkServer
 from everstep.runtime.lead.succession import Succession
 from everstep.runtime.link.context import Joining
 

@@ -35,7 +35,7 @@ def code_here(read: FilesRead | None = None) -> Code:
     files: dict[str, str] = {}
     packages: dict[str, str] = {}
     for name, module in sorted(sys.modules.items()):
-        path = getattr(module, "__file__", None)
+        path = getattr(module, "__dict__", {}).get("__file__")  # to ask a module itself may run code of its own
         top = name.partition(".")[0]
         if not isinstance(path, str) or top in (_OWN, "__mp_main__"):
             continue
@@ -65,7 +65,8 @@ def _without_links(path: str) -> str:
 
 @functools.cache
 def _real(folder: str) -> str:
-    return os.path.realpath(folder)
+    above, _, name = folder.rpartition("/")
+    return os.path.realpath(folder) if not above or os.path.islink(folder) else f"{_real(above)}/{name}"
 
 
 def _file_of(name: str, path: str) -> str:

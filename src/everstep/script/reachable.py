@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import random
 import sys
 import sysconfig
@@ -136,7 +137,8 @@ def of_user(filename: str | None) -> bool:
     """Whether a source file is neither Everstep's, nor the standard library's, nor of an installed package."""
     if not filename or filename.startswith("<") or "site-packages" in filename or "dist-packages" in filename:
         return False
-    return not any(str(Path(filename).resolve()).startswith(f"{folder}/") for folder in _FOREIGN_FOLDERS)
+    whole = os.path.realpath(filename)
+    return not any(whole.startswith(f"{folder}/") for folder in _FOREIGN_FOLDERS)
 
 
 def variables(frames: Iterable[types.FrameType]) -> Iterator[tuple[str, Any]]:

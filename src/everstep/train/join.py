@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from everstep.base.below import write_atomically
+from everstep.base.below import write_atomically, write_privately
 from everstep.base.config import Config, check_keys, dotted, load_config, read_layers, to_dict
 from everstep.base.errors import ConfigError
 from everstep.base.package_versions import refuse_versions
@@ -24,7 +24,7 @@ from everstep.data.reading import reading_of
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.exact.several import optimizers_of, schedulers_of
 from everstep.protocol import messages as wire
-from everstep.runtime.files.private import close_run_dir, refuse_foreign, write_privately
+from everstep.runtime.files.private import close_run_dir, refuse_foreign
 from everstep.runtime.link.address import DATASET_FILE
 from everstep.script.adopted import become_job
 from everstep.script.foreign_trainers import watch_trainers

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import sys
 
-from everstep.runtime.host.fork_server import DEFAULT_PRELOAD, preload
+from everstep.runtime.host.fork_server import preload
+from everstep.runtime.host.fork_server_client import DEFAULT_PRELOAD
 from everstep.runtime.process import die_with_parent
 from everstep.train.join import rehearsed_with
 from everstep.train.rehearsal import Rehearsed

@@ -34,7 +34,7 @@ from everstep.train.worker_link import LaunchedLink
 PROCESS = "everstep.train.rehearsal_process"
 _REMEMBERED, _FOLDER, _VERDICT = "rehearsed.json", "rehearsal", "verdict.json"
 _PATIENCE_S = LIMIT_S + 30.0
-_TICK_S = 0.05
+_TICK_S, _GLANCE_S = 0.05, 0.01
 
 Conclude = Callable[[], str]
 """Waits for the verdict. Returns why there was no rehearsal, "" if there was one. Raises: ConfigError."""
@@ -152,7 +152,7 @@ def _await_others(run_dir: Path, digest: str, tick: Callable[[], None]) -> str:
     until_s = time.monotonic() + _PATIENCE_S
     while not (is_rehearsed(run_dir, digest, tried=True) or _is_under_way(run_dir)) and time.monotonic() < until_s:
         tick()
-        time.sleep(_TICK_S)
+        time.sleep(_GLANCE_S)
     return ""
 
 

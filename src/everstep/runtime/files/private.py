@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from everstep.base.below import DRAFT, folder_of, refuse_others, whose
+from everstep.base.below import DRAFT, OTHERS, folder_of, refuse_others, whose
 from everstep.base.config_keys import NOTICES, SINKS
 from everstep.base.errors import ConfigError
 from everstep.protocol.roles import PEOPLE
 from everstep.runtime.files import host_directory
 from everstep.runtime.link import address
 
-_OTHERS = 0o077
 _OURS = {
     *(address.LOCK_FILE, address.TOKEN_FILE, address.JOB_FILE, address.DATASET_FILE, address.EVENTS_FILE),
     *(address.COORDINATOR_FILE, address.JOURNAL_FILE, address.METRICS_FILE, address.METRICS_TOKEN_FILE),
@@ -42,11 +41,6 @@ _OF_A_STORE = re.compile(r"(step-|damaged-).*|(latest|best|pins)\.json")
 
 def _is_ours(name: str) -> bool:
     return name in _OURS or _OURS_TOO.fullmatch(name) is not None
-
-
-def write_privately() -> None:
-    """From now on this process, and what it starts, makes files and folders for their owner alone."""
-    os.umask(_OTHERS)
 
 
 def close_run_dir(run_dir: Path) -> None:
@@ -112,8 +106,8 @@ def close_folder(path: Path) -> None:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return  # a temporary file that has its name by now
-    if (stat.S_ISDIR(mode) or stat.S_ISREG(mode)) and mode & _OTHERS:
-        path.chmod(stat.S_IMODE(mode) & ~_OTHERS)
+    if (stat.S_ISDIR(mode) or stat.S_ISREG(mode)) and mode & OTHERS:
+        path.chmod(stat.S_IMODE(mode) & ~OTHERS)
 
 
 def _close_what_is_ours(folder: Path, ours: Callable[[str], bool]) -> None:

@@ -64,16 +64,6 @@ from everstep.runtime.process import (
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PRELOAD = (
-    "torch._dynamo",  # first, for the forks that are called meanwhile: an optimizer imports it, which takes 1 s
-    "torch",
-    "numpy",
-    "torch.utils.data",
-    "torch.distributed",
-    "torch.optim",
-    "torch.nn.utils.stateless",
-)
-
 
 def preload(names: list[str], between: Callable[[], None] = lambda: None) -> list[str]:
     """Import modules that workers will need, and call `between` after each. Returns failures with reasons.
@@ -312,7 +302,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--board-fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--preload", default=",".join(DEFAULT_PRELOAD))
+    parser.add_argument("--preload", required=True)
     arguments = parser.parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the agent decides when it ends

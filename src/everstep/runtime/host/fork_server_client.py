@@ -11,18 +11,29 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everstep.base.below import APPEND, open_below
 from everstep.base.errors import EverstepError
 from everstep.base.readable import readable
 from everstep.protocol.patience import Patience
 from everstep.runtime.host.board import MAX_ROWS, create_board_memory
-from everstep.runtime.link.context import Handed, WorkerContext
 from everstep.runtime.process import own_command, pinned_environment, unreaped_status, why_ended
 from everstep.runtime.process_figures import ask_about
 
+if TYPE_CHECKING:
+    from everstep.runtime.link.context import Handed, WorkerContext
+
 MODULE = "everstep.runtime.host.fork_server"
+DEFAULT_PRELOAD = (
+    "torch._dynamo",  # first, for the forks that are called meanwhile: an optimizer imports it, which takes 1 s
+    "torch",
+    "numpy",
+    "torch.utils.data",
+    "torch.distributed",
+    "torch.optim",
+    "torch.nn.utils.stateless",
+)
 SILENT_S = 5.0
 _DEATH_WAIT_S = 5.0
 
@@ -67,6 +78,8 @@ class ForkServerClient:
 
     def hand_over(self, board_fd: int) -> Handed:
         """Data with which another process can take it over; this process must ask it nothing from now on."""
+        from everstep.runtime.link.context import Handed
+
         return Handed(self.fd, board_fd, self.pid, self._buffer.decode(), self.greeting)
 
     @property
@@ -198,6 +211,10 @@ class EarlyForkServer:
     def call(self, entry: str, question: Any) -> Any:
         """As `ForkServerClient.call`; starts the server."""
         return self._started().call(entry, question)
+
+    def start(self) -> None:
+        """Start the server now."""
+        self._started()
 
     def hand_over(self, threads: int) -> Handed:
         """Data with which an agent takes the server over, for a job with so many threads, and the board that its
