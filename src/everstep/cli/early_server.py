@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import click
 
+from everstep.base.foreign import foreign_launcher
 from everstep.runtime.host.fork_server_client import DEFAULT_PRELOAD, EarlyForkServer
 
 PRELOAD = (
@@ -19,12 +21,15 @@ PRELOAD = (
 )
 """Modules that the fork server imports, so that no life of a worker pays for them (0.1 s on an idle machine)."""
 _META = "everstep.early_server"
-_STARTS_NOTHING = {"-h", "--help", "--dry-run"}
+_BEGINS_NO_JOB = {"-h", "--help", "--dry-run", "--rank"}
 
 
 def start_early(context: click.Context, args: Sequence[str]) -> None:
-    """Start the server before the command line is parsed; it ends with the command. args: of `everstep run`."""
-    if not _STARTS_NOTHING.intersection(args):
+    """Start the server before the command line is parsed; it ends with the command. args: of `everstep run`.
+
+    Not where no job may begin in this process. Raises: ConfigError for an environment that contradicts itself."""
+    named = {word.partition("=")[0] for word in args}
+    if not (context.resilient_parsing or named & _BEGINS_NO_JOB or foreign_launcher(os.environ)):
         server = EarlyForkServer(1, PRELOAD)
         context.meta[_META] = server
         context.call_on_close(server.close)
@@ -40,8 +45,3 @@ def take_early(threads: int, preload: Sequence[str]) -> EarlyForkServer:
     if server is not None:
         server.close()
     return EarlyForkServer(threads, preload)
-
-
-def end_early() -> None:
-    """The command needs no fork server of its own."""
-    take_early(1, ()).close()

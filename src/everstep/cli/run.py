@@ -33,7 +33,7 @@ from everstep.cli.config import complete_key
 from everstep.cli.config_file import said_layers
 from everstep.cli.display import summary
 from everstep.cli.doors import check_own_ports, head_doors, slots_here
-from everstep.cli.early_server import PRELOAD, end_early, take_early
+from everstep.cli.early_server import PRELOAD, take_early
 from everstep.cli.job import (
     JobFile,
     Request,
@@ -266,7 +266,6 @@ def command(
             raise ConfigError(
                 f"--listen: expected none, because this process was {foreign.words()} and its hosts find each other"
             )
-        end_early()
         return adopt(foreign, spec.short, click.get_current_context().meta[_ARGS], load_config(layers))
     layers, auto_lane = take_auto(layers)
     layers, auto_device = take_auto(layers, "device")
@@ -277,7 +276,6 @@ def command(
         )
     given = read_layers([*layers, ("options", options)])
     if rank:
-        end_early()
         return _follow(asked, load_config(layers), asked.slots or slots_here(given, asked.world_size))
     doors, port = head_doors(
         *(asked.listen, asked.told, given), local=asked.local, slots=asked.slots, world_size=asked.world_size

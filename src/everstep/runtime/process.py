@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from everstep.base.cause import Cause, Why
+from everstep.base.config_fields import SECRET_VARIABLES
 from everstep.base.given import open_given
 from everstep.base.readable import readable
 
@@ -212,9 +213,10 @@ _FEWER_THREADS = frozenset({"OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS"})
 
 
 def pinned_environment(threads: int) -> dict[str, str]:
-    """This process's environment with fixed settings for numerics; `threads` is the intra-op number per worker."""
+    """This process's environment with fixed settings for numerics, and without secrets. threads: per worker, within an
+    operation."""
     return {
-        **{name: value for name, value in os.environ.items() if name not in _FEWER_THREADS},
+        **{name: value for name, value in os.environ.items() if name not in (*_FEWER_THREADS, *SECRET_VARIABLES)},
         "OMP_DYNAMIC": "FALSE",  # else the load of the machine decides how many threads there are
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",

@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from contextlib import suppress
 from importlib import metadata
+from types import ModuleType
 from typing import Any
 
 from everstep.base.given import read_given
@@ -35,7 +36,8 @@ def code_here(read: FilesRead | None = None) -> Code:
     files: dict[str, str] = {}
     packages: dict[str, str] = {}
     for name, module in sorted(sys.modules.items()):
-        path = getattr(module, "__dict__", {}).get("__file__")  # to ask a module itself may run code of its own
+        plain = type(module) is ModuleType  # to ask those with a __getattr__ takes long
+        path = vars(module).get("__file__") if plain else getattr(module, "__file__", None)
         top = name.partition(".")[0]
         if not isinstance(path, str) or top in (_OWN, "__mp_main__"):
             continue

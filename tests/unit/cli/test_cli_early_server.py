@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
 
-from everstep.cli.early_server import end_early, start_early, take_early
+from everstep.base.config_fields import SECRET_VARIABLES
+from everstep.cli.early_server import start_early, take_early
 from everstep.cli.main import run_command
 from everstep.runtime.process import children
 
@@ -33,16 +35,30 @@ def test_another_number_of_threads_needs_another_server(context: click.Context) 
     assert children() == []
 
 
-def test_a_command_that_needs_none_ends_it(context: click.Context) -> None:
-    start_early(context, ["script.py"])
-    end_early()
-    assert children() == []
-
-
-@pytest.mark.parametrize("option", ["--help", "--dry-run"])
-def test_help_and_a_look_at_the_placement_start_none(context: click.Context, option: str) -> None:
+@pytest.mark.parametrize("option", ["--help", "--dry-run", "--rank=1"])
+def test_a_command_that_begins_no_job_starts_none(context: click.Context, option: str) -> None:
     start_early(context, ["script.py", option])
     assert children() == []
+
+
+def test_nor_do_completion_and_a_process_of_another_launcher(
+    context: click.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context.resilient_parsing = True
+    start_early(context, ["script.py"])
+    context.resilient_parsing = False
+    for name, value in {"TORCHELASTIC_RUN_ID": "a", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    start_early(context, ["script.py"])
+    assert children() == []
+
+
+def test_it_knows_no_secrets(context: click.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SECRET_VARIABLES:
+        monkeypatch.setenv(name, "hidden-from-workers")
+    start_early(context, ["script.py"])
+    (pid,) = children()
+    assert b"hidden-from-workers" not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def test_a_command_that_is_refused_leaves_no_process(capsys: pytest.CaptureFixture[str]) -> None:
