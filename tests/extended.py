@@ -50,6 +50,12 @@ def longer(folder: str) -> list[Part]:
     return [Part(path.stem, (*PYTEST, "-m", "longer", str(path.relative_to(ROOT)))) for path in files]
 
 
+def halved(folder: str) -> list[str]:
+    """Files of which `make test` takes half the seeds."""
+    files = sorted((ROOT / "tests" / folder).glob("test_*.py"))
+    return [path.name for path in files if re.search(r"\bimport .*\bseeds\b", path.read_text())]
+
+
 def more(file: str, **environment: str) -> Part:
     """One file of tests, with more of the same than in `make test`."""
     return Part(f"{Path(file).stem}-more", (*PYTEST, "-m", "", f"tests/{file}"), environment)
@@ -66,7 +72,7 @@ TIERS = {
     "busy": [more("chaos/test_chaos_busy.py", EVERSTEP_TEST_BUSY_S="600")],
     "release": [more("release/test_release_dist.py"), Part("site", ("docs/site/make_site.py",))],
     **{folder: longer(folder) for folder in ("integration", "chaos", "e2e", "hosts", "engines", "split")},
-    "sim-tests": longer("sim"),
+    "sim-tests": [*longer("sim"), *(more(f"sim/{name}", EVERSTEP_TEST_ALL_SEEDS="1") for name in halved("sim"))],
     "unit": [part for folder in sorted((ROOT / "tests" / "unit").iterdir()) for part in longer(f"unit/{folder.name}")],
 }
 AT_ONCE = {"sim": os.cpu_count() or 1, "integration": 2, "chaos": 2, "e2e": 2}  # jobs have several processes each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,3 +24,9 @@ def mostly_longer(values: Iterable[Any], kept: Callable[[Any], bool]) -> list[An
 
 def _longer(value: Any) -> Any:
     return pytest.param(*(value if type(value) is tuple else (value,)), marks=pytest.mark.longer)
+
+
+def seeds(count: int, first: int = 0) -> range:
+    """Seeds of a scenario of the simulator: half as many in `make test` as in `make extended`."""
+    whole = "EVERSTEP_TEST_ALL_SEEDS" in os.environ
+    return range(first, first + (count if whole else count // 2))

@@ -22,7 +22,7 @@ from everstep.sim.life import Disk
 from everstep.sim.model import SimJob, by_unit, cut_anew, flipped, leaf, undisturbed, update, wrong
 from everstep.sim.scenario import DRIFT, Verdict, simulate
 from everstep.sim.setups import Setup
-from sampling import mostly_longer
+from sampling import mostly_longer, seeds
 
 FLIP = SimFault("flip", 40)
 AT_ONCE = SimFault("flip", 5, "computing")
@@ -85,14 +85,14 @@ SCENARIOS = {
 }
 
 
-def runs(name: str, seeds: int = 24, start: int = 0, **makes: object) -> Iterator[Verdict]:
-    return (simulate(start + seed, setup=SCENARIOS[name], **makes) for seed in range(seeds))  # type: ignore[arg-type]
+def runs(name: str, count: int = 24, start: int = 0, **makes: object) -> Iterator[Verdict]:
+    return (simulate(start + seed, setup=SCENARIOS[name], **makes) for seed in range(count))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("start", mostly_longer((0, 110), lambda start: start == 0))
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_promises_hold_and_nothing_escapes_where_nothing_else_happens(name, start):
-    outcomes = list(runs(name, 10, start))
+    outcomes = list(runs(name, len(seeds(12)), start))
     failed = [str(o) for o in outcomes if not o.ok]
     assert not failed, failed[0]
     assert sum(o.flipped for o in outcomes) > len(outcomes) // 2
@@ -110,7 +110,7 @@ def test_whoever_copies_the_last_state_compares_it_with_what_all_agreed_on():
         SimFault("kill", 390, "fetching", 1, 432, 66),
     )
     setup = Setup(3, 0, 3, 3, "wait", SimJob(9, 4, 3), (copying, cut, kill), verify_every=3, rewindable=True)
-    outcomes = [simulate(seed, setup=setup) for seed in range(800, 824)]
+    outcomes = [simulate(seed, setup=setup) for seed in seeds(24, 800)]
     failed = [str(o) for o in outcomes if not o.ok]
     assert not failed, failed[0]
     struck = [o for o in outcomes if o.flipped]

@@ -16,8 +16,9 @@ from everstep.sim.model import SimJob
 from everstep.sim.scenario import Simulation, simulate
 from everstep.sim.setups import LeasedSetup, Setup
 from everstep.sim.world import MS, SECOND
+from sampling import seeds
 
-SEEDS = range(12)
+SEEDS = seeds(12)
 JOB = SimJob(30, 6, 3)
 
 
@@ -127,7 +128,7 @@ def test_a_life_that_was_given_up_is_no_holder_though_nobody_was_told(kind: type
 def test_who_leaves_as_was_decided_is_no_holder() -> None:
     """Who alone was to go on dies at once, while others have yet to do the update after which they leave."""
     faults = (SimFault("scale", 60, pick=0), SimFault("kill", 60, "settling", 1, 100))
-    outcomes = [simulate(seed, setup=Setup(4, 1, 2, 1, "replace", SimJob(8, 6, 3), faults)) for seed in range(36)]
+    outcomes = [simulate(seed, setup=Setup(4, 1, 2, 1, "replace", SimJob(8, 6, 3), faults)) for seed in seeds(36)]
     assert all(outcome.ok for outcome in outcomes), [str(one) for one in outcomes if not one.ok]
     assert any(outcome.lost_everything for outcome in outcomes)
 

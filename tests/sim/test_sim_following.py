@@ -10,8 +10,9 @@ from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
 from everstep.sim.scenario import simulate
 from everstep.sim.setups import Setup
+from sampling import seeds
 
-SEEDS = range(24)
+SEEDS = seeds(24)
 MEANWHILE = ("kill", "kill", "freeze", "coordinator", "coordinator_mid_effects", "drop_control", "cut_control", "host")
 
 

@@ -26,8 +26,9 @@ from everstep.protocol.lease.writer import Writer
 from everstep.sim.lease_store import SimStore
 from everstep.sim.scenario import simulate
 from everstep.sim.world import World
+from sampling import seeds
 
-SEEDS = (*range(120), 248)
+SEEDS = (*seeds(120), 248)
 """The last one meets what is rare: a term that is refused."""
 TELLING = (56, 68, 74, 77)
 """Seeds by which the mistakes below are found."""

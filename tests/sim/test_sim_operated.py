@@ -14,8 +14,9 @@ from everstep.sim.odd_messages import ODD_FAULTS
 from everstep.sim.operating import OPERATING_FAULTS
 from everstep.sim.scenario import simulate
 from everstep.sim.setups import LeasedSetup, set_up_operated
+from sampling import seeds
 
-SEEDS = range(60)
+SEEDS = seeds(60)
 ACTS = (*OPERATING_FAULTS, "drain_host", "given_up", "senseless")
 
 

@@ -14,6 +14,7 @@ from everstep.sim.model import SimJob
 from everstep.sim.rules import Rules
 from everstep.sim.scenario import Simulation, simulate
 from everstep.sim.setups import Setup, set_up
+from sampling import seeds
 
 CELLS = Rules(shared=True, degree=4)
 
@@ -50,7 +51,7 @@ def test_one_process_that_is_given_up_is_the_end() -> None:
 
 def test_the_promises_hold_under_any_schedule() -> None:
     seen: Counter[tuple[str, str]] = Counter()
-    for seed in range(60):
+    for seed in seeds(60):
         outcome = simulate(seed, setup=_cells(seed))
         assert outcome.ok, str(outcome)
         seen.update(outcome.seen)
