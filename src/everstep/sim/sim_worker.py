@@ -109,11 +109,12 @@ class Loop:
     def _gathered(self, effect: do.GatherDone) -> None:
         step, number, site = self._step, self._gathers, self.life.site
         if effect.records:
-            plan = self.life.driver.machine.plan  # whoever was given up may have been told otherwise
-            with_it = [] if plan is None else [m.key for m in plan.members if m.key in site.lives]
+            plan, me = self.life.driver.machine.plan, self.life.me  # whoever was given up may be told otherwise
+            members = () if plan is None or me in site.checks.given_up else plan.members
+            with_it = [m.key for m in members if m.key in site.lives]
             question = "" if number % 2 else f" {step} {number}"
             there = [key for key in with_it if site.lives[key].alive]
-            site.checks.answers.told(self.life.me, Key(step, number + 1), effect.records, question, there)
+            site.checks.answers.told(me, Key(step, number + 1), effect.records, question, there)
         self._gathers += 1
         self._go_on()
 

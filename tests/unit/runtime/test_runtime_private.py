@@ -166,7 +166,15 @@ def test_a_link_of_another_name_is_the_users(tmp_path: Path) -> None:
 
 
 def test_drafts_of_killed_writers_are_swept(tmp_path: Path) -> None:
-    make(tmp_path, ".coordinator.json.77", "final/.model.safetensors.5", ".mine", ".young.1", "mine/.x.1")
+    make(
+        tmp_path,
+        ".coordinator.json.77",
+        "final/.model.safetensors.5",
+        ".mine",
+        ".young.1",
+        "mine/.x.1",
+        "final/.young.2",
+    )
     for path in tmp_path.rglob("*"):
         if path.is_file() and "young" not in path.name:
             os.utime(path, (1, 1))

@@ -36,6 +36,8 @@ _OURS_TOO = re.compile(
 )
 _WRITTEN_S = 10.0
 """A younger draft may be one that a dashboard is writing."""
+_THE_JOBS_ALONE = ("final", "ledger")
+"""Folders in which nothing else writes."""
 _OF_A_STORE = re.compile(r"(step-|damaged-).*|(latest|best|pins)\.json")
 
 
@@ -89,9 +91,10 @@ def sweep_drafts(run_dir: Path) -> None:
     """Remove unfinished files that killed writers left in a (locked) directory."""
     folders = [run_dir, *(run_dir / name for name in _OURS - {address.CHECKPOINTS_DIR} if (run_dir / name).is_dir())]
     for folder in folders:
+        newest = time.time() - (0.0 if folder.name in _THE_JOBS_ALONE else _WRITTEN_S)
         for path in folder.glob(".*"):
             with contextlib.suppress(OSError):
-                if DRAFT.fullmatch(path.name) and path.lstat().st_mtime < time.time() - _WRITTEN_S:
+                if DRAFT.fullmatch(path.name) and path.lstat().st_mtime <= newest:
                     path.unlink()
 
 
