@@ -9,7 +9,15 @@ from typing import Any
 from everstep.base.plan import WorkerKey
 from everstep.base.strikes import Strike
 from everstep.protocol import messages as wire
-from everstep.protocol.coordinator.types import Close, CoordinatorEffect, CoordinatorEvent, Disconnected, Received, Send
+from everstep.protocol.coordinator.types import (
+    Close,
+    CoordinatorEffect,
+    CoordinatorEvent,
+    Disconnected,
+    Persist,
+    Received,
+    Send,
+)
 from everstep.sim.checks import SimRecords
 from everstep.sim.promises import PromiseBroken, require
 
@@ -24,7 +32,7 @@ class Orders:
         self._told: dict[str, set[int]] = {}  # slots that an agent was told to keep filled, by its name
         self._drained: dict[str, set[int]] = {}  # slots that may still be wanted of a drained agent, by its name
         self._asked: dict[str, wire.Command] = {}  # command, by connection
-        self._members = 0  # of the plan in force
+        self._newest = (-1, 0)  # generation and members of the newest plan
         self._refused = ""  # connection over which something came that may not
 
     def refuses(self, connection: str) -> None:
@@ -60,8 +68,10 @@ class Orders:
                 case Send(connection=name, message=wire.HostDismissed()):
                     left = self._running(self._agents.get(name, ""))
                     require(not left, "P3", f"{self._agents.get(name)} is to leave while {left} run there")
+                case Persist(entry={"kind": "plan", "plan": plan}):  # nobody may be left to whom it is sent
+                    self._newest = plan["generation"], len(plan["members"])
                 case Send(message=wire.PlanNow(plan=plan)):
-                    self._members = len(plan.members)
+                    self._newest = max(self._newest, (plan.generation, len(plan.members)))
                 case Send(connection=name, message=wire.CommandReply(ok=True, result=result)) if name in self._asked:
                     self._granted(self._asked[name], result)
 
@@ -78,7 +88,7 @@ class Orders:
         require(not twice, "P3", f"slots {twice} are wanted of two hosts: {self._told}")
 
     def _granted(self, command: wire.Command, result: dict[str, object]) -> None:
-        workers, least = result.get("workers"), min(self._stages, self._members)
+        workers, least = result.get("workers"), min(self._stages, self._newest[1])
         few = command.name in ("scale", "drain") and isinstance(workers, int) and workers < least
         require(not few, "P3", f"{workers} workers were granted by {command}, of {least} stages")
         if command.name == "drain" and "host" in command.args:

@@ -120,7 +120,7 @@ def drain(job: JobState, name: str, because: Why | None = None) -> tuple[str, di
     moving = min(len(leaving), room)
     ids = (slots.ids() - set(leaving)) | set(_fresh(job, moving))
     target = min(slots.target, len(ids - set(slots.lost)))
-    least = max(slots.least, min(job.env.config.stages, len(job.agreement.plan.members)))
+    least = max(slots.least, min(job.env.config.stages, len(job.agreement.newest.members)))
     if target < least:
         return f"cannot drain host {name}: {target} workers would be left of {least} that the job needs at least", {}
     staying = ids - set(slots.lost)

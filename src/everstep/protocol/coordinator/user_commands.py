@@ -108,7 +108,7 @@ def _scale(job: JobState, args: _Args) -> _Reply:
 def _least(job: JobState) -> int:
     """Number of workers to which a job may be scaled down: every stage keeps one, as far as each has one of its own."""
     config = job.env.config
-    return max(job.slots.least, min(config.stages, len(job.agreement.plan.members) or config.workers))
+    return max(job.slots.least, min(config.stages, len(job.agreement.newest.members) or config.workers))
 
 
 def _keep(job: JobState, members: list[int], wanted: int) -> list[int]:
