@@ -10,7 +10,7 @@ import pytest
 from job_harness import Jobs, healed, same
 
 SCRIPT = """
-import os, time, torch
+import os, time, numpy as np, torch
 from torch import nn
 import everstep
 
@@ -35,7 +35,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Counts(), nn.Dropout(0.4), nn.Tanh(), nn.Linear(8, 1))
 model[4].register_forward_hook(lambda module, args, out: 2 * out)
 nn.utils.parametrizations.weight_norm(model[5])
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.05), momentum=0.9)
 class Loss(nn.Module):
     calls = 0
     def forward(self, given, wanted):
@@ -72,7 +72,7 @@ BEFORE = """
 """
 AFTER = """
     kept.rate *= float(scale)
-    optimizer.param_groups[0]["weight_decay"] = 0.001 * kept.rate / kept.rounds
+    optimizer.param_groups[0]["weight_decay"] = np.float64(0.001 * kept.rate / kept.rounds)
     with torch.no_grad():
         model[5].bias.mul_(0.99)
         model[1].running_mean.mul_(0.9)

@@ -5,22 +5,34 @@ Apart from the loader because this looks into the user's objects and knows nothi
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import sys
 import types
+from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
+from operator import is_
 from typing import Any
 
 import numpy as np
+import torch
+import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _DEEP, _WIDE, _MOST = 5, 64, 1000
-_MOST_BYTES = 4096
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_MOST_BYTES, _MOST_ITEMS = 2 << 20, 1 << 13
+"""Looked at in all arrays together, and in all containers; beyond that elements of each are picked."""
+_SAMPLE, _SAMPLE_COSTS, _FEW = 512, 1 << 18, 16
+"""Elements that are picked, the bytes that could be looked at instead, and elements once there is no room."""
+_ALWAYS = 4096
+"""Bytes of an array that is looked at in any case."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -36,12 +48,56 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
+class _Items:
+    """Items of a container. They equal the same ones, and plain values that are alike."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = tuple(items)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Items) or len(self._items) != len(other._items):
+            return False
+        pairs = zip(self._items, other._items, strict=True)
+        return all(map(is_, self._items, other._items)) or all(a is b or _alike(a, b) for a, b in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and isinstance(one, _SCALARS) and bool(one == other)
+
+
+class _Room:
+    """What is left of one look."""
+
+    def __init__(self) -> None:
+        self._bytes, self._items = _MOST_BYTES, _MOST_ITEMS
+
+    def elements(self, of: np.ndarray[Any, Any]) -> bytes:
+        """Digest of an array, or of a sample of one that is large."""
+        whole = of.nbytes <= max(self._bytes, _ALWAYS)
+        picked = of.size // (_SAMPLE if self._bytes > 0 else _FEW) | 1  # odd: it meets all columns of most tables
+        found = of.ravel("K") if whole else of.flat[::picked]
+        self._bytes -= of.nbytes if whole else _SAMPLE_COSTS
+        return xxhash.xxh3_128_digest(found.view(np.uint8).data)
+
+    def items(self, of: Any, kind: type) -> _Items:
+        """Items of a container, or of a large one a sample, or the first. kind: of container, as Python knows it."""
+        whole = len(of) <= self._items
+        self._items -= len(of) if whole else 0
+        if kind in (list, tuple) and not whole:
+            return _Items(kind.__getitem__(of, slice(None, None, len(of) // _SAMPLE | 1)))  # type: ignore[attr-defined]
+        each = chain.from_iterable(dict.items(of)) if kind is dict else kind.__iter__(of)  # type: ignore[attr-defined]
+        return _Items(each if whole else islice(each, _SAMPLE))
+
+
 def kept_values(dataset: Any, collate: Any) -> dict[str, Any]:
     """Values by name: attributes, contents of containers, and globals that the user's code reads. Equal to those of
-    another time unless something was assigned or changed meanwhile. Not looked at: contents of large arrays and lists,
-    models, modules of Python, slots, and properties."""
+    another time unless something was assigned or changed meanwhile. Not looked at: elements of large arrays and lists
+    beyond samples, mapped files that are only read, models, modules of Python, slots, and properties."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
+    room = _Room()
     layer = [("dataset", dataset), ("collate", collate)]
     for _ in range(_DEEP):
         inner: list[tuple[str, Any]] = []
@@ -55,7 +111,7 @@ def kept_values(dataset: Any, collate: Any) -> dict[str, Any]:
             else:
                 seen.add(id(thing))
                 try:
-                    found[name], parts = _mark(thing), list(_parts(thing))
+                    found[name], parts = _mark(thing, room), list(_parts(thing))
                 except Exception:  # another thread changes it, or it is an odd object of the user's
                     found[name], parts = (_Same(thing),), []
                 inner += [(f"{name}{part}", value) for part, value in parts]
@@ -63,15 +119,32 @@ def kept_values(dataset: Any, collate: Any) -> dict[str, Any]:
     return found
 
 
-def _mark(thing: Any) -> tuple[Any, ...]:
+def _mark(thing: Any, room: _Room) -> tuple[Any, ...]:
     """What tells this object from another one, and from itself after a change in place."""
     if isinstance(thing, Tensor) and not (thing.requires_grad or thing.is_inference()):
-        return _Same(thing), thing._version
+        return _Same(thing), thing._version, _shared(thing, room)
     if isinstance(thing, np.ndarray):
-        return _Same(thing), thing.tobytes() if thing.nbytes <= _MOST_BYTES and not thing.dtype.hasobject else b""
-    if isinstance(thing, list | tuple | dict | set | frozenset | deque):
-        return _Same(thing), len(thing)
-    return (_Same(thing),)
+        return _Same(thing), _written(thing, room)
+    if isinstance(thing, bytearray | array):
+        return _Same(thing), room.elements(np.frombuffer(thing, np.uint8))
+    kind = next((kind for kind in _CONTAINERS if isinstance(thing, kind)), None)
+    return (_Same(thing),) if kind is None else (_Same(thing), len(thing), room.items(thing, kind))
+
+
+def _shared(tensor: Tensor, room: _Room) -> bytes:
+    """Elements of a tensor on the CPU: who has an array that shares them can change them behind its version."""
+    if tensor.device.type == "cpu":
+        with contextlib.suppress(RuntimeError, TypeError, KeyError):  # sparse, or of an odd kind
+            return room.elements(tensor.view(_INTEGERS[tensor.element_size()]).numpy())
+    return b""
+
+
+def _written(thing: np.ndarray[Any, Any], room: _Room) -> Any:
+    if isinstance(thing, np.memmap) and not thing.flags.writeable:  # looking at it would read the file
+        return b""
+    if thing.dtype == object:
+        return room.items(thing.flat[:: thing.size // _MOST_ITEMS | 1].tolist(), list)
+    return b"" if thing.dtype.hasobject else room.elements(thing)
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:

@@ -46,6 +46,21 @@ def bytes_of(tensor: Tensor) -> memoryview:
         return memoryview(flat.resolve_neg().view(torch.uint8).numpy().data)
 
 
+def tensor_of_bytes(kind: str, shape: Sequence[int], data: bytes) -> Tensor:
+    """Inverse of `bytes_of`. kind: the dtype's name. Raises: ValueError, RuntimeError for what is no such tensor."""
+    dtype = dtype_of(kind)
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.view(tuple(shape))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of this name, without "torch.". Raises: ValueError if there is none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is no dtype")
+    return dtype
+
+
 def digest_bytes(data: bytes | bytearray | memoryview) -> str:
     """xxh3, 128 bits, as 32 hex digits. Large inputs are hashed without the interpreter lock."""
     return xxhash.xxh3_128_hexdigest(data)

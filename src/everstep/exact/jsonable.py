@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError
+from everstep.exact.digest import bytes_of, dtype_of, tensor_of_bytes
 
 _MAX_DEPTH = 64
 
@@ -28,8 +29,9 @@ class Undigested(dict[str, Any]):
     """A value of a dict that is saved, and that digests leave out: it may differ where all bits are the same."""
 
 
-def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
-    """The value as JSON. path: its name; tensors in it are put into `tensors` under names that begin with it.
+def encode(value: Any, path: str, tensors: dict[str, Tensor] | None, depth: int = 0) -> Any:
+    """The value as JSON. path: its name; tensors in it are put into `tensors` under names that begin with it. With
+    None, their dtype, shape and bytes are in the JSON.
 
     Raises: ConfigError naming a part that is of another type, or nested too deeply (a cycle).
     """
@@ -53,22 +55,24 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) ->
     return _encode_rare(value, path, tensors)
 
 
-def _pair(path: str, key: Any, value: Any, tensors: dict[str, Tensor], depth: int) -> list[Any]:
+def _pair(path: str, key: Any, value: Any, tensors: dict[str, Tensor] | None, depth: int) -> list[Any]:
     if not isinstance(key, str | int | float | bool | tuple | None):
         raise ConfigError(f"state {path} has a key of type {type(key).__name__}; keys must be strings or numbers")
     name = key if isinstance(key, str) else repr(key)
     return [encode(key, path, tensors, depth + 1), encode(value, f"{path}/{name}", tensors, depth + 1)]
 
 
-def _pull(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
-    """Put the tensor aside under a unique name (keys may contain slashes)."""
+def _pull(tensor: Tensor, path: str, tensors: dict[str, Tensor] | None) -> Any:
+    """Put the tensor aside under a unique name (keys may contain slashes), if it is to be aside."""
+    if tensors is None:
+        return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), bytes_of(tensor).hex()]
     while path in tensors:
         path += "~"
     tensors[path] = tensor
     return path
 
 
-def _encode_rare(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _encode_rare(value: Any, path: str, tensors: dict[str, Tensor] | None) -> Any:
     if type(value) is bytes:
         return {"bytes": value.hex()}
     if isinstance(value, torch.dtype):
@@ -78,7 +82,7 @@ def _encode_rare(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return {"scalar": [value.dtype.str, value.tobytes().hex()]}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:
-        return {"array": _pull(torch.from_numpy(np.ascontiguousarray(value).copy()), path, tensors)}
+        return {"array": _pull(torch.from_numpy(np.array(value, order="C")), path, tensors)}
     raise ConfigError(
         f"state {path} is a {type(value).__name__}, which cannot be saved; use numbers, strings, tensors and "
         "containers of these in state_dict()"
@@ -122,11 +126,11 @@ def _pairs(body: Any, tensors: Mapping[str, Tensor]) -> list[tuple[Any, Any]]:
     return [(decode(k, tensors), decode(v, tensors)) for k, v in body]
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
-    return dtype
+def _pulled(body: Any, tensors: Mapping[str, Tensor]) -> Tensor:
+    if isinstance(body, str):
+        return tensors[body]
+    kind, shape, data = body
+    return tensor_of_bytes(kind, shape, bytes.fromhex(data))
 
 
 _DICTS: dict[type, str] = {Counter: "counter", OrderedDict: "ordered", Undigested: "undigested"}
@@ -140,9 +144,9 @@ _DECODERS: dict[str, Any] = {
     "ordered": lambda body, tensors: OrderedDict(_pairs(body, tensors)),
     "counter": lambda body, tensors: Counter(dict(_pairs(body, tensors))),
     "bytes": lambda body, _: bytes.fromhex(body),
-    "dtype": lambda body, _: _dtype(body),
+    "dtype": lambda body, _: dtype_of(body),
     "device": lambda body, _: torch.device(body),
     "scalar": lambda body, _: np.frombuffer(bytes.fromhex(body[1]), dtype=np.dtype(body[0]))[0],
-    "tensor": lambda body, tensors: tensors[body],
-    "array": lambda body, tensors: tensors[body].cpu().numpy(),
+    "tensor": _pulled,
+    "array": lambda body, tensors: _pulled(body, tensors).cpu().numpy(),
 }

@@ -22,17 +22,17 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import xxhash
-from torch import Tensor, dtype, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError, Uncarried
 from everstep.exact import flags
 from everstep.exact.attributes import added
 from everstep.exact.extra_state import has_extra_state
+from everstep.exact.group_values import SCALARS, hyperparameters, put_value, told_value
 from everstep.exact.jsonable import decode, encode
 from everstep.exact.structure import Structure
 
-_SCALARS = frozenset({bool, int, float, str, bytes, type(None), dtype})
 _CONTAINERS = frozenset({list, tuple, dict})
 _INTERNAL = frozenset({*vars(nn.Module()), "zero_grad"})  # the loop replaces zero_grad while it runs
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
@@ -265,7 +265,7 @@ class Settings:
         return self._optimizer.param_groups if self._optimizer is not None else []
 
     def _groups(self) -> tuple[dict[str, Any], ...]:
-        return tuple([_hyperparameters(group) for group in self._param_groups])
+        return tuple([hyperparameters(group) for group in self._param_groups])
 
     def _follow(self, structure: Structure) -> None:
         """A forward pass made modules, or exchanged some for others of their kind."""
@@ -374,7 +374,7 @@ class Settings:
             said.attributes.setdefault(name, {})[key] = _node(value)
         for k, key in sorted(self._driven):
             if key in now.groups[k]:
-                said.hyperparameters.setdefault(str(k), {})[key] = encode(now.groups[k][key], key, {})
+                said.hyperparameters.setdefault(str(k), {})[key] = told_value(key, now.groups[k][key])
         found: dict[str, Any] = msgspec.to_builtins(said)
         return found
 
@@ -407,7 +407,8 @@ class Settings:
             k = int(number) if number.isdecimal() else len(groups)
             if k >= len(groups) or not values.keys() <= groups[k].keys() - {"params"}:
                 raise ConfigError(f"the state sets {list(values)[:5]} of group {number[:20]!a}, which is not there")
-            groups[k].update({key: decode(node, {}) for key, node in values.items()})
+            for key, node in values.items():
+                put_value(groups[k], key, node)
             self._driven |= {(k, key) for key in values}
         self._attributes.changed()
         self._updated, self._lanes = Moment(self._look()), False
@@ -459,10 +460,6 @@ def _apart(names: Iterable[str], one: Iterable[Any], other: Iterable[Any]) -> li
     return [(n, a, b) for n, a, b in zip(names, one, other, strict=True) if a != b]
 
 
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if type(v) in _SCALARS or type(v) is tuple}
-
-
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Attributes of a module's own: scalars as they are, small containers packed, others by type.
 
@@ -477,7 +474,7 @@ def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         kind: Any = type(value)
-        if kind in _SCALARS:
+        if kind in SCALARS:
             found[key] = value
         else:
             packed = _pack(value) if kind in _CONTAINERS else None
@@ -500,7 +497,7 @@ def _of_library(kind: Any) -> bool:
 
 def _is_fixed(value: Any) -> bool:
     """Whether no part of it can change, so that a remembered value may be compared."""
-    return type(value) is tuple and all(type(item) in _SCALARS for item in value)
+    return type(value) is tuple and all(type(item) in SCALARS for item in value)
 
 
 def _pack(value: Any) -> _Packed | None:

@@ -27,7 +27,7 @@ from everstep.base.errors import CheckpointCorrupt, EverstepError, InvariantViol
 from everstep.base.extents import Coded, Extents, Runs, union
 from everstep.base.ports import Piece, Reduced
 from everstep.checkpoint.vault import Kept, StageState
-from everstep.exact.digest import bytes_of, digest_bytes
+from everstep.exact.digest import bytes_of, digest_bytes, tensor_of_bytes
 from everstep.exact.image import Image, sealed, sizes_of
 from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.exact.reduce import TiePlace
@@ -549,14 +549,7 @@ def moved_in(data: bytes) -> dict[str, torch.Tensor]:
     """The tensors that `with_moved` put beside a state. Raises: ProtocolError for another form."""
     with _Sent("tensors that a loop has changed"):
         told = msgspec.msgpack.decode(data, type=_Small).moved if data else {}
-        return {name: _tensor(*facts) for name, facts in told.items()}
-
-
-def _tensor(kind: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
-    dtype = getattr(torch, kind, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{kind} is no dtype")
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+        return {name: tensor_of_bytes(*facts) for name, facts in told.items()}
 
 
 class StateCopy:

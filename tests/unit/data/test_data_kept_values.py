@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -64,3 +68,52 @@ def test_what_is_set_to_another_value_is() -> None:
     after = kept_values(data, collate)
     data.images.add_(1)
     assert kept_values(data, collate) != after
+
+
+class Tables:
+    """Keeps more than a few values, in every kind of table."""
+
+    def __init__(self) -> None:
+        self.scale, self.columns = np.ones(1000), np.asfortranarray(np.ones((40, 50)))
+        self.seen = torch.from_numpy(self.scale.copy())
+        self.view: Any = np.ones(1000)[::2]
+        self.view.flags.writeable = False
+        self.weights, self.names = [1.0] * 500, {f"k{k}": k for k in range(500)}
+        self.last, self.raw, self.numbers = deque(range(500)), bytearray(5000), array("d", [1.0] * 500)
+        self.things = np.array([None] * 500, dtype=object)
+        self.huge = np.ones((1 << 12, 1 << 9))
+        self.long = list(range(1 << 15))
+
+
+WRITES: dict[str, Callable[[Tables], object]] = {
+    "array": lambda data: data.scale.__setitem__(700, 0.5),
+    "array by columns": lambda data: data.columns.__setitem__((30, 40), 0.5),
+    "array that a tensor views": lambda data: data.seen.numpy().__setitem__(700, 0.5),
+    "what a read-only array views": lambda data: data.view.base.__setitem__(700, 0.5),
+    "list": lambda data: data.weights.__setitem__(400, 0.5),
+    "dict": lambda data: data.names.__setitem__("k400", 7),
+    "deque": lambda data: data.last.rotate(1),
+    "bytes": lambda data: data.raw.__setitem__(4000, 1),
+    "numbers": lambda data: data.numbers.__setitem__(400, 0.5),
+    "objects": lambda data: data.things.__setitem__(400, "a"),
+    "all of a huge array": lambda data: np.multiply(data.huge, 0.5, out=data.huge),
+    "all of a long list": lambda data: data.long.reverse(),
+}
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_what_is_written_into_a_table_is_seen(kind: str) -> None:
+    data = Tables()
+    before = kept_values(data, collate)
+    assert kept_values(data, collate) == before
+    WRITES[kind](data)
+    assert kept_values(data, collate) != before
+
+
+def test_a_sparse_tensor_is_looked_at_from_outside() -> None:
+    data, sparse = Data(), torch.ones(2, 2).to_sparse()
+    data.images = sparse
+    before = kept_values(data, collate)
+    assert kept_values(data, collate) == before
+    sparse.mul_(2)
+    assert kept_values(data, collate) != before

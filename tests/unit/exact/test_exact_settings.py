@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Callable, Iterator
@@ -143,6 +144,50 @@ def test_hyperparameters_that_a_state_has_loaded_are_not_the_loop_s() -> None:
     assert life.settings.now() == {}
     life.optimizer.param_groups[0]["lr"] = 0.02
     assert life.settings.now() == {"hyperparameters": {"0": {"lr": {"f": (0.02).hex()}}}}
+
+
+RATES: dict[str, tuple[Callable[[], Any], Callable[[dict[str, Any]], object]]] = {
+    "in place": (lambda: torch.tensor(0.1), lambda group: group["lr"].mul_(0.9)),
+    "behind its version": (lambda: torch.tensor(0.1), lambda group: group["lr"].data.mul_(0.9)),
+    "another tensor": (lambda: torch.tensor(0.1), lambda group: group.update(lr=group["lr"] * 0.9)),
+    "instead of a number": (lambda: 0.1, lambda group: group.update(lr=torch.tensor(0.1))),
+    "numpy's number": (lambda: 0.1, lambda group: group.update(lr=np.float64(0.1))),
+    "array": (lambda: np.array(0.1), lambda group: group["lr"].fill(0.05)),
+    "in a tuple": (lambda: (torch.tensor(0.9), 0.1), lambda group: group["lr"][0].mul_(0.9)),
+    "list": (lambda: [0.1], lambda group: group["lr"].append(0.2)),
+    "dict": (lambda: {"a": 0.1}, lambda group: group["lr"].update(b=0.2)),
+}
+
+
+@pytest.mark.parametrize("kind", RATES)
+def test_a_hyperparameter_of_any_kind_is_put_back_as_it_was_at_each_moment(kind: str) -> None:
+    make, change = RATES[kind]
+    lives = Life(), Life()
+    for life in lives:
+        life.optimizer.param_groups[0]["lr"] = make()
+        life.settings = Settings(life.model, life.optimizer)
+        life.settings.begin()
+    alike = {life.step() for life in lives}
+    one, other = lives
+    entered = one.settings.enter()
+    group, there = one.optimizer.param_groups[0], other.optimizer.param_groups[0]
+    first, held = copy.deepcopy(group["lr"]), there["lr"]
+    change(group)
+    digests = one.step()
+    assert entered is not None and {digests} != alike and len(alike) == 1
+    for said, wanted in ((one.settings.as_of(entered), first), (one.settings.after(), group["lr"])):
+        other.settings.restore(json.loads(json.dumps(said)))
+        assert type(there["lr"]) is type(wanted) and repr(there["lr"]) == repr(wanted)
+    assert other.step() == digests
+    assert kind not in ("in place", "another tensor") or there["lr"] is held, "schedulers hold on to it"
+
+
+@pytest.mark.parametrize(
+    "told", [{"tensor": 3}, {"tensor": ["float3", [], "00"]}, {"tensor": "a"}, {"array": ["int8", [2], "00"]}]
+)
+def test_a_hyperparameter_that_nobody_has_written_is_refused(told: Any) -> None:
+    with pytest.raises(CheckpointCorrupt):
+        Life().settings.restore({"hyperparameters": {"0": {"lr": told}}})
 
 
 def test_it_is_beside_the_state_and_in_its_manifest_only_if_something_has_changed() -> None:
