@@ -6,7 +6,9 @@ Apart from the loader because this looks into the user's objects and knows nothi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dis
+import mmap
 import sys
 import types
 from array import array
@@ -75,26 +77,35 @@ class _Room:
 
     def elements(self, of: np.ndarray[Any, Any]) -> bytes:
         """Digest of an array, or of a sample of one that is large."""
-        whole = of.nbytes <= max(self._bytes, _ALWAYS)
-        picked = of.size // (_SAMPLE if self._bytes > 0 else _FEW) | 1  # odd: it meets all columns of most tables
-        found = of.ravel("K") if whole else of.flat[::picked]
-        self._bytes -= of.nbytes if whole else _SAMPLE_COSTS
-        return xxhash.xxh3_128_digest(found.view(np.uint8).data)
+        step = self.step(of.size, of.nbytes)
+        return _digest(of.ravel("K") if step == 1 else of.flat[::step])
+
+    def step(self, size: int, size_bytes: int) -> int:
+        """Which elements are looked at: each, or each so many."""
+        whole = size_bytes <= max(self._bytes, _ALWAYS)
+        picked = size // (_SAMPLE if self._bytes > 0 else _FEW) | 1  # odd: it meets all columns of most tables
+        self._bytes -= size_bytes if whole else _SAMPLE_COSTS
+        return 1 if whole else picked
 
     def items(self, of: Any, kind: type) -> _Items:
         """Items of a container, or of a large one a sample, or the first. kind: of container, as Python knows it."""
         whole = len(of) <= self._items
-        self._items -= len(of) if whole else 0
+        few = _SAMPLE if self._items > _SAMPLE else _FEW
+        self._items -= len(of) if whole else few
         if kind in (list, tuple) and not whole:
-            return _Items(kind.__getitem__(of, slice(None, None, len(of) // _SAMPLE | 1)))  # type: ignore[attr-defined]
+            return _Items(kind.__getitem__(of, slice(None, None, len(of) // few | 1)))  # type: ignore[attr-defined]
         each = chain.from_iterable(dict.items(of)) if kind is dict else kind.__iter__(of)  # type: ignore[attr-defined]
-        return _Items(each if whole else islice(each, _SAMPLE))
+        return _Items(each if whole else islice(each, few))
+
+
+def _digest(elements: np.ndarray[Any, Any]) -> bytes:
+    return xxhash.xxh3_128_digest(elements.view(np.uint8).data)
 
 
 def kept_values(dataset: Any, collate: Any) -> dict[str, Any]:
     """Values by name: attributes, contents of containers, and globals that the user's code reads. Equal to those of
     another time unless something was assigned or changed meanwhile. Not looked at: elements of large arrays and lists
-    beyond samples, mapped files that are only read, models, modules of Python, slots, and properties."""
+    beyond samples, large ones in shared memory and mapped files, models, modules of Python, slots, and properties."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
     room = _Room()
@@ -132,19 +143,31 @@ def _mark(thing: Any, room: _Room) -> tuple[Any, ...]:
 
 
 def _shared(tensor: Tensor, room: _Room) -> bytes:
-    """Elements of a tensor on the CPU: who has an array that shares them can change them behind its version."""
-    if tensor.device.type == "cpu":
-        with contextlib.suppress(RuntimeError, TypeError, KeyError):  # sparse, or of an odd kind
-            return room.elements(tensor.view(_INTEGERS[tensor.element_size()]).numpy())
+    """Elements of a tensor on the CPU: who has an array that shares them can change them behind its version. Copied,
+    because torch resizes no tensor that an array has shared."""
+    with contextlib.suppress(RuntimeError, TypeError, KeyError):  # sparse, or of an odd kind
+        if tensor.device.type == "cpu" and not tensor.is_shared():  # type: ignore[no-untyped-call]
+            step = room.step(tensor.numel(), tensor.nbytes)
+            found = tensor if step == 1 else tensor.view(-1)[::step]
+            return _digest(found.view(_INTEGERS[tensor.element_size()]).clone().numpy().ravel("K"))
     return b""
 
 
 def _written(thing: np.ndarray[Any, Any], room: _Room) -> Any:
-    if isinstance(thing, np.memmap) and not thing.flags.writeable:  # looking at it would read the file
-        return b""
     if thing.dtype == object:
         return room.items(thing.flat[:: thing.size // _MOST_ITEMS | 1].tolist(), list)
-    return b"" if thing.dtype.hasobject else room.elements(thing)
+    if thing.dtype.hasobject or (thing.nbytes > _ALWAYS and _of_all(thing)):
+        return b""
+    return room.elements(thing)
+
+
+def _of_all(thing: np.ndarray[Any, Any]) -> bool:
+    """Whether it lies in memory, or a file, that other processes share: loader processes see its changes, and may fill
+    it themselves."""
+    base: Any = thing
+    while isinstance(base, np.ndarray) and base.base is not None:
+        base = base.base
+    return isinstance(base, mmap.mmap | memoryview | ctypes.Array)
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:

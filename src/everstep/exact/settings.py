@@ -29,7 +29,7 @@ from everstep.base.errors import CheckpointCorrupt, ConfigError, Uncarried
 from everstep.exact import flags
 from everstep.exact.attributes import added
 from everstep.exact.extra_state import has_extra_state
-from everstep.exact.group_values import SCALARS, hyperparameters, put_value, told_value
+from everstep.exact.group_values import SCALARS, hyperparameters, put_values, told_value
 from everstep.exact.jsonable import decode, encode
 from everstep.exact.structure import Structure
 
@@ -402,14 +402,15 @@ class Settings:
         now = dict(zip(flags.NAMES, flags.read(), strict=True))
         flags.write({name: value for name, value in wanted.items() if name not in now or now[name] != value})
         self._put_attributes({(n, k): node for n, values in said.attributes.items() for k, node in values.items()})
+        groups = self._param_groups
+        told: list[dict[str, Any]] = [{} for _ in groups]
         for number, values in said.hyperparameters.items():
-            groups = self._param_groups
             k = int(number) if number.isdecimal() else len(groups)
             if k >= len(groups) or not values.keys() <= groups[k].keys() - {"params"}:
                 raise ConfigError(f"the state sets {list(values)[:5]} of group {number[:20]!a}, which is not there")
-            for key, node in values.items():
-                put_value(groups[k], key, node)
+            told[k] = {key: decode(node, {}) for key, node in values.items()}
             self._driven |= {(k, key) for key in values}
+        put_values(groups, told)
         self._attributes.changed()
         self._updated, self._lanes = Moment(self._look()), False
 

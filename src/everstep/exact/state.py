@@ -21,6 +21,7 @@ from everstep.exact.attributes import assign
 from everstep.exact.digest import bytes_of, named_digest
 from everstep.exact.divisible import block_range, divided_parameters, divisible, whole_spots
 from everstep.exact.extra_state import SUFFIX, give, has_extra_state, keepers, packed
+from everstep.exact.group_values import put_values
 from everstep.exact.image import (
     BLOCK_BYTES,
     FOREIGN,
@@ -497,13 +498,7 @@ class ModelState:
         mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         if mine != [group["params"] for group in groups]:
             raise ConfigError("the state's optimizer groups hold other parameters than this optimizer's")
-        for group, loaded in zip(optimizer.param_groups, groups, strict=True):
-            for key, value in loaded["values"].items():
-                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                    with torch.no_grad():
-                        group[key].copy_(value)  # schedulers hold on to a tensor learning rate
-                else:
-                    group[key] = value
+        put_values(optimizer.param_groups, [group["values"] for group in groups])
         states = decode(values["state"], tensors)
         parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
         if set(states) - set(parameters):

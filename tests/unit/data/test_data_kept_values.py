@@ -6,6 +6,7 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,3 +118,22 @@ def test_a_sparse_tensor_is_looked_at_from_outside() -> None:
     assert kept_values(data, collate) == before
     sparse.mul_(2)
     assert kept_values(data, collate) != before
+
+
+def test_what_loader_processes_may_fill_themselves_starts_none_again(tmp_path: Path) -> None:
+    data = Data()
+    data.table = np.memmap(tmp_path / "table", np.float32, "w+", shape=(4096,))
+    data.cache = torch.zeros(4096).share_memory_()
+    before = kept_values(data, collate)
+    data.table[:] = 1
+    data.cache.numpy()[:] = 1
+    assert kept_values(data, collate) == before
+    data.cache.add_(1)
+    assert kept_values(data, collate) != before, "the loop's own writes count"
+
+
+def test_a_tensor_that_was_looked_at_may_still_be_resized() -> None:
+    data = Data()
+    data.order = torch.arange(8)
+    kept_values(data, collate)
+    data.order.resize_(16)

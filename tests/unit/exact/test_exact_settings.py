@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError, Uncarried
 from everstep.exact import flags
+from everstep.exact.group_values import hyperparameters, put_values
 from everstep.exact.settings import Settings
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.records import SETTING_BYTES, SETTINGS
@@ -180,6 +181,25 @@ def test_a_hyperparameter_of_any_kind_is_put_back_as_it_was_at_each_moment(kind:
         assert type(there["lr"]) is type(wanted) and repr(there["lr"]) == repr(wanted)
     assert other.step() == digests
     assert kind not in ("in place", "another tensor") or there["lr"] is held, "schedulers hold on to it"
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array", "list"])
+def test_groups_that_share_a_value_keep_it_only_where_they_are_told_the_same(kind: str) -> None:
+    def make(value: float) -> Any:
+        return {"tensor": torch.tensor(value), "array": np.array([value]), "list": [value]}[kind]
+
+    shared = make(0.1)
+    groups = [{"lr": shared}, {"lr": shared}]
+    put_values(groups, [{"lr": make(0.3)}, {"lr": make(0.3)}])
+    assert groups[0]["lr"] is groups[1]["lr"] is shared and shared == make(0.3)
+    put_values(groups, [{"lr": make(0.3)}, {"lr": make(0.2)}])
+    assert [groups[0]["lr"], groups[1]["lr"]] == [make(0.3), make(0.2)]
+
+
+def test_what_is_large_in_a_group_is_no_hyperparameter() -> None:
+    anchors = [torch.zeros(3), torch.zeros(65)]
+    group = {"lr": 0.1, "anchor": anchors[1], "few": anchors[0], "kept": anchors, "names": ["a"] * 65}
+    assert hyperparameters(group).keys() == {"lr", "few"}
 
 
 @pytest.mark.parametrize(
