@@ -24,6 +24,7 @@ from everstep.report.notes import checked_notes, read_notes, write_notes
 from everstep.report.raised import raised_lines
 from everstep.report.told_facts import Line
 from everstep.runtime import commands
+from everstep.runtime.link.address import COORDINATOR_FILE
 
 Audit = Callable[[Path], dict[str, Any]]
 
@@ -116,7 +117,8 @@ class RunFeed:
                 allowed = not isinstance(error, commands.NotAllowed)
         with self.lock:
             self.may = may
-            self.silent = running and status is None and allowed
+            there = (self.run_dir / COORDINATOR_FILE).exists()  # a script by itself has none
+            self.silent = running and status is None and allowed and there
             if status is not None:
                 self.status, self._status_at = status, time.monotonic()
             elif not running or time.monotonic() - self._status_at > _STALE_S:
@@ -134,7 +136,8 @@ class RunFeed:
 
     def list_row(self) -> ListRow:
         with self.lock:
-            return list_row(self.history, self.running, self.notes)
+            live = self.status if self.running else None
+            return list_row(self.history, self.running, self.notes, live, self.silent)
 
     def check_ledger(self, automatic: bool = False) -> dict[str, Any]:
         """Audit the ledger now: {"checked_step", "clean", "steps", "problems", "note"}. One at a time.

@@ -17,7 +17,7 @@ from everstep.report.incidents import LAUNCHER, Incident, Incidents
 from everstep.report.job_condition import JobCondition
 from everstep.report.logged import Logged
 from everstep.report.recovery import RecoveryFact, recovery_of
-from everstep.report.told_facts import MOST_LISTED, CheckpointFact, Line, Mark, Trouble
+from everstep.report.told_facts import MOST_LISTED, CheckpointFact, Line, Mark, Tier, Trouble
 from everstep.report.wall_time import Stretch, TimeAccount
 from everstep.report.words import (
     Event,
@@ -34,6 +34,7 @@ from everstep.report.words import (
 )
 
 _MOST_LOG = 4000
+_MOST_TIERS = 16
 _LATELY_NS = 60_000_000_000
 SET_BACK_NS = 10_000_000_000  # hosts may differ by less
 _MARKED = {"fault_injected": "fault", "worker_evicted": "evicted", "leader_changed": "leader"}
@@ -43,8 +44,9 @@ _MARKED |= {"coordinator_restarted": "coordinator", "fallback": "fallback", "wor
 @dataclass
 class Facts:
     """Takes in events in file order. `condition`: how the job is; `course`: its steps; `crew`: its workers. `counts`:
-    events by kind; `told_ns`: when the newest was told. `full`: newest trouble with the disk, None if a checkpoint was
-    written since; `slow`: newest word of a slow directory."""
+    events by kind; `told_ns`: when the newest was told. `checkpoints`: the newest; `tiers`: all of them, counted.
+    `full`: newest trouble with the disk, None if a checkpoint was written since; `slow`: newest word of a slow
+    directory."""
 
     condition: JobCondition = field(default_factory=JobCondition)
     course: Course = field(default_factory=Course)
@@ -53,6 +55,7 @@ class Facts:
     counts: dict[str, int] = field(default_factory=dict)
     recoveries: deque[RecoveryFact] = field(default_factory=lambda: deque(maxlen=MOST_LISTED))
     checkpoints: deque[CheckpointFact] = field(default_factory=lambda: deque(maxlen=MOST_LISTED))
+    tiers: dict[str, Tier] = field(default_factory=dict)
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MOST_LISTED))
     log: deque[Line] = field(default_factory=lambda: deque(maxlen=_MOST_LOG))
     told_ns: int = 0
@@ -91,8 +94,9 @@ class Facts:
             self.counts["not understood"] = self.counts.get("not understood", 0) + 1
         if kind == "step_committed":
             return
-        self.fault_count.take(event, time_ns, self.incidents.has_raised(event))
+        again, known_before = self.incidents.has_raised(event), self.incidents.count
         self.incidents.take(event, time_ns, self.course.step)
+        self.fault_count.take(event, time_ns, again, self.incidents.count > known_before)
         if kind in _MARKED or (kind == "checkpoint_completed" and event.get("tier") != "memory"):
             mark, step = _MARKED.get(kind, "checkpoint"), whole_number(event.get("step")) or self.course.step
             step = self._struck_at(event, time_ns) if mark == "evicted" else step
@@ -148,7 +152,8 @@ class Facts:
     @property
     def checkpoint_step(self) -> int:
         """The newest step with a checkpoint that outlives the processes, as far as events tell; 0 if none."""
-        return max((c.step for c in self.checkpoints if c.ok and c.tier != "memory"), default=0)
+        good = (tier.good for name, tier in self.tiers.items() if name != "memory")
+        return max((one.step for one in good if one is not None), default=0)
 
     # ---- events
 
@@ -227,6 +232,8 @@ class Facts:
         tier, step = one_line(event.get("tier"), 20) or "disk", whole_number(event.get("step"))
         fact = CheckpointFact(tier, step, time_ns, ok, duration_s, size, stall_s, *why_of(event), result == "skipped")
         self.checkpoints.append(fact)
+        if tier in self.tiers or len(self.tiers) < _MOST_TIERS:
+            self.tiers.setdefault(tier, Tier(fact)).take(fact)
         if ok and tier == "disk":
             self.full = None
             self._was_done(step)
@@ -236,16 +243,17 @@ class Facts:
             self.account.paint(time_ns - round(stall_s * 1e9), time_ns, "checkpoints")
 
     def _warning(self, event: Event, time_ns: int) -> None:
-        saved_ns = max((c.time_ns for c in self.checkpoints if c.ok and c.tier == "disk"), default=0)
-        if cause(event) is Cause.DISK and time_ns > saved_ns:  # it may be told after the disk has taken more
+        saved = self.tiers["disk"].good if "disk" in self.tiers else None
+        later = saved is None or time_ns > saved.time_ns  # it may be told after the disk has taken more
+        if cause(event) is Cause.DISK and later:
             self.full = Trouble(time_ns, reason_text(event.get("reason")))
         if cause(event) is Cause.CLOCK:
             self.account.clock_set_forward(time_ns, round(number(event.get("clock_set_s")) * 1e9))
         if cause(event) is Cause.SLOW and "took_s" in event:
             self.slow = Trouble(time_ns, reason_text(event.get("reason")))
         step, strange = whole_number(event.get("step")), self.course.strange
-        if cause(event) is Cause.NONFINITE and (strange is None or strange.last < step):
-            self.course.finite(step, False)  # the last one: its loss does not show it
+        if cause(event) is Cause.NONFINITE and (strange is None or strange.last <= step):
+            self.course.finite(step, False)  # the last one: the weights show it
 
     def _ended(self, event: Event, time_ns: int) -> None:
         course, completed, stopping = self.course, event["kind"] == "job_completed", self.condition.stopping
@@ -271,7 +279,7 @@ def _not_running(facts: Facts, time_ns: int) -> None:
     ended_ns = facts.condition.ended_ns or facts.told_ns
     if facts.condition.ended_ns is None:
         facts.fault_count.launcher_lost()
-        facts.incidents.launcher_lost(ended_ns, facts.course.step)
+        facts.incidents.launcher_lost(ended_ns, facts.course.step, time_ns)
         facts.marks.append(lost_mark(facts.incidents.all[-1]))
     facts.account.paint(ended_ns, time_ns, "not running")
     facts.crew.not_running(ended_ns)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 from everstep.base.cause import Cause
 from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts
 from everstep.report.incidents import Incident
+from everstep.report.told_facts import Strange, Tier
 from everstep.report.words import as_dict, number, reason_text, shortened, time_text, whole_number
 
 LEVELS = ("good", "warning", "bad")
@@ -157,6 +157,8 @@ def _over(facts: Facts, now: Now) -> Headline | None:
     strange = facts.course.strange
     if (now.finished or facts.condition.state == "completed") and strange is not None and strange.in_a_row:
         text = f"Finished, but the loss or gradient was not finite from step {strange.since} to the last."
+        if not strange.applied:
+            return Headline("warning", text, f"{_unmade(strange)}.")
         return Headline("bad", text, "The weights are of no use: go on from a checkpoint before that step.")
     if now.finished or facts.condition.state == "completed":
         if not facts.course.step:
@@ -186,8 +188,9 @@ def _died(facts: Facts, now: Now) -> Headline | None:
     what = "The process of the job died without a word" if facts.began_ns else "The job never started"
     others = facts.crew.on_several_hosts()  # whose workers wait for a new head
     runs = "nothing runs on its host now; other hosts may go on for a while" if others else "nothing runs now"
-    said = f", last heard of {span(_s(last_ns, now))} ago: {runs}." if last_ns else "."
-    return Headline("bad", f"{what} after step {facts.course.step}{said}", _behind(facts, now, "up to " * others))
+    heard = f"It was last heard of {span(_s(last_ns, now))} ago. " if last_ns else ""
+    behind = _behind(facts, now, "up to " * others)
+    return Headline("bad", f"{what} after step {facts.course.step}: {runs}.", heard + behind)
 
 
 def _behind(facts: Facts, now: Now, most: str = "") -> str:
@@ -196,7 +199,7 @@ def _behind(facts: Facts, now: Now, most: str = "") -> str:
     saved = facts.checkpoint_step if now.disk_step is None else now.disk_step
     again = max(0, facts.course.step - saved)
     strange = facts.course.strange
-    if saved and strange is not None and strange.in_a_row and saved >= strange.since:
+    if saved and strange is not None and strange.in_a_row and strange.applied and saved >= strange.since:
         advice = "" if facts.condition.cause is Cause.NONFINITE else ": go on from one of before that (--resume-from)"
         if not any(one.ok and one.step < strange.since for one in facts.checkpoints):
             advice = ", and no older one is known: start again (--fresh), or from another job's (--resume-from)"
@@ -215,8 +218,11 @@ def _behind(facts: Facts, now: Now, most: str = "") -> str:
 
 def _starting(facts: Facts, now: Now) -> Headline | None:
     began_ns = facts.condition.started_ns
-    if not facts.counts or (began_ns is None and facts.course.last_step_ns):
-        return None if facts.counts else Headline("good", "Starting: nothing has been told yet.")
+    if not facts.counts:
+        refused = Headline("warning", "It has not begun: nothing was told.")
+        return Headline("good", "Starting: nothing has been told yet.") if now.running else refused
+    if began_ns is None and facts.course.last_step_ns:
+        return None
     if facts.incidents.open is not None or facts.condition.state == "waiting":
         return None
     if began_ns is None and step_of(facts, now) > facts.course.step:
@@ -352,14 +358,17 @@ def _help(level: str, incident: Incident | None) -> str:
 
 
 def _again(facts: Facts, now: Now) -> Headline | None:
-    incident = facts.incidents.newest
-    if not facts.course.redo_to or facts.incidents.open is not None or facts.course.began_again_ns is None:
+    began_ns = facts.course.began_again_ns
+    if not facts.course.redo_to or facts.incidents.open is not None or began_ns is None:
         return None
-    why = f", since {incident.brief} {span(_s(incident.begin_ns, now))} ago" if incident is not None else ""
+    why = f", since the job was started again {span(_s(began_ns, now))} ago"
+    for incident in facts.incidents.all:
+        if incident.begin_ns <= began_ns <= max(incident.end_ns or 0, incident.planned_ns or 0):
+            why = f", since {incident.brief} {span(_s(incident.begin_ns, now))} ago"
     at = step_of(facts, now)
     where = f" (now at step {at})" if facts.course.step < at <= facts.course.redo_to else ""
     text = f"Doing steps {facts.course.step + 1} to {facts.course.redo_to} again, to the same bits{where}{why}."
-    passed_s = _s(facts.course.began_again_ns, now)
+    passed_s = _s(began_ns, now)
     due_s = (facts.course.redo_to - facts.course.step + 1) * (facts.course.pace.usual_s or 0.0)
     late = passed_s > max(_BEYOND_HELP_S, 4 * due_s)
     return Headline("bad" if late else "warning", text, f"That takes {span(passed_s)} already." if late else "")
@@ -370,12 +379,20 @@ def _strange(facts: Facts, now: Now) -> Headline | None:
     strange = facts.course.strange
     if strange is None or not strange.in_a_row:
         return None
+    text = f"The loss or gradient of step {strange.last} is not finite."
+    if strange.in_a_row > 1:
+        text = f"The loss or gradient is not finite for {strange.in_a_row} steps, since step {strange.since}."
     if strange.level == "warning":
-        return Headline("warning", f"The loss or gradient of step {strange.last} is not finite.", "Training goes on.")
-    text = f"The loss or gradient is not finite for {strange.in_a_row} steps, since step {strange.since}."
+        return Headline("warning", text, f"{'' if strange.applied else f'{_unmade(strange)}. '}Training goes on.")
     return Headline(
         "bad", text, "Training goes on, for nothing: stop it, and go on from a checkpoint before that step."
     )
+
+
+def _unmade(strange: Strange) -> str:
+    """Words about the newest steps, whose updates were left out."""
+    updates = "Its update was" if strange.in_a_row == 1 else "Their updates were"
+    return f"{updates} left out: the weights are those of step {strange.since - 1}"
 
 
 def _was_strange(facts: Facts) -> str:
@@ -396,17 +413,17 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
             f"The disk is full ({_free(now)} left): training goes on, and what it tells waits in memory.",
             "Free some space.",
         )
-    newest = {c.tier: c for c in facts.checkpoints if not c.skipped}
-    failed = next((c for c in newest.values() if not c.ok), None)
+    tried = (tier.tried for tier in facts.tiers.values())
+    failed = next((c for c in tried if c is not None and not c.ok), None)
     if failed is not None:
         saved, ago = facts.checkpoint_step, span(_s(failed.time_ns, now))
         where = _WHERE.get(failed.tier, f" in {failed.tier}")
         whole = f"The newest whole one is of step {saved}." if saved else "There is no other."
         text = f"the checkpoint of step {failed.step}{where} failed {ago} ago: {failed.reason}."
         return Headline("warning", f"Training goes on, but {text}", whole)
-    left_out = next(filter(None, (_left_out(facts, now, tier) for tier in _WHERE)), None)
-    if left_out is not None:
-        return left_out
+    late = next((tier for name in _WHERE if (tier := facts.tiers.get(name)) and _is_late(tier, now)), None)
+    if late is not None:
+        return _left_out(late, facts)
     if facts.full is not None and disk_trouble(facts, now):
         return Headline(
             "warning",
@@ -419,16 +436,18 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
     return None
 
 
-def _left_out(facts: Facts, now: Now, tier: str) -> Headline | None:
-    """The newest checkpoints of this tier were left out, one after the other, for long."""
-    newest = (c for c in reversed(facts.checkpoints) if c.tier == tier)
-    left_out = list(takewhile(lambda c: c.skipped and c.cause is Cause.BUSY, newest))
-    if len(left_out) < _MANY_LEFT_OUT or _s(left_out[-1].time_ns, now) <= _LONG_SAVE_S:
-        return None
-    said = f"the last {len(left_out)} checkpoints{_WHERE[tier]} were left out: {left_out[0].reason}."
-    saved = max((c.step for c in facts.checkpoints if c.ok and c.tier != "memory"), default=0)
+def _is_late(tier: Tier, now: Now) -> bool:
+    """Whether the newest checkpoints of this tier were left out, one after the other, for long. An object store that is
+    too slow says so once."""
+    known = tier.late >= _MANY_LEFT_OUT or (tier.late > 0 and tier.newest.cause is Cause.SLOW)
+    return known and _s(tier.late_ns, now) > _LONG_SAVE_S
+
+
+def _left_out(tier: Tier, facts: Facts) -> Headline:
+    where, saved = _WHERE[tier.newest.tier], facts.checkpoint_step
+    which = f"the last {tier.late} checkpoints{where} were" if tier.late > 1 else f"checkpoints{where} are"
     whole = f"The newest whole one is of step {saved}." if saved else "There is no other."
-    return Headline("warning", f"Training goes on, but {said}", whole)
+    return Headline("warning", f"Training goes on, but {which} left out: {tier.newest.reason}.", whole)
 
 
 def _fewer(facts: Facts, now: Now) -> Headline | None:
@@ -445,8 +464,6 @@ def _fewer(facts: Facts, now: Now) -> Headline | None:
 
 
 def _well(facts: Facts, now: Now) -> Headline:
-    if not facts.counts:
-        return Headline("good", "Nothing has been told yet.")
     total = f" of {now.total}" if now.total else ""
     members = facts.crew.seated
     text = f"step {step_of(facts, now)}{total}, {members} of {facts.crew.wanted or members} workers."

@@ -23,6 +23,7 @@ from everstep.order.cursor import last_step
 from everstep.report.facts import Facts, lost_mark
 from everstep.report.headline import Headline, Now, headline
 from everstep.report.incidents import Incident, lost_launcher
+from everstep.report.job_condition import ENDED
 from everstep.report.shown_settings import is_secret
 from everstep.report.tail import Folder, Tail, free_bytes, object_of
 from everstep.report.tally import Tally
@@ -129,11 +130,10 @@ class History:
 
     def state(self, running: bool) -> str:
         """State of the job, in INTERFACE's words, as far as files tell."""
-        if self.begins(running):
-            return "starting"
-        if running or self.facts.condition.ended_ns is not None:
-            return self.facts.condition.state
-        return "completed" if self.digest else "interrupted" if self.facts.counts else "starting"
+        state = self.facts.condition.state
+        if running:
+            return "starting" if self.begins(running) else state
+        return "completed" if self.digest else state if state in ENDED else "interrupted"
 
     def told_state(self, running: bool, live: Mapping[str, Any] | None) -> str:
         """State of the job as the coordinator's answer has it, if there is one. A coordinator that was started again

@@ -63,6 +63,36 @@ class CheckpointFact:
     skipped: bool = False
 
 
+@dataclass
+class Tier:
+    """Checkpoints of one tier. complete, skipped, failed: how many; stall_s: of the complete ones. newest: of all;
+    good: the newest complete one; tried: the newest that was not skipped. late: how many up to the newest were
+    skipped in a row because the tier is too slow, since late_ns."""
+
+    newest: CheckpointFact
+    complete: int = 0
+    skipped: int = 0
+    failed: int = 0
+    stall_s: float = 0.0
+    good: CheckpointFact | None = None
+    tried: CheckpointFact | None = None
+    late: int = 0
+    late_ns: int = 0
+
+    def take(self, one: CheckpointFact) -> None:
+        """Take in the next checkpoint."""
+        self.newest = one
+        if one.ok:
+            self.good, self.complete, self.stall_s = one, self.complete + 1, self.stall_s + one.stall_s
+        if one.skipped:
+            self.skipped += 1
+        else:
+            self.tried, self.failed = one, self.failed + (not one.ok)
+        late = one.skipped and one.cause in (Cause.BUSY, Cause.SLOW)
+        self.late_ns = self.late_ns if late and self.late else one.time_ns
+        self.late = self.late + 1 if late else 0
+
+
 @dataclass(frozen=True)
 class Trouble:
     """A trouble, and the time of its first event."""
@@ -110,17 +140,19 @@ class Line:
 @dataclass(frozen=True)
 class Strange:
     """Steps whose loss or gradient was not finite: their number, the first and the last, and how many there are in a
-    row up to the newest step."""
+    row up to the newest step. applied: an update of those in a row was made, so the weights are of no use."""
 
     count: int
     first: int
     last: int
     in_a_row: int
+    applied: bool = True
 
     @property
     def level(self) -> str:
-        """Gravity now: "" (the newest step was finite), warning, or bad: it goes on."""
-        return "" if not self.in_a_row else "bad" if self.in_a_row >= _GOES_ON else "warning"
+        """Gravity now: "" (the newest step was finite), warning, or bad: it goes on, and harms the weights."""
+        bad = self.in_a_row >= _GOES_ON and self.applied
+        return "" if not self.in_a_row else "bad" if bad else "warning"
 
     @property
     def since(self) -> int:

@@ -681,6 +681,40 @@ def test_a_row_of_the_list_has_the_settings_that_somebody_chose(tmp_path: Path) 
     assert row["settings"] == {"steps": "9", "checkpoint.disk.every_steps": "5", **others}
 
 
+def test_a_row_of_the_list_says_what_the_runs_own_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the list a job that hangs, or whose coordinator is silent, is as red as on its own page."""
+    run_dir = make_run(tmp_path)
+    feed = RunFeed(run_dir)
+    feed.load()
+    monkeypatch.setattr(time, "time_ns", lambda: T0 + 300 * 10**9)
+    for running, silent in ((True, False), (True, True), (False, False)):
+        feed.running, feed.silent = running, silent
+        said, row = head(feed, worker_rows(feed))["headline"], feed.list_row()
+        assert row["said"]["level"] == said["level"] == "bad"
+        assert row["said"]["text"] == said["text"]
+    assert row["state"] == "interrupted" and "ago" not in row["said"]["text"], "it is kept as it is"
+
+
+def test_a_start_that_was_refused_is_none(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text('{"task": "t", "argv": [], "config": {"steps": 9}}')
+    shown, status = shown_of(tmp_path)["head"], read_status(tmp_path)
+    assert shown["headline"] == status["headline"]
+    assert shown["headline"]["text"] == "It has not begun: nothing was told."
+    row = list_row(History(tmp_path).load(), False, Notes())
+    assert row["state"] == shown["state"] == status["state"] == "interrupted"
+    assert row["said"]["level"] == shown["headline"]["level"] == "warning"
+
+
+def test_a_script_by_itself_has_no_coordinator_that_is_silent(tmp_path: Path) -> None:
+    feed = RunFeed(make_run(tmp_path))
+    with run_lock(feed.run_dir):
+        feed.ask()
+        assert not feed.silent
+        (feed.run_dir / "coordinator.json").write_text("{}")
+        feed.ask()
+        assert feed.silent
+
+
 def test_a_launcher_that_died_is_a_fault_with_a_mark_and_leaves_no_process(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     (run_dir / "job.json").write_text('{"task": "t", "argv": [], "config": {"steps": 9}}')
@@ -693,7 +727,7 @@ def test_a_launcher_that_died_is_a_fault_with_a_mark_and_leaves_no_process(tmp_p
     status = read_status(run_dir)
     assert status["workers"] == []
     assert status["incidents"][-1]["sentence"] == after["incidents"][-1][6]
-    assert "died without a word" in status["headline"]["text"] and "ago" in status["headline"]["text"]
+    assert "died without a word" in status["headline"]["text"] and "ago" in status["headline"]["more"]
     with (run_dir / "events.jsonl").open("ab") as file:
         file.write(event("job_started", 500, step=0, workers=1))
     with run_lock(run_dir):
