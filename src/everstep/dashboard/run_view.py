@@ -345,13 +345,12 @@ def _checkpoints(facts: Facts, running: bool) -> dict[str, Any]:
             "skipped": tier.skipped,
             "failed": tier.failed,
         }
-        for name, tier in facts.tiers.items()
+        for name, tier in facts.checkpoints.tiers.items()
     ]
-    good = [tier.good for name, tier in facts.tiers.items() if tier.good and (running or name != "memory")]
-    saved = max(good, key=lambda c: c.time_ns, default=None)
+    saved = max(facts.checkpoints.good(memory=running), key=lambda c: c.time_ns, default=None)
     newest = None if saved is None else [saved.tier, saved.step, _ms(saved.time_ns)]
-    last = facts.checkpoints[-1] if facts.checkpoints and not facts.checkpoints[-1].ok else None
-    missed = None if last is None else [last.tier, last.step, last.skipped, last.cause, last.reason]
+    last = next(reversed(facts.checkpoints.newest), None)
+    missed = None if last is None or last.ok else [last.tier, last.step, last.skipped, last.cause, last.reason]
     return {"newest": newest, "missed": missed, "tiers": tiers}
 
 

@@ -17,7 +17,7 @@ from everstep.report.incidents import LAUNCHER, Incident, Incidents
 from everstep.report.job_condition import JobCondition
 from everstep.report.logged import Logged
 from everstep.report.recovery import RecoveryFact, recovery_of
-from everstep.report.told_facts import MOST_LISTED, CheckpointFact, Line, Mark, Tier, Trouble
+from everstep.report.told_facts import MOST_LISTED, CheckpointFact, Checkpoints, Line, Mark, Trouble
 from everstep.report.wall_time import Stretch, TimeAccount
 from everstep.report.words import (
     Event,
@@ -34,7 +34,6 @@ from everstep.report.words import (
 )
 
 _MOST_LOG = 4000
-_MOST_TIERS = 16
 _LATELY_NS = 60_000_000_000
 SET_BACK_NS = 10_000_000_000  # hosts may differ by less
 _MARKED = {"fault_injected": "fault", "worker_evicted": "evicted", "leader_changed": "leader"}
@@ -44,9 +43,8 @@ _MARKED |= {"coordinator_restarted": "coordinator", "fallback": "fallback", "wor
 @dataclass
 class Facts:
     """Takes in events in file order. `condition`: how the job is; `course`: its steps; `crew`: its workers. `counts`:
-    events by kind; `told_ns`: when the newest was told. `checkpoints`: the newest; `tiers`: all of them, counted.
-    `full`: newest trouble with the disk, None if a checkpoint was written since; `slow`: newest word of a slow
-    directory."""
+    events by kind; `told_ns`: when the newest was told. `full`: newest trouble with the disk, None if a checkpoint was
+    written since; `slow`: newest word of a slow directory."""
 
     condition: JobCondition = field(default_factory=JobCondition)
     course: Course = field(default_factory=Course)
@@ -54,8 +52,7 @@ class Facts:
     incidents: Incidents = field(default_factory=Incidents)
     counts: dict[str, int] = field(default_factory=dict)
     recoveries: deque[RecoveryFact] = field(default_factory=lambda: deque(maxlen=MOST_LISTED))
-    checkpoints: deque[CheckpointFact] = field(default_factory=lambda: deque(maxlen=MOST_LISTED))
-    tiers: dict[str, Tier] = field(default_factory=dict)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MOST_LISTED))
     log: deque[Line] = field(default_factory=lambda: deque(maxlen=_MOST_LOG))
     told_ns: int = 0
@@ -152,8 +149,7 @@ class Facts:
     @property
     def checkpoint_step(self) -> int:
         """The newest step with a checkpoint that outlives the processes, as far as events tell; 0 if none."""
-        good = (tier.good for name, tier in self.tiers.items() if name != "memory")
-        return max((one.step for one in good if one is not None), default=0)
+        return max((one.step for one in self.checkpoints.good()), default=0)
 
     # ---- events
 
@@ -231,9 +227,7 @@ class Facts:
         size = int(number(event.get("size_bytes") or event.get("bytes")))
         tier, step = one_line(event.get("tier"), 20) or "disk", whole_number(event.get("step"))
         fact = CheckpointFact(tier, step, time_ns, ok, duration_s, size, stall_s, *why_of(event), result == "skipped")
-        self.checkpoints.append(fact)
-        if tier in self.tiers or len(self.tiers) < _MOST_TIERS:
-            self.tiers.setdefault(tier, Tier(fact)).take(fact)
+        self.checkpoints.take(fact)
         if ok and tier == "disk":
             self.full = None
             self._was_done(step)
@@ -243,9 +237,8 @@ class Facts:
             self.account.paint(time_ns - round(stall_s * 1e9), time_ns, "checkpoints")
 
     def _warning(self, event: Event, time_ns: int) -> None:
-        saved = self.tiers["disk"].good if "disk" in self.tiers else None
-        later = saved is None or time_ns > saved.time_ns  # it may be told after the disk has taken more
-        if cause(event) is Cause.DISK and later:
+        saved_ns = max((c.time_ns for c in self.checkpoints.good() if c.tier == "disk"), default=0)
+        if cause(event) is Cause.DISK and time_ns > saved_ns:  # it may be told after the disk has taken more
             self.full = Trouble(time_ns, reason_text(event.get("reason")))
         if cause(event) is Cause.CLOCK:
             self.account.clock_set_forward(time_ns, round(number(event.get("clock_set_s")) * 1e9))

@@ -15,7 +15,7 @@ from everstep.base.cause import Cause
 from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts
 from everstep.report.incidents import Incident
-from everstep.report.told_facts import Strange, Tier
+from everstep.report.told_facts import Strange, TierCount
 from everstep.report.words import as_dict, number, reason_text, shortened, time_text, whole_number
 
 LEVELS = ("good", "warning", "bad")
@@ -201,7 +201,7 @@ def _behind(facts: Facts, now: Now, most: str = "") -> str:
     strange = facts.course.strange
     if saved and strange is not None and strange.in_a_row and strange.applied and saved >= strange.since:
         advice = "" if facts.condition.cause is Cause.NONFINITE else ": go on from one of before that (--resume-from)"
-        if not any(one.ok and one.step < strange.since for one in facts.checkpoints):
+        if not any(one.ok and one.step < strange.since for one in facts.checkpoints.newest):
             advice = ", and no older one is known: start again (--fresh), or from another job's (--resume-from)"
         return f"The newest checkpoint is of step {saved}, but nothing is finite since step {strange.since}{advice}."
     if not saved:
@@ -413,7 +413,7 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
             f"The disk is full ({_free(now)} left): training goes on, and what it tells waits in memory.",
             "Free some space.",
         )
-    tried = (tier.tried for tier in facts.tiers.values())
+    tried = (tier.tried for tier in facts.checkpoints.tiers.values())
     failed = next((c for c in tried if c is not None and not c.ok), None)
     if failed is not None:
         saved, ago = facts.checkpoint_step, span(_s(failed.time_ns, now))
@@ -421,7 +421,8 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
         whole = f"The newest whole one is of step {saved}." if saved else "There is no other."
         text = f"the checkpoint of step {failed.step}{where} failed {ago} ago: {failed.reason}."
         return Headline("warning", f"Training goes on, but {text}", whole)
-    late = next((tier for name in _WHERE if (tier := facts.tiers.get(name)) and _is_late(tier, now)), None)
+    tiers = facts.checkpoints.tiers
+    late = next((tier for name in _WHERE if (tier := tiers.get(name)) and _is_late(tier, now)), None)
     if late is not None:
         return _left_out(late, facts)
     if facts.full is not None and disk_trouble(facts, now):
@@ -436,14 +437,14 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
     return None
 
 
-def _is_late(tier: Tier, now: Now) -> bool:
+def _is_late(tier: TierCount, now: Now) -> bool:
     """Whether the newest checkpoints of this tier were left out, one after the other, for long. An object store that is
     too slow says so once."""
     known = tier.late >= _MANY_LEFT_OUT or (tier.late > 0 and tier.newest.cause is Cause.SLOW)
     return known and _s(tier.late_ns, now) > _LONG_SAVE_S
 
 
-def _left_out(tier: Tier, facts: Facts) -> Headline:
+def _left_out(tier: TierCount, facts: Facts) -> Headline:
     where, saved = _WHERE[tier.newest.tier], facts.checkpoint_step
     which = f"the last {tier.late} checkpoints{where} were" if tier.late > 1 else f"checkpoints{where} are"
     whole = f"The newest whole one is of step {saved}." if saved else "There is no other."

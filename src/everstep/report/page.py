@@ -22,7 +22,7 @@ from everstep.report.logged import GRADIENT_NORM
 from everstep.report.shown_settings import setting_text, shown_settings
 from everstep.report.style import PAGE_CSS
 from everstep.report.svg import escape
-from everstep.report.told_facts import Tier
+from everstep.report.told_facts import TierCount
 from everstep.report.wall_time import goodput
 from everstep.report.words import as_dict, number, number_text, one_line, size_text, time_text, whole_number
 
@@ -286,10 +286,10 @@ def _account(seconds: dict[str, float]) -> str:
 
 
 def _checkpoints(history: History) -> str:
-    found = list(history.facts.checkpoints)
+    found = list(history.facts.checkpoints.newest)
     if not found:
         return "<p>None were written.</p>"
-    tiers = [_tier(name, tier) for name, tier in history.facts.tiers.items()]
+    tiers = [_tier(name, tier) for name, tier in history.facts.checkpoints.tiers.items()]
     rows = [
         [
             _at(history, c.time_ns),
@@ -309,7 +309,7 @@ def _checkpoints(history: History) -> str:
     )
 
 
-def _tier(name: str, tier: Tier) -> list[str]:
+def _tier(name: str, tier: TierCount) -> list[str]:
     newest = [f"step {tier.good.step}", size_text(tier.good.size_bytes)] if tier.good else ["none", ""]
     return [name, *map(str, (tier.complete, tier.skipped, tier.failed)), *newest, time_text(tier.stall_s)]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from everstep.base.cause import Cause
 
 MOST_LISTED = 1000
 """Most facts of a kind that are kept, the newest ones."""
+_MOST_TIERS = 16
 _GOES_ON = 3
 """So many strange steps in a row are no accident."""
 
@@ -64,7 +66,7 @@ class CheckpointFact:
 
 
 @dataclass
-class Tier:
+class TierCount:
     """Checkpoints of one tier. complete, skipped, failed: how many; stall_s: of the complete ones. newest: of all;
     good: the newest complete one; tried: the newest that was not skipped. late: how many up to the newest were
     skipped in a row because the tier is too slow, since late_ns."""
@@ -91,6 +93,25 @@ class Tier:
         late = one.skipped and one.cause in (Cause.BUSY, Cause.SLOW)
         self.late_ns = self.late_ns if late and self.late else one.time_ns
         self.late = self.late + 1 if late else 0
+
+
+@dataclass
+class Checkpoints:
+    """All checkpoints of a job. newest: of any tier; tiers: counts of all, by tier."""
+
+    newest: deque[CheckpointFact] = field(default_factory=lambda: deque(maxlen=MOST_LISTED))
+    tiers: dict[str, TierCount] = field(default_factory=dict)
+
+    def take(self, one: CheckpointFact) -> None:
+        """Take in the next checkpoint."""
+        self.newest.append(one)
+        if one.tier in self.tiers or len(self.tiers) < _MOST_TIERS:
+            self.tiers.setdefault(one.tier, TierCount(one)).take(one)
+
+    def good(self, *, memory: bool = False) -> list[CheckpointFact]:
+        """The newest complete one of each tier; those in memory end with the job's processes."""
+        found = [tier.good for name, tier in self.tiers.items() if memory or name != "memory"]
+        return [one for one in found if one is not None]
 
 
 @dataclass(frozen=True)

@@ -364,14 +364,14 @@ class LoneLink(WorkerLink):
     def _begin(self, step: int) -> None:
         if self.run_dir is None or _holders.get(self.run_dir.resolve()) is not self:
             return
-        plan, events = self._plan(1, Why(Cause.STARTED, "a job of one worker")), EventLog(self.run_dir / EVENTS_FILE)
-        why: dict[str, Any] = {"cause": plan.cause, "reason": f"{self.task} by itself"}
-        seats = [[seat.worker_id, seat.stage, seat.role, list(seat.lanes)] for seat in plan.seats]
-        events.write("job_started", step=step, workers=1, **why)
-        me = {**vars(self.me), "pid": os.getpid(), "host": self.host}
-        events.write("worker_joined", step=step, **me, cause=Cause.JOINED, reason="it is ready")
-        about = {"workers": [0], "leader": 0, "leaders": [0], "seats": seats, "target": 1}
-        events.write("generation_started", generation=1, step=step, **about, **why)
+        why: dict[str, Any] = {"cause": Cause.STARTED, "reason": f"{self.task} by itself", "step": step}
+        me: dict[str, Any] = {**vars(self.me), "pid": os.getpid(), "host": self.host}
+        seats: dict[str, Any] = {"workers": [0], "leaders": [0], "target": 1}
+        seats["seats"] = [[0, 0, "active", list(range(self.config.lanes))]]
+        events = EventLog(self.run_dir / EVENTS_FILE)
+        events.write("job_started", workers=1, **why)
+        events.write("worker_joined", **me, step=step, cause=Cause.JOINED, reason="it is ready")
+        events.write("generation_started", generation=1, **seats, **why)
         self._events = events
 
     def _over(self, state: str, why: Why, step: int | None = None) -> None:

@@ -504,13 +504,13 @@ def test_a_damage_that_nobody_is_evicted_for_is_one_fault() -> None:
 def test_checkpoints_are_counted_beyond_those_that_are_kept() -> None:
     skipped = [event("checkpoint_skipped", 6 + n / 1000, **BUSY) for n in range(1100)]
     facts = facts_of([*trained(), SAVED, *skipped])
-    disk = facts.tiers["disk"]
+    disk = facts.checkpoints.tiers["disk"]
     assert (facts.checkpoint_step, disk.complete, disk.skipped, disk.failed, disk.late) == (6, 1, 1100, 0, 1100)
     earlier = [{**one, "time_unix_ns": T0 - 6 * S} for one in skipped]
     said = headline(facts_of([*trained(), SAVED, *earlier]), Now(T0 + round(5.8 * S))).whole()
     assert "the last 1100 checkpoints were left out" in said and "The newest whole one is of step 6." in said
     many = [event("checkpoint_completed", 6, step=1, tier=f"t{n}") for n in range(99)]
-    assert len(facts_of([*trained(), *many]).tiers) == 16
+    assert len(facts_of([*trained(), *many]).checkpoints.tiers) == 16
 
 
 def test_a_recovery_is_heard_of_before_its_step() -> None:
