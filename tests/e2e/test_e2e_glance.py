@@ -392,6 +392,7 @@ GAPS = """async () => {
   const steps = { x: [1, 2, 3, 4, 5, 6], columns };
   const efficiency = { measured: [] }, nothing = { generations: [], marks: [], usage: null };
   training.update({ head: {}, curves: { steps }, efficiency, ...nothing });
+  await new Promise(requestAnimationFrame); // it is drawn
   return training.loss.plot.series[1]._paths.gaps.map(([from, to]) => to - from);
 }"""
 """Widths of the gaps in the line of a loss that was not finite in the third and fourth step."""
