@@ -359,7 +359,8 @@ class LoneLink(WorkerLink):
         if isinstance(raised, Exception):
             self._over("failed", Why(Cause.EXCEPTION, f"{type(raised).__name__}: {raised}"))
         else:
-            self._over("interrupted", Why(Cause.INTERRUPTED, "the script has ended before its loop"))
+            how = "the script has ended before its loop" if raised is None else "interrupted by SIGINT"
+            self._over("interrupted", Why(Cause.INTERRUPTED, how))
 
     def _begin(self, step: int) -> None:
         if self.run_dir is None or _holders.get(self.run_dir.resolve()) is not self:
