@@ -112,7 +112,7 @@ def _from_files(run_dir: Path, history: History, running: bool) -> dict[str, Any
     return {
         "state": "starting" if running and not facts.course.step else history.state(running),
         "generation": facts.crew.generation,
-        "step": int(digest["step"]) if digest is not None and not running else facts.course.step,
+        "step": max(facts.course.step, 0 if digest is None or running else int(digest["step"])),
         "workers": workers_of(facts) if not begins and history.lost_launcher(running) is None else [],
         "coordinator": {"pid": None},
         "cause": facts.condition.cause,

@@ -128,7 +128,7 @@ class Catalog:
         history.poll(_PORTION_BYTES)
         self.rows[name] = list_row(history, running, read_notes(path))
         self._stamps[name] = stamp
-        if history.loaded and not running:
+        if history.loaded and not running and not history.maybe_trains(running):
             del self._reading[name]
         return not history.loaded
 

@@ -24,7 +24,6 @@ from everstep.report.notes import checked_notes, read_notes, write_notes
 from everstep.report.raised import raised_lines
 from everstep.report.told_facts import Line
 from everstep.runtime import commands
-from everstep.runtime.link.address import COORDINATOR_FILE
 
 Audit = Callable[[Path], dict[str, Any]]
 
@@ -117,8 +116,7 @@ class RunFeed:
                 allowed = not isinstance(error, commands.NotAllowed)
         with self.lock:
             self.may = may
-            there = (self.run_dir / COORDINATOR_FILE).exists()  # a script by itself has none
-            self.silent = running and status is None and allowed and there
+            self.silent = running and status is None and allowed
             if status is not None:
                 self.status, self._status_at = status, time.monotonic()
             elif not running or time.monotonic() - self._status_at > _STALE_S:

@@ -157,6 +157,7 @@ class Facts:
         self.condition.begin(time_ns)
         self.crew.started(event)
         self.full = self.slow = None
+        self.checkpoints.begin()
         self.account.paint(*self.course.begin(whole_number(event.get("step")), time_ns), "steps done again")
 
     def _step_committed(self, event: Event, time_ns: int) -> None:
@@ -270,7 +271,7 @@ def lost_mark(incident: Incident) -> Mark:
 def _not_running(facts: Facts, time_ns: int) -> None:
     """From the end of the start before until now nothing ran; without a word of that end, its launcher was lost."""
     ended_ns = facts.condition.ended_ns or facts.told_ns
-    if facts.condition.ended_ns is None:
+    if facts.condition.ended_ns is None and facts.counts["job_started"] > 1:  # else it was a script by itself
         facts.fault_count.launcher_lost()
         facts.incidents.launcher_lost(ended_ns, facts.course.step, time_ns)
         facts.marks.append(lost_mark(facts.incidents.all[-1]))
@@ -282,6 +283,16 @@ def present_speed(facts: Facts, now_ns: int | None = None) -> float | None:
     """Samples per second over the newest steps, None before two; now_ns: it falls while training stands still."""
     overdue = now_ns is not None and facts.stands_still(now_ns)
     return facts.course.pace.samples_per_s(now_ns if overdue else None)
+
+
+def by_itself(facts: Facts) -> bool:
+    """Whether this is a script that nobody has launched: it tells its steps, but neither its begin nor its end."""
+    return bool(facts.counts) and "job_started" not in facts.counts
+
+
+def heard_lately(facts: Facts, now_ns: int) -> bool:
+    """Whether the newest event is no older than some steps usually take."""
+    return now_ns - facts.told_ns <= max(_LATELY_NS, 10e9 * (facts.course.pace.usual_s or 0.0))
 
 
 def _commanded(facts: Facts, event: Event, time_ns: int) -> None:

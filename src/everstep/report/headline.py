@@ -13,7 +13,7 @@ from typing import Any
 
 from everstep.base.cause import Cause
 from everstep.report.crew import MEMBERS
-from everstep.report.facts import Facts
+from everstep.report.facts import Facts, by_itself, heard_lately
 from everstep.report.incidents import Incident
 from everstep.report.told_facts import Strange, TierCount
 from everstep.report.words import as_dict, number, reason_text, shortened, time_text, whole_number
@@ -163,9 +163,11 @@ def _over(facts: Facts, now: Now) -> Headline | None:
     if now.finished or facts.condition.state == "completed":
         if not facts.course.step:
             return Headline("good", "Finished.", "Its events are gone, so nothing is known of how it went.")
+        done = f"Finished: all {facts.course.step} steps are done"
+        if by_itself(facts):  # nobody knows when it ran
+            return Headline("good", f"{done}.", _was_strange(facts))
         faults = f"{facts.faults} fault{'s' * (facts.faults != 1)} survived." if facts.faults else "No fault."
-        more = " ".join(filter(None, (faults, _was_strange(facts))))
-        return Headline("good", f"Finished: all {facts.course.step} steps are done, in {span(ran_s)}.", more)
+        return Headline("good", f"{done}, in {span(ran_s)}.", f"{faults} {_was_strange(facts)}".strip())
     reason = _raised(facts) or facts.condition.reason or "no reason was given"
     more = _behind(facts, now)
     if facts.condition.state == "interrupted":
@@ -179,6 +181,17 @@ def _raised(facts: Facts) -> str:
     if facts.condition.cause is not Cause.EXCEPTION or newest is None:
         return ""
     return next((hit.reason for hit in newest.struck.values() if hit.cause is Cause.EXCEPTION), "")
+
+
+def _by_itself(facts: Facts, now: Now) -> Headline | None:
+    """A script that nobody has launched: whether it still runs is not known."""
+    if now.running or not by_itself(facts):
+        return None
+    at = f"Step {facts.course.step}{f' of {now.total}' if now.total else ''}"
+    heard = f"last heard of {span(_s(facts.told_ns, now))} ago"
+    if not heard_lately(facts, now.time_ns):
+        return Headline("warning", f"{at}: it may have ended.", f"It was {heard}. {_behind(facts, now)}")
+    return _strange(facts, now) or _troubled(facts, now) or Headline("good", f"{at}, {heard}.", _was_strange(facts))
 
 
 def _died(facts: Facts, now: Now) -> Headline | None:
@@ -438,17 +451,16 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
 
 
 def _is_late(tier: TierCount, now: Now) -> bool:
-    """Whether the newest checkpoints of this tier were left out, one after the other, for long. An object store that is
-    too slow says so once."""
-    known = tier.late >= _MANY_LEFT_OUT or (tier.late > 0 and tier.newest.cause is Cause.SLOW)
-    return known and _s(tier.late_ns, now) > _LONG_SAVE_S
+    """Whether checkpoints of this tier have been left out for long."""
+    return (tier.late >= _MANY_LEFT_OUT or tier.too_slow) and _s(tier.late_ns, now) > _LONG_SAVE_S
 
 
 def _left_out(tier: TierCount, facts: Facts) -> Headline:
     where, saved = _WHERE[tier.newest.tier], facts.checkpoint_step
-    which = f"the last {tier.late} checkpoints{where} were" if tier.late > 1 else f"checkpoints{where} are"
+    which = f"checkpoints{where} are" if tier.too_slow else f"the last {tier.late} checkpoints{where} were"
     whole = f"The newest whole one is of step {saved}." if saved else "There is no other."
-    return Headline("warning", f"Training goes on, but {which} left out: {tier.newest.reason}.", whole)
+    reason = tier.left_out.reason if tier.left_out is not None else ""
+    return Headline("warning", f"Training goes on, but {which} left out: {reason}.", whole)
 
 
 def _fewer(facts: Facts, now: Now) -> Headline | None:
@@ -492,6 +504,7 @@ def _free(now: Now) -> str:
 _CASES: tuple[Callable[[Facts, Now], Headline | None], ...] = (
     _coming,
     _over,
+    _by_itself,
     _died,
     _starting,
     _stopping,

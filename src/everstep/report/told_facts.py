@@ -68,8 +68,8 @@ class CheckpointFact:
 @dataclass
 class TierCount:
     """Checkpoints of one tier. complete, skipped, failed: how many; stall_s: of the complete ones. newest: of all;
-    good: the newest complete one; tried: the newest that was not skipped. late: how many up to the newest were
-    skipped in a row because the tier is too slow, since late_ns."""
+    good: the newest complete one; tried: the newest that was not skipped. late: how many were skipped as the tier is
+    too slow, since late_ns, and until it is not any more; left_out: the newest of them."""
 
     newest: CheckpointFact
     complete: int = 0
@@ -78,21 +78,29 @@ class TierCount:
     stall_s: float = 0.0
     good: CheckpointFact | None = None
     tried: CheckpointFact | None = None
+    left_out: CheckpointFact | None = None
     late: int = 0
     late_ns: int = 0
 
     def take(self, one: CheckpointFact) -> None:
         """Take in the next checkpoint."""
-        self.newest = one
+        before, self.newest = self.newest, one
         if one.ok:
             self.good, self.complete, self.stall_s = one, self.complete + 1, self.stall_s + one.stall_s
         if one.skipped:
             self.skipped += 1
         else:
             self.tried, self.failed = one, self.failed + (not one.ok)
-        late = one.skipped and one.cause in (Cause.BUSY, Cause.SLOW)
-        self.late_ns = self.late_ns if late and self.late else one.time_ns
-        self.late = self.late + 1 if late else 0
+        if one.skipped and one.cause in (Cause.BUSY, Cause.SLOW):
+            self.late_ns = self.late_ns if self.late else one.time_ns
+            self.late, self.left_out = self.late + 1, one
+        elif not self.too_slow or not one.ok or before.ok:
+            self.late = 0
+
+    @property
+    def too_slow(self) -> bool:
+        """Whether it takes longer than the time between checkpoints: one is whole, and the next is left out."""
+        return self.late > 0 and self.left_out is not None and self.left_out.cause is Cause.SLOW
 
 
 @dataclass
@@ -107,6 +115,11 @@ class Checkpoints:
         self.newest.append(one)
         if one.tier in self.tiers or len(self.tiers) < _MOST_TIERS:
             self.tiers.setdefault(one.tier, TierCount(one)).take(one)
+
+    def begin(self) -> None:
+        """A job begins, and has tried none so far."""
+        for tier in self.tiers.values():
+            tier.late, tier.tried = 0, None
 
     def good(self, *, memory: bool = False) -> list[CheckpointFact]:
         """The newest complete one of each tier; those in memory end with the job's processes."""

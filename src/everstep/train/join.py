@@ -246,7 +246,6 @@ def _link(given: Mapping[str, Any], run_dir: Path | None, loaded: int | None) ->
         refuse_foreign(run_dir)
         with contextlib.suppress(OSError):  # what is root's
             close_run_dir(run_dir)
-    link.hold()
     return link
 
 

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,17 +28,15 @@ from everstep.base.given import read_json
 from everstep.base.plan import Member, Plan, Rank, Seat, WorkerKey
 from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.store import DirectoryStore
-from everstep.observe.events import EventLog
 from everstep.observe.logs import WorkerLog, set_up_worker_log
 from everstep.protocol import messages as wire
 from everstep.protocol.step_types import LaneSaid
 from everstep.runtime.files.claim_files import claim
 from everstep.runtime.files.file_sender import digest_of
 from everstep.runtime.files.host_directory import ARRIVED_FILE, domains_there, others
-from everstep.runtime.files.run_lock import sole_holder
 from everstep.runtime.host.board import Board, Row
 from everstep.runtime.host.cell import Head
-from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, LOCK_FILE, coordinator_here
+from everstep.runtime.link.address import JOB_FILE, coordinator_here
 from everstep.runtime.link.context import WorkerContext
 from everstep.runtime.link.control_client import ControlClient, Unheard
 from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
@@ -49,8 +47,6 @@ log = logging.getLogger(__name__)
 _LAST_WORDS_S = 5.0
 _CLAIM_S = 2.0
 FINAL_DIGEST = "final/digest.json"
-_holders: dict[Path, LoneLink] = {}
-"""The jobs by themselves of this process that hold a run directory."""
 Faults = Callable[[int, str, Plan], None]
 FaultNow = Callable[[str, int, int, str, Plan | None], None]
 Deliver = Callable[[wire.AnyMessage], None]
@@ -335,55 +331,6 @@ class LoneLink(WorkerLink):
         super().__init__(WorkerKey(0, 0), task, socket.gethostname(), config, run_dir, row, token, WorkerLog(0, 0))
         self._deliver: Deliver | None = None
         self._stopped: Why | None = None
-        self._lock = ExitStack()
-        self._events: EventLog | None = None
-
-    def hold(self) -> None:
-        """Hold the run directory from now on, and tell of the job's begin and end there, as a launcher would. Raises:
-        ConfigError if another process holds it."""
-        if self.run_dir is None:
-            return
-        before = _holders.pop(self.run_dir.resolve(), None)
-        if before is not None:  # in a notebook
-            before._over("interrupted", Why(Cause.INTERRUPTED, "its loop was left"))
-        held = f"a job is still running in {self.run_dir}: wait for it, stop it, or give another run_dir"
-        self._lock.enter_context(sole_holder(self.run_dir, LOCK_FILE, held))
-        _holders[self.run_dir.resolve()] = self
-        atexit.register(self._exit, os.getpid())
-
-    def _exit(self, pid: int) -> None:
-        """The process ends; if the job has not, that ends it."""
-        raised = getattr(sys, "last_value", None)
-        if os.getpid() != pid:
-            return
-        if isinstance(raised, Exception):
-            self._over("failed", Why(Cause.EXCEPTION, f"{type(raised).__name__}: {raised}"))
-        else:
-            how = "the script has ended before its loop" if raised is None else "interrupted by SIGINT"
-            self._over("interrupted", Why(Cause.INTERRUPTED, how))
-
-    def _begin(self, step: int) -> None:
-        if self.run_dir is None or _holders.get(self.run_dir.resolve()) is not self:
-            return
-        why: dict[str, Any] = {"cause": Cause.STARTED, "reason": f"{self.task} by itself", "step": step}
-        me: dict[str, Any] = {**vars(self.me), "pid": os.getpid(), "host": self.host}
-        seats: dict[str, Any] = {"workers": [0], "leaders": [0], "target": 1}
-        seats["seats"] = [[0, 0, "active", list(range(self.config.lanes))]]
-        events = EventLog(self.run_dir / EVENTS_FILE)
-        events.write("job_started", workers=1, **why)
-        events.write("worker_joined", **me, step=step, cause=Cause.JOINED, reason="it is ready")
-        events.write("generation_started", generation=1, **seats, **why)
-        self._events = events
-
-    def _over(self, state: str, why: Why, step: int | None = None) -> None:
-        """Tell the end of a job that has begun, and let the directory go."""
-        events, self._events = self._events, None
-        if events is not None and self.run_dir is not None and self.run_dir.is_dir():
-            kind = "job_completed" if state == "completed" else "job_failed"
-            code = int(state != "completed")
-            events.write(kind, state=state, exit_code=code, step=step, cause=why.cause, reason=why.reason)
-            events.close()
-        self._lock.close()
 
     def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
         self._deliver = deliver
@@ -417,7 +364,6 @@ class LoneLink(WorkerLink):
         if found:
             text = f"this job has finished: its loop was left after step {step}, in {self.run_dir}"
             print(f"everstep: {text}; give another run_dir to train again", file=sys.stderr)
-            self._over("completed", Why(Cause.COMPLETED, "it had finished before"), step)
         return found
 
     def stop_words(self, error: EverstepError, step: int) -> wire.WorkerFailed:
@@ -437,18 +383,14 @@ class LoneLink(WorkerLink):
         deliver = self._deliver
         if deliver is None:
             return
-        if isinstance(message, wire.GenerationEntered) and message.generation == 1:
-            self._begin(message.step - 1)
-        elif isinstance(message, wire.WorkerDone):
+        if isinstance(message, wire.WorkerDone):
             why = "all steps are done"
-            self._over("completed", Why(Cause.COMPLETED, why), message.step)
             deliver(wire.JobEnded(state="completed", cause=Cause.COMPLETED, reason=why))
         elif isinstance(message, wire.WorkerFailed):  # a checkpoint comes first
             self._stopped = Why(message.cause, message.reason)
             deliver(wire.PlanNow(plan=self._plan(2, self._stopped, save=message.reason)))
         elif isinstance(message, wire.Saved) and self._stopped is not None:
             cause, reason = self._stopped.cause, self._stopped.reason
-            self._over("failed", self._stopped, message.step)
             deliver(wire.JobEnded(state="failed", cause=cause, reason=reason))
 
     def turn(self, view: Any, over: bool) -> None:

@@ -705,14 +705,32 @@ def test_a_start_that_was_refused_is_none(tmp_path: Path) -> None:
     assert row["said"]["level"] == shown["headline"]["level"] == "warning"
 
 
-def test_a_script_by_itself_has_no_coordinator_that_is_silent(tmp_path: Path) -> None:
-    feed = RunFeed(make_run(tmp_path))
-    with run_lock(feed.run_dir):
-        feed.ask()
-        assert not feed.silent
-        (feed.run_dir / "coordinator.json").write_text("{}")
-        feed.ask()
-        assert feed.silent
+def test_a_script_by_itself_is_shown_alike_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds no directory, and tells neither its begin nor its end."""
+    run_dir, catalog, now_s = tmp_path / "run", Catalog(tmp_path), [4]
+    (run_dir / "final").mkdir(parents=True)
+    (run_dir / "dataset.json").write_text('{"lanes": 1, "micro_batch": 4, "steps": 9}')
+    monkeypatch.setattr(time, "time_ns", lambda: T0 + now_s[0] * 10**9)
+
+    def row(digest_step: int | None, at_s: int, steps: int) -> tuple[str, str, str]:
+        said = (event("step_committed", s, step=s, generation=1, loss=0.1, samples=4) for s in range(1, steps + 1))
+        (run_dir / "events.jsonl").write_bytes(b"".join(said))
+        if digest_step is not None:
+            (run_dir / "final" / "digest.json").write_text(json.dumps({"step": digest_step, "state": "ab"}))
+        now_s[0] = at_s
+        while catalog.advance():
+            pass
+        shown, found = shown_of(run_dir), catalog.rows["run"]
+        assert (found["state"], found["said"]["text"]) == (shown["head"]["state"], shown["head"]["headline"]["text"])
+        assert found["said"]["level"] == shown["head"]["headline"]["level"]
+        assert not shown["incidents"] and not shown["marks"] and not shown["head"]["faults"]
+        return found["state"], found["said"]["level"], found["said"]["text"]
+
+    assert row(None, 5, 3) == ("running", "good", "Step 3 of 9, last heard of 2 s ago.")
+    assert row(None, 15, 3) == ("running", "good", "Step 3 of 9, last heard of 12 s ago."), "without any news"
+    assert row(None, 90, 3) == ("interrupted", "warning", "Step 3 of 9: it may have ended.")
+    assert row(3, 90, 3) == ("completed", "good", "Finished: all 3 steps are done.")
+    assert row(3, 90, 4) == ("interrupted", "warning", "Step 4 of 9: it may have ended."), "run again, and stopped"
 
 
 def test_a_launcher_that_died_is_a_fault_with_a_mark_and_leaves_no_process(tmp_path: Path) -> None:

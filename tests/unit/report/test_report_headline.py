@@ -43,6 +43,8 @@ RAISED = [
 STOPPED_AT_10 = event("job_failed", 7, step=10, **STOPPED)
 DONE = event("job_completed", 7, step=10, state="completed", exit_code=0)
 KILLED = [event("coordinator_killed", 5 + n / 10, cause="hung", reason="silent", kills=n) for n in range(3)]
+SCRIPT = [one for one in trained() if one["kind"] == "step_committed"]
+ALONE = {"running": False, "total": 60, "disk_step": 6}
 GONE = {"running": False, "disk_step": 6, "resume": "everstep run digits --run-dir runs/a"}
 
 STRANGE = [
@@ -362,7 +364,7 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "warning",
         ("the last 5 checkpoints were left out: that of step 3 is still being written, since 9 s.", "no other"),
     ),
-    "an object store that is so for long, and says it once": (
+    "an object store that is so for long": (
         [*trained(), event("checkpoint_skipped", -6, **LAGS), SAVED],
         5.8,
         {},
@@ -373,7 +375,7 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         ),
     ),
     "an object store that was so": (
-        [*trained(), event("checkpoint_skipped", -6, **LAGS), event("checkpoint_completed", 5.5, step=9, **STORE)],
+        [*trained(), event("checkpoint_skipped", -6, **LAGS), *(event("checkpoint_completed", 5.5, **STORE),) * 2],
         5.8,
         {},
         "good",
@@ -460,6 +462,30 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
     "the first step": (trained()[:6], 4, {}, "good", ("step 1, the first one",)),
     "starting for ever": (trained()[:3], 300, {}, "warning", ("Starting for 5m00s",)),
     "nothing at all": ([], 0, {}, "good", ("nothing has been told",)),
+    "a script by itself": (SCRIPT, 8, ALONE, "good", ("Step 10 of 60, last heard of 2 s ago.",)),
+    "a script by itself, not heard of for long": (
+        SCRIPT,
+        70,
+        ALONE,
+        "warning",
+        ("Step 10 of 60: it may have ended. It was last heard of 1m04s ago. The newest checkpoint is of step 6: 4",),
+    ),
+    "a slow script by itself": ([commit(n, 30 * n) for n in range(1, 4)], 389, ALONE, "good", ("Step 3 of 60, last",)),
+    "a script by itself, and nothing is finite": ([*SCRIPT, *STRANGE], 7, ALONE, "bad", ("for nothing",)),
+    "a script by itself has finished": (
+        SCRIPT,
+        60,
+        ALONE | {"finished": True},
+        "good",
+        ("Finished: all 10 steps are done.",),
+    ),
+    "a script by itself, then a launched job": (
+        [*SCRIPT, AGAIN, plan(61, 1, [[0, 1, 2, 3]]), commit(7, 62), commit(11, 63)],
+        63.1,
+        {},
+        "good",
+        ("No fault so far.",),
+    ),
     "a start that was refused": ([], 0, {"running": False}, "warning", ("It has not begun: nothing was told.",)),
     "finished, without events": ([], 0, {"running": False, "finished": True}, "good", ("Its events are gone",)),
 }
@@ -511,6 +537,16 @@ def test_checkpoints_are_counted_beyond_those_that_are_kept() -> None:
     assert "the last 1100 checkpoints were left out" in said and "The newest whole one is of step 6." in said
     many = [event("checkpoint_completed", 6, step=1, tier=f"t{n}") for n in range(99)]
     assert len(facts_of([*trained(), *many]).checkpoints.tiers) == 16
+
+
+def test_an_object_store_is_too_slow_until_one_checkpoint_follows_the_other() -> None:
+    done, left_out = event("checkpoint_completed", -5, step=9, **STORE), event("checkpoint_skipped", -6, **LAGS)
+    for upto in range(1, 7):
+        facts = facts_of([*trained(), *[left_out, done, left_out, done, done, left_out][:upto]])
+        text = headline(facts, Now(T0 + round(5.8 * S))).text
+        assert ("checkpoints in the object store are left out" in text) == (upto != 5), (upto, text)
+    facts = facts_of([*trained(), left_out, AGAIN, commit(11, 61)])
+    assert "left out" not in headline(facts, Now(T0 + 61 * S)).text, "that was another process"
 
 
 def test_a_recovery_is_heard_of_before_its_step() -> None:

@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import everstep
 from everstep.base.errors import ConfigError, TaskError
 from everstep.observe.events import read_events
-from everstep.report.history import History
-from everstep.runtime.files.run_lock import is_locked, run_lock
 from everstep.train.run import Run, Step
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -52,41 +50,6 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(map(torch.equal, weights(one), weights(other)))
-
-
-# ---- the directory
-
-
-def test_a_script_by_itself_holds_its_directory_and_tells_its_begin_and_end(tmp_path: Path) -> None:
-    run_dir, said = tmp_path / "run", set()
-
-    def batch(step: Step, x: Any, y: Any) -> None:
-        history = History(run_dir).load()
-        assert history.running() and history.state(True) != "interrupted"
-        said.add(history.headline(True, asked=False).level)
-        step.backward(cross_entropy(model(x), y))
-
-    model = network()
-    trained(joined(model, run_dir=run_dir, rehearse=False), batch)
-    assert said == {"good"} and not is_locked(run_dir)
-    history = History(run_dir).load()
-    assert history.headline(False).whole().endswith("No fault.") and history.state(False) == "completed"
-    assert history.facts.crew.workers[0].role == "leader"
-    assert [history.facts.counts[kind] for kind in ("job_started", "generation_started", "job_completed")] == [1, 1, 1]
-
-
-def test_a_directory_is_of_one_process_and_in_a_notebook_of_the_newest_loop(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    with run_lock(run_dir), pytest.raises(ConfigError, match=r"a job is still running in .* give another run_dir"):
-        joined(network(), run_dir=run_dir, rehearse=False)
-    left = joined(network(), run_dir=run_dir, rehearse=False)
-    next(iter(left))
-    left.close()
-    with pytest.raises(ConfigError, match="a job is still running in"), run_lock(run_dir):
-        pass
-    trained(joined(network(), run_dir=run_dir, rehearse=False))
-    ends = [e for e in read_events(run_dir / "events.jsonl") if e["kind"] in ("job_failed", "job_completed")]
-    assert [e["state"] for e in ends] == ["interrupted", "completed"]
 
 
 # ---- data
