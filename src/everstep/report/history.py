@@ -139,9 +139,10 @@ class History:
 
     @property
     def finished(self) -> bool:
-        """Whether the final state is there, and is not that of an earlier step."""
-        digest, step = self.digest, self.facts.course.step
-        return bool(digest) and whole_number(digest.get("step", step)) >= step
+        """Whether the final state is there, is not that of an earlier step, and no other end was told."""
+        digest, step, told = self.digest, self.facts.course.step, self.facts.condition
+        newest = bool(digest) and whole_number(digest.get("step", step)) >= step
+        return newest and (told.ended_ns is None or told.state == "completed")
 
     def maybe_trains(self, running: bool) -> bool:
         """Whether a script by itself, which holds no directory, has told something lately, and no end."""

@@ -45,7 +45,7 @@ def raised_lines(run_dir: Path, facts: Facts) -> list[str]:
 def _elsewhere(run_dir: Path, facts: Facts) -> list[str]:
     """The block by the events alone, of a worker whose host keeps its log in a directory of its own."""
     newest = facts.incidents.newest
-    if newest is None:
+    if newest is None or not facts.crew.on_several_hosts():
         return []
     for i, worker in facts.crew.workers.items():
         hit = newest.struck.get(f"worker {i}")

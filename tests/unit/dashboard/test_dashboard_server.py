@@ -705,6 +705,20 @@ def test_a_start_that_was_refused_is_none(tmp_path: Path) -> None:
     assert row["said"]["level"] == shown["headline"]["level"] == "warning"
 
 
+def test_a_job_that_failed_as_it_was_to_go_on_after_its_end_has_failed(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    (run_dir / "job.json").write_text('{"task": "t", "argv": [], "config": {"steps": 9}}')
+    (run_dir / "final").mkdir()
+    (run_dir / "final" / "digest.json").write_text('{"step": 4, "model": "ab", "state": "cd"}')
+    assert shown_of(run_dir)["head"]["state"] == read_status(run_dir)["state"] == "completed"
+    with (run_dir / "events.jsonl").open("ab") as file:
+        file.write(event("job_started", 500, step=4, workers=1))
+        file.write(event("job_failed", 501, step=4, state="failed", cause="exception", reason="x"))
+    shown, status = shown_of(run_dir)["head"], read_status(run_dir)
+    assert shown["state"] == status["state"] == "failed" and shown["headline"] == status["headline"]
+    assert shown["headline"]["text"].startswith("Failed after step 4")
+
+
 def test_a_script_by_itself_is_shown_alike_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds no directory, and tells neither its begin nor its end."""
     run_dir, catalog, now_s = tmp_path / "run", Catalog(tmp_path), [4]

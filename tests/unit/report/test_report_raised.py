@@ -85,6 +85,8 @@ def test_a_log_on_another_host_is_said_to_be_there(tmp_path: Path) -> None:
         "the job ended after step 10, without a checkpoint",
         "traceback and log: on host far, in logs/ of its own directory",
     ]
+    here = facts_of([*trained(), *raised, FAILED])
+    assert raised_lines(tmp_path, here) == [], "there is one host: the log is lost"
     (tmp_path / "logs" / "worker-1.jsonl").touch()
     assert raised_lines(tmp_path, facts) == []
 
