@@ -351,6 +351,53 @@ def test_a_checkpoint_that_was_skipped_is_no_failure_to_onlookers(
         sync_api.expect(told.locator(".bad")).to_have_count(0)
 
 
+@pytest.mark.longer
+def test_many_workers_fit_on_a_phone_and_a_moment_that_is_read_outlasts_the_connection(
+    browser: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    run_dir = recorded_run.make_run(tmp_path / "job")
+    with open(run_dir / "events.jsonl", "ab") as file:
+        for i in range(3, 64):
+            file.write(recorded_run.event("worker_joined", 13, worker_id=i, incarnation=0, pid=i, host="a"))
+        for step in (11, 12):
+            file.write(recorded_run.event("step_committed", 3 + step, step=step, samples=24, nonfinite="x"))
+        file.write(recorded_run.commit(13, 16))
+    with ExitStack() as stack:
+        dashboard = Dashboard(run_dir)
+        stack.callback(dashboard.close)
+        view = Page(browser, dashboard.owners, 390)
+        stack.callback(view.close)
+        page, moment = view.page, view.page.locator("#log-moment")
+        sync_api.expect(page.locator(".worker")).to_have_count(64)
+        assert page.evaluate("document.documentElement.scrollHeight") < 3500
+        gaps = page.evaluate(GAPS)
+        assert len(gaps) == 1 and gaps[0] > 0, "no line leads through steps without a loss"
+        page.goto(f"{dashboard.address}#at={recorded_run.T0_NS // 10**6 + 7500}")
+        page.reload()
+        sync_api.expect(moment).to_contain_text("Around", timeout=CAUGHT)
+        dashboard.process.kill()
+        dashboard.process.wait()
+        sync_api.expect(page.locator("body")).to_have_attribute("data-lost", "yes", timeout=CAUGHT)
+        again = Dashboard(run_dir, port=urlsplit(dashboard.address).port)
+        stack.callback(again.close)
+        sync_api.expect(page.locator("body")).not_to_have_attribute("data-lost", "yes", timeout=CAUGHT)
+        sync_api.expect(moment).to_contain_text("Around")
+        sync_api.expect(page.locator("#log p.at")).to_have_count(1)
+
+
+GAPS = """async () => {
+  const { Training } = await import("/static/charts.js"), training = new Training();
+  const y = [1, 2, null, null, 3, 4], columns = [y, y, y, y, y, y, y];
+  const steps = { x: [1, 2, 3, 4, 5, 6], columns };
+  const efficiency = { measured: [] }, nothing = { generations: [], marks: [], usage: null };
+  training.update({ head: {}, curves: { steps }, efficiency, ...nothing });
+  await new Promise(requestAnimationFrame); // it is drawn
+  return training.loss.plot.series[1]._paths.gaps.map(([from, to]) => to - from);
+}"""
+"""Widths of the gaps in the line of a loss that was not finite in the third and fourth step."""
+
+
 def photograph(page: Any, name: str) -> None:
     """Where SCREENSHOTS is set: what is seen first, on a desk and on a phone, in light and dark."""
     folder = os.environ.get("SCREENSHOTS")

@@ -16,6 +16,8 @@ from everstep.cli.ledger import audit_run
 from everstep.cli.status import read_status
 from everstep.dashboard.feed import RunFeed
 from everstep.dashboard.run_view import head, worker_rows
+from everstep.report.facts import facts_of
+from everstep.report.headline import Now, headline
 from job_harness import Jobs, healed
 
 Event = dict[str, Any]
@@ -170,6 +172,14 @@ def test_what_is_shown_of_epochs_and_of_a_loss_that_is_no_number(jobs: Jobs, tas
     steps = audit_run(job.run_dir).steps
     assert shown["total"] == shown["step"] == steps == newest_step(told(job.run_dir, MANY))
     assert totals <= {None, steps}, "none is known before the length of the data is"
+    if settings:
+        done = commits(told(job.run_dir, MANY))
+        strange = [e["step"] for e in done if e.get("nonfinite")]
+        assert strange == [e["step"] for e in done if not e["applied"]]
+        assert f"the last was step {strange[-1]}" in shown["headline"]["more"] or len(strange) == 1
+        until = told(job.run_dir, MANY)[: told(job.run_dir, MANY).index(done[strange[-1] - 1]) + 1]
+        then = headline(facts_of(until), Now(until[-1]["time_unix_ns"]))
+        assert then.level == "warning" and f"left out: the weights are those of step {strange[-1] - 1}." in then.more
 
 
 @pytest.mark.longer

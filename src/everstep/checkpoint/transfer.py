@@ -275,7 +275,6 @@ class Uploader:
         self._closing = False
         self._stop = False
         self._trouble: _Trouble | None = None
-        self._slow = False
         self._last = -1
         self._skipped: list[int] = []
         self._thread = threading.Thread(target=self._run, name="checkpoint-upload", daemon=True)
@@ -413,8 +412,6 @@ class Uploader:
     def _completed(self, step: int, done: Transferred, duration_s: float) -> None:
         with self._changed:
             recovered, self._trouble = self._trouble, None
-            if self._waiting is None:
-                self._slow = False
             self._last = max(step, self._last)
             skipped = len(self._skipped)
         fields: dict[str, Any] = {"step": step, "tier": "object", "duration_s": duration_s, "bytes": done.bytes}
@@ -433,11 +430,10 @@ class Uploader:
         self._troubled(step, trouble)
 
     def _slow_now(self, step: int) -> None:
-        """With the lock held. Told once, until a checkpoint is uploaded before the next one comes."""
-        if not self._slow and not self._trouble:
+        """With the lock held."""
+        if not self._trouble:
             why = Why(Cause.SLOW, "the object store takes longer than the time between checkpoints")
             self._report("checkpoint_skipped", self._fields(step, why))
-        self._slow = True
 
     def _troubled(self, step: int, trouble: _Trouble) -> None:
         """Tells trouble, if it is new."""

@@ -244,12 +244,12 @@ def _largest(run: _Run) -> str:
 
 
 def _state_bytes(history: History) -> float:
-    return max((_amount(one.size_bytes) for one in history.facts.checkpoints if one.ok), default=0.0)
+    return max((_amount(one.size_bytes) for one in history.facts.checkpoints.newest if one.ok), default=0.0)
 
 
 def _stall_s(history: History) -> float:
     """Training time that a checkpoint on disk takes, at least a millisecond."""
-    stalls = [_amount(one.stall_s) for one in history.facts.checkpoints if one.ok and one.tier == "disk"]
+    stalls = [_amount(one.stall_s) for one in history.facts.checkpoints.newest if one.ok and one.tier == "disk"]
     return max(1e-3, statistics.median(stalls)) if stalls else 1e-3
 
 
@@ -304,7 +304,7 @@ def _recoveries(run: _Run) -> dict[str, Any]:
 
 def _checkpoints(run: _Run) -> dict[str, Any]:
     """Interval between checkpoints on disk as it was, and as formulas have it."""
-    done = [one for one in run.history.facts.checkpoints if one.ok and one.tier == "disk"]
+    done = [one for one in run.history.facts.checkpoints.newest if one.ok and one.tier == "disk"]
     gaps = [(b.time_ns - a.time_ns) / 1e9 for a, b in pairwise(done) if b.time_ns > a.time_ns]
     cost_s, minutes = _stall_s(run.history), run.job.config.checkpoint.mtbf_minutes
     chosen = automatic_interval(

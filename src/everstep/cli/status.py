@@ -20,14 +20,14 @@ from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts
 from everstep.report.headline import step_of
 from everstep.report.history import History, step_seen
+from everstep.report.job_condition import ENDED
 from everstep.report.raised import raised_lines
-from everstep.report.words import aligned, number_text
+from everstep.report.words import aligned, number_text, shortened
 from everstep.runtime import commands
 from everstep.runtime.files.run_lock import is_locked
 from everstep.runtime.link.address import COORDINATOR_FILE, read_address
 
 _PATIENCE_S = 5.0
-_OVER = ("completed", "failed", "interrupted")
 _LAST_INCIDENTS = 20
 _SHOWN_INCIDENTS = 6
 
@@ -68,7 +68,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         for worker in live["workers"]:
             worker["step"] = max(worker["step"], live["step"] if worker["lanes"] else 0)
     live = live or _from_files(run_dir, history, running)
-    if live["state"] in _OVER:  # nothing computes, or has these process ids
+    if live["state"] in ENDED:  # nothing computes, or has these process ids
         for worker in live["workers"]:
             worker.update(pid=None, pids=[None] * len(worker.get("pids", ())), samples_per_s=0.0)
     folder = checkpoint_dir(run_dir, job)
@@ -109,18 +109,10 @@ def _from_files(run_dir: Path, history: History, running: bool) -> dict[str, Any
     """Status of a job without an answering coordinator: over, starting, or recovering from the coordinator's loss. The
     workers of a job that is over are listed as they were at its end; without a word of that end nobody knows them."""
     facts, digest, begins = history.facts, read_digest(run_dir), history.begins(running)
-    if running:
-        state = "starting" if begins or not facts.course.step else history.state(running)
-    elif digest is not None:
-        state = "completed"
-    elif facts.condition.state in ("failed", "interrupted"):
-        state = facts.condition.state
-    else:
-        state = "interrupted"  # it ended without a word: it was killed, or the machine went down
     return {
-        "state": state,
+        "state": "starting" if running and not facts.course.step else history.state(running),
         "generation": facts.crew.generation,
-        "step": int(digest["step"]) if digest is not None and not running else facts.course.step,
+        "step": max(facts.course.step, 0 if digest is None or running else int(digest["step"])),
         "workers": workers_of(facts) if not begins and history.lost_launcher(running) is None else [],
         "coordinator": {"pid": None},
         "cause": facts.condition.cause,
@@ -183,7 +175,7 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
         return
     lines = [("worker", "role", "stage", "lanes", "step", "samples/s", "pid", "host")]
     for w in status["workers"]:
-        lanes = ",".join(str(lane) for lane in w["lanes"]) or "-"
+        lanes = shortened(",".join(str(lane) for lane in w["lanes"]) or "-", 24, ",")
         stage = ",".join(map(str, w["stages"])) or "-"
         name = f"{w['worker_id']}.{w['incarnation']}"
         speed = f"{w['samples_per_s']:.1f}" if w["samples_per_s"] else "-"
@@ -191,7 +183,8 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
         for one in w["cell"][1:] if w.get("hosts") else ():
             of_limb = f"{w['worker_id']}/{one['cell_rank']}", "limb", *"----"
             lines.append((*of_limb, str(one["pid"] or "-"), one["host"]))
-    print("\n".join(aligned(lines)))
+    for line in aligned(lines):
+        print(paragraph(line, sys.stdout, "  "))
 
 
 def _print_incidents(incidents: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from everstep.base.config import dotted
 from everstep.base.errors import ConfigError
-from everstep.report.headline import disk_trouble
+from everstep.report.headline import disk_trouble, headline
 from everstep.report.history import History
 from everstep.report.notes import Notes, checked_notes, read_notes, write_notes
 from everstep.report.shown_settings import setting_text, shown_settings
@@ -40,18 +40,21 @@ def holds_runs(path: Path) -> bool:
         return False
 
 
-def list_row(history: History, running: bool, notes: Notes) -> ListRow:
-    """Row of a run in the list. digest: of the final state, "" before the end; times in ms."""
-    facts, state = history.facts, history.state(running)
-    if not running and state not in ("completed", "failed", "interrupted") and facts.counts:
-        state = "interrupted"  # nobody holds the directory, and no event tells the end
+def list_row(
+    history: History, running: bool, notes: Notes, live: Mapping[str, Any] | None = None, asked: bool = False
+) -> ListRow:
+    """Row of a run in the list. live, asked: as of `History.now`. said: the headline; of a run that is over it does not
+    change with time. digest: of the final state, "" before the end; times in ms."""
+    facts, now = history.facts, history.now(running, live, asked)
+    said = headline(facts, now)
     digest = history.digest.get("state") or history.digest.get("model")
     return {
         "name": history.name,
         "task": one_line(history.job.get("task"), 200),
-        "state": state,
+        "state": history.told_state(running, live),
+        "said": {"level": said.level, "text": said.text},
         "running": running,
-        "disk_trouble": disk_trouble(facts, history.now(running)),
+        "disk_trouble": disk_trouble(facts, now),
         "loaded": history.loaded,
         "step": facts.course.step,
         "total": history.total_steps,
@@ -125,7 +128,7 @@ class Catalog:
         history.poll(_PORTION_BYTES)
         self.rows[name] = list_row(history, running, read_notes(path))
         self._stamps[name] = stamp
-        if history.loaded and not running:
+        if history.loaded and not running and not history.maybe_trains(running):
             del self._reading[name]
         return not history.loaded
 

@@ -134,7 +134,8 @@ class RunFeed:
 
     def list_row(self) -> ListRow:
         with self.lock:
-            return list_row(self.history, self.running, self.notes)
+            live = self.status if self.running else None
+            return list_row(self.history, self.running, self.notes, live, self.silent)
 
     def check_ledger(self, automatic: bool = False) -> dict[str, Any]:
         """Audit the ledger now: {"checked_step", "clean", "steps", "problems", "note"}. One at a time.

@@ -338,21 +338,19 @@ def _checkpoints(facts: Facts, running: bool) -> dict[str, Any]:
     """newest: the newest complete one that is still there (those in memory end with the job's processes); missed: the
     newest one of all, if it was skipped or failed; tiers: for each its newest complete one, and how many were skipped
     and failed."""
-    found = list(facts.checkpoints)
-    good = {c.tier: c for c in found if c.ok}
     tiers = [
         {
-            "tier": tier,
-            "newest": None if (c := good.get(tier)) is None else [c.step, c.size_bytes, c.duration_s, c.stall_s],
-            "skipped": sum(c.skipped for c in found if c.tier == tier),
-            "failed": sum(not c.ok and not c.skipped for c in found if c.tier == tier),
+            "tier": name,
+            "newest": None if (c := tier.good) is None else [c.step, c.size_bytes, c.duration_s, c.stall_s],
+            "skipped": tier.skipped,
+            "failed": tier.failed,
         }
-        for tier in dict.fromkeys(c.tier for c in found)
+        for name, tier in facts.checkpoints.tiers.items()
     ]
-    saved = next((c for c in reversed(found) if c.ok and (running or c.tier != "memory")), None)
+    saved = max(facts.checkpoints.good(memory=running), key=lambda c: c.time_ns, default=None)
     newest = None if saved is None else [saved.tier, saved.step, _ms(saved.time_ns)]
-    last = found[-1] if found and not found[-1].ok else None
-    missed = None if last is None else [last.tier, last.step, last.skipped, last.cause, last.reason]
+    last = next(reversed(facts.checkpoints.newest), None)
+    missed = None if last is None or last.ok else [last.tier, last.step, last.skipped, last.cause, last.reason]
     return {"newest": newest, "missed": missed, "tiers": tiers}
 
 

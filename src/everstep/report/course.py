@@ -64,7 +64,8 @@ class Course:
         loss = _float(event.get("loss"))
         self.loss = loss if loss is not None and math.isfinite(loss) else None
         empty = self.loss is None and not whole_number(event.get("samples"))
-        self.finite(step, empty or (self.loss is not None and not event.get("nonfinite")))
+        finite = empty or (self.loss is not None and not event.get("nonfinite"))
+        self.finite(step, finite, applied=event.get("applied") is not False)
         rate = event.get("lr")
         lr = _float(rate[0] if isinstance(rate, list) and rate else rate)
         samples = whole_number(event.get("samples"))
@@ -91,14 +92,17 @@ class Course:
         due_ns = self.last_step_ns + round(1e9 * (self.pace.usual_s or 0.0))
         return Stretch(min(until_ns, due_ns), until_ns, "stalled")
 
-    def finite(self, step: int, finite: bool) -> None:
-        """Note whether the loss and gradient of a step were finite."""
+    def finite(self, step: int, finite: bool, applied: bool = True) -> None:
+        """Note whether the loss and gradient of a step were finite, and its update was made."""
         strange = self.strange
         if finite and strange is not None:
-            self.strange = replace(strange, in_a_row=0)
+            self.strange = replace(strange, in_a_row=0, applied=False)
         elif not finite:
-            before = strange or Strange(0, step, 0, 0)
-            self.strange = Strange(before.count + 1, before.first, step, before.in_a_row + 1)
+            before = strange or Strange(0, step, 0, 0, False)
+            more = not before.in_a_row or before.last != step
+            self.strange = Strange(
+                before.count + more, before.first, step, before.in_a_row + more, before.applied or applied
+            )
 
     def fall_back(self, event: Event, time_ns: int) -> Again:
         """Take in an event after which training may go back. Returns the time of the repeated steps."""

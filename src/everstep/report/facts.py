@@ -17,7 +17,7 @@ from everstep.report.incidents import LAUNCHER, Incident, Incidents
 from everstep.report.job_condition import JobCondition
 from everstep.report.logged import Logged
 from everstep.report.recovery import RecoveryFact, recovery_of
-from everstep.report.told_facts import MOST_LISTED, CheckpointFact, Line, Mark, Trouble
+from everstep.report.told_facts import MOST_LISTED, CheckpointFact, Checkpoints, Line, Mark, Trouble
 from everstep.report.wall_time import Stretch, TimeAccount
 from everstep.report.words import (
     Event,
@@ -52,7 +52,7 @@ class Facts:
     incidents: Incidents = field(default_factory=Incidents)
     counts: dict[str, int] = field(default_factory=dict)
     recoveries: deque[RecoveryFact] = field(default_factory=lambda: deque(maxlen=MOST_LISTED))
-    checkpoints: deque[CheckpointFact] = field(default_factory=lambda: deque(maxlen=MOST_LISTED))
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MOST_LISTED))
     log: deque[Line] = field(default_factory=lambda: deque(maxlen=_MOST_LOG))
     told_ns: int = 0
@@ -91,8 +91,9 @@ class Facts:
             self.counts["not understood"] = self.counts.get("not understood", 0) + 1
         if kind == "step_committed":
             return
-        self.fault_count.take(event, time_ns, self.incidents.has_raised(event))
+        again, known_before = self.incidents.has_raised(event), self.incidents.count
         self.incidents.take(event, time_ns, self.course.step)
+        self.fault_count.take(event, time_ns, again, self.incidents.count > known_before)
         if kind in _MARKED or (kind == "checkpoint_completed" and event.get("tier") != "memory"):
             mark, step = _MARKED.get(kind, "checkpoint"), whole_number(event.get("step")) or self.course.step
             step = self._struck_at(event, time_ns) if mark == "evicted" else step
@@ -148,7 +149,7 @@ class Facts:
     @property
     def checkpoint_step(self) -> int:
         """The newest step with a checkpoint that outlives the processes, as far as events tell; 0 if none."""
-        return max((c.step for c in self.checkpoints if c.ok and c.tier != "memory"), default=0)
+        return max((one.step for one in self.checkpoints.good()), default=0)
 
     # ---- events
 
@@ -156,6 +157,7 @@ class Facts:
         self.condition.begin(time_ns)
         self.crew.started(event)
         self.full = self.slow = None
+        self.checkpoints.begin()
         self.account.paint(*self.course.begin(whole_number(event.get("step")), time_ns), "steps done again")
 
     def _step_committed(self, event: Event, time_ns: int) -> None:
@@ -226,7 +228,7 @@ class Facts:
         size = int(number(event.get("size_bytes") or event.get("bytes")))
         tier, step = one_line(event.get("tier"), 20) or "disk", whole_number(event.get("step"))
         fact = CheckpointFact(tier, step, time_ns, ok, duration_s, size, stall_s, *why_of(event), result == "skipped")
-        self.checkpoints.append(fact)
+        self.checkpoints.take(fact)
         if ok and tier == "disk":
             self.full = None
             self._was_done(step)
@@ -236,7 +238,7 @@ class Facts:
             self.account.paint(time_ns - round(stall_s * 1e9), time_ns, "checkpoints")
 
     def _warning(self, event: Event, time_ns: int) -> None:
-        saved_ns = max((c.time_ns for c in self.checkpoints if c.ok and c.tier == "disk"), default=0)
+        saved_ns = max((c.time_ns for c in self.checkpoints.good() if c.tier == "disk"), default=0)
         if cause(event) is Cause.DISK and time_ns > saved_ns:  # it may be told after the disk has taken more
             self.full = Trouble(time_ns, reason_text(event.get("reason")))
         if cause(event) is Cause.CLOCK:
@@ -244,8 +246,8 @@ class Facts:
         if cause(event) is Cause.SLOW and "took_s" in event:
             self.slow = Trouble(time_ns, reason_text(event.get("reason")))
         step, strange = whole_number(event.get("step")), self.course.strange
-        if cause(event) is Cause.NONFINITE and (strange is None or strange.last < step):
-            self.course.finite(step, False)  # the last one: its loss does not show it
+        if cause(event) is Cause.NONFINITE and (strange is None or strange.last <= step):
+            self.course.finite(step, False)  # the last one: the weights show it
 
     def _ended(self, event: Event, time_ns: int) -> None:
         course, completed, stopping = self.course, event["kind"] == "job_completed", self.condition.stopping
@@ -269,9 +271,9 @@ def lost_mark(incident: Incident) -> Mark:
 def _not_running(facts: Facts, time_ns: int) -> None:
     """From the end of the start before until now nothing ran; without a word of that end, its launcher was lost."""
     ended_ns = facts.condition.ended_ns or facts.told_ns
-    if facts.condition.ended_ns is None:
+    if facts.condition.ended_ns is None and facts.counts["job_started"] > 1:  # else it was a script by itself
         facts.fault_count.launcher_lost()
-        facts.incidents.launcher_lost(ended_ns, facts.course.step)
+        facts.incidents.launcher_lost(ended_ns, facts.course.step, time_ns)
         facts.marks.append(lost_mark(facts.incidents.all[-1]))
     facts.account.paint(ended_ns, time_ns, "not running")
     facts.crew.not_running(ended_ns)
@@ -281,6 +283,16 @@ def present_speed(facts: Facts, now_ns: int | None = None) -> float | None:
     """Samples per second over the newest steps, None before two; now_ns: it falls while training stands still."""
     overdue = now_ns is not None and facts.stands_still(now_ns)
     return facts.course.pace.samples_per_s(now_ns if overdue else None)
+
+
+def by_itself(facts: Facts) -> bool:
+    """Whether this is a script that nobody has launched: it tells its steps, but neither its begin nor its end."""
+    return bool(facts.counts) and "job_started" not in facts.counts
+
+
+def heard_lately(facts: Facts, now_ns: int) -> bool:
+    """Whether the newest event is no older than some steps usually take."""
+    return now_ns - facts.told_ns <= max(_LATELY_NS, 10e9 * (facts.course.pace.usual_s or 0.0))
 
 
 def _commanded(facts: Facts, event: Event, time_ns: int) -> None:

@@ -33,8 +33,9 @@ class FaultCount:
     number: int = 0
     _injected: dict[str, int] = field(default_factory=dict)
 
-    def take(self, event: Event, time_ns: int, again: bool) -> None:
-        """Take in the next event. again: a worker raised what another one has raised."""
+    def take(self, event: Event, time_ns: int, again: bool, opens: bool = False) -> None:
+        """Take in the next event. again: a worker raised what another one has raised; opens: it is a trouble of its
+        own, and follows from none that is known."""
         kind = event["kind"]
         if kind == "fault_injected":
             self._injected[struck_by(event)] = time_ns
@@ -42,6 +43,8 @@ class FaultCount:
         elif kind == "worker_evicted" and cause(event) not in ORDERLY:
             worker = f"worker {known(event.get('worker_id'))}"
             self.number += not again and not any(self._follows(who, time_ns) for who in (worker, *self._places()))
+        elif kind == "fallback" and opens:  # nobody is named, so any injected fault may be its reason
+            self.number += all(time_ns - struck_ns >= _FOLLOWS_NS for struck_ns in self._injected.values())
         elif kind == "coordinator_killed":
             self.number += not self._follows(COORDINATOR, time_ns)
             self._injected[COORDINATOR] = time_ns  # its restart is told, too

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 from everstep.base.cause import Cause
 from everstep.report.crew import MEMBERS
-from everstep.report.facts import Facts
+from everstep.report.facts import Facts, by_itself, heard_lately
 from everstep.report.incidents import Incident
+from everstep.report.told_facts import Strange, TierCount
 from everstep.report.words import as_dict, number, reason_text, shortened, time_text, whole_number
 
 LEVELS = ("good", "warning", "bad")
@@ -157,13 +157,17 @@ def _over(facts: Facts, now: Now) -> Headline | None:
     strange = facts.course.strange
     if (now.finished or facts.condition.state == "completed") and strange is not None and strange.in_a_row:
         text = f"Finished, but the loss or gradient was not finite from step {strange.since} to the last."
+        if not strange.applied:
+            return Headline("warning", text, f"{_unmade(strange)}.")
         return Headline("bad", text, "The weights are of no use: go on from a checkpoint before that step.")
     if now.finished or facts.condition.state == "completed":
         if not facts.course.step:
             return Headline("good", "Finished.", "Its events are gone, so nothing is known of how it went.")
+        done = f"Finished: all {facts.course.step} steps are done"
+        if by_itself(facts):  # nobody knows when it ran
+            return Headline("good", f"{done}.", _was_strange(facts))
         faults = f"{facts.faults} fault{'s' * (facts.faults != 1)} survived." if facts.faults else "No fault."
-        more = " ".join(filter(None, (faults, _was_strange(facts))))
-        return Headline("good", f"Finished: all {facts.course.step} steps are done, in {span(ran_s)}.", more)
+        return Headline("good", f"{done}, in {span(ran_s)}.", f"{faults} {_was_strange(facts)}".strip())
     reason = _raised(facts) or facts.condition.reason or "no reason was given"
     more = _behind(facts, now)
     if facts.condition.state == "interrupted":
@@ -179,6 +183,17 @@ def _raised(facts: Facts) -> str:
     return next((hit.reason for hit in newest.struck.values() if hit.cause is Cause.EXCEPTION), "")
 
 
+def _by_itself(facts: Facts, now: Now) -> Headline | None:
+    """A script that nobody has launched: whether it still runs is not known."""
+    if now.running or not by_itself(facts):
+        return None
+    at = f"Step {facts.course.step}{f' of {now.total}' if now.total else ''}"
+    heard = f"last heard of {span(_s(facts.told_ns, now))} ago"
+    if not heard_lately(facts, now.time_ns):
+        return Headline("warning", f"{at}: it may have ended.", f"It was {heard}. {_behind(facts, now)}")
+    return _strange(facts, now) or _troubled(facts, now) or Headline("good", f"{at}, {heard}.", _was_strange(facts))
+
+
 def _died(facts: Facts, now: Now) -> Headline | None:
     if now.running or not facts.counts:
         return None
@@ -186,8 +201,9 @@ def _died(facts: Facts, now: Now) -> Headline | None:
     what = "The process of the job died without a word" if facts.began_ns else "The job never started"
     others = facts.crew.on_several_hosts()  # whose workers wait for a new head
     runs = "nothing runs on its host now; other hosts may go on for a while" if others else "nothing runs now"
-    said = f", last heard of {span(_s(last_ns, now))} ago: {runs}." if last_ns else "."
-    return Headline("bad", f"{what} after step {facts.course.step}{said}", _behind(facts, now, "up to " * others))
+    heard = f"It was last heard of {span(_s(last_ns, now))} ago. " if last_ns else ""
+    behind = _behind(facts, now, "up to " * others)
+    return Headline("bad", f"{what} after step {facts.course.step}: {runs}.", heard + behind)
 
 
 def _behind(facts: Facts, now: Now, most: str = "") -> str:
@@ -196,9 +212,9 @@ def _behind(facts: Facts, now: Now, most: str = "") -> str:
     saved = facts.checkpoint_step if now.disk_step is None else now.disk_step
     again = max(0, facts.course.step - saved)
     strange = facts.course.strange
-    if saved and strange is not None and strange.in_a_row and saved >= strange.since:
+    if saved and strange is not None and strange.in_a_row and strange.applied and saved >= strange.since:
         advice = "" if facts.condition.cause is Cause.NONFINITE else ": go on from one of before that (--resume-from)"
-        if not any(one.ok and one.step < strange.since for one in facts.checkpoints):
+        if not any(one.ok and one.step < strange.since for one in facts.checkpoints.newest):
             advice = ", and no older one is known: start again (--fresh), or from another job's (--resume-from)"
         return f"The newest checkpoint is of step {saved}, but nothing is finite since step {strange.since}{advice}."
     if not saved:
@@ -215,8 +231,11 @@ def _behind(facts: Facts, now: Now, most: str = "") -> str:
 
 def _starting(facts: Facts, now: Now) -> Headline | None:
     began_ns = facts.condition.started_ns
-    if not facts.counts or (began_ns is None and facts.course.last_step_ns):
-        return None if facts.counts else Headline("good", "Starting: nothing has been told yet.")
+    if not facts.counts:
+        refused = Headline("warning", "It has not begun: nothing was told.")
+        return Headline("good", "Starting: nothing has been told yet.") if now.running else refused
+    if began_ns is None and facts.course.last_step_ns:
+        return None
     if facts.incidents.open is not None or facts.condition.state == "waiting":
         return None
     if began_ns is None and step_of(facts, now) > facts.course.step:
@@ -352,14 +371,17 @@ def _help(level: str, incident: Incident | None) -> str:
 
 
 def _again(facts: Facts, now: Now) -> Headline | None:
-    incident = facts.incidents.newest
-    if not facts.course.redo_to or facts.incidents.open is not None or facts.course.began_again_ns is None:
+    began_ns = facts.course.began_again_ns
+    if not facts.course.redo_to or facts.incidents.open is not None or began_ns is None:
         return None
-    why = f", since {incident.brief} {span(_s(incident.begin_ns, now))} ago" if incident is not None else ""
+    why = f", since the job was started again {span(_s(began_ns, now))} ago"
+    for incident in facts.incidents.all:
+        if incident.begin_ns <= began_ns <= max(incident.end_ns or 0, incident.planned_ns or 0):
+            why = f", since {incident.brief} {span(_s(incident.begin_ns, now))} ago"
     at = step_of(facts, now)
     where = f" (now at step {at})" if facts.course.step < at <= facts.course.redo_to else ""
     text = f"Doing steps {facts.course.step + 1} to {facts.course.redo_to} again, to the same bits{where}{why}."
-    passed_s = _s(facts.course.began_again_ns, now)
+    passed_s = _s(began_ns, now)
     due_s = (facts.course.redo_to - facts.course.step + 1) * (facts.course.pace.usual_s or 0.0)
     late = passed_s > max(_BEYOND_HELP_S, 4 * due_s)
     return Headline("bad" if late else "warning", text, f"That takes {span(passed_s)} already." if late else "")
@@ -370,12 +392,20 @@ def _strange(facts: Facts, now: Now) -> Headline | None:
     strange = facts.course.strange
     if strange is None or not strange.in_a_row:
         return None
+    text = f"The loss or gradient of step {strange.last} is not finite."
+    if strange.in_a_row > 1:
+        text = f"The loss or gradient is not finite for {strange.in_a_row} steps, since step {strange.since}."
     if strange.level == "warning":
-        return Headline("warning", f"The loss or gradient of step {strange.last} is not finite.", "Training goes on.")
-    text = f"The loss or gradient is not finite for {strange.in_a_row} steps, since step {strange.since}."
+        return Headline("warning", text, f"{'' if strange.applied else f'{_unmade(strange)}. '}Training goes on.")
     return Headline(
         "bad", text, "Training goes on, for nothing: stop it, and go on from a checkpoint before that step."
     )
+
+
+def _unmade(strange: Strange) -> str:
+    """Words about the newest steps, whose updates were left out."""
+    updates = "Its update was" if strange.in_a_row == 1 else "Their updates were"
+    return f"{updates} left out: the weights are those of step {strange.since - 1}"
 
 
 def _was_strange(facts: Facts) -> str:
@@ -396,17 +426,18 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
             f"The disk is full ({_free(now)} left): training goes on, and what it tells waits in memory.",
             "Free some space.",
         )
-    newest = {c.tier: c for c in facts.checkpoints if not c.skipped}
-    failed = next((c for c in newest.values() if not c.ok), None)
+    tried = (tier.tried for tier in facts.checkpoints.tiers.values())
+    failed = next((c for c in tried if c is not None and not c.ok), None)
     if failed is not None:
         saved, ago = facts.checkpoint_step, span(_s(failed.time_ns, now))
         where = _WHERE.get(failed.tier, f" in {failed.tier}")
         whole = f"The newest whole one is of step {saved}." if saved else "There is no other."
         text = f"the checkpoint of step {failed.step}{where} failed {ago} ago: {failed.reason}."
         return Headline("warning", f"Training goes on, but {text}", whole)
-    left_out = next(filter(None, (_left_out(facts, now, tier) for tier in _WHERE)), None)
-    if left_out is not None:
-        return left_out
+    tiers = facts.checkpoints.tiers
+    late = next((tier for name in _WHERE if (tier := tiers.get(name)) and _is_late(tier, now)), None)
+    if late is not None:
+        return _left_out(late, facts)
     if facts.full is not None and disk_trouble(facts, now):
         return Headline(
             "warning",
@@ -419,16 +450,17 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
     return None
 
 
-def _left_out(facts: Facts, now: Now, tier: str) -> Headline | None:
-    """The newest checkpoints of this tier were left out, one after the other, for long."""
-    newest = (c for c in reversed(facts.checkpoints) if c.tier == tier)
-    left_out = list(takewhile(lambda c: c.skipped and c.cause is Cause.BUSY, newest))
-    if len(left_out) < _MANY_LEFT_OUT or _s(left_out[-1].time_ns, now) <= _LONG_SAVE_S:
-        return None
-    said = f"the last {len(left_out)} checkpoints{_WHERE[tier]} were left out: {left_out[0].reason}."
-    saved = max((c.step for c in facts.checkpoints if c.ok and c.tier != "memory"), default=0)
+def _is_late(tier: TierCount, now: Now) -> bool:
+    """Whether checkpoints of this tier have been left out for long."""
+    return (tier.late >= _MANY_LEFT_OUT or tier.too_slow) and _s(tier.late_ns, now) > _LONG_SAVE_S
+
+
+def _left_out(tier: TierCount, facts: Facts) -> Headline:
+    where, saved = _WHERE[tier.newest.tier], facts.checkpoint_step
+    which = f"checkpoints{where} are" if tier.too_slow else f"the last {tier.late} checkpoints{where} were"
     whole = f"The newest whole one is of step {saved}." if saved else "There is no other."
-    return Headline("warning", f"Training goes on, but {said}", whole)
+    reason = tier.left_out.reason if tier.left_out is not None else ""
+    return Headline("warning", f"Training goes on, but {which} left out: {reason}.", whole)
 
 
 def _fewer(facts: Facts, now: Now) -> Headline | None:
@@ -445,8 +477,6 @@ def _fewer(facts: Facts, now: Now) -> Headline | None:
 
 
 def _well(facts: Facts, now: Now) -> Headline:
-    if not facts.counts:
-        return Headline("good", "Nothing has been told yet.")
     total = f" of {now.total}" if now.total else ""
     members = facts.crew.seated
     text = f"step {step_of(facts, now)}{total}, {members} of {facts.crew.wanted or members} workers."
@@ -474,6 +504,7 @@ def _free(now: Now) -> str:
 _CASES: tuple[Callable[[Facts, Now], Headline | None], ...] = (
     _coming,
     _over,
+    _by_itself,
     _died,
     _starting,
     _stopping,

@@ -20,9 +20,10 @@ from everstep.base.given import read_json
 from everstep.checkpoint.names import manifest_name, step_of
 from everstep.observe.events import KINDS
 from everstep.order.cursor import last_step
-from everstep.report.facts import Facts, lost_mark
+from everstep.report.facts import Facts, by_itself, heard_lately, lost_mark
 from everstep.report.headline import Headline, Now, headline
 from everstep.report.incidents import Incident, lost_launcher
+from everstep.report.job_condition import ENDED
 from everstep.report.shown_settings import is_secret
 from everstep.report.tail import Folder, Tail, free_bytes, object_of
 from everstep.report.tally import Tally
@@ -129,11 +130,24 @@ class History:
 
     def state(self, running: bool) -> str:
         """State of the job, in INTERFACE's words, as far as files tell."""
-        if self.begins(running):
-            return "starting"
-        if running or self.facts.condition.ended_ns is not None:
-            return self.facts.condition.state
-        return "completed" if self.digest else "interrupted" if self.facts.counts else "starting"
+        state = self.facts.condition.state
+        if running:
+            return "starting" if self.begins(running) else state
+        if self.finished or state in ENDED or self.maybe_trains(running):
+            return "completed" if self.finished else state
+        return "interrupted"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the final state is there, is not that of an earlier step, and no other end was told."""
+        digest, step, told = self.digest, self.facts.course.step, self.facts.condition
+        newest = bool(digest) and whole_number(digest.get("step", step)) >= step
+        return newest and (told.ended_ns is None or told.state == "completed")
+
+    def maybe_trains(self, running: bool) -> bool:
+        """Whether a script by itself, which holds no directory, has told something lately, and no end."""
+        facts = self.facts
+        return not running and by_itself(facts) and not self.finished and heard_lately(facts, time.time_ns())
 
     def told_state(self, running: bool, live: Mapping[str, Any] | None) -> str:
         """State of the job as the coordinator's answer has it, if there is one. A coordinator that was started again
@@ -145,7 +159,8 @@ class History:
     def lost_launcher(self, running: bool) -> Incident | None:
         """The loss of the launcher, since about its last word, if it is gone and has told no end."""
         facts = self.facts
-        if running or facts.condition.ended_ns is not None or not facts.began_ns or self.digest:
+        told_end = facts.condition.ended_ns is not None or self.finished
+        if running or told_end or not facts.began_ns or by_itself(facts):
             return None
         return lost_launcher(
             facts.incidents.count + 1, max(facts.course.last_step_ns, facts.account.end_ns), facts.course.step
@@ -225,7 +240,7 @@ class History:
             {i: one_line(newest.row.get("phase"), 20) for i, newest in self.usage.workers.items()},
             self.total_steps,
             self.disk_step() if over else None,
-            bool(self.digest),
+            self.finished,
             self.resume if over else "",
             number(as_dict(self.job.get("config")).get("quorum_wait_s")) or None,
             free_bytes(self.run_dir),

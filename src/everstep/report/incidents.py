@@ -207,12 +207,12 @@ class Incidents:
         """Whether the next commit may change an incident."""
         return self.open is not None or self._redone is not None or bool(self._shrugged)
 
-    def launcher_lost(self, time_ns: int, step: int) -> None:
+    def launcher_lost(self, time_ns: int, step: int, again_ns: int) -> None:
         """The launcher died at about that time, after this step, and the job was started again."""
         self.count += 1
         incident = lost_launcher(self.count, time_ns, step)
         incident.end_ns = incident.whole_ns = time_ns
-        incident.done = ["the job was started again"]
+        incident.planned_ns, incident.done = again_ns, ["the job was started again"]
         self.all.append(incident)
 
     def committed(self, time_ns: int, step: int, generation: int = 0) -> None:

@@ -9,6 +9,9 @@ from everstep.report.told_facts import Trouble
 from everstep.report.wall_time import Stretch, TimeAccount
 from everstep.report.words import Event, reason_text, why_of
 
+ENDED = ("completed", "failed", "interrupted")
+"""States of a job that is over."""
+
 
 @dataclass
 class JobCondition:

@@ -22,7 +22,7 @@ from everstep.report.logged import GRADIENT_NORM
 from everstep.report.shown_settings import setting_text, shown_settings
 from everstep.report.style import PAGE_CSS
 from everstep.report.svg import escape
-from everstep.report.told_facts import CheckpointFact
+from everstep.report.told_facts import TierCount
 from everstep.report.wall_time import goodput
 from everstep.report.words import as_dict, number, number_text, one_line, size_text, time_text, whole_number
 
@@ -286,10 +286,10 @@ def _account(seconds: dict[str, float]) -> str:
 
 
 def _checkpoints(history: History) -> str:
-    found = list(history.facts.checkpoints)
+    found = list(history.facts.checkpoints.newest)
     if not found:
         return "<p>None were written.</p>"
-    tiers = [_tier(name, [c for c in found if c.tier == name]) for name in dict.fromkeys(c.tier for c in found)]
+    tiers = [_tier(name, tier) for name, tier in history.facts.checkpoints.tiers.items()]
     rows = [
         [
             _at(history, c.time_ns),
@@ -309,17 +309,9 @@ def _checkpoints(history: History) -> str:
     )
 
 
-def _tier(name: str, found: Sequence[CheckpointFact]) -> list[str]:
-    good = [c for c in found if c.ok]
-    return [
-        name,
-        str(len(good)),
-        str(sum(c.skipped for c in found)),
-        str(sum(not c.ok and not c.skipped for c in found)),
-        f"step {good[-1].step}" if good else "none",
-        size_text(good[-1].size_bytes) if good else "",
-        time_text(sum(c.stall_s for c in good)),
-    ]
+def _tier(name: str, tier: TierCount) -> list[str]:
+    newest = [f"step {tier.good.step}", size_text(tier.good.size_bytes)] if tier.good else ["none", ""]
+    return [name, *map(str, (tier.complete, tier.skipped, tier.failed)), *newest, time_text(tier.stall_s)]
 
 
 def _exactness(history: History, proof: Proof) -> str:

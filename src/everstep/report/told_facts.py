@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from everstep.base.cause import Cause
 
 MOST_LISTED = 1000
 """Most facts of a kind that are kept, the newest ones."""
+_MOST_TIERS = 16
 _GOES_ON = 3
 """So many strange steps in a row are no accident."""
 
@@ -63,6 +65,68 @@ class CheckpointFact:
     skipped: bool = False
 
 
+@dataclass
+class TierCount:
+    """Checkpoints of one tier. complete, skipped, failed: how many; stall_s: of the complete ones. newest: of all;
+    good: the newest complete one; tried: the newest that was not skipped. late: how many were skipped as the tier is
+    too slow, since late_ns, and until it is not any more; left_out: the newest of them."""
+
+    newest: CheckpointFact
+    complete: int = 0
+    skipped: int = 0
+    failed: int = 0
+    stall_s: float = 0.0
+    good: CheckpointFact | None = None
+    tried: CheckpointFact | None = None
+    left_out: CheckpointFact | None = None
+    late: int = 0
+    late_ns: int = 0
+
+    def take(self, one: CheckpointFact) -> None:
+        """Take in the next checkpoint."""
+        before, self.newest = self.newest, one
+        if one.ok:
+            self.good, self.complete, self.stall_s = one, self.complete + 1, self.stall_s + one.stall_s
+        if one.skipped:
+            self.skipped += 1
+        else:
+            self.tried, self.failed = one, self.failed + (not one.ok)
+        if one.skipped and one.cause in (Cause.BUSY, Cause.SLOW):
+            self.late_ns = self.late_ns if self.late else one.time_ns
+            self.late, self.left_out = self.late + 1, one
+        elif not self.too_slow or not one.ok or before.ok:
+            self.late = 0
+
+    @property
+    def too_slow(self) -> bool:
+        """Whether it takes longer than the time between checkpoints: one is whole, and the next is left out."""
+        return self.late > 0 and self.left_out is not None and self.left_out.cause is Cause.SLOW
+
+
+@dataclass
+class Checkpoints:
+    """All checkpoints of a job. newest: of any tier; tiers: counts of all, by tier."""
+
+    newest: deque[CheckpointFact] = field(default_factory=lambda: deque(maxlen=MOST_LISTED))
+    tiers: dict[str, TierCount] = field(default_factory=dict)
+
+    def take(self, one: CheckpointFact) -> None:
+        """Take in the next checkpoint."""
+        self.newest.append(one)
+        if one.tier in self.tiers or len(self.tiers) < _MOST_TIERS:
+            self.tiers.setdefault(one.tier, TierCount(one)).take(one)
+
+    def begin(self) -> None:
+        """A job begins, and has tried none so far."""
+        for tier in self.tiers.values():
+            tier.late, tier.tried = 0, None
+
+    def good(self, *, memory: bool = False) -> list[CheckpointFact]:
+        """The newest complete one of each tier; those in memory end with the job's processes."""
+        found = [tier.good for name, tier in self.tiers.items() if memory or name != "memory"]
+        return [one for one in found if one is not None]
+
+
 @dataclass(frozen=True)
 class Trouble:
     """A trouble, and the time of its first event."""
@@ -110,17 +174,19 @@ class Line:
 @dataclass(frozen=True)
 class Strange:
     """Steps whose loss or gradient was not finite: their number, the first and the last, and how many there are in a
-    row up to the newest step."""
+    row up to the newest step. applied: an update of those in a row was made, so the weights are of no use."""
 
     count: int
     first: int
     last: int
     in_a_row: int
+    applied: bool = True
 
     @property
     def level(self) -> str:
-        """Gravity now: "" (the newest step was finite), warning, or bad: it goes on."""
-        return "" if not self.in_a_row else "bad" if self.in_a_row >= _GOES_ON else "warning"
+        """Gravity now: "" (the newest step was finite), warning, or bad: it goes on, and harms the weights."""
+        bad = self.in_a_row >= _GOES_ON and self.applied
+        return "" if not self.in_a_row else "bad" if bad else "warning"
 
     @property
     def since(self) -> int:

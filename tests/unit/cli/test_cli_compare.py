@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -243,6 +244,26 @@ def test_nobody_has_the_process_ids_of_a_job_that_is_over(tmp_path: Path, capsys
     assert (worker["pid"], worker["pids"], [one["pid"] for one in worker["cell"]]) == (None, [None] * 2, [None] * 2)
     assert run_command(["status", str(run_dir)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split()[-2:] == ["-", "here"]
+
+
+def test_on_a_narrow_terminal_no_line_of_status_is_broken_by_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = job_dir(tmp_path)
+    log = EventLog(run_dir / "events.jsonl")
+    log.write("job_started", step=0, workers=1)
+    log.write("worker_joined", worker_id=0, incarnation=0, pid=4711, host="a-host-with-a-name.of-some-length.example")
+    seats = [[0, 0, "active", list(range(64))]]
+    log.write("generation_started", generation=1, target=1, leaders=[0], seats=seats)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    with run_lock(run_dir):
+        log.write("job_started", step=0, workers=1)
+        log.write("generation_started", generation=1, target=1, leaders=[0], seats=seats)
+        assert run_command(["status", str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if line.startswith("0.0")]
+    assert "0,1,2,3,4,5,6,7,8,9,10,…" in row and all(len(line) <= 80 for line in lines[1:]), lines
 
 
 def test_processes_of_a_worker_on_several_hosts_have_a_line_each(

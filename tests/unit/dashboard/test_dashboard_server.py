@@ -681,6 +681,72 @@ def test_a_row_of_the_list_has_the_settings_that_somebody_chose(tmp_path: Path) 
     assert row["settings"] == {"steps": "9", "checkpoint.disk.every_steps": "5", **others}
 
 
+def test_a_row_of_the_list_says_what_the_runs_own_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the list a job that hangs, or whose coordinator is silent, is as red as on its own page."""
+    run_dir = make_run(tmp_path)
+    feed = RunFeed(run_dir)
+    feed.load()
+    monkeypatch.setattr(time, "time_ns", lambda: T0 + 300 * 10**9)
+    for running, silent in ((True, False), (True, True), (False, False)):
+        feed.running, feed.silent = running, silent
+        said, row = head(feed, worker_rows(feed))["headline"], feed.list_row()
+        assert row["said"]["level"] == said["level"] == "bad"
+        assert row["said"]["text"] == said["text"]
+    assert row["state"] == "interrupted" and "ago" not in row["said"]["text"], "it is kept as it is"
+
+
+def test_a_start_that_was_refused_is_none(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text('{"task": "t", "argv": [], "config": {"steps": 9}}')
+    shown, status = shown_of(tmp_path)["head"], read_status(tmp_path)
+    assert shown["headline"] == status["headline"]
+    assert shown["headline"]["text"] == "It has not begun: nothing was told."
+    row = list_row(History(tmp_path).load(), False, Notes())
+    assert row["state"] == shown["state"] == status["state"] == "interrupted"
+    assert row["said"]["level"] == shown["headline"]["level"] == "warning"
+
+
+def test_a_job_that_failed_as_it_was_to_go_on_after_its_end_has_failed(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    (run_dir / "job.json").write_text('{"task": "t", "argv": [], "config": {"steps": 9}}')
+    (run_dir / "final").mkdir()
+    (run_dir / "final" / "digest.json").write_text('{"step": 4, "model": "ab", "state": "cd"}')
+    assert shown_of(run_dir)["head"]["state"] == read_status(run_dir)["state"] == "completed"
+    with (run_dir / "events.jsonl").open("ab") as file:
+        file.write(event("job_started", 500, step=4, workers=1))
+        file.write(event("job_failed", 501, step=4, state="failed", cause="exception", reason="x"))
+    shown, status = shown_of(run_dir)["head"], read_status(run_dir)
+    assert shown["state"] == status["state"] == "failed" and shown["headline"] == status["headline"]
+    assert shown["headline"]["text"].startswith("Failed after step 4")
+
+
+def test_a_script_by_itself_is_shown_alike_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds no directory, and tells neither its begin nor its end."""
+    run_dir, catalog, now_s = tmp_path / "run", Catalog(tmp_path), [4]
+    (run_dir / "final").mkdir(parents=True)
+    (run_dir / "dataset.json").write_text('{"lanes": 1, "micro_batch": 4, "steps": 9}')
+    monkeypatch.setattr(time, "time_ns", lambda: T0 + now_s[0] * 10**9)
+
+    def row(digest_step: int | None, at_s: int, steps: int) -> tuple[str, str, str]:
+        said = (event("step_committed", s, step=s, generation=1, loss=0.1, samples=4) for s in range(1, steps + 1))
+        (run_dir / "events.jsonl").write_bytes(b"".join(said))
+        if digest_step is not None:
+            (run_dir / "final" / "digest.json").write_text(json.dumps({"step": digest_step, "state": "ab"}))
+        now_s[0] = at_s
+        while catalog.advance():
+            pass
+        shown, found = shown_of(run_dir), catalog.rows["run"]
+        assert (found["state"], found["said"]["text"]) == (shown["head"]["state"], shown["head"]["headline"]["text"])
+        assert found["said"]["level"] == shown["head"]["headline"]["level"]
+        assert not shown["incidents"] and not shown["marks"] and not shown["head"]["faults"]
+        return found["state"], found["said"]["level"], found["said"]["text"]
+
+    assert row(None, 5, 3) == ("running", "good", "Step 3 of 9, last heard of 2 s ago.")
+    assert row(None, 15, 3) == ("running", "good", "Step 3 of 9, last heard of 12 s ago."), "without any news"
+    assert row(None, 90, 3) == ("interrupted", "warning", "Step 3 of 9: it may have ended.")
+    assert row(3, 90, 3) == ("completed", "good", "Finished: all 3 steps are done.")
+    assert row(3, 90, 4) == ("interrupted", "warning", "Step 4 of 9: it may have ended."), "run again, and stopped"
+
+
 def test_a_launcher_that_died_is_a_fault_with_a_mark_and_leaves_no_process(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     (run_dir / "job.json").write_text('{"task": "t", "argv": [], "config": {"steps": 9}}')
@@ -693,7 +759,7 @@ def test_a_launcher_that_died_is_a_fault_with_a_mark_and_leaves_no_process(tmp_p
     status = read_status(run_dir)
     assert status["workers"] == []
     assert status["incidents"][-1]["sentence"] == after["incidents"][-1][6]
-    assert "died without a word" in status["headline"]["text"] and "ago" in status["headline"]["text"]
+    assert "died without a word" in status["headline"]["text"] and "ago" in status["headline"]["more"]
     with (run_dir / "events.jsonl").open("ab") as file:
         file.write(event("job_started", 500, step=0, workers=1))
     with run_lock(run_dir):

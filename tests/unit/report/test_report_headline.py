@@ -31,16 +31,34 @@ BUSY = {"cause": "busy", "tier": "disk", "step": 9, "reason": "that of step 3 is
 SLOW = {"cause": "slow", "took_s": 3.2, "reason": "/data/runs/a is slow: writing events.jsonl there took 3.2 s"}
 TIERS = (("skipped", BUSY), ("completed", {"tier": "memory", "step": 9}))
 STORE = {"tier": "object"}
+LAGS = {
+    "cause": "slow",
+    "step": 9,
+    "reason": "the object store takes longer than the time between checkpoints",
+    **STORE,
+}
 RAISED = [
     event("worker_evicted", 5.8, worker_id=i, incarnation=0, cause="exception", reason="ValueError: 17") for i in (0, 1)
 ]
+STOPPED_AT_10 = event("job_failed", 7, step=10, **STOPPED)
 DONE = event("job_completed", 7, step=10, state="completed", exit_code=0)
 KILLED = [event("coordinator_killed", 5 + n / 10, cause="hung", reason="silent", kills=n) for n in range(3)]
+SCRIPT = [one for one in trained() if one["kind"] == "step_committed"]
+ALONE = {"running": False, "total": 60, "disk_step": 6}
 GONE = {"running": False, "disk_step": 6, "resume": "everstep run digits --run-dir runs/a"}
 
 STRANGE = [
     event("step_committed", 5.7 + 0.3 * n, step=10 + n, loss=None, samples=8, nonfinite="x") for n in range(1, 5)
 ]
+LEFT_OUT = [{**one, "applied": False} for one in STRANGE]
+DAMAGED = {"cause": "corrupt", "reason": "the checkpoint of step 9 is damaged"}
+DOUBT = {"cause": "corrupt", "reason": "states differ, and no majority says which is right"}
+IN_DOUBT = [
+    *(plan(6, 2, [[0, 1, 2, 3]], "corrupt"), event("fallback", 6.1, step=7, steps_redone=3, **DOUBT)),
+    *(event("recovery_completed", 6.4, step=7, duration_s=0.4, phases_s={}, **DOUBT), commit(11, 7.5)),
+]
+AGAIN = event("job_started", 60, step=6, workers=4)
+LOST_MEANWHILE = [commit(7, 62), killed(2, 62.2), recovered(2, 62.2, 62.5)]
 
 Events = list[dict[str, Any]]
 CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] = {
@@ -88,6 +106,56 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         {},
         "bad",
         ("The loss or gradient is not finite for 4 steps, since step 11.", "for nothing"),
+    ),
+    "it goes on, and the updates are left out": (
+        [*trained(), *LEFT_OUT],
+        7,
+        {},
+        "warning",
+        ("not finite for 4 steps, since step 11. Their updates were left out: the weights are those of step 10.",),
+    ),
+    "one update is left out": (
+        [*trained(), *LEFT_OUT[:1]],
+        6.1,
+        {},
+        "warning",
+        ("of step 11 is not finite. Its update was left out: the weights are those of step 10. Training goes on.",),
+    ),
+    "left out, after one that was not": ([*trained(), STRANGE[0], *LEFT_OUT[1:]], 7, {}, "bad", ("for nothing",)),
+    "the updates are left out to the end": (
+        [*trained(), *LEFT_OUT[:2], event("job_completed", 7, step=12, state="completed", exit_code=0)],
+        8,
+        {"running": False, "finished": True},
+        "warning",
+        ("not finite from step 11 to the last. Their updates were left out: the weights are those of step 10.",),
+    ),
+    "left out to the end, and the weights are not finite": (
+        [*trained(), *LEFT_OUT[:2], event("warning", 6.9, step=12, cause="nonfinite", reason="x"), DONE],
+        8,
+        {"running": False, "finished": True},
+        "bad",
+        ("The weights are of no use",),
+    ),
+    "stopped as soon as nothing is finite": (
+        [*trained(), *LEFT_OUT[:1], event("job_failed", 7, step=11, state="failed", cause="nonfinite", reason="x")],
+        8,
+        {**GONE, "disk_step": 11},
+        "bad",
+        ("The newest checkpoint is of step 11: nothing is lost.",),
+    ),
+    "a damaged state, and nobody is outvoted": (
+        [*trained(), *IN_DOUBT, {**DONE, "time_unix_ns": T0 + 8 * S}],
+        60,
+        {"running": False, "finished": True},
+        "good",
+        ("Finished: all 11 steps", "1 fault survived."),
+    ),
+    "a damaged checkpoint": (
+        [*trained(), SAVED, STOPPED_AT_10, AGAIN, event("fallback", 60.5, step=9, what="checkpoint", **DAMAGED)],
+        61,
+        {},
+        "good",
+        ("Starting for 1 s",),
     ),
     "finite again": (
         [*trained(), *STRANGE[:2], commit(13, 6.6)],
@@ -297,11 +365,21 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         ("the last 5 checkpoints were left out: that of step 3 is still being written, since 9 s.", "no other"),
     ),
     "an object store that is so for long": (
-        [*trained(), SAVED, *(event("checkpoint_skipped", -6 + 3 * n, **BUSY | STORE) for n in range(5)), SAVED],
+        [*trained(), event("checkpoint_skipped", -6, **LAGS), SAVED],
         5.8,
         {},
         "warning",
-        ("the last 5 checkpoints in the object store were left out: that of step 3", "newest whole one is of step 6"),
+        (
+            "checkpoints in the object store are left out: the object store takes longer",
+            "newest whole one is of step 6",
+        ),
+    ),
+    "an object store that was so": (
+        [*trained(), event("checkpoint_skipped", -6, **LAGS), *(event("checkpoint_completed", 5.5, **STORE),) * 2],
+        5.8,
+        {},
+        "good",
+        ("All is well",),
     ),
     "waiting for workers": ([*trained(), TOO_FEW], 10, {"gives_up_s": 600.0}, "warning", ("Waiting for 4 s: 1 of 4",)),
     "all have raised, and nothing is to be done again": (
@@ -336,6 +414,27 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "warning",
         ("Doing steps 8 to 10 again, to the same bits (now at step 9)",),
     ),
+    "doing steps again, as the job was started again": (
+        [killed(2, -5), *trained(), STOPPED_AT_10, AGAIN, plan(61, 1, [[0, 1, 2, 3]]), commit(7, 62)],
+        62.1,
+        {},
+        "warning",
+        ("Doing steps 8 to 10 again, to the same bits, since the job was started again 2 s ago.",),
+    ),
+    "doing steps again, as the launcher died": (
+        [*trained(), AGAIN, plan(61, 1, [[0, 1, 2, 3]]), commit(7, 62)],
+        62.1,
+        {},
+        "warning",
+        ("Doing steps 8 to 10 again, to the same bits, since the launcher of the job died without a word 56 s ago.",),
+    ),
+    "doing steps again, and a worker was lost meanwhile": (
+        [*trained(), STOPPED_AT_10, AGAIN, plan(61, 1, [[0, 1, 2, 3]]), *LOST_MEANWHILE],
+        62.6,
+        {},
+        "warning",
+        ("Doing steps 8 to 10 again, to the same bits, since the job was started again 3 s ago.",),
+    ),
     "being stopped": ([*trained(), STOPPING], 9, {}, "warning", ("Stopping for 3 s: interrupted by SIGINT", "No step")),
     "stopped": (
         [*trained(), STOPPING, event("job_failed", 7, step=11, **STOPPED)],
@@ -362,7 +461,32 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
     "starting": (trained()[:3], 3, {}, "good", ("Starting for 3 s: 2 of 4 workers are ready.",)),
     "the first step": (trained()[:6], 4, {}, "good", ("step 1, the first one",)),
     "starting for ever": (trained()[:3], 300, {}, "warning", ("Starting for 5m00s",)),
-    "nothing at all": ([], 0, {"running": False}, "good", ("nothing has been told",)),
+    "nothing at all": ([], 0, {}, "good", ("nothing has been told",)),
+    "a script by itself": (SCRIPT, 8, ALONE, "good", ("Step 10 of 60, last heard of 2 s ago.",)),
+    "a script by itself, not heard of for long": (
+        SCRIPT,
+        70,
+        ALONE,
+        "warning",
+        ("Step 10 of 60: it may have ended. It was last heard of 1m04s ago. The newest checkpoint is of step 6: 4",),
+    ),
+    "a slow script by itself": ([commit(n, 30 * n) for n in range(1, 4)], 389, ALONE, "good", ("Step 3 of 60, last",)),
+    "a script by itself, and nothing is finite": ([*SCRIPT, *STRANGE], 7, ALONE, "bad", ("for nothing",)),
+    "a script by itself has finished": (
+        SCRIPT,
+        60,
+        ALONE | {"finished": True},
+        "good",
+        ("Finished: all 10 steps are done.",),
+    ),
+    "a script by itself, then a launched job": (
+        [*SCRIPT, AGAIN, plan(61, 1, [[0, 1, 2, 3]]), commit(7, 62), commit(11, 63)],
+        63.1,
+        {},
+        "good",
+        ("No fault so far.",),
+    ),
+    "a start that was refused": ([], 0, {"running": False}, "warning", ("It has not begun: nothing was told.",)),
     "finished, without events": ([], 0, {"running": False, "finished": True}, "good", ("Its events are gone",)),
 }
 
@@ -378,7 +502,7 @@ def test_the_sentence(name: str) -> None:
 
 
 TRAINING = [
-    name for name, case in CASES.items() if case[2].get("running", True) and case[0][-1] is not DONE and case[0]
+    name for name, case in CASES.items() if case[2].get("running", True) and case[0] and case[0][-1] is not DONE
 ]
 
 
@@ -391,6 +515,38 @@ def test_nothing_is_well_once_the_clock_alone_goes_on(name: str) -> None:
         levels.append(headline(facts, Now(T0 + round((at_s + later_s) * S), **beside)).level)
     started = facts.course.last_step_ns > 0 and name != "finishing"
     assert "good" not in (levels[1:] if started else levels[2:]), levels
+
+
+def test_a_damage_that_nobody_is_evicted_for_is_one_fault() -> None:
+    flipped = event("fault_injected", 5.8, worker_id=1, step=10, reason="a bit was flipped")
+    damaged = CASES["a damaged checkpoint"][0]
+    for events in (damaged, [*trained(), *IN_DOUBT], [*trained(), flipped, *IN_DOUBT]):
+        facts = facts_of(events)
+        assert (facts.faults, facts.incidents.all[-1].kind) == (1, "fault")
+    outvoted = event("worker_evicted", 5.95, worker_id=1, incarnation=0, cause="corrupt", reason="x")
+    assert facts_of([*trained(), outvoted, *IN_DOUBT]).faults == 1
+
+
+def test_checkpoints_are_counted_beyond_those_that_are_kept() -> None:
+    skipped = [event("checkpoint_skipped", 6 + n / 1000, **BUSY) for n in range(1100)]
+    facts = facts_of([*trained(), SAVED, *skipped])
+    disk = facts.checkpoints.tiers["disk"]
+    assert (facts.checkpoint_step, disk.complete, disk.skipped, disk.failed, disk.late) == (6, 1, 1100, 0, 1100)
+    earlier = [{**one, "time_unix_ns": T0 - 6 * S} for one in skipped]
+    said = headline(facts_of([*trained(), SAVED, *earlier]), Now(T0 + round(5.8 * S))).whole()
+    assert "the last 1100 checkpoints were left out" in said and "The newest whole one is of step 6." in said
+    many = [event("checkpoint_completed", 6, step=1, tier=f"t{n}") for n in range(99)]
+    assert len(facts_of([*trained(), *many]).checkpoints.tiers) == 16
+
+
+def test_an_object_store_is_too_slow_until_one_checkpoint_follows_the_other() -> None:
+    done, left_out = event("checkpoint_completed", -5, step=9, **STORE), event("checkpoint_skipped", -6, **LAGS)
+    for upto in range(1, 7):
+        facts = facts_of([*trained(), *[left_out, done, left_out, done, done, left_out][:upto]])
+        text = headline(facts, Now(T0 + round(5.8 * S))).text
+        assert ("checkpoints in the object store are left out" in text) == (upto != 5), (upto, text)
+    facts = facts_of([*trained(), left_out, AGAIN, commit(11, 61)])
+    assert "left out" not in headline(facts, Now(T0 + 61 * S)).text, "that was another process"
 
 
 def test_a_recovery_is_heard_of_before_its_step() -> None:

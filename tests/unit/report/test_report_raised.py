@@ -73,6 +73,24 @@ def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
     assert raised_lines(tmp_path, failed_run(tmp_path, bare, end=killed).facts) == []
 
 
+def test_a_log_on_another_host_is_said_to_be_there(tmp_path: Path) -> None:
+    joined = event("worker_joined", 2.2, worker_id=1, incarnation=0, pid=1, host="far")
+    raised = [event("worker_evicted", 6, worker_id=i, incarnation=0, **RAISED) for i in (2, 1)]
+    facts = facts_of([*trained(), joined, *raised, FAILED])
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker-2.jsonl").touch()
+    assert raised_lines(tmp_path, facts) == [
+        RAISED["reason"],
+        "in step 11, in worker 1, as in worker 2",
+        "the job ended after step 10, without a checkpoint",
+        "traceback and log: on host far, in logs/ of its own directory",
+    ]
+    here = facts_of([*trained(), *raised, FAILED])
+    assert raised_lines(tmp_path, here) == [], "there is one host: the log is lost"
+    (tmp_path / "logs" / "worker-1.jsonl").touch()
+    assert raised_lines(tmp_path, facts) == []
+
+
 def test_others_that_raised_are_named_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     raised = [event("worker_evicted", 6, worker_id=i, incarnation=0, **RAISED) for i in (10, 2, 1, 3)]
     (tmp_path / "logs").mkdir()

@@ -120,7 +120,7 @@ export class Chart {
   line(s, points) {
     const tint = colour(s.colour);
     const common = { label: s.name, stroke: tint, dash: s.dash, value: (u, v, i, at) => this.told(s.name, at) };
-    if (!this.options.stacked) return { ...common, width: s.faint ? 1 : 1.6, alpha: s.faint ? 0.35 : 1, points: { show: points < 3 || this.options.points === true }, spanGaps: true };
+    if (!this.options.stacked) return { ...common, width: s.faint ? 1 : 1.6, alpha: s.faint ? 0.35 : 1, points: this.options.gaps ? { show: true, filter: alone } : { show: points < 3 || this.options.points === true }, spanGaps: !this.options.gaps };
     return { ...common, width: 0, fill: tint, points: { show: false }, paths: uPlot.paths.stepped({ align: -1 }) };
   }
 
@@ -217,6 +217,9 @@ export class Chart {
   }
 }
 
+/** Points without a neighbour, which no line shows. */
+const alone = (u, i) => [...u.data[i].keys()].filter((k) => (u.data[i][k] ?? null) !== null && (u.data[i][k - 1] ?? u.data[i][k + 1] ?? null) === null);
+
 /** Digits after the point, up to `most`, that labels need to differ and to be right. */
 function enough(values, most) {
   for (let digits = Math.max(0, most - 1); digits < most + 2; digits++) if (values.every((v) => Math.abs(Number(v.toFixed(digits)) - v) <= 1e-9 * Math.abs(v))) return digits;
@@ -296,7 +299,7 @@ export class Training {
     this.axis = told("axis") === "time" ? "time" : "step";
     this.ranges = { step: span("steps"), time: span("times") };
     const speed = $("speed-charts"), zoomed = (range, chart) => this.zoomed(range, chart);
-    this.loss = new Chart(root, "Loss", (v) => number(v, 4), { tools: this.tools(), zoomed });
+    this.loss = new Chart(root, "Loss", (v) => number(v, 4), { tools: this.tools(), gaps: true, zoomed }); // a line through steps without a finite loss would be invented
     const took = (v) => (v ? duration(v) : "0"), sent = (v) => (v ? `${bytes(Math.round(v))}/s` : "0");
     this.rate = new Chart(root, "Samples per second", (v) => number(v), { range: zero, zoomed });
     this.lr = new Chart(root, "Learning rate", (v) => (v ? Number(v.toPrecision(3)).toString() : "0"), { range: zero, zoomed });

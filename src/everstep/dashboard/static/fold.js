@@ -3,7 +3,7 @@
 import { attribute, el } from "./dom.js";
 
 const KEPT = "everstep-folded";
-const NARROW = matchMedia("(max-width: 560px)");
+export const NARROW = matchMedia("(max-width: 560px)");
 const OPEN_ON_PHONES = new Set(["lives-title", "workers-title", "curves-title", "overview-title"]);
 
 const said = () => new Map(JSON.parse(localStorage.getItem(KEPT) ?? "[]"));

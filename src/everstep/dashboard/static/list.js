@@ -138,6 +138,8 @@ export class RunList {
     attribute(line.link, "title", row.task);
     texts.forEach((text, i) => i && write(cells[i], text));
     attribute(cells[1], "data-state", row.state);
+    attribute(cells[1], "data-level", row.said.level);
+    attribute(cells[1], "title", row.said.text);
     attribute(cells[3], "data-level", row.level);
     attribute(cells[6], "title", alike.length > 1 ? `${row.digest}: equal to the bit: ${alike.slice(0, 12).join(", ")}` : row.digest);
     const own = this.settings.map((key) => row.settings[key] ?? "–"), signature = own.join("\n");

@@ -143,7 +143,7 @@ function choose(i) {
   drawer.close();
   workers.clear();
   timeline.clear();
-  log.show(runs[i]);
+  log.show(runs[i], told("at") !== null);
   draw(runs[i], EVERYTHING);
   several();
 }

@@ -199,9 +199,10 @@ export class Log {
     $("filters").addEventListener("submit", (event) => event.preventDefault());
   }
 
-  show(run) {
+  /** Show a run's newest lines; again: the same run's after a new connection, so a moment that is read stays. */
+  show(run, again = false) {
     this.run = run;
-    this.moment = null;
+    this.moment = again ? this.moment : null;
     this.all();
   }
 

@@ -1,10 +1,11 @@
 // The grid of workers, by stage. Elements are kept and changed in place: a thousand of them cost little.
 
 import { $, attribute, bytes, el, number, plural, write } from "./dom.js";
+import { NARROW } from "./fold.js";
 import { WORDS } from "./words.js";
 
 const GLYPH = { leader: "L", active: "A", standby: "S", spare: "·", healing: "H", suspect: "?", dead: "✕", left: "–" };
-const COMPACT_FROM = 64;
+const COMPACT_FROM = 64, COMPACT_ON_PHONES = 8;
 
 export class Workers {
   /** picked: called with the id of a worker that the user picks. */
@@ -35,7 +36,7 @@ export class Workers {
 
   update(rows) {
     this.rows = rows;
-    const compact = rows.size > COMPACT_FROM;
+    const compact = rows.size > (NARROW.matches ? COMPACT_ON_PHONES : COMPACT_FROM);
     const wanted = new Map();
     for (const id of [...rows.keys()].sort((a, b) => a - b)) {
       const row = rows.get(id);
