@@ -143,3 +143,23 @@ def test_a_job_has_failed_though_nobody_was_told(kind: type[Setup], seed: int) -
     dies_untold(simulation, "slot_lost")
     assert "job_failed" not in control.fate.reports
     assert simulation.run().startswith("P4: the job failed: ")
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", [Setup, LeasedSetup])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_job_with_too_few_slots_ends_though_its_coordinator_dies_while_the_members_save(
+    kind: type[Setup], seed: int, stages: int
+) -> None:
+    """The next one knows from the journal that the slot was given up, and hears nothing new from the agent."""
+    setup = kind(3, 0, 2, 3, "replace", SimJob(30, 4, 3, stages=stages), (), save_ms=300)
+    simulation = Simulation(seed, setup, tracing=False)
+    world, control = simulation.world, simulation.control
+    assert world.run(5 * SECOND, lambda: simulation.checks.effects.floor > 1)
+    control.agents["host0"].give_up(control.workers[WorkerKey(2, 0)])
+    dies_untold(simulation, "slot_lost")
+    assert "job_failed" not in control.fate.reports
+    said = simulation.run()
+    assert said.startswith("P4: the job failed: slot 2 was given up (it died again and again); 2 of the 3 workers"), (
+        said
+    )

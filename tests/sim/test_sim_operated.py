@@ -80,3 +80,10 @@ def test_a_change_that_nobody_notes_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Environment, "change", lambda self: None)
     outcomes = [simulate(seed, operated=True, coordinator=Forgets) for seed in range(100, 106)]
     assert any("decided by a memory" in outcome.problem for outcome in outcomes)
+
+
+def test_who_left_with_a_host_that_was_taken_away_is_no_holder() -> None:
+    """One of those who leave has yet to do the update after which they leave, when the only other holder dies and the
+    coordinator learns from the workers of a plan that its journal lacks."""
+    outcome = simulate(72000682, operated=True)
+    assert outcome.ok and outcome.lost_everything, outcome

@@ -489,7 +489,7 @@ class Checks:
             found |= {m.key for m in plan.members}
             earlier = [n for n, p in self.records.plans.items() if n < plan.generation and (p.previous or n == 1)]
             before = plan.previous if plan.previous in self.records.plans else max(earlier, default=0)
-            if not before or plan.cause in (Cause.SCALED, Cause.DRAINED):
+            if not before or plan.cause in (Cause.SCALED, Cause.DRAINED, Cause.PREEMPTED):
                 return found
             plan = self.records.plans[before]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 from coordinator_harness import MS, S, World, drop, running
 
 from everstep.base.cause import Cause, Why
@@ -327,3 +330,74 @@ def test_a_job_that_is_scaled_down_keeps_no_slot_that_was_given_up() -> None:
     world.exited(1)
     world.exited(2)
     assert world.command("scale", workers=1).ok and world.coordinator.job.slots.ids() == {2}
+
+
+# ---- slots that were given up, after a restart of the coordinator
+
+
+def gives_up(world: World, worker_id: int, agent: str = "a1") -> m.SlotLost:
+    lost = m.SlotLost(agent_id=agent, worker_id=worker_id, cause=Cause.CRASH_LOOP, reason="it died again and again")
+    world.exited(worker_id, agent=agent)
+    world.say(agent, lost)
+    return lost
+
+
+def is_back(world: World, *workers: int, agent: str = "a1", lost: Sequence[m.SlotLost] = (), slots: int = 0) -> None:
+    lives = [m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + 10 * i) for i in workers]
+    world.connect(agent, "agent")
+    world.say(agent, m.AgentHello(agent_id=agent, host=agent, workers=lives, slots=slots, lost=list(lost)))
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("slots", [0, 3])
+def test_with_too_few_slots_the_job_ends_also_after_a_restart(slots: int, again: bool) -> None:
+    """Whether the agent says again that it has given the slot up, or it is another one by now."""
+    before = running(3, min_workers=3, save_ns=5 * S, slots=slots)
+    lost, plan = gives_up(before, 2), before.plan
+    world = before.restart()
+    is_back(world, 0, 1, lost=[lost] if again else [], slots=3)
+    for i in range(2):
+        world.hello(i, plan=plan, step=5)
+    world.wait(5 * S)
+    assert world.plan is not None and world.plan.worker_ids == (0, 1) and world.plan.save
+    world.entered(0, world.plan.generation, 6)
+    world.say("w0.0", m.Saved(worker_id=0, incarnation=0, step=5, ok=True, where="checkpoints/step-5"))
+    ended = world.coordinator.job.progress.ended
+    assert ended is not None and ended.exit_code == 1
+    assert ended.reason.startswith("slot 2 was given up (it died again and again); 2 of the 3 workers")
+
+
+def test_after_a_restart_the_slots_of_hosts_that_come_later_count() -> None:
+    before = running(3, min_workers=3)
+    plan = before.plan
+    before.agent(3, name="a2", host="a2")
+    before.hello(3, host="a2")
+    world = before.restart()
+    lost = m.SlotLost(agent_id="a1", worker_id=2, cause=Cause.CRASH_LOOP, reason="it died again and again")
+    is_back(world, 0, 1, lost=[lost], slots=3)
+    is_back(world, 3, agent="a2", slots=1)
+    world.hello(3, host="a2")
+    for i in range(2):
+        world.hello(i, plan=plan, step=5)
+    world.wait(5 * S)
+    assert world.coordinator.job.progress.ended is None and world.plan.worker_ids == (0, 1, 3)
+
+
+def test_after_a_restart_a_slot_that_was_given_up_and_runs_again_counts() -> None:
+    """Also if its worker is here before its agent."""
+    before = running(3, min_workers=2)
+    gives_up(before, 2)
+    before.started(2, 1)
+    before.hello(2, 1)
+    before.entered(0, 2, 4)
+    before.healed(2, 1)
+    before.entered(1, 3, 6)
+    plan, world = before.plan, before.restart()
+    assert plan.worker_ids == (0, 1, 2)
+    for i, n in ((0, 0), (1, 0), (2, 1)):
+        world.hello(i, n, plan=plan, step=6)
+    world.agent(0, 1, (2, 1))
+    world.wait(5 * S)
+    assert world.coordinator.job.slots.lost == {}
+    gives_up(world, 1)
+    assert world.coordinator.job.progress.ended is None and world.plan.worker_ids == (0, 2)

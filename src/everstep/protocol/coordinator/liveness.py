@@ -104,7 +104,7 @@ def _saw_life(job: JobState, agent: Agent, life: m.WorkerLife) -> None:
         known = None
     if known is None:
         known = membership.add(key, agent.host)
-        job.slots.revive(key.worker_id)
+    job.slots.revive(key.worker_id)
     known.started(agent.agent_id, life, job.env.now)
     job.slots.runs(key.worker_id, agent.agent_id)
 
@@ -143,17 +143,24 @@ def slot_lost(job: JobState, agent: Agent, message: m.SlotLost) -> None:
             slots.cells.shrink(message.worker_id, message.ranks, given, job.progress.step)
             agent.repeat_slots()
         return
-    if not slots.lose(message.worker_id, agent.agent_id, given):
-        return
-    if slots.left() < slots.least:
-        text = (
-            f"slot {message.worker_id} was given up ({message.reason}); {slots.left()} of the {slots.least} workers "
-            "that the job needs at least can still run"
-        )
-        job.saving.end_after_saving("failed", Why(Cause.QUORUM, text), 1, job.env.config.save_ns)
-    else:
+    if slots.lose(message.worker_id, agent.agent_id, given) and not _end_without_slots(job):
         why = Why(message.cause, f"its slot was given up: {message.reason}")
         job.env.report("warning", why, worker_id=message.worker_id)
+
+
+def _end_without_slots(job: JobState) -> bool:
+    """End the job if the slots that were not given up are too few. Returns whether they are. After a restart that is
+    decided when all have had time to say what they run."""
+    slots = job.slots
+    if not slots.lost or job.membership.in_grace or slots.left() >= slots.least:
+        return False
+    worker_id, reason = list(slots.lost.items())[-1]
+    text = (
+        f"slot {worker_id} was given up ({reason}); {slots.left()} of the {slots.least} workers that the job needs at "
+        "least can still run"
+    )
+    job.saving.end_after_saving("failed", Why(Cause.QUORUM, text), 1, job.env.config.save_ns)
+    return True
 
 
 def host_failed(job: JobState, agent: Agent, message: m.HostFailed) -> None:
@@ -459,6 +466,7 @@ def grace_due(job: JobState, about: Any) -> None:
         else:
             why = Why(Cause.SILENT, "it did not come back after the coordinator's restart")
             evict(job, worker, why, kill=True)
+    _end_without_slots(job)  # an earlier life of the coordinator may have died before the end
 
 
 def expect_agents(job: JobState) -> None:

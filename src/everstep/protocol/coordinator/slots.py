@@ -98,10 +98,10 @@ class Slots:
         self._owners[worker_id] = agent_id
 
     def revive(self, worker_id: int) -> None:
-        """The slot has a new life, though it may have been given up."""
-        self._env.change()
-        self._version += worker_id in self.lost
-        self.lost.pop(worker_id, None)
+        """A life of the slot runs, though it may have been given up."""
+        if self.lost.pop(worker_id, None) is not None:
+            self._env.change()
+            self._version += 1
 
     def empty(self, worker_id: int) -> None:
         self._env.change()
