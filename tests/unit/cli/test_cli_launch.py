@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import pytest
 import yaml
 
 from everstep.base.errors import ConfigError
+from everstep.cli.engines import launch as launch_rules
 from everstep.cli.engines import ssh
-from everstep.cli.engines.launch import Launch, host_script, job_code, note_end
-from everstep.cli.engines.ssh import Remote, SshHosts
+from everstep.cli.engines.launch import Launch, LaunchedHost, all_left, host_script, job_code
+from everstep.cli.engines.ray_cluster import HostProcess
+from everstep.cli.engines.ssh import SshHosts
 from everstep.cli.engines.strategic_merge import merge
 from everstep.cli.main import run_command
 from kubelet import expanded
@@ -228,8 +231,10 @@ def test_odd_names_are_only_names(engine: str, capsys: pytest.CaptureFixture[str
         ("exit 4", (4, False)),
         ("exit 5", (5, True)),
         ("exit 127", (127, False)),
+        ("exit 138", (0, False)),  # a standby host that has left in order
         ("kill -9 $$", (137, True)),
         ("trap 'exit 0' USR1; while :; do kill -USR1 $PPID; sleep 0.1; done", (0, True)),
+        ("trap 'exit 138' USR1; while :; do kill -USR1 $PPID; sleep 0.1; done", (0, True)),
         ("trap 'exit 1' USR1; while :; do kill -USR1 $PPID; sleep 0.1; done", (1, False)),
         ("trap 'exit 143' TERM; while :; do kill -TERM $PPID; sleep 0.1; done", (143, False)),
     ],
@@ -245,6 +250,7 @@ def test_when_a_host_is_to_come_again(tmp_path: Path, command: str, ends: tuple[
     (tmp_path / "final" / "digest.json").touch()
     ended = subprocess.run(["sh", "-c", text], capture_output=True, text=True, timeout=60)
     assert not ended.stdout, "the job is over"
+    assert ended.returncode == (0 if ends[0] == 4 else ends[0]), "it waited for a job that is complete"
 
 
 @pytest.mark.parametrize(
@@ -416,9 +422,8 @@ def test_merged_as_kubectl_would() -> None:
             merge(old, change)
 
 
-@pytest.mark.parametrize("kind", ["", "--jobset"])
-def test_hosts_of_kubernetes_with_etcd_can_all_take_over(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    more = [*filter(None, [kind]), "--set", "control.etcd=etcd://10.0.0.1/jobs/a"]
+def test_hosts_of_kubernetes_with_etcd_can_all_take_over(capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--set", "control.etcd=etcd://10.0.0.1/jobs/a"]
     words = ["launch", "k8s", "resnet18-digits", "--image", "i", "--disk", "10Gi", "--hosts", "2", *more]
     text = printed(capsys, *words)
     assert "--or-standby" in text and "ephemeral" in text
@@ -430,7 +435,7 @@ def test_hosts_of_kubernetes_with_etcd_can_all_take_over(kind: str, capsys: pyte
     assert not capsys.readouterr().err
     once = ["launch", "k8s", "resnet18-digits", "--image", "i", "--claim", "c", "--once", "--jobset", "--hosts", "2"]
     assert run_command([*once, "--set", "control.etcd=etcd://10.0.0.1/jobs/a", "--print"]) == 2
-    assert "--once: expected no control.etcd with it" in capsys.readouterr().err
+    assert "--jobset: expected no control.etcd with it" in capsys.readouterr().err
     assert run_command([*words[:-2], "--print"]) == 2
     assert "--disk: expected --set control.etcd=... with it" in capsys.readouterr().err
 
@@ -463,22 +468,49 @@ def test_a_job_set_is_as_its_schema_says(capsys: pytest.CaptureFixture[str]) -> 
     assert agents["completions"] == 2 and "$((JOB_COMPLETION_INDEX + 1))" in command[2]
 
 
-def test_hosts_over_ssh_are_tried_again_later_and_later() -> None:
-    remote = Remote("b")
+def test_hosts_are_tried_again_later_and_later() -> None:
+    host = LaunchedHost("b")
     now_s = 0.0
     for delay_s in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
-        remote.begun(now_s)
-        assert remote.ended(255, now_s) == f"b cannot be reached: again in {delay_s:g} s"
-        assert remote.due_s == now_s + delay_s
+        host.begun(now_s)
+        assert host.ended(255, now_s) == f"b cannot be reached: again in {delay_s:g} s"
+        assert host.due_s == now_s + delay_s
         now_s += delay_s
-    remote.begun(now_s)
-    assert remote.ended(137, now_s + 60.0) == "b ended with 137: again in 1 s"
-    remote.begun(now_s)
-    assert remote.ended(2, now_s) == "b was refused and is left out" and remote.over
-    assert Remote("c").ended(0, 0.0) == ""
-    agent = Remote("d")
+    host.begun(now_s)
+    assert host.ended(137, now_s + 60.0) == "b ended with 137: again in 1 s"
+    agent = LaunchedHost("d")
     assert agent.ended(1, 0.0) == "" and agent.due_s == 10.0, "if its job failed, the job's own host is about to end"
     assert agent.ended(1, 0.0) == "d ended with 1: again in 20 s"
+
+
+def test_which_hosts_are_left_out() -> None:
+    """Those that were refused, or have left in order. Without etcd 0 may be the job's end, too, so nothing is said."""
+    for alike, code, words in (
+        (True, 2, "b was refused: it is left out"),
+        (False, 2, "b was refused: it is left out"),
+        (True, 138, "b has left in order: it is left out"),
+        (False, 0, ""),
+    ):
+        host = LaunchedHost("b", alike)
+        host.begun(0.0)
+        assert (host.ended(code, 1.0), host.left, host.due_s) == (words, code, inf)
+    for code in (1, 3, 4, 5, 130, 137, 143):
+        host = LaunchedHost("b", True)
+        host.ended(code, 1.0)
+        assert host.left is None and host.due_s < inf, "nobody here has told it to end"
+    assert all_left([LaunchedHost("a", left=138), LaunchedHost("b", left=2)]) == 2
+    assert all_left([LaunchedHost("a", left=2), LaunchedHost("b")]) is None
+
+
+def test_whose_end_is_that_of_the_job() -> None:
+    for code in (0, 1, 2, 143, 255):
+        assert job_code(0, code, alike=False) == code and job_code(1, code, alike=False) is None
+    for number in (0, 1):
+        assert job_code(number, 0, alike=True) == 0, "it is complete"
+        for code in (1, 2, 3, 126, 127):
+            assert job_code(number, 64 + code, alike=True) == code, "this one has led it"
+        for code in (1, 2, 3, 4, 5, 127, 130, 137, 138, 143, 255, -9):
+            assert job_code(number, code, alike=True) is None
 
 
 def test_a_host_that_hears_nothing_any_more_ends_with_the_others(
@@ -505,112 +537,130 @@ def test_a_host_that_hears_nothing_any_more_ends_with_the_others(
     assert SshHosts(["first", "deaf"], scripts, b"t" * 16, deaf).run() == 0
 
 
-@pytest.mark.parametrize("ends", [(3, 0), (1, 0), (2, 0), (0, 0)])
-def test_the_exit_code_of_hosts_of_which_any_may_lead(ends: tuple[int, int]) -> None:
-    """That of the host that led: first, here."""
+class Lives:
+    """Hosts whose lives are these commands, the last again and again; with `waits` it runs until it is told to end."""
 
-    def start(host: str, script: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(["sh", "-c", script], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
+    def __init__(self, **lives: list[str]) -> None:
+        self.begun: list[str] = []
+        self._lives = lives
 
-    hosts = SshHosts(
-        ["first", "second"], [f"read -r token; exit {code}" for code in ends], b"t" * 16, start, alike=True
-    )
-    assert hosts.run() == ends[0]
-
-
-def test_a_signal_ends_all_hosts_once_the_first_was_lost() -> None:
-    """Nobody here knows which of them leads; SIGUSR1 would have them leave one by one."""
-    started = []
-
-    def start(host: str, script: str) -> subprocess.Popen[bytes]:
-        started.append(host)
-        return subprocess.Popen(["sh", "-c", script], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
-
-    class Told(SshHosts):
-        def _say(self, text: str) -> None:
-            for number in (signal.SIGUSR1, signal.SIGINT):
-                self._inbox.put(number)
-
-    heard = "read -r token; read -r number; exit $((128 + number))"
-    scripts = ["read -r token; exit 137", heard, heard]
-    assert Told(["first", "second", "third"], scripts, b"t" * 16, start, alike=True).run() == 130
-    assert started == ["first", "second", "third"]
-
-
-def test_a_first_host_that_came_back_is_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused, say, as its versions are others; the job trains elsewhere."""
-    monkeypatch.setattr(ssh, "FIRST_AGAIN_S", 0.0)
-    lives = iter(["exit 137", "exit 2"])
-
-    def start(host: str, script: str) -> subprocess.Popen[bytes]:
-        words = f"read -r token; {next(lives)}" if host == "first" else script
+    def start(self, host: str, script: str) -> subprocess.Popen[bytes]:
+        self.begun.append(host)
+        lives = self._lives[host]
+        words = lives.pop(0) if len(lives) > 1 else lives[0]
+        words = f"read -r token; {words.replace('waits', 'read -r number; exit $((128 + ${number:-15}))')}"
         return subprocess.Popen(["sh", "-c", words], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
 
-    class Told(SshHosts):
-        def _say(self, text: str) -> None:
-            if "refused" in text:
-                self._write(1, "go\n")
-
-    script = "read -r token; read -r go || exit 1; exit 0"
-    assert Told(["first", "second"], ["", script], b"t" * 16, start, alike=True).run() == 0
+    def hosts(self, kind: type[SshHosts] = SshHosts, *, alike: bool = True) -> SshHosts:
+        return kind(list(self._lives), [""] * len(self._lives), b"t" * 16, self.start, alike=alike)
 
 
-@pytest.mark.parametrize("code", [0, 143])
-def test_a_first_host_that_leaves_in_order_ends_no_others(code: int) -> None:
-    """Its engine told it to go, and another one leads."""
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_AGAIN_S", "_JOB_ENDS_S"):
+        monkeypatch.setattr(launch_rules, name, 0.0)
+    for name in ("_ALONE_S", "_TOGETHER_S"):
+        monkeypatch.setattr(ssh, name, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("lives", "code"),
+    [
+        ({"a": ["exit 0"], "b": ["waits"]}, 0),  # b was between two lives, and waits for the next job
+        ({"a": ["exit 137", "waits"], "b": ["exit 0"], "c": ["exit 255"]}, 0),
+        ({"a": ["exit 65"], "b": ["waits"]}, 1),
+        ({"a": ["waits"], "b": ["exit 67"]}, 3),
+        ({"a": ["exit 137", "exit 66"], "b": ["exit 138"]}, 2),  # what has left in order has not completed it
+        ({"a": ["exit 137", "exit 2"], "b": ["exit 2"]}, 2),
+        ({"a": ["exit 138"], "b": ["exit 138"]}, 138),
+    ],
+)
+@pytest.mark.usefixtures("at_once")
+def test_a_job_of_which_any_host_may_lead_is_over_when_one_says_so(lives: dict[str, list[str]], code: int) -> None:
+    """By 0, or as the host that led; the others are ended."""
+    assert Lives(**lives).hosts().run() == code
+
+
+@pytest.mark.parametrize("first", ["exit 143", "exit 130", "exit 1", "exit 4", "exit 137", "kill -9 $$"])
+@pytest.mark.usefixtures("at_once")
+def test_a_host_that_nobody_here_has_told_to_end_begins_again(first: str) -> None:
+    """The first one, too; the others wait for it, or lead meanwhile."""
+    for names in (("a", "b"), ("b", "a")):
+        lives = Lives(**dict(sorted({names[0]: [first, "exit 0"], names[1]: ["waits"]}.items())))
+        assert lives.hosts().run() == 0
+        assert lives.begun.count(names[0]) == 2
+
+
+@pytest.mark.usefixtures("at_once")
+def test_how_well_a_job_was_completed_is_what_the_host_that_led_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks at the ledger after the others have heard of the end."""
+    monkeypatch.setattr(ssh, "_TOGETHER_S", 60.0)
 
     class Told(SshHosts):
         def _end(self, number: int) -> int:
             found = super()._end(number)
-            self._write(1 - number, "go\n")
+            self._write(0, "go\n")
             return found
 
-    def start(host: str, script: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(["sh", "-c", script], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
-
-    scripts = [f"read -r token; exit {code}", "read -r token; read -r go && exit 0 || exit 1"]
-    assert Told(["first", "second"], scripts, b"t" * 16, start, alike=True).run() == 0
+    assert Lives(a=["read -r go; exit 65"], b=["exit 0"]).hosts(Told).run() == 1
 
 
-@pytest.mark.parametrize("then", [0, 2])
-def test_a_first_host_that_is_lost_is_tried_again_though_another_one_was_refused(
-    then: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody has said that the job is over; if all are refused, that is its end."""
-    monkeypatch.setattr(ssh, "FIRST_AGAIN_S", 0.0)
-    started = []
-    lives = iter(["read -r go; exit 137", f"exit {then}"])
-
-    def start(host: str, script: str) -> subprocess.Popen[bytes]:
-        started.append(host)
-        words = f"read -r token; {next(lives) if host == 'first' else script}"
-        return subprocess.Popen(["sh", "-c", words], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
+@pytest.mark.parametrize("first", ["exit 137", "waits"])
+@pytest.mark.usefixtures("at_once")
+def test_a_signal_ends_the_first_host_and_then_the_others(first: str) -> None:
+    """Nothing begins again. Nobody here knows which of them leads."""
 
     class Told(SshHosts):
-        def _say(self, text: str) -> None:
-            if text.startswith("second was refused"):
-                self._write(0, "go\n")
+        def _begin(self, number: int) -> None:
+            super()._begin(number)
+            if number == 2:
+                self._inbox.put(signal.SIGINT)
 
-    assert Told(["first", "second"], ["", "exit 2"], b"t" * 16, start, alike=True).run() == then
-    assert started == ["first", "second", "first"]
-
-
-def test_which_ends_of_hosts_tell_that_the_job_is_over() -> None:
-    lost = (3600.0, 255)
-    assert job_code([(3601.0, 0), lost], final=False) == 0, "a host that was lost before"
-    assert job_code([(3590.0, 3), lost], final=False) == 3
-    assert job_code([(3599.0, 0), lost], final=False) is None, "it left in order, and the other one went on"
-    assert job_code([(0.0, 1), (3599.0, 0)], final=True) == 0
-    assert job_code([(3599.0, 2), lost], final=False) is None
-    assert job_code([(3598.0, 2), (3599.0, 2)], final=True) == 2
-    assert job_code([], final=False) is None
+    lives = Lives(a=[first], b=["waits"], c=["waits"])
+    assert lives.hosts(Told).run() == 130
+    assert lives.begun == ["a", "b", "c"]
 
 
-def test_a_host_that_cannot_be_reached_any_more_has_ended_once() -> None:
-    ends = {1: (5.0, 0)}
-    for at_s, code, found in ((6.0, 255, (6.0, 255)), (7.0, 255, (6.0, 255)), (8.0, 4, (8.0, 4))):
-        note_end(ends, 1, code, at_s)
-        assert ends[1] == found
+@pytest.mark.usefixtures("at_once")
+def test_a_second_signal_ends_all_though_the_first_host_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh, "_LAST_WAIT_S", 0.0)
+
+    class Told(SshHosts):
+        def _begin(self, number: int) -> None:
+            super()._begin(number)
+            for signalled in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+                self._inbox.put(signalled)
+
+    assert Lives(a=["exec sleep 1000"]).hosts(Told, alike=False).run() == 143
+
+
+@pytest.mark.parametrize(
+    ("number", "does", "code"),
+    [
+        (0, "exit 2", 66),  # refused, and no other one leads
+        (0, 'rm -f "$EVERSTEP_HEAD_MARK"; exit 2', 2),  # it stood by
+        (0, "exit 0", 0),
+        (0, "exit 143", 143),
+        (1, "exit 1", 1),
+        (1, 'touch "$EVERSTEP_HEAD_MARK"; exit 1', 65),  # it had taken over
+    ],
+)
+@pytest.mark.parametrize("engine", ["ssh", "ray"])
+def test_a_host_says_whether_it_led(engine: str, number: int, does: str, code: int, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{does}\n")
+    python.chmod(0o755)
+    for etcd in ("etcd://127.0.0.1/j", ""):
+        launch = Launch("n", "t", (), (), 2, 1, str(tmp_path / "r"), str(python), folder=str(tmp_path), etcd=etcd)
+        if engine == "ray":
+            found = HostProcess(number).run(tuple(launch), "127.0.0.1:1", "127.0.0.1", "ab")
+        else:
+            script = ssh.remote_words(launch, number, "127.0.0.1", 1)
+            with subprocess.Popen(["sh", "-c", script], bufsize=0, stdin=subprocess.PIPE) as shell:
+                assert shell.stdin is not None
+                shell.stdin.write(b"ab\n")  # and it stays open, as by its end the host is told to end
+                found = shell.wait(60)
+        assert found == (code if etcd else code % 64 if code < 128 else code)
 
 
 def test_what_ssh_and_ray_would_start(capsys: pytest.CaptureFixture[str]) -> None:

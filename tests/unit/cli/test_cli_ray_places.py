@@ -143,42 +143,59 @@ class Ray:
     class exceptions:
         RayActorError = KeyError
 
-    def get(self, code: int) -> int:
+    def get(self, code: int, timeout: float | None = None) -> int:
         return code
 
     def kill(self, actor: Actor) -> None:
         pass
 
 
-@pytest.mark.parametrize("etcd", ["", "etcd://10.0.0.1/jobs/a"])
-def test_the_end_of_the_first_host_where_any_may_lead(etcd: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds no head, say: others may. From then on it is one of them, and a signal ends all."""
-    monkeypatch.setattr(ray_cluster, "_RayGroups", lambda ray: Cluster(a=1, b=1))
-    launch = Launch("n", "t", (), (), 2, 1, "/r", "", etcd=etcd)
-    driver: Any = ray_cluster._Driver(Ray(), launch, b"t" * 16, 0, 1)
-    actors = driver._actors = {0: Actor(), 1: Actor()}
-    driver._running = {0: 4, 1: 0}
-    assert driver._ended(0) == (None if etcd else 4)
-    if etcd:
-        driver._running[0] = 2
-        assert driver._ended(0) is None and 0 not in driver._running
-        driver._tell(signal.SIGINT)
-        assert driver._turn() == 130
-        driver._last(130)
-        assert actors[1].told == [signal.SIGINT]
-    assert driver._ended(1) is None and not driver._running
-    driver._signal, driver._due = 0, {}
-    assert not etcd or driver._turn() == 0
-
-
-def test_the_job_goes_on_if_all_were_lost_and_is_over_if_all_were_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has begun again has not ended, whatever its exit code was."""
+@pytest.fixture(params=["", "etcd://10.0.0.1/jobs/a"])
+def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(ray_cluster, "_RayGroups", lambda ray: Cluster(a=1, b=1))
     monkeypatch.setattr(ray_cluster, "_LOOK_S", 0.0)
-    launch = Launch("n", "t", (), (), 2, 1, "/r", "", etcd="etcd://10.0.0.1/jobs/a")
-    driver: Any = ray_cluster._Driver(Ray(), launch, b"t" * 16, 0, 1)
+    launch = Launch("n", "t", (), (), 2, 1, "/r", "", etcd=request.param)
+    found: Any = ray_cluster._Driver(Ray(), launch, b"t" * 16, 0, 1)
+    found._actors = {0: Actor(), 1: Actor()}
+    return found
+
+
+only_with_etcd = pytest.mark.parametrize("driver", ["etcd://10.0.0.1/jobs/a"], indirect=True)
+
+
+def test_the_end_of_the_first_host_is_the_job_s_where_no_other_may_lead(driver: Any) -> None:
+    """It finds no head, say. Where another may lead it begins again, also if nobody here has told it to end."""
+    for code in (4, 143, 1):
+        driver._running = {0: code, 1: 0}
+        assert driver._ended(0) == (None if driver._launch.etcd else code)
+        assert (driver._due.pop(0, None) is not None) == bool(driver._launch.etcd)
+    driver._running = {1: 143}
+    assert driver._ended(1) is None and 1 in driver._due
+    driver._running = {1: 0}
+    assert driver._ended(1) == (0 if driver._launch.etcd else None), "it is complete, or this one has left"
+
+
+@only_with_etcd
+def test_the_end_of_the_host_that_leads_is_the_job_s(driver: Any) -> None:
+    """Those that wait for the next job do not matter, and it says how well a job was completed."""
+    driver._running = {0: 1, 1: 66}
+    assert driver._ended(0) is None and driver._ended(1) == 2
+    driver._running = {0: 137, 1: 65}
+    assert driver._last(0) == 1 and driver._last(2) == 2
+
+
+@only_with_etcd
+def test_a_signal_ends_the_others_when_the_first_does_not_run(driver: Any) -> None:
+    driver._running = {1: 143}
+    driver._tell(signal.SIGINT)
+    assert driver._turn() == 130 and driver._last(130) == 130
+    assert driver._actors[1].told == [signal.SIGTERM]
+
+
+@only_with_etcd
+def test_the_job_goes_on_if_all_were_lost_and_is_over_if_all_were_refused(driver: Any) -> None:
     begun: list[int] = []
-    driver._begin, driver._first_leads, driver._running = begun.append, False, {1: 1}
+    driver._begin, driver._running = begun.append, {1: 1}
     assert driver._ended(1) is None
     driver._due[1] = 0.0
     assert driver._turn() is None and begun == [0, 1]
