@@ -275,7 +275,8 @@ class Job:
         if self._begun.succession.owner and self._local.exit_code in (REFUSED, NO_HEAD) and not others:
             self._end.give_up(self._local.exit_code, Why(Cause.UNKNOWN, last_line(self._local.log_path)))
         elif refused and not others:
-            self._end.fail(Why(Cause.CONFIG, last_line(self._local.log_path).removeprefix("everstep agent: ")), REFUSED)
+            why = Why(Cause.CONFIG, last_line(self._local.log_path).removeprefix("everstep agent: "))
+            self._end.fail(why, REFUSED, leads=self._lead.here)
         elif hopeless:
             self._fail_start("the agent of this host", self._local, why)
 
@@ -287,7 +288,7 @@ class Job:
             self._end.fail_alone(Why(Cause.CRASH_LOOP, text), time.monotonic(), rule.grace_s)
             self._local.end_alone()
         else:
-            self._end.fail(Why(Cause.CRASH_LOOP, text))
+            self._end.fail(Why(Cause.CRASH_LOOP, text), leads=self._lead.here)
 
     # ---- messages
 
@@ -377,7 +378,8 @@ class Job:
                 last_first.callback(self._local.leave)
             elif self._local is not None:
                 last_first.callback(self._local.end, *([INTERRUPTED_WAIT_S] if self._end.interrupted else []))
-            if self._link is not None and not (self._begun.succession.guest or self.deposed):
+            leads = self._lead.here and not (self._begun.succession.guest or self.deposed)
+            if self._link is not None and leads:
                 last_first.callback(self._link.goodbye, Why(Cause.INTERRUPTED, "the job's process has ended"))
 
     # ---- small things

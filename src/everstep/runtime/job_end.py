@@ -19,13 +19,15 @@ ALONE_S = 1.0
 @dataclass(frozen=True)
 class Outcome:
     """How the job ended: 'completed', 'failed' or 'interrupted', and why. later: a scheduler's signal to the job's own
-    host stopped it, so it may be started again. elsewhere: a host that leads in a directory of its own has ended it."""
+    host stopped it, so it may be started again. elsewhere: a host that leads in a directory of its own has ended it.
+    alone: this host has failed, and does not lead."""
 
     exit_code: int
     state: str
     why: Why
     later: bool = False
     elsewhere: bool = False
+    alone: bool = False
 
 
 class JobEnd:
@@ -93,9 +95,10 @@ class JobEnd:
             wait_s = AGENTS_WAIT_S + (self._finish_s if message.state == "completed" else 0.0)
             self._deadline_s = min(now_s + wait_s, self._deadline_s if self.interrupted else inf)
 
-    def fail(self, why: Why, exit_code: int = 1) -> None:
-        """End a job that cannot go on, without anybody who could end it in order."""
-        self.outcome = self.outcome or Outcome(exit_code, "failed", why)
+    def fail(self, why: Why, exit_code: int = 1, *, leads: bool = True) -> None:
+        """End a job that cannot go on, without anybody who could end it in order. leads: the coordinator here decides;
+        else this host alone fails."""
+        self.outcome = self.outcome or Outcome(exit_code, "failed", why, alone=not leads)
         self.over = True
 
     def fail_alone(self, why: Why, now_s: float, grace_s: float) -> None:
@@ -138,8 +141,10 @@ class JobEnd:
             self.over = self.over or late or not (local or (leads and self._present))
         elif self.interrupted or self._failing is not None:
             if late or (self.alone and not local):
-                failed = Outcome(1, "failed", self._failing) if self._failing is not None else None
-                self.outcome = failed or _interrupted(self.interrupted, "; the coordinator did not answer")
+                if self._failing is not None:
+                    self.fail(self._failing, leads=leads)
+                else:
+                    self.outcome = _interrupted(self.interrupted, "; the coordinator did not answer")
                 self.over = True
         elif not leads or not self._left or self._left < self._present:
             self._deadline_s = inf

@@ -382,6 +382,25 @@ def test_whatever_it_ends_of_it_says_goodbye(started: Started) -> None:
     assert started.end() == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize(
+    "started", [{"succession": Succession(owner="o"), "local": True, "hopeless": True}], indirect=True
+)
+@pytest.mark.parametrize("leads", (True, False))
+def test_what_fails_where_another_host_leads_ends_no_job(
+    started: Started, leads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a directory that hosts share: the agents of others are not sent away."""
+    said: list[Why] = []
+    monkeypatch.setattr(JobLink, "goodbye", lambda link, why: said.append(why))
+    local = started.local
+    assert local is not None and local.started.acquire(timeout=PATIENCE_S)
+    monkeypatch.setattr(started.job._lead, "look", lambda pid: None)
+    started.job._lead.here = leads
+    local.die()
+    assert started.end() == 1 and started.outcome is not None
+    assert bool(said) == leads and started.outcome.alone != leads
+
+
 def test_where_another_host_leads_in_its_own_directory_it_ends_and_no_other_host_does(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
