@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from everstep.cli.adoption import adopt
 from everstep.cli.agent import place, start_of_agent, take_part_in
 from everstep.cli.auto_lane import choose_lane, take_auto, with_lane
 from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, check_metrics
-from everstep.cli.coming_back import refuse_deposed, standing_by
+from everstep.cli.coming_back import mark_head, refuse_deposed, standing_by
 from everstep.cli.completing import complete_place, complete_task
 from everstep.cli.conclusion import lacking_rows
 from everstep.cli.config import complete_key
@@ -148,6 +149,8 @@ class Invocation:
 
 
 _ARGS = "everstep.args"
+_LOCK_WAIT_S = 60.0
+_LOCK_AGAIN_S = 0.25
 _ASKED = [field.name for field in dataclasses.fields(Asked) if field.name not in ("spec", "argv")]
 
 
@@ -298,6 +301,8 @@ def _begin(asked: Asked, request: Request, port: int | None, autos: tuple[bool, 
         check_installed("--dashboard")
     check_metrics(given.get("metrics.listen"), asked.public)
     _check_sign_key(given.get("checkpoint.sign_key"))
+    if asked.or_standby and asked.fresh:
+        raise ConfigError("--fresh: expected none with --or-standby, because a host that comes back would start over")
     if asked.or_standby:
         begun = _or_stand_by(begun, given)  # the host that leads by now may hold the directory, which all hosts see
     if run_dir.exists() and not asked.dry_run:
@@ -320,20 +325,26 @@ def _or_stand_by(begun: Start, given: Mapping[str, Any]) -> Start:
         raise ConfigError("--or-standby: expected --set control.etcd=... with it, where hosts find each other")
     if runs_elsewhere(asked := dataclasses.replace(begun, config=config, stays=True)):
         raise standing_by(asked, given.get("workers"))
+    mark_head(leads=True)  # nobody does
     return dataclasses.replace(begun, stays=True)
 
 
 @contextlib.contextmanager
 def _held(begun: Start, given: Mapping[str, Any]) -> Iterator[None]:
-    """Hold the run directory. Raises: ConfigError if another process does; Deposed if that leads the job since, and
-    this host may stand by."""
+    """Hold the run directory; one that may stand by waits for a process that has led the job, and is about to end.
+    Raises: ConfigError if another process holds it; Deposed if that leads the job since, and this host may stand by."""
+    until_s = time.monotonic() + _LOCK_WAIT_S * begun.stays
     with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(run_lock(begun.folder))
-        except ConfigError:
-            if begun.stays:
-                _or_stand_by(begun, given)
-            raise
+        while True:
+            try:
+                held.enter_context(run_lock(begun.folder))
+                break
+            except ConfigError:
+                if begun.stays:
+                    _or_stand_by(begun, given)
+                if time.monotonic() >= until_s:
+                    raise
+            time.sleep(_LOCK_AGAIN_S)
         yield
 
 

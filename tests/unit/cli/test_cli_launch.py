@@ -355,6 +355,18 @@ def test_the_end_of_the_job_s_own_pod_ends_all(code: int, capsys: pytest.Capture
     ), "a number would have to be patched with that of the hosts"
 
 
+@pytest.mark.parametrize(("etcd", "known", "code"), [("", True, 64), ("e", False, 64), ("e", True, 2)])
+def test_a_pod_0_that_comes_back_leads_only_if_it_says_so(tmp_path: Path, etcd: str, known: bool, code: int) -> None:
+    """With etcd another pod may lead by then."""
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 2\n")
+    (tmp_path / "python").chmod(0o755)
+    if known:
+        (tmp_path / "job.json").touch()
+    launch = Launch("n", "t", (), (), 2, 1, str(tmp_path), str(tmp_path / "python"), etcd=etcd)
+    text = host_script(launch, "0", "run", "agent", ":", alone=True, final="code=64")
+    assert subprocess.run(["sh", "-c", text], timeout=60).returncode == code
+
+
 PATCH = """
 kind: Pod
 spec:
@@ -484,12 +496,13 @@ def test_hosts_are_tried_again_later_and_later() -> None:
 
 
 def test_which_hosts_are_left_out() -> None:
-    """Those that were refused, or have left in order. Without etcd 0 may be the job's end, too, so nothing is said."""
+    """Those that were refused, have left in order, or say that the job is complete; of a 0 nothing is said."""
     for alike, code, words in (
         (True, 2, "b was refused: it is left out"),
         (False, 2, "b was refused: it is left out"),
         (True, 138, "b has left in order: it is left out"),
         (False, 0, ""),
+        (True, 0, ""),
     ):
         host = LaunchedHost("b", alike)
         host.begun(0.0)
@@ -506,10 +519,9 @@ def test_whose_end_is_that_of_the_job() -> None:
     for code in (0, 1, 2, 143, 255):
         assert job_code(0, code, alike=False) == code and job_code(1, code, alike=False) is None
     for number in (0, 1):
-        assert job_code(number, 0, alike=True) == 0, "it is complete"
-        for code in (1, 2, 3, 126, 127):
+        for code in (0, 1, 2, 3, 126, 127):
             assert job_code(number, 64 + code, alike=True) == code, "this one has led it"
-        for code in (1, 2, 3, 4, 5, 127, 130, 137, 138, 143, 255, -9):
+        for code in (0, 1, 2, 3, 4, 5, 127, 130, 137, 138, 143, 255, -9):
             assert job_code(number, code, alike=True) is None
 
 
@@ -548,7 +560,7 @@ class Lives:
         self.begun.append(host)
         lives = self._lives[host]
         words = lives.pop(0) if len(lives) > 1 else lives[0]
-        words = f"read -r token; {words.replace('waits', 'read -r number; exit $((128 + ${number:-15}))')}"
+        words = f"read -r token leads; {words.replace('waits', 'read -r number; exit $((128 + ${number:-15}))')}"
         return subprocess.Popen(["sh", "-c", words], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
 
     def hosts(self, kind: type[SshHosts] = SshHosts, *, alike: bool = True) -> SshHosts:
@@ -559,15 +571,14 @@ class Lives:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_AGAIN_S", "_JOB_ENDS_S"):
         monkeypatch.setattr(launch_rules, name, 0.0)
-    for name in ("_ALONE_S", "_TOGETHER_S"):
-        monkeypatch.setattr(ssh, name, 0.0)
+    monkeypatch.setattr(ssh, "_ALONE_S", 0.0)
 
 
 @pytest.mark.parametrize(
     ("lives", "code"),
     [
-        ({"a": ["exit 0"], "b": ["waits"]}, 0),  # b was between two lives, and waits for the next job
-        ({"a": ["exit 137", "waits"], "b": ["exit 0"], "c": ["exit 255"]}, 0),
+        ({"a": ["exit 64"], "b": ["waits"]}, 0),  # b was between two lives, and waits for the next job
+        ({"a": ["exit 137", "waits"], "b": ["exit 64"], "c": ["exit 255"]}, 0),
         ({"a": ["exit 65"], "b": ["waits"]}, 1),
         ({"a": ["waits"], "b": ["exit 67"]}, 3),
         ({"a": ["exit 137", "exit 66"], "b": ["exit 138"]}, 2),  # what has left in order has not completed it
@@ -577,7 +588,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("at_once")
 def test_a_job_of_which_any_host_may_lead_is_over_when_one_says_so(lives: dict[str, list[str]], code: int) -> None:
-    """By 0, or as the host that led; the others are ended."""
+    """The one that has led; the others are ended."""
     assert Lives(**lives).hosts().run() == code
 
 
@@ -586,15 +597,17 @@ def test_a_job_of_which_any_host_may_lead_is_over_when_one_says_so(lives: dict[s
 def test_a_host_that_nobody_here_has_told_to_end_begins_again(first: str) -> None:
     """The first one, too; the others wait for it, or lead meanwhile."""
     for names in (("a", "b"), ("b", "a")):
-        lives = Lives(**dict(sorted({names[0]: [first, "exit 0"], names[1]: ["waits"]}.items())))
+        lives = Lives(**dict(sorted({names[0]: [first, "exit 64"], names[1]: ["waits"]}.items())))
         assert lives.hosts().run() == 0
         assert lives.begun.count(names[0]) == 2
 
 
+@pytest.mark.parametrize(("last", "code"), [("exit 64", 0), ("exit 65", 1), ("exit 137", 0), ("exit 255", 0)])
 @pytest.mark.usefixtures("at_once")
-def test_how_well_a_job_was_completed_is_what_the_host_that_led_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks at the ledger after the others have heard of the end."""
-    monkeypatch.setattr(ssh, "_TOGETHER_S", 60.0)
+def test_the_host_that_leads_is_waited_for_when_another_one_says_that_the_job_is_complete(
+    last: str, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It runs its script's end, and looks at the ledger after that. Nothing begins again."""
 
     class Told(SshHosts):
         def _end(self, number: int) -> int:
@@ -602,7 +615,18 @@ def test_how_well_a_job_was_completed_is_what_the_host_that_led_says(monkeypatch
             self._write(0, "go\n")
             return found
 
-    assert Lives(a=["read -r go; exit 65"], b=["exit 0"]).hosts(Told).run() == 1
+    lives = Lives(a=[f"read -r go; {last}"], b=["exit 0"])
+    assert lives.hosts(Told).run() == code
+    assert lives.begun == ["a", "b"] and not capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("at_once")
+def test_the_first_host_leads_before_it_says_so_in_its_first_life_alone() -> None:
+    """By what it says later; then another host may lead."""
+    lives = Lives(a=['[ "$leads" = leads ] && exit 137; exit 66', '[ -z "$leads" ] && exit 64; exit 67'], b=["waits"])
+    assert lives.hosts().run() == 0
+    assert lives.begun == ["a", "b", "a"]
+    assert Lives(a=["waits"], b=['[ -z "$leads" ] && exit 64; exit 66']).hosts().run() == 0
 
 
 @pytest.mark.parametrize("first", ["exit 137", "waits"])
@@ -611,8 +635,8 @@ def test_a_signal_ends_the_first_host_and_then_the_others(first: str) -> None:
     """Nothing begins again. Nobody here knows which of them leads."""
 
     class Told(SshHosts):
-        def _begin(self, number: int) -> None:
-            super()._begin(number)
+        def _begin(self, number: int, *, leads: bool) -> None:
+            super()._begin(number, leads=leads)
             if number == 2:
                 self._inbox.put(signal.SIGINT)
 
@@ -626,8 +650,8 @@ def test_a_second_signal_ends_all_though_the_first_host_does_not_end(monkeypatch
     monkeypatch.setattr(ssh, "_LAST_WAIT_S", 0.0)
 
     class Told(SshHosts):
-        def _begin(self, number: int) -> None:
-            super()._begin(number)
+        def _begin(self, number: int, *, leads: bool) -> None:
+            super()._begin(number, leads=leads)
             for signalled in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
                 self._inbox.put(signalled)
 
@@ -635,32 +659,35 @@ def test_a_second_signal_ends_all_though_the_first_host_does_not_end(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("number", "does", "code"),
+    ("leads", "does", "code"),
     [
-        (0, "exit 2", 66),  # refused, and no other one leads
-        (0, 'rm -f "$EVERSTEP_HEAD_MARK"; exit 2', 2),  # it stood by
-        (0, "exit 0", 0),
-        (0, "exit 143", 143),
-        (1, "exit 1", 1),
-        (1, 'touch "$EVERSTEP_HEAD_MARK"; exit 1', 65),  # it had taken over
+        (True, "exit 2", 66),  # refused, and no other one leads
+        (True, 'rm -f "$EVERSTEP_HEAD_MARK"; exit 2', 2),  # it stood by
+        (True, "exit 0", 64),
+        (True, "exit 143", 143),
+        (False, "exit 1", 1),
+        (False, "exit 127", 127),
+        (False, 'touch "$EVERSTEP_HEAD_MARK"; exit 1', 65),  # it had taken over
     ],
 )
 @pytest.mark.parametrize("engine", ["ssh", "ray"])
-def test_a_host_says_whether_it_led(engine: str, number: int, does: str, code: int, tmp_path: Path) -> None:
+def test_a_host_says_whether_it_led(engine: str, leads: bool, does: str, code: int, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{does}\n")
     python.chmod(0o755)
     for etcd in ("etcd://127.0.0.1/j", ""):
         launch = Launch("n", "t", (), (), 2, 1, str(tmp_path / "r"), str(python), folder=str(tmp_path), etcd=etcd)
         if engine == "ray":
-            found = HostProcess(number).run(tuple(launch), "127.0.0.1:1", "127.0.0.1", "ab")
+            found = HostProcess(0).run(tuple(launch), "127.0.0.1:1", "127.0.0.1", "ab", leads)
         else:
-            script = ssh.remote_words(launch, number, "127.0.0.1", 1)
+            script = ssh.remote_words(launch, 0, "127.0.0.1", 1)
             with subprocess.Popen(["sh", "-c", script], bufsize=0, stdin=subprocess.PIPE) as shell:
                 assert shell.stdin is not None
-                shell.stdin.write(b"ab\n")  # and it stays open, as by its end the host is told to end
+                shell.stdin.write(
+                    b"ab leads\n" if leads else b"ab\n"
+                )  # and it stays open, as by its end the host is told to end
                 found = shell.wait(60)
-        assert found == (code if etcd else code % 64 if code < 128 else code)
+        assert found == (code if etcd or code not in (64, 65, 66) else code - 64)
 
 
 def test_what_ssh_and_ray_would_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from everstep.cli.engines import ray_cluster
-from everstep.cli.engines.launch import Launch
+from everstep.cli.engines.launch import Launch, completed
 from everstep.cli.engines.ray_placement import GATHER_S, RayBundle, RayPlaces
 
 
@@ -172,16 +172,20 @@ def test_the_end_of_the_first_host_is_the_job_s_where_no_other_may_lead(driver: 
     driver._running = {1: 143}
     assert driver._ended(1) is None and 1 in driver._due
     driver._running = {1: 0}
-    assert driver._ended(1) == (0 if driver._launch.etcd else None), "it is complete, or this one has left"
+    assert driver._ended(1) is None and completed(driver._hosts) == bool(driver._launch.etcd), "or it has left"
 
 
 @only_with_etcd
 def test_the_end_of_the_host_that_leads_is_the_job_s(driver: Any) -> None:
-    """Those that wait for the next job do not matter, and it says how well a job was completed."""
+    """It is waited for when another one says that the job is complete, and nothing begins again."""
     driver._running = {0: 1, 1: 66}
     assert driver._ended(0) is None and driver._ended(1) == 2
-    driver._running = {0: 137, 1: 65}
-    assert driver._last(0) == 1 and driver._last(2) == 2
+    driver._running = {0: 0, 1: 65}
+    assert driver._ended(0) is None and driver._ended(1) == 1
+    driver._running, driver._begin = {1: 137}, lambda number, **how: pytest.fail("it begins")
+    assert driver._ended(1) is None
+    driver._due[1] = 0.0
+    assert driver._turn() == 0
 
 
 @only_with_etcd
@@ -192,13 +196,23 @@ def test_a_signal_ends_the_others_when_the_first_does_not_run(driver: Any) -> No
     assert driver._actors[1].told == [signal.SIGTERM]
 
 
+def test_a_second_signal_ends_all(driver: Any) -> None:
+    """The first host does not answer, say."""
+    driver._running = {0: 143, 1: 143}
+    driver._places.alone = True
+    for _ in range(2):
+        driver._tell(signal.SIGTERM)
+    assert driver._turn() == 143 and driver._last(143) == 143
+    assert driver._actors[1].told == [signal.SIGTERM]
+
+
 @only_with_etcd
 def test_the_job_goes_on_if_all_were_lost_and_is_over_if_all_were_refused(driver: Any) -> None:
-    begun: list[int] = []
-    driver._begin, driver._running = begun.append, {1: 1}
+    begun: list[tuple[int, bool]] = []
+    driver._begin, driver._running = lambda number, leads: begun.append((number, leads)), {1: 1}
     assert driver._ended(1) is None
     driver._due[1] = 0.0
-    assert driver._turn() is None and begun == [0, 1]
+    assert driver._turn() is None and begun == [(0, True), (1, False)]
     assert driver._turn() is None, "their actors are lost"
     driver._running = {0: 2, 1: 2}
     assert driver._ended(0) is None and driver._ended(1) is None

@@ -262,6 +262,7 @@ def test_a_host_that_comes_back_stands_by_though_the_new_head_holds_the_director
         raise ConfigError(f"stood by in {begun.folder}, with patience for {begun.config.hosts.wait_s:g} s")
 
     monkeypatch.setattr(run, "runs_elsewhere", lambda begun: elsewhere)
+    monkeypatch.setattr(run, "_LOCK_WAIT_S", 0.0)
     monkeypatch.setattr(coming_back, "become_standby", stands_by)
     words = ["run", "resnet18-digits", "--run-dir", str(tmp_path), "--listen", "127.0.0.1:0", "--or-standby"]
     words += ["--set", "control.etcd=etcd://127.0.0.1/jobs/a", "--set", "hosts.wait_s=900"]
@@ -282,6 +283,7 @@ def test_a_host_stands_by_for_one_that_began_to_lead_after_it_had_asked(
     """It was refused as a second one; and the directory, which hosts share, is left as it was."""
 
     def stands_by(begun: Start, **how: Any) -> None:
+        assert not begun.stays, "a job that is stopped goes on by the same command"
         raise ConfigError(f"stood by in {begun.folder} with {how['refill']}")
 
     (tmp_path / "train.py").touch()
@@ -298,6 +300,24 @@ def test_a_host_stands_by_for_one_that_began_to_lead_after_it_had_asked(
     assert f"the job runs already; this host could not stand by: stood by in {run_dir} with" in said
     assert not (run_dir / JOB_FILE).exists() and not (run_dir / TOKEN_FILE).exists()
     assert answers == ([] if meets == "lock" else [True])
+
+
+def test_a_host_that_is_to_lead_waits_for_the_one_that_is_about_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one has given up its lease, and still looks at the ledger. Nobody leads, so this one's end is the job's."""
+    mark, before = tmp_path / "mark", ExitStack()
+    monkeypatch.setenv(coming_back.HEAD_MARK, str(mark))
+    monkeypatch.setattr(run, "runs_elsewhere", lambda begun: False)
+    monkeypatch.setattr(run, "_LOCK_AGAIN_S", 0.0)
+    monkeypatch.setattr(run, "set_aside", lambda *given: pytest.fail("a host that comes back would start over"))
+    before.enter_context(run_lock(tmp_path))
+    begun = Start(load_config([]), run_dir=tmp_path, stays=True)
+    given = {"control.etcd": "etcd://127.0.0.1/jobs/a"}
+    monkeypatch.setattr(run, "mark_head", lambda leads: (coming_back.mark_head(leads=leads), before.close()))
+    with run._held(begun, given):
+        assert mark.exists()
+    assert run_command(["run", "resnet18-digits", "--run-dir", str(tmp_path), "--fresh", *OR_STANDBY]) == 2
 
 
 def test_a_second_host_that_is_not_to_stand_by_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

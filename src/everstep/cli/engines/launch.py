@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -68,8 +68,8 @@ def in_brackets(name: str) -> str:
 NOT_REACHED = 255
 FINAL = (JOB_FAILED, 2, 126, 127)
 """Exit codes after which no other try helps: failed, refused; the interpreter cannot be run, or is not there."""
-ENDS_JOB = (*FINAL, WORKERS_MISSING)
-"""Exit codes with which the host that leads ends the job, beside 0."""
+ENDS_JOB = (0, *FINAL, WORKERS_MISSING)
+"""Exit codes with which the host that leads ends the job."""
 LED = 64
 """Is added to such a code by a host that led the job when it ended, where any host may lead."""
 _AGAIN_S = 1.0
@@ -81,21 +81,21 @@ _HEALTHY_S = 60.0
 def job_code(number: int, code: int, *, alike: bool) -> int | None:
     """Exit code of the job, if its end is what host `number` tells by this code; None if it goes on.
 
-    Without etcd that is the end of the first host, whatever it is. With etcd any host may lead (alike). Then the job is
-    complete when any host ends with 0, and has failed when the host that leads fails or is refused. Every other end is
-    that of one host alone.
+    Without etcd that is the end of the first host, whatever it is. With etcd any host may lead (alike), and the one
+    that does tells the job's end; it waits for those that know of the job. Every other end is that of one host alone.
     """
     if not alike:
         return code if number == 0 else None
-    return 0 if code == 0 else code - LED if code - LED in ENDS_JOB else None
+    return code - LED if code - LED in ENDS_JOB else None
 
 
 @dataclass
 class LaunchedHost:
     """A host of a launch, by one rule: what has ended begins again, later and later while that fails; but a host that
-    was refused, or has left in order, is left out for good. Pure.
+    was refused, has left in order, or says by 0 that the job is complete, is left out for good. Pure.
 
-    due_s: when its process is to begin, inf while it runs. left: exit code with which it was left out.
+    due_s: when its process is to begin, inf while it runs; -inf before its first life. left: exit code with which it
+    was left out.
     """
 
     name: str
@@ -116,7 +116,7 @@ class LaunchedHost:
         """
         if now_s - self._began_s >= _HEALTHY_S:
             self._tries = 0
-        if code in (2, HANDED_OVER if self.alike else 0):
+        if code in ((0, 2, HANDED_OVER) if self.alike else (0, 2)):
             self.left = code
             how = "was refused" if code == 2 else "has left in order"
             return f"{self.name} {how}: it is left out" if code else ""
@@ -130,11 +130,17 @@ class LaunchedHost:
         return f"{self.name} {how}: again in {delay_s:g} s"
 
 
-def all_left(hosts: Iterable[LaunchedHost]) -> int | None:
-    """Exit code of a job whose hosts were all left out; None if there are others."""
-    codes = [host.left for host in hosts]
-    found = [code for code in codes if code is not None]
-    return min(found) if len(found) == len(codes) else None
+def completed(hosts: Iterable[LaunchedHost]) -> bool:
+    """Whether some host says so, where any may lead: then none begins again."""
+    return any(host.alike and host.left == 0 for host in hosts)
+
+
+def all_left(hosts: Sequence[LaunchedHost]) -> int | None:
+    """Exit code of a job of which no host runs, if none is to begin again; else None."""
+    if completed(hosts):
+        return 0
+    found = [host.left for host in hosts if host.left is not None]
+    return min(found) if len(found) == len(hosts) else None
 
 
 def host_script(
@@ -160,6 +166,7 @@ def host_script(
     SIGUSR1 means that the host has to go soon: an agent hands its workers over, the job takes a checkpoint.
     """
     variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in launch.variables)
+    known = '[ -e "$dir/job.json" ] || ' if launch.etcd else ""  # then another host may lead
     end = '[ -z "$here" ] || kill -TERM "$here"' if alone else ":"  # a second one would end the job at once
     return f"""\
 dir={shlex.quote(launch.run_dir)}
@@ -169,7 +176,7 @@ export EVERSTEP_HEAD_MARK
 {variables}trap 'leaving=1; [ -z "$here" ] || kill -USR1 "$here"' USR1
 trap '{end}' TERM
 if [ "{index}" = 0 ]; then
-  touch "$EVERSTEP_HEAD_MARK"
+  {known}touch "$EVERSTEP_HEAD_MARK"
   {shlex.join(launch.everstep)} {job} &
 else
   {shlex.join(launch.everstep)} {agent} &

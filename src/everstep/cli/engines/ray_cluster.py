@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from everstep.base.below import write_atomically
@@ -23,7 +24,7 @@ from everstep.base.errors import ConfigError
 from everstep.base.exit_codes import JOB_FAILED, NO_HEAD, WORKERS_MISSING
 from everstep.base.leaving import temporary_folder
 from everstep.cli.coming_back import HEAD_MARK
-from everstep.cli.engines.launch import ENDS_JOB, LED, Launch, LaunchedHost, all_left, job_code
+from everstep.cli.engines.launch import ENDS_JOB, LED, Launch, LaunchedHost, all_left, completed, job_code
 from everstep.cli.engines.ray_placement import RayBundle, RayPlaces
 from everstep.runtime.process import die_with_parent, own_command
 
@@ -56,8 +57,9 @@ class HostProcess:
         with reserve(own) as sock:
             return own, int(sock.getsockname()[1])
 
-    def run(self, launch: tuple[Any, ...], job_at: str, towards: str, token: str) -> int:
-        """Run the process until it ends. Returns the exit code, as `job_code` takes it."""
+    def run(self, launch: tuple[Any, ...], job_at: str, towards: str, token: str, leads: bool = False) -> int:
+        """Run the process until it ends. leads: even before it says so. Returns the exit code, as `job_code` takes
+        it."""
         found = Launch(*launch)
         words = arguments(found, self._number, job_at, self.where(towards)[0])
         command = own_command(MODULE, str(os.getpid()), *words)
@@ -66,7 +68,7 @@ class HostProcess:
         folder = found.folder if os.path.isdir(found.folder) else None
         with temporary_folder("everstep-launch-") as kept:
             mark = kept / "leads"
-            if self._number == 0:
+            if leads:
                 write_atomically(mark, "")
             environment[HEAD_MARK] = str(mark)
             self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, cwd=folder)
@@ -154,7 +156,7 @@ class _Driver:
         self._running: dict[int, Any] = {}
         self._job_at = ""
         self._head = ""
-        self._signal = 0
+        self._signal, self._again = 0, False
         self._hosts = [LaunchedHost(f"host {number}", bool(launch.etcd)) for number in range(launch.hosts)]
 
     def run(self) -> int:
@@ -174,16 +176,17 @@ class _Driver:
     def _turn(self) -> int | None:
         """Start hosts that have a node, and take in ends. Returns the job's exit code if it is over."""
         parted = self._places.alone
-        now_s = time.monotonic()
+        now_s, last = time.monotonic(), self._signal or completed(self._hosts)
         self._due.update(dict.fromkeys(self._places.look(now_s), now_s))
         if self._places.alone and not parted:
             self._say("some nodes are missing: the job begins without them, and they join when they come")
-        for number in sorted(number for number, at_s in self._due.items() if at_s <= now_s and not self._signal):
+        for number in sorted(number for number, at_s in self._due.items() if at_s <= now_s and not last):
             if number == 0 or 0 in self._running or self._launch.etcd:  # that one knows where the job is
                 del self._due[number]
+                first = self._hosts[number].due_s == -inf
                 self._hosts[number].begun(now_s)
-                self._begin(number)
-        if self._signal and 0 not in self._running:
+                self._begin(number, leads=first and number == 0)
+        if self._signal and (self._again or 0 not in self._running):
             return 128 + self._signal
         if not self._running:
             code = all_left(self._hosts)
@@ -196,7 +199,7 @@ class _Driver:
                 return code
         return None
 
-    def _begin(self, number: int) -> None:
+    def _begin(self, number: int, *, leads: bool) -> None:
         """Start the actor of a host, and its process."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -217,7 +220,7 @@ class _Driver:
                 self._lost(number)
                 return
             self._job_at, self._head = at_port(own, port), own
-        self._running[number] = actor.run.remote(tuple(self._launch), self._job_at, towards, self._token)
+        self._running[number] = actor.run.remote(tuple(self._launch), self._job_at, towards, self._token, leads)
 
     def _ended(self, number: int | None) -> int | None:
         """Take in the end of a host's process or actor. Returns the job's exit code if it is over."""
@@ -232,7 +235,8 @@ class _Driver:
         if over is not None and (self._launch.etcd or over in _OVER):
             return over
         host = self._hosts[number]
-        if (words := host.ended(code, time.monotonic())) and not self._signal:
+        words = host.ended(code, time.monotonic())
+        if words and not (self._signal or completed(self._hosts)):
             self._say(words)
         if host.left is None:
             self._give_up(number)
@@ -266,24 +270,21 @@ class _Driver:
             self._ray.kill(actor)
 
     def _tell(self, number: int) -> None:
-        """Pass a signal on. In a signal handler, so the call is made elsewhere."""
-        self._signal = number
+        """Pass a signal on; a second one ends all. In a signal handler, so the call is made elsewhere."""
+        self._signal, self._again = number, bool(self._signal)
         if 0 not in self._running:
             return
         threading.Thread(target=lambda: self._actors[0].tell.remote(number), daemon=True).start()
 
     def _last(self, code: int) -> int:
         """Wait for the others, which have heard of the job's end, unless it was told to stop: those would wait for it,
-        or lead it. The rest goes with the actors. Returns the job's exit code: how well a job was completed is what the
-        host that led says."""
+        or lead it. The rest goes with the actors. Returns the code."""
         for number in self._running if code > 128 else ():
             self._actors[number].tell.remote(int(signal.SIGTERM))
         until_s = time.monotonic() + _END_WAIT_S
-        for number, ref in self._running.items():
+        for ref in self._running.values():
             with contextlib.suppress(Exception):  # it was lost, or does not end in time
-                ended = int(self._ray.get(ref, timeout=max(0.0, until_s - time.monotonic())))
-                found = job_code(number, ended, alike=bool(self._launch.etcd))
-                code = code or found or 0
+                self._ray.get(ref, timeout=max(0.0, until_s - time.monotonic()))
         return code
 
     def _say(self, text: str) -> None:

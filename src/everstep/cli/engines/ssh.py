@@ -21,15 +21,14 @@ from everstep.base.doors import at_port
 from everstep.base.errors import ConfigError
 from everstep.base.readable import readable
 from everstep.cli.coming_back import HEAD_MARK
-from everstep.cli.engines.launch import ENDS_JOB, LED, NOT_REACHED, Launch, LaunchedHost, all_left, job_code
+from everstep.cli.engines.launch import ENDS_JOB, LED, NOT_REACHED, Launch, LaunchedHost, all_left, completed, job_code
 from everstep.runtime.process import Inbox, taking_signals
 
 _LAST_WAIT_S = 45.0
 _ALONE_S = 10.0
-_TOGETHER_S = 60.0
 _REMOTE = """\
 exec 3<&0
-read -r EVERSTEP_TOKEN <&3 && export EVERSTEP_TOKEN || exit 2
+read -r EVERSTEP_TOKEN leads <&3 && export EVERSTEP_TOKEN || exit 2
 cd {folder} 2>/dev/null || cd {beside} || exit 2
 {before}{words} 3<&- </dev/null &
 here=$!
@@ -62,7 +61,7 @@ def remote_words(launch: Launch, number: int, address: str, port: int) -> str:
     )
     folder, beside = shlex.quote(launch.folder or "."), shlex.quote(str(Path(launch.run_dir).parent))
     before = f"export {HEAD_MARK}=$(mktemp -u)\n" if launch.etcd else ""
-    before += f'touch "${HEAD_MARK}"\n' if launch.etcd and number == 0 else ""
+    before += f'[ -z "$leads" ] || touch "${HEAD_MARK}"\n' if launch.etcd else ""
     after = _MARKED if launch.etcd else ""
     return _REMOTE.format(folder=folder, beside=beside, before=before, words=words, after=after)
 
@@ -82,32 +81,34 @@ class SshHosts:
     start: Callable[[str, str], subprocess.Popen[bytes]]
     alike: bool = False
     _signal: int = 0
+    _hosts: list[LaunchedHost] = field(default_factory=list)
     _inbox: Inbox[int] = field(default_factory=Inbox)
     _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     _fds: dict[int, int] = field(default_factory=dict)
 
     def run(self) -> int:
         """Run the job. Returns its exit code, once all hosts have ended."""
-        hosts = [LaunchedHost(name, self.alike) for name in self.hosts]
+        self._hosts = [LaunchedHost(name, self.alike) for name in self.hosts]
         code: int | None = None
         with taking_signals((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), self._inbox.put):
             while code is None:
                 now_s = time.monotonic()
-                for number, host in enumerate(hosts):
-                    if host.due_s <= now_s and not self._signal:
-                        self._begin(number)
+                for number, host in enumerate(self._hosts):
+                    if host.due_s <= now_s and not self._last:
+                        self._begin(number, leads=number == 0 and host.due_s == -inf)
                         host.begun(now_s)
-                due_s = inf if self._signal else min(host.due_s for host in hosts)
+                due_s = inf if self._last else min(host.due_s for host in self._hosts)
                 patience_s = max(0.0, min(1.0, due_s - now_s))
                 ready = readable([self._inbox.fd, *self._fds.values()], patience_s)
                 for signalled in self._inbox.take():
                     code = self._tell(signalled) if code is None else code
                 for number in [n for n, fd in self._fds.items() if fd in ready]:
-                    code = self._take_end(number, hosts[number]) if code is None else code
+                    code = self._take_end(number) if code is None else code
                 if code is None and self._signal and 0 not in self._processes:
                     code = 128 + self._signal
-                code = all_left(hosts) if code is None else code
-            return self._end_others(code)
+                code = all_left(self._hosts) if code is None and not self._processes else code
+            self._end_others(code)
+        return code
 
     def _tell(self, signalled: int) -> int | None:
         """Pass a signal on. Returns the job's exit code if it is the second one that is to end the job."""
@@ -116,24 +117,29 @@ class SshHosts:
         self._write(0, f"{signalled}\n")
         return 128 + signalled if again else None
 
-    def _take_end(self, number: int, host: LaunchedHost) -> int | None:
+    @property
+    def _last(self) -> bool:
+        """Whether no host begins again."""
+        return bool(self._signal) or completed(self._hosts)
+
+    def _take_end(self, number: int) -> int | None:
         """Take in that a host's ssh has ended. Returns the job's exit code if it is over."""
-        ended = self._end(number)
+        ended, host = self._end(number), self._hosts[number]
         code = job_code(number, ended, alike=self.alike)
         if code is not None and (code == NOT_REACHED or code < 0):
             self._say(f"{host.name}, the job's own host, is lost: run the same command again to go on")
             return 1
-        if code is None and (words := host.ended(ended, time.monotonic())) and not self._signal:
+        if code is None and (words := host.ended(ended, time.monotonic())) and not self._last:
             self._say(words)
         return code
 
     def _say(self, text: str) -> None:
         print(f"everstep launch: {text}", file=sys.stderr, flush=True)
 
-    def _begin(self, number: int) -> None:
+    def _begin(self, number: int, *, leads: bool) -> None:
         process = self.start(self.hosts[number], self.scripts[number])
         self._processes[number], self._fds[number] = process, os.pidfd_open(process.pid)
-        self._write(number, f"{self.token.hex()}\n")
+        self._write(number, f"{self.token.hex()}{' leads' * leads}\n")
 
     def _write(self, number: int, text: str) -> None:
         process = self._processes.get(number)
@@ -148,28 +154,24 @@ class SshHosts:
             process.stdin.close()
         return process.wait()
 
-    def _end_others(self, code: int) -> int:
+    def _end_others(self, code: int) -> None:
         """Wait for the others, which have heard of the end. After some time they are told by the end of their standard
         input: agents of a job that was told to stop, and hosts that came (back) too late to hear, wait for the next
-        one. Returns the job's exit code: how well a job was completed is what the host that led says."""
-        alone_s = 0.0 if code > 128 else _TOGETHER_S if self.alike and code == 0 else _ALONE_S
-        code = self._wait_for_others(code, alone_s)
+        one."""
+        self._wait_for_others(0.0 if code > 128 else _ALONE_S)
         for process in self._processes.values():
             if process.stdin is not None:
                 process.stdin.close()
-        code = self._wait_for_others(code, _LAST_WAIT_S)
+        self._wait_for_others(_LAST_WAIT_S)
         for number in list(self._processes):
             self._processes[number].kill()
             self._end(number)
-        return code
 
-    def _wait_for_others(self, code: int, for_s: float) -> int:
+    def _wait_for_others(self, for_s: float) -> None:
         until_s = time.monotonic() + for_s
         while self._fds and (ready := readable(self._fds.values(), max(0.0, until_s - time.monotonic()))):
             for number in [n for n, fd in self._fds.items() if fd in ready]:
-                found = job_code(number, self._end(number), alike=self.alike)
-                code = code or found or 0
-        return code
+                self._end(number)
 
 
 def ssh(options: Sequence[str]) -> Callable[[str, str], subprocess.Popen[bytes]]:
