@@ -107,6 +107,34 @@ def test_the_first_host_is_lost_and_comes_back_to_one_that_leads_by_etcd(
     assert "refused" not in job.said and "still running" not in job.said
 
 
+@pytest.mark.longer
+def test_a_short_loss_of_the_connection_with_the_first_host_stops_the_job_for_a_short_time(
+    tmp_path: Path, script: Path, alone: Path
+) -> None:
+    """What ran there ends in order, and is waited for by what begins there meanwhile; that leads then."""
+    etcd_there()
+    run_dir, log = tmp_path / "run", tmp_path / "ssh.log"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(STAND_IN)
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    held = hold(run_dir, 4.0)
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SSH_LOG": str(log)}
+    with contextlib.closing(EtcdMembers()) as members:
+        members.wait()
+        job = launch(run_dir, script, "a,b", "--set", f"control.etcd={members.url()}", **environment)
+        try:
+            job.wait_for("step_committed")
+            pid = next(int(line.split()[0]) for line in log.read_text().splitlines() if line.endswith(" a"))
+            os.kill(pid, signal.SIGKILL)
+            job.wait_for("job_started", lambda e: e["step"] > 0)
+            held.unlink()
+            check(job, alone)
+        finally:
+            job.close()
+    assert "a ended with -9: again in 1 s" in job.said and "Traceback" not in job.said
+    assert "refused" not in job.said and "still running" not in job.said
+
+
 def _everstep_of(log: Path, host: str) -> int:
     """The pid of what runs on this host, which a shell of its shell has started."""
     found = [line.split()[0] for line in log.read_text().splitlines() if line.endswith(f" {host}")][-1:]

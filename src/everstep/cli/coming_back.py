@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from everstep.base.below import write_atomically
 from everstep.base.domains import VARIABLE
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, Deposed
 from everstep.cli.run_dir import set_aside
 from everstep.cli.tokens import TOKEN_VARIABLE
 from everstep.runtime.files.host_directory import OWN_FOLDER, private_folder, word_in, word_in_source
@@ -76,6 +76,13 @@ def become_standby(begun: Start, *, deposed: bool = True, refill: int | None = N
     mark_head(leads=False)
     command = standby_words(begun) + ([] if refill is None else ["--refill", str(refill)])
     os.execve(command[0], command, _variables(begun))
+
+
+def standing_by(begun: Start, workers: int | None) -> Deposed:
+    """What is raised where another host leads already a job that was to begin here, or stand by. A job that is stopped
+    goes on when the same command is given again, so this host does not stay for that. workers: in total."""
+    refill, begun = None if begun.room is None else workers, replace(begun, stays=False)
+    return Deposed("the job runs already", lambda: become_standby(begun, deposed=False, refill=refill))
 
 
 def put_aside(folder: Path) -> Path | None:

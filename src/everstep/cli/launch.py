@@ -259,9 +259,9 @@ def _check_volumes(launch: Launch, *, claim: str, once: bool, disk: str, jobset:
     if bool(claim) == bool(disk):
         came = "both" if claim else "neither"
         raise ConfigError(f"--claim: expected it, a volume of all pods, or --disk, a disk for each, got {came}")
-    if once and launch.etcd and launch.hosts > 1:
+    if jobset and launch.etcd:
         raise ConfigError(
-            "--once: expected no control.etcd with it: a host that takes over has no volume for the results"
+            "--jobset: expected no control.etcd with it: a JobSet fails with pod 0, even while another pod leads"
         )
     if once and not (claim and (jobset or launch.hosts == 1)):
         raise ConfigError("--once: expected --claim and --jobset with it: pods of an Indexed Job all mount the same")

@@ -68,6 +68,7 @@ class LeadersWork:
         """Take in an act of the job's process."""
         if event["kind"] in ("coordinator_leads", "coordinator_follows"):
             self._telling.close()
+            mark_head(leads=event["kind"] == "coordinator_leads")
         if event["kind"] == "coordinator_leads":
             self._tell()
             if not self.led:
@@ -82,7 +83,6 @@ class LeadersWork:
 
     def _take_over(self) -> None:
         begun = self._begun
-        mark_head(leads=True)
         with contextlib.suppress(ConfigError):  # the command that began the job may still run
             self._held.enter_context(run_lock(begun.folder))
         logs = ", and no logs of its workers are here" if begun.succession.copying_host else ""
@@ -144,7 +144,7 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
                 alone = replace(begun, agent=0)
                 raise Deposed(outcome.why.reason, functools.partial(become_standby, alone, deposed=False))
             goes_on = begun.succession.guest or process.deposed
-            if goes_on and (not work.led or outcome.elsewhere or outcome.exit_code > 128):
+            if outcome.alone or (goes_on and (not work.led or outcome.elsewhere or outcome.exit_code > 128)):
                 if work.led and outcome.elsewhere:
                     display.note(
                         f"the job has ended on another host, in a directory of its own: {run_dir} lacks its end"

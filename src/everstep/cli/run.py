@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import click
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, cell_notes, load_config, pool_wish, read_layers, zero_notes
 from everstep.base.doors import at_port, is_loopback
-from everstep.base.errors import ConfigError, Deposed
+from everstep.base.errors import ConfigError
 from everstep.base.foreign import foreign_launcher
 from everstep.base.package_versions import refuse_versions
 from everstep.chaos.spec import parse, strikes_of
@@ -26,7 +26,7 @@ from everstep.cli.adoption import adopt
 from everstep.cli.agent import place, start_of_agent, take_part_in
 from everstep.cli.auto_lane import choose_lane, take_auto, with_lane
 from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, check_metrics
-from everstep.cli.coming_back import become_standby, refuse_deposed
+from everstep.cli.coming_back import mark_head, refuse_deposed, standing_by
 from everstep.cli.completing import complete_place, complete_task
 from everstep.cli.conclusion import lacking_rows
 from everstep.cli.config import complete_key
@@ -149,6 +149,8 @@ class Invocation:
 
 
 _ARGS = "everstep.args"
+_LOCK_WAIT_S = 60.0
+_LOCK_AGAIN_S = 0.25
 _ASKED = [field.name for field in dataclasses.fields(Asked) if field.name not in ("spec", "argv")]
 
 
@@ -297,10 +299,12 @@ def _begin(asked: Asked, request: Request, port: int | None, autos: tuple[bool, 
         check_installed("--dashboard")
     check_metrics(given.get("metrics.listen"), asked.public)
     _check_sign_key(given.get("checkpoint.sign_key"))
+    if asked.or_standby and asked.fresh:
+        raise ConfigError("--fresh: expected none with --or-standby, because a host that comes back would start over")
     if asked.or_standby:
         begun = _or_stand_by(begun, given)  # the host that leads by now may hold the directory, which all hosts see
     if run_dir.exists() and not asked.dry_run:
-        with run_lock(run_dir):  # a busy one is refused before anything is asked of the fork server
+        with _held(begun, given):  # a busy one is refused before anything is asked of the fork server
             pass
     threads = given.get("threads")
     server = take_early(threads if isinstance(threads, int) else 1, ("torch",) if asked.dry_run else PRELOAD)
@@ -317,14 +321,29 @@ def _or_stand_by(begun: Start, given: Mapping[str, Any]) -> Start:
     config = load_config([("options", own)])
     if config.control.etcd is None:
         raise ConfigError("--or-standby: expected --set control.etcd=... with it, where hosts find each other")
-    if runs_elsewhere(replaced := dataclasses.replace(begun, config=config, stays=True)):
-        raise Deposed(
-            "the job runs already",
-            functools.partial(
-                become_standby, replaced, deposed=False, refill=None if begun.room is None else given.get("workers")
-            ),
-        )
+    if runs_elsewhere(asked := dataclasses.replace(begun, config=config, stays=True)):
+        raise standing_by(asked, given.get("workers"))
+    mark_head(leads=True)  # nobody does
     return dataclasses.replace(begun, stays=True)
+
+
+@contextlib.contextmanager
+def _held(begun: Start, given: Mapping[str, Any]) -> Iterator[None]:
+    """Hold the run directory; one that may stand by waits for a process that has led the job, and is about to end.
+    Raises: ConfigError if another process holds it; Deposed if that leads the job since, and this host may stand by."""
+    until_s = time.monotonic() + _LOCK_WAIT_S * begun.stays
+    with contextlib.ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(run_lock(begun.folder))
+                break
+            except ConfigError:
+                if begun.stays:
+                    _or_stand_by(begun, given)
+                if time.monotonic() >= until_s:
+                    raise
+            time.sleep(_LOCK_AGAIN_S)
+        yield
 
 
 def _directory(asked: Asked) -> Path:
@@ -371,7 +390,7 @@ def _run_or_show(invocation: Invocation) -> int:
         return 0
     run_dir = invocation.begun.folder
     prepared = None if run_dir.exists() else _prepare(invocation)  # a job that cannot work leaves nothing behind
-    with run_lock(run_dir):
+    with _held(invocation.begun, read_layers(invocation.request.layers)):
         return _run(invocation, *(prepared or _prepare(invocation)))
 
 
@@ -465,7 +484,6 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
         job = going_on(job, found.job)
     if start.brought:
         job = dataclasses.replace(job, begins_after=start.step)
-    write_job(run_dir, job)
     if asked.spec.where == "hf":
         keep_hub_files(asked.spec.what, config.task, run_dir)
     opening = _opening(run_dir, found, start, aside, asked.is_script, invocation.begun.port)
@@ -532,5 +550,6 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str]) -> int:
     if not asked.local:
         invocation.server.close()
     begun, lines = begin_leased(begun)
+    write_job(begun.folder, job)  # not before it is clear that no other host leads
     view = UserView([*opening, *lines], asked.as_json, asked.dashboard, config.metrics.listen, asked.public)
     return see_through(begun, job, view)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from everstep.base.errors import ConfigError, EverstepError, NoHead, ProtocolErr
 from everstep.base.etcd_address import EtcdAddress
 from everstep.base.exit_codes import JOB_FAILED, WORKERS_MISSING
 from everstep.cli.beside import parse_listen
-from everstep.cli.coming_back import end_agent, left_agent
+from everstep.cli.coming_back import end_agent, left_agent, standing_by
 from everstep.cli.conclusion import ENDS
 from everstep.cli.doors import check_own_ports
 from everstep.cli.job import about_to_run, check_network, read_job
@@ -77,7 +76,8 @@ def begin_leased(begun: Start) -> tuple[Start, list[str]]:
     """Announce a job that begins now, if it is configured to have a lease. A killed predecessor may hold the lease
     until it ends. Returns the start, and lines for the user.
 
-    Raises: ConfigError if a job runs there, or etcd does not let this host in; NoHead if etcd does not answer.
+    Raises: ConfigError if a job runs there, or etcd does not let this host in; Deposed if a host that stays meets one
+    there; NoHead if etcd does not answer.
     """
     control = begun.config.control
     if control.etcd is None:
@@ -85,15 +85,16 @@ def begin_leased(begun: Start) -> tuple[Start, list[str]]:
     address = EtcdAddress.parse("control.etcd", control.etcd)
     access = find_access(address, control, {**os.environ, **begun.secrets})
     etcd, owner, word = Etcd(address, begun.token, ETCD_S, access=access), new_owner(), new_word()
-    wire.write_token(begun.folder / TOKEN_FILE, begun.token)  # standbys look for it as soon as they hear of the job
+    facts = {"run_dir": str(begun.folder.resolve()), "word": word}
     try:
-        holder = _leader(etcd, control.lease_s) or etcd.begin(
-            {"run_dir": str(begun.folder.resolve()), "word": word}, owner, control.lease_s
-        )
+        holder = _leader(etcd, control.lease_s)
+        if holder is None:  # standbys look for the token as soon as they hear of the job
+            wire.write_token(begun.folder / TOKEN_FILE, begun.token)
+            holder = etcd.begin(facts, owner, control.lease_s)
     except ProtocolError as error:
         raise ConfigError(f"control.etcd: {error}") from None
     if holder is not None:
-        raise ConfigError(_still(etcd, holder))
+        raise standing_by(begun, begun.config.workers) if begun.stays else ConfigError(_still(etcd, holder))
     lines = [f"hosts that can take over join with: everstep agent --join {address} --standby"]
     lines += [f"warning: {text}" for text in (access.warning(),) if text]
     return replace(begun, succession=Succession(owner=owner, job=etcd.job, word=word)), lines
@@ -126,7 +127,7 @@ def _still(etcd: Etcd, holder: Holder) -> str:
 
 def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
     """Be an agent, and the job's next coordinator if the present one is lost. met: called with a head that is there
-    already. Returns the exit code."""
+    already. Returns the exit code, which is 0 only if the job is complete."""
     begun = replace(begun, agent=left_agent())
     with contextlib.ExitStack() as held, contextlib.ExitStack() as unwatched:
         unwatched.callback(end_agent, begun)
@@ -159,8 +160,6 @@ def stand_by(begun: Start, met: Callable[[Met], object] | None = None) -> int:
         print(f"{begun.host} stands by for the job in {shown}{how}; {about_to_run(job)}", file=sys.stderr, flush=True)
         unwatched.pop_all()  # from here on the job's process looks after the agent
         exit_code = see_through(replace(begun, run_dir=shown, succession=succession), job)
-        if exit_code == 128 + signal.SIGUSR1:  # it has left in order
-            return 0
         private = shown == private_folder(word[:16], f"{begun.host}-standby")
         over = exit_code in (0, JOB_FAILED, WORKERS_MISSING)
         if private and over and not (shared or word_in(shown)):  # it was led elsewhere

@@ -89,7 +89,7 @@ class Job:
         self._token = begun.token or wire.new_token()
         self._on_event: Observer | None = None
         self._inbox: Inbox[AnyMessage | int] = Inbox()
-        self._lead = Lead(begun.folder, bool(begun.succession.owner), begun.address, self._notify)
+        self._lead = Lead(begun.folder, begun.succession, begun.address, self._notify)
         self._coordinator = CoordinatorProcess(begun)
         self._local = None if begun.room is None else LocalHost(begun)
         self._end = JobEnd(begun.config.quorum_wait_s)
@@ -271,23 +271,26 @@ class Job:
         if self._end.outcome is not None or (self._local.restart_at_s == inf and not refused):
             return  # it has left, as it should
         self._notify("agent_died", Why(Cause.HOST_LOST, why.reason))
-        others = self._end.others(self._local.name) and not self._begun.succession.guest
+        alone = self._lead.by_another
+        others = self._end.others(self._local.name) and (self._lead.here or not self._begun.succession.guest)
         if self._begun.succession.owner and self._local.exit_code in (REFUSED, NO_HEAD) and not others:
-            self._end.give_up(self._local.exit_code, Why(Cause.UNKNOWN, last_line(self._local.log_path)))
+            why = Why(Cause.UNKNOWN, last_line(self._local.log_path))
+            self._end.give_up(self._local.exit_code, why, alone=alone)
         elif refused and not others:
-            self._end.fail(Why(Cause.CONFIG, last_line(self._local.log_path).removeprefix("everstep agent: ")), REFUSED)
+            why = Why(Cause.CONFIG, last_line(self._local.log_path).removeprefix("everstep agent: "))
+            self._end.fail(why, REFUSED, alone=alone)
         elif hopeless:
             self._fail_start("the agent of this host", self._local, why)
 
     def _fail_start(self, what: str, process: Supervised, why: Why) -> None:
         text = f"{what} cannot start ({why.reason}): {last_line(process.log_path)}"
-        rule = self.config.checkpoint
+        rule, alone = self.config.checkpoint, self._lead.by_another
         if process is self._coordinator and rule.enabled and self._local is not None and self._local.pidfd >= 0:
             self._notify("warning", Why(Cause.CRASH_LOOP, f"{text}; {_ALONE}"))
-            self._end.fail_alone(Why(Cause.CRASH_LOOP, text), time.monotonic(), rule.grace_s)
+            self._end.fail_alone(Why(Cause.CRASH_LOOP, text), time.monotonic(), rule.grace_s, alone=alone)
             self._local.end_alone()
         else:
-            self._end.fail(Why(Cause.CRASH_LOOP, text))
+            self._end.fail(Why(Cause.CRASH_LOOP, text), alone=alone)
 
     # ---- messages
 
@@ -332,7 +335,7 @@ class Job:
                 text = f"{name}: a preemption is coming, so a checkpoint is taken now"
                 self._notify("warning", Why(Cause.PREEMPTED, text))
                 link.command("checkpoint", vars(Why(Cause.PREEMPTED, f"notice of a preemption ({name})")))
-                if self._begun.stays and self._begun.succession.owner:
+                if self._begun.succession.guest or (self._begun.stays and self._begun.succession.owner):
                     self._coordinator.resign()
             return
         if self._begun.succession.guest or self._lead.elsewhere:
@@ -377,7 +380,8 @@ class Job:
                 last_first.callback(self._local.leave)
             elif self._local is not None:
                 last_first.callback(self._local.end, *([INTERRUPTED_WAIT_S] if self._end.interrupted else []))
-            if self._link is not None and not (self._begun.succession.guest or self.deposed):
+            leads = self._lead.here and not (self._begun.succession.guest or self.deposed)
+            if self._link is not None and leads:
                 last_first.callback(self._link.goodbye, Why(Cause.INTERRUPTED, "the job's process has ended"))
 
     # ---- small things

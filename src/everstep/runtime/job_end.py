@@ -19,13 +19,15 @@ ALONE_S = 1.0
 @dataclass(frozen=True)
 class Outcome:
     """How the job ended: 'completed', 'failed' or 'interrupted', and why. later: a scheduler's signal to the job's own
-    host stopped it, so it may be started again. elsewhere: a host that leads in a directory of its own has ended it."""
+    host stopped it, so it may be started again. elsewhere: a host that leads in a directory of its own has ended it.
+    alone: this host has failed, or been refused, while another one leads."""
 
     exit_code: int
     state: str
     why: Why
     later: bool = False
     elsewhere: bool = False
+    alone: bool = False
 
 
 class JobEnd:
@@ -42,7 +44,7 @@ class JobEnd:
         self._deadline_s = self._asked_s = inf
         self.interrupted = 0
         self.alone = False
-        self._failing: Why | None = None
+        self._failing: Outcome | None = None
         self.outcome: Outcome | None = None
         self.over = False
 
@@ -93,20 +95,21 @@ class JobEnd:
             wait_s = AGENTS_WAIT_S + (self._finish_s if message.state == "completed" else 0.0)
             self._deadline_s = min(now_s + wait_s, self._deadline_s if self.interrupted else inf)
 
-    def fail(self, why: Why, exit_code: int = 1) -> None:
-        """End a job that cannot go on, without anybody who could end it in order."""
-        self.outcome = self.outcome or Outcome(exit_code, "failed", why)
+    def fail(self, why: Why, exit_code: int = 1, *, alone: bool = False) -> None:
+        """End a job that cannot go on, without anybody who could end it in order. alone: as `Outcome` has it."""
+        self.outcome = self.outcome or Outcome(exit_code, "failed", why, alone=alone)
         self.over = True
 
-    def fail_alone(self, why: Why, now_s: float, grace_s: float) -> None:
-        """Let the workers of this host end a job that cannot go on by themselves, within `grace_s`."""
-        self.alone, self._failing = True, why
+    def fail_alone(self, why: Why, now_s: float, grace_s: float, *, alone: bool = False) -> None:
+        """Let the workers of this host end a job that cannot go on by themselves, within `grace_s`. alone: as `Outcome`
+        has it."""
+        self.alone, self._failing = True, Outcome(1, "failed", why, alone=alone)
         self._deadline_s = min(self._deadline_s, now_s + grace_s)
 
-    def give_up(self, exit_code: int, why: Why) -> None:
-        """Let this process leave, even if the job does not end."""
+    def give_up(self, exit_code: int, why: Why, *, alone: bool = False) -> None:
+        """Let this process leave, even if the job does not end. alone: as `Outcome` has it."""
         self.interrupted = self.interrupted or max(0, exit_code - 128)
-        self.outcome = self.outcome or Outcome(exit_code, "interrupted", why)
+        self.outcome = self.outcome or Outcome(exit_code, "interrupted", why, alone=alone)
         self.over = True
 
     def leave(self, number: int) -> None:
@@ -138,9 +141,8 @@ class JobEnd:
             self.over = self.over or late or not (local or (leads and self._present))
         elif self.interrupted or self._failing is not None:
             if late or (self.alone and not local):
-                failed = Outcome(1, "failed", self._failing) if self._failing is not None else None
-                self.outcome = failed or _interrupted(self.interrupted, "; the coordinator did not answer")
-                self.over = True
+                text = "; the coordinator did not answer"
+                self.outcome, self.over = self._failing or _interrupted(self.interrupted, text), True
         elif not leads or not self._left or self._left < self._present:
             self._deadline_s = inf
         elif self._deadline_s == inf:

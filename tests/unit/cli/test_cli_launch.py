@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import pytest
 import yaml
 
 from everstep.base.errors import ConfigError
+from everstep.cli.engines import launch as launch_rules
 from everstep.cli.engines import ssh
-from everstep.cli.engines.launch import Launch, host_script, job_code, note_end
-from everstep.cli.engines.ssh import Remote, SshHosts
+from everstep.cli.engines.launch import Launch, LaunchedHost, all_left, host_script, job_code
+from everstep.cli.engines.ray_cluster import HostProcess
+from everstep.cli.engines.ssh import SshHosts
 from everstep.cli.engines.strategic_merge import merge
 from everstep.cli.main import run_command
 from kubelet import expanded
@@ -228,8 +231,10 @@ def test_odd_names_are_only_names(engine: str, capsys: pytest.CaptureFixture[str
         ("exit 4", (4, False)),
         ("exit 5", (5, True)),
         ("exit 127", (127, False)),
+        ("exit 138", (0, False)),  # a standby host that has left in order
         ("kill -9 $$", (137, True)),
         ("trap 'exit 0' USR1; while :; do kill -USR1 $PPID; sleep 0.1; done", (0, True)),
+        ("trap 'exit 138' USR1; while :; do kill -USR1 $PPID; sleep 0.1; done", (0, True)),
         ("trap 'exit 1' USR1; while :; do kill -USR1 $PPID; sleep 0.1; done", (1, False)),
         ("trap 'exit 143' TERM; while :; do kill -TERM $PPID; sleep 0.1; done", (143, False)),
     ],
@@ -245,6 +250,7 @@ def test_when_a_host_is_to_come_again(tmp_path: Path, command: str, ends: tuple[
     (tmp_path / "final" / "digest.json").touch()
     ended = subprocess.run(["sh", "-c", text], capture_output=True, text=True, timeout=60)
     assert not ended.stdout, "the job is over"
+    assert ended.returncode == (0 if ends[0] == 4 else ends[0]), "it waited for a job that is complete"
 
 
 @pytest.mark.parametrize(
@@ -349,6 +355,18 @@ def test_the_end_of_the_job_s_own_pod_ends_all(code: int, capsys: pytest.Capture
     ), "a number would have to be patched with that of the hosts"
 
 
+@pytest.mark.parametrize(("etcd", "known", "code"), [("", True, 64), ("e", False, 64), ("e", True, 2)])
+def test_a_pod_0_that_comes_back_leads_only_if_it_says_so(tmp_path: Path, etcd: str, known: bool, code: int) -> None:
+    """With etcd another pod may lead by then."""
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 2\n")
+    (tmp_path / "python").chmod(0o755)
+    if known:
+        (tmp_path / "job.json").touch()
+    launch = Launch("n", "t", (), (), 2, 1, str(tmp_path), str(tmp_path / "python"), etcd=etcd)
+    text = host_script(launch, "0", "run", "agent", ":", alone=True, final="code=64")
+    assert subprocess.run(["sh", "-c", text], timeout=60).returncode == code
+
+
 PATCH = """
 kind: Pod
 spec:
@@ -416,9 +434,8 @@ def test_merged_as_kubectl_would() -> None:
             merge(old, change)
 
 
-@pytest.mark.parametrize("kind", ["", "--jobset"])
-def test_hosts_of_kubernetes_with_etcd_can_all_take_over(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    more = [*filter(None, [kind]), "--set", "control.etcd=etcd://10.0.0.1/jobs/a"]
+def test_hosts_of_kubernetes_with_etcd_can_all_take_over(capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--set", "control.etcd=etcd://10.0.0.1/jobs/a"]
     words = ["launch", "k8s", "resnet18-digits", "--image", "i", "--disk", "10Gi", "--hosts", "2", *more]
     text = printed(capsys, *words)
     assert "--or-standby" in text and "ephemeral" in text
@@ -430,7 +447,7 @@ def test_hosts_of_kubernetes_with_etcd_can_all_take_over(kind: str, capsys: pyte
     assert not capsys.readouterr().err
     once = ["launch", "k8s", "resnet18-digits", "--image", "i", "--claim", "c", "--once", "--jobset", "--hosts", "2"]
     assert run_command([*once, "--set", "control.etcd=etcd://10.0.0.1/jobs/a", "--print"]) == 2
-    assert "--once: expected no control.etcd with it" in capsys.readouterr().err
+    assert "--jobset: expected no control.etcd with it" in capsys.readouterr().err
     assert run_command([*words[:-2], "--print"]) == 2
     assert "--disk: expected --set control.etcd=... with it" in capsys.readouterr().err
 
@@ -463,22 +480,49 @@ def test_a_job_set_is_as_its_schema_says(capsys: pytest.CaptureFixture[str]) -> 
     assert agents["completions"] == 2 and "$((JOB_COMPLETION_INDEX + 1))" in command[2]
 
 
-def test_hosts_over_ssh_are_tried_again_later_and_later() -> None:
-    remote = Remote("b")
+def test_hosts_are_tried_again_later_and_later() -> None:
+    host = LaunchedHost("b")
     now_s = 0.0
     for delay_s in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
-        remote.begun(now_s)
-        assert remote.ended(255, now_s) == f"b cannot be reached: again in {delay_s:g} s"
-        assert remote.due_s == now_s + delay_s
+        host.begun(now_s)
+        assert host.ended(255, now_s) == f"b cannot be reached: again in {delay_s:g} s"
+        assert host.due_s == now_s + delay_s
         now_s += delay_s
-    remote.begun(now_s)
-    assert remote.ended(137, now_s + 60.0) == "b ended with 137: again in 1 s"
-    remote.begun(now_s)
-    assert remote.ended(2, now_s) == "b was refused and is left out" and remote.over
-    assert Remote("c").ended(0, 0.0) == ""
-    agent = Remote("d")
+    host.begun(now_s)
+    assert host.ended(137, now_s + 60.0) == "b ended with 137: again in 1 s"
+    agent = LaunchedHost("d")
     assert agent.ended(1, 0.0) == "" and agent.due_s == 10.0, "if its job failed, the job's own host is about to end"
     assert agent.ended(1, 0.0) == "d ended with 1: again in 20 s"
+
+
+def test_which_hosts_are_left_out() -> None:
+    """Those that were refused, have left in order, or say that the job is complete; of a 0 nothing is said."""
+    for alike, code, words in (
+        (True, 2, "b was refused: it is left out"),
+        (False, 2, "b was refused: it is left out"),
+        (True, 138, "b has left in order: it is left out"),
+        (False, 0, ""),
+        (True, 0, ""),
+    ):
+        host = LaunchedHost("b", alike)
+        host.begun(0.0)
+        assert (host.ended(code, 1.0), host.left, host.due_s) == (words, code, inf)
+    for code in (1, 3, 4, 5, 130, 137, 143):
+        host = LaunchedHost("b", True)
+        host.ended(code, 1.0)
+        assert host.left is None and host.due_s < inf, "nobody here has told it to end"
+    assert all_left([LaunchedHost("a", left=138), LaunchedHost("b", left=2)]) == 2
+    assert all_left([LaunchedHost("a", left=2), LaunchedHost("b")]) is None
+
+
+def test_whose_end_is_that_of_the_job() -> None:
+    for code in (0, 1, 2, 143, 255):
+        assert job_code(0, code, alike=False) == code and job_code(1, code, alike=False) is None
+    for number in (0, 1):
+        for code in (0, 1, 2, 3, 126, 127):
+            assert job_code(number, 64 + code, alike=True) == code, "this one has led it"
+        for code in (0, 1, 2, 3, 4, 5, 127, 130, 137, 138, 143, 255, -9):
+            assert job_code(number, code, alike=True) is None
 
 
 def test_a_host_that_hears_nothing_any_more_ends_with_the_others(
@@ -505,112 +549,145 @@ def test_a_host_that_hears_nothing_any_more_ends_with_the_others(
     assert SshHosts(["first", "deaf"], scripts, b"t" * 16, deaf).run() == 0
 
 
-@pytest.mark.parametrize("ends", [(3, 0), (1, 0), (2, 0), (0, 0)])
-def test_the_exit_code_of_hosts_of_which_any_may_lead(ends: tuple[int, int]) -> None:
-    """That of the host that led: first, here."""
+class Lives:
+    """Hosts whose lives are these commands, the last again and again; with `waits` it runs until it is told to end."""
 
-    def start(host: str, script: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(["sh", "-c", script], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
+    def __init__(self, **lives: list[str]) -> None:
+        self.begun: list[str] = []
+        self._lives = lives
 
-    hosts = SshHosts(
-        ["first", "second"], [f"read -r token; exit {code}" for code in ends], b"t" * 16, start, alike=True
-    )
-    assert hosts.run() == ends[0]
-
-
-def test_a_signal_ends_all_hosts_once_the_first_was_lost() -> None:
-    """Nobody here knows which of them leads; SIGUSR1 would have them leave one by one."""
-    started = []
-
-    def start(host: str, script: str) -> subprocess.Popen[bytes]:
-        started.append(host)
-        return subprocess.Popen(["sh", "-c", script], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
-
-    class Told(SshHosts):
-        def _say(self, text: str) -> None:
-            for number in (signal.SIGUSR1, signal.SIGINT):
-                self._inbox.put(number)
-
-    heard = "read -r token; read -r number; exit $((128 + number))"
-    scripts = ["read -r token; exit 137", heard, heard]
-    assert Told(["first", "second", "third"], scripts, b"t" * 16, start, alike=True).run() == 130
-    assert started == ["first", "second", "third"]
-
-
-def test_a_first_host_that_came_back_is_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused, say, as its versions are others; the job trains elsewhere."""
-    monkeypatch.setattr(ssh, "FIRST_AGAIN_S", 0.0)
-    lives = iter(["exit 137", "exit 2"])
-
-    def start(host: str, script: str) -> subprocess.Popen[bytes]:
-        words = f"read -r token; {next(lives)}" if host == "first" else script
+    def start(self, host: str, script: str) -> subprocess.Popen[bytes]:
+        self.begun.append(host)
+        lives = self._lives[host]
+        words = lives.pop(0) if len(lives) > 1 else lives[0]
+        words = f"read -r token leads; {words.replace('waits', 'read -r number; exit $((128 + ${number:-15}))')}"
         return subprocess.Popen(["sh", "-c", words], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
 
-    class Told(SshHosts):
-        def _say(self, text: str) -> None:
-            if "refused" in text:
-                self._write(1, "go\n")
-
-    script = "read -r token; read -r go || exit 1; exit 0"
-    assert Told(["first", "second"], ["", script], b"t" * 16, start, alike=True).run() == 0
+    def hosts(self, kind: type[SshHosts] = SshHosts, *, alike: bool = True) -> SshHosts:
+        return kind(list(self._lives), [""] * len(self._lives), b"t" * 16, self.start, alike=alike)
 
 
-@pytest.mark.parametrize("code", [0, 143])
-def test_a_first_host_that_leaves_in_order_ends_no_others(code: int) -> None:
-    """Its engine told it to go, and another one leads."""
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_AGAIN_S", "_JOB_ENDS_S"):
+        monkeypatch.setattr(launch_rules, name, 0.0)
+    monkeypatch.setattr(ssh, "_ALONE_S", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("lives", "code"),
+    [
+        ({"a": ["exit 64"], "b": ["waits"]}, 0),  # b was between two lives, and waits for the next job
+        ({"a": ["exit 137", "waits"], "b": ["exit 64"], "c": ["exit 255"]}, 0),
+        ({"a": ["exit 65"], "b": ["waits"]}, 1),
+        ({"a": ["waits"], "b": ["exit 67"]}, 3),
+        ({"a": ["exit 137", "exit 66"], "b": ["exit 138"]}, 2),  # what has left in order has not completed it
+        ({"a": ["exit 137", "exit 2"], "b": ["exit 2"]}, 2),
+        ({"a": ["exit 138"], "b": ["exit 138"]}, 138),
+    ],
+)
+@pytest.mark.usefixtures("at_once")
+def test_a_job_of_which_any_host_may_lead_is_over_when_one_says_so(lives: dict[str, list[str]], code: int) -> None:
+    """The one that has led; the others are ended."""
+    assert Lives(**lives).hosts().run() == code
+
+
+@pytest.mark.parametrize("first", ["exit 143", "exit 130", "exit 1", "exit 4", "exit 137", "kill -9 $$"])
+@pytest.mark.usefixtures("at_once")
+def test_a_host_that_nobody_here_has_told_to_end_begins_again(first: str) -> None:
+    """The first one, too; the others wait for it, or lead meanwhile."""
+    for names in (("a", "b"), ("b", "a")):
+        lives = Lives(**dict(sorted({names[0]: [first, "exit 64"], names[1]: ["waits"]}.items())))
+        assert lives.hosts().run() == 0
+        assert lives.begun.count(names[0]) == 2
+
+
+@pytest.mark.parametrize(("last", "code"), [("exit 64", 0), ("exit 65", 1), ("exit 137", 0), ("exit 255", 0)])
+@pytest.mark.usefixtures("at_once")
+def test_the_host_that_leads_is_waited_for_when_another_one_says_that_the_job_is_complete(
+    last: str, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It runs its script's end, and looks at the ledger after that. Nothing begins again."""
 
     class Told(SshHosts):
         def _end(self, number: int) -> int:
             found = super()._end(number)
-            self._write(1 - number, "go\n")
+            self._write(0, "go\n")
             return found
 
-    def start(host: str, script: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(["sh", "-c", script], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
-
-    scripts = [f"read -r token; exit {code}", "read -r token; read -r go && exit 0 || exit 1"]
-    assert Told(["first", "second"], scripts, b"t" * 16, start, alike=True).run() == 0
+    lives = Lives(a=[f"read -r go; {last}"], b=["exit 0"])
+    assert lives.hosts(Told).run() == code
+    assert lives.begun == ["a", "b"] and not capfd.readouterr().err
 
 
-@pytest.mark.parametrize("then", [0, 2])
-def test_a_first_host_that_is_lost_is_tried_again_though_another_one_was_refused(
-    then: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody has said that the job is over; if all are refused, that is its end."""
-    monkeypatch.setattr(ssh, "FIRST_AGAIN_S", 0.0)
-    started = []
-    lives = iter(["read -r go; exit 137", f"exit {then}"])
+@pytest.mark.usefixtures("at_once")
+def test_the_first_host_leads_before_it_says_so_in_its_first_life_alone() -> None:
+    """By what it says later; then another host may lead."""
+    lives = Lives(a=['[ "$leads" = leads ] && exit 137; exit 66', '[ -z "$leads" ] && exit 64; exit 67'], b=["waits"])
+    assert lives.hosts().run() == 0
+    assert lives.begun == ["a", "b", "a"]
+    assert Lives(a=["waits"], b=['[ -z "$leads" ] && exit 64; exit 66']).hosts().run() == 0
 
-    def start(host: str, script: str) -> subprocess.Popen[bytes]:
-        started.append(host)
-        words = f"read -r token; {next(lives) if host == 'first' else script}"
-        return subprocess.Popen(["sh", "-c", words], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
+
+@pytest.mark.parametrize("first", ["exit 137", "waits"])
+@pytest.mark.usefixtures("at_once")
+def test_a_signal_ends_the_first_host_and_then_the_others(first: str) -> None:
+    """Nothing begins again. Nobody here knows which of them leads."""
 
     class Told(SshHosts):
-        def _say(self, text: str) -> None:
-            if text.startswith("second was refused"):
-                self._write(0, "go\n")
+        def _begin(self, number: int, *, leads: bool) -> None:
+            super()._begin(number, leads=leads)
+            if number == 2:
+                self._inbox.put(signal.SIGINT)
 
-    assert Told(["first", "second"], ["", "exit 2"], b"t" * 16, start, alike=True).run() == then
-    assert started == ["first", "second", "first"]
-
-
-def test_which_ends_of_hosts_tell_that_the_job_is_over() -> None:
-    lost = (3600.0, 255)
-    assert job_code([(3601.0, 0), lost], final=False) == 0, "a host that was lost before"
-    assert job_code([(3590.0, 3), lost], final=False) == 3
-    assert job_code([(3599.0, 0), lost], final=False) is None, "it left in order, and the other one went on"
-    assert job_code([(0.0, 1), (3599.0, 0)], final=True) == 0
-    assert job_code([(3599.0, 2), lost], final=False) is None
-    assert job_code([(3598.0, 2), (3599.0, 2)], final=True) == 2
-    assert job_code([], final=False) is None
+    lives = Lives(a=[first], b=["waits"], c=["waits"])
+    assert lives.hosts(Told).run() == 130
+    assert lives.begun == ["a", "b", "c"]
 
 
-def test_a_host_that_cannot_be_reached_any_more_has_ended_once() -> None:
-    ends = {1: (5.0, 0)}
-    for at_s, code, found in ((6.0, 255, (6.0, 255)), (7.0, 255, (6.0, 255)), (8.0, 4, (8.0, 4))):
-        note_end(ends, 1, code, at_s)
-        assert ends[1] == found
+@pytest.mark.usefixtures("at_once")
+def test_a_second_signal_ends_all_though_the_first_host_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh, "_LAST_WAIT_S", 0.0)
+
+    class Told(SshHosts):
+        def _begin(self, number: int, *, leads: bool) -> None:
+            super()._begin(number, leads=leads)
+            for signalled in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+                self._inbox.put(signalled)
+
+    assert Lives(a=["exec sleep 1000"]).hosts(Told, alike=False).run() == 143
+
+
+@pytest.mark.parametrize(
+    ("leads", "does", "code"),
+    [
+        (True, "exit 2", 66),  # refused, and no other one leads
+        (True, 'rm -f "$EVERSTEP_HEAD_MARK"; exit 2', 2),  # it stood by
+        (True, "exit 0", 64),
+        (True, "exit 143", 143),
+        (False, "exit 1", 1),
+        (False, "exit 127", 127),
+        (False, 'touch "$EVERSTEP_HEAD_MARK"; exit 1', 65),  # it had taken over
+    ],
+)
+@pytest.mark.parametrize("engine", ["ssh", "ray"])
+def test_a_host_says_whether_it_led(engine: str, leads: bool, does: str, code: int, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{does}\n")
+    python.chmod(0o755)
+    for etcd in ("etcd://127.0.0.1/j", ""):
+        launch = Launch("n", "t", (), (), 2, 1, str(tmp_path / "r"), str(python), folder=str(tmp_path), etcd=etcd)
+        if engine == "ray":
+            found = HostProcess(0).run(tuple(launch), "127.0.0.1:1", "127.0.0.1", "ab", leads)
+        else:
+            script = ssh.remote_words(launch, 0, "127.0.0.1", 1)
+            with subprocess.Popen(["sh", "-c", script], bufsize=0, stdin=subprocess.PIPE) as shell:
+                assert shell.stdin is not None
+                shell.stdin.write(
+                    b"ab leads\n" if leads else b"ab\n"
+                )  # and it stays open, as by its end the host is told to end
+                found = shell.wait(60)
+        assert found == (code if etcd or code not in (64, 65, 66) else code - 64)
 
 
 def test_what_ssh_and_ray_would_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,32 @@ def test_an_end_on_another_host_is_not_told_as_that_of_this_directory(
     assert ("job_completed" in kinds) == (not elsewhere)
 
 
+def test_a_host_that_fails_while_another_one_leads_tells_no_end_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They share the directory."""
+    failed = Outcome(1, "failed", Why(Cause.CRASH_LOOP, "its agent cannot start"), alone=True)
+    assert led(tmp_path, monkeypatch, failed) == 1
+    assert "its agent cannot start" in capsys.readouterr().err
+    assert "job_failed" not in [event["kind"] for event in read_events(tmp_path / EVENTS_FILE)]
+
+
+def test_the_script_that_started_a_host_knows_whether_it_leads_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it has led, and another host does since: its end is not the job's."""
+    mark = tmp_path / "mark"
+    mark.touch()
+    monkeypatch.setenv(coming_back.HEAD_MARK, str(mark))
+    with contextlib.ExitStack() as held:
+        begun = Start(CONFIG, run_dir=tmp_path, succession=Succession(owner="o"))
+        work = leading.LeadersWork(begun, Mock(), held)
+        held.callback(work.close)
+        for kind in ("coordinator_follows", "coordinator_leads", "coordinator_follows"):
+            work.on_event({"kind": kind})
+            assert mark.exists() == (kind == "coordinator_leads")
+
+
 @pytest.mark.parametrize("comes", ["before", "while sinks end"])
 def test_a_signal_to_a_deposed_head_ends_it_until_it_is_a_standby(
     comes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

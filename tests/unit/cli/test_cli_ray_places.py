@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from everstep.cli.engines import ray_cluster
-from everstep.cli.engines.launch import Launch
+from everstep.cli.engines.launch import Launch, completed
 from everstep.cli.engines.ray_placement import GATHER_S, RayBundle, RayPlaces
 
 
@@ -143,45 +143,76 @@ class Ray:
     class exceptions:
         RayActorError = KeyError
 
-    def get(self, code: int) -> int:
+    def get(self, code: int, timeout: float | None = None) -> int:
         return code
 
     def kill(self, actor: Actor) -> None:
         pass
 
 
-@pytest.mark.parametrize("etcd", ["", "etcd://10.0.0.1/jobs/a"])
-def test_the_end_of_the_first_host_where_any_may_lead(etcd: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds no head, say: others may. From then on it is one of them, and a signal ends all."""
-    monkeypatch.setattr(ray_cluster, "_RayGroups", lambda ray: Cluster(a=1, b=1))
-    launch = Launch("n", "t", (), (), 2, 1, "/r", "", etcd=etcd)
-    driver: Any = ray_cluster._Driver(Ray(), launch, b"t" * 16, 0, 1)
-    actors = driver._actors = {0: Actor(), 1: Actor()}
-    driver._running = {0: 4, 1: 0}
-    assert driver._ended(0) == (None if etcd else 4)
-    if etcd:
-        driver._running[0] = 2
-        assert driver._ended(0) is None and 0 not in driver._running
-        driver._tell(signal.SIGINT)
-        assert driver._turn() == 130
-        driver._last(130)
-        assert actors[1].told == [signal.SIGINT]
-    assert driver._ended(1) is None and not driver._running
-    driver._signal, driver._due = 0, {}
-    assert not etcd or driver._turn() == 0
-
-
-def test_the_job_goes_on_if_all_were_lost_and_is_over_if_all_were_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has begun again has not ended, whatever its exit code was."""
+@pytest.fixture(params=["", "etcd://10.0.0.1/jobs/a"])
+def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(ray_cluster, "_RayGroups", lambda ray: Cluster(a=1, b=1))
     monkeypatch.setattr(ray_cluster, "_LOOK_S", 0.0)
-    launch = Launch("n", "t", (), (), 2, 1, "/r", "", etcd="etcd://10.0.0.1/jobs/a")
-    driver: Any = ray_cluster._Driver(Ray(), launch, b"t" * 16, 0, 1)
-    begun: list[int] = []
-    driver._begin, driver._first_leads, driver._running = begun.append, False, {1: 1}
+    launch = Launch("n", "t", (), (), 2, 1, "/r", "", etcd=request.param)
+    found: Any = ray_cluster._Driver(Ray(), launch, b"t" * 16, 0, 1)
+    found._actors = {0: Actor(), 1: Actor()}
+    return found
+
+
+only_with_etcd = pytest.mark.parametrize("driver", ["etcd://10.0.0.1/jobs/a"], indirect=True)
+
+
+def test_the_end_of_the_first_host_is_the_job_s_where_no_other_may_lead(driver: Any) -> None:
+    """It finds no head, say. Where another may lead it begins again, also if nobody here has told it to end."""
+    for code in (4, 143, 1):
+        driver._running = {0: code, 1: 0}
+        assert driver._ended(0) == (None if driver._launch.etcd else code)
+        assert (driver._due.pop(0, None) is not None) == bool(driver._launch.etcd)
+    driver._running = {1: 143}
+    assert driver._ended(1) is None and 1 in driver._due
+    driver._running = {1: 0}
+    assert driver._ended(1) is None and completed(driver._hosts) == bool(driver._launch.etcd), "or it has left"
+
+
+@only_with_etcd
+def test_the_end_of_the_host_that_leads_is_the_job_s(driver: Any) -> None:
+    """It is waited for when another one says that the job is complete, and nothing begins again."""
+    driver._running = {0: 1, 1: 66}
+    assert driver._ended(0) is None and driver._ended(1) == 2
+    driver._running = {0: 0, 1: 65}
+    assert driver._ended(0) is None and driver._ended(1) == 1
+    driver._running, driver._begin = {1: 137}, lambda number, **how: pytest.fail("it begins")
     assert driver._ended(1) is None
     driver._due[1] = 0.0
-    assert driver._turn() is None and begun == [0, 1]
+    assert driver._turn() == 0
+
+
+@only_with_etcd
+def test_a_signal_ends_the_others_when_the_first_does_not_run(driver: Any) -> None:
+    driver._running = {1: 143}
+    driver._tell(signal.SIGINT)
+    assert driver._turn() == 130 and driver._last(130) == 130
+    assert driver._actors[1].told == [signal.SIGTERM]
+
+
+def test_a_second_signal_ends_all(driver: Any) -> None:
+    """The first host does not answer, say."""
+    driver._running = {0: 143, 1: 143}
+    driver._places.alone = True
+    for _ in range(2):
+        driver._tell(signal.SIGTERM)
+    assert driver._turn() == 143 and driver._last(143) == 143
+    assert driver._actors[1].told == [signal.SIGTERM]
+
+
+@only_with_etcd
+def test_the_job_goes_on_if_all_were_lost_and_is_over_if_all_were_refused(driver: Any) -> None:
+    begun: list[tuple[int, bool]] = []
+    driver._begin, driver._running = lambda number, leads: begun.append((number, leads)), {1: 1}
+    assert driver._ended(1) is None
+    driver._due[1] = 0.0
+    assert driver._turn() is None and begun == [(0, True), (1, False)]
     assert driver._turn() is None, "their actors are lost"
     driver._running = {0: 2, 1: 2}
     assert driver._ended(0) is None and driver._ended(1) is None

@@ -20,7 +20,7 @@ import pytest
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError, Deposed, NoHead
 from everstep.base.exit_codes import ANOTHER_LEADS
-from everstep.cli import main, run, standby, standby_fill
+from everstep.cli import coming_back, main, run, standby, standby_fill
 from everstep.cli.coming_back import end_agent, left_agent, refuse_deposed
 from everstep.cli.job import JobFile, write_job
 from everstep.cli.main import run_command
@@ -262,7 +262,8 @@ def test_a_host_that_comes_back_stands_by_though_the_new_head_holds_the_director
         raise ConfigError(f"stood by in {begun.folder}, with patience for {begun.config.hosts.wait_s:g} s")
 
     monkeypatch.setattr(run, "runs_elsewhere", lambda begun: elsewhere)
-    monkeypatch.setattr(run, "become_standby", stands_by)
+    monkeypatch.setattr(run, "_LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(coming_back, "become_standby", stands_by)
     words = ["run", "resnet18-digits", "--run-dir", str(tmp_path), "--listen", "127.0.0.1:0", "--or-standby"]
     words += ["--set", "control.etcd=etcd://127.0.0.1/jobs/a", "--set", "hosts.wait_s=900"]
     with run_lock(tmp_path):
@@ -270,6 +271,72 @@ def test_a_host_that_comes_back_stands_by_though_the_new_head_holds_the_director
     said = capsys.readouterr().err
     assert code == (ANOTHER_LEADS if elsewhere else 2)
     assert f"stood by in {tmp_path}, with patience for 900 s" in said if elsewhere else "a job is still running" in said
+
+
+OR_STANDBY = ("--listen", "127.0.0.1:0", "--or-standby", "--set", "control.etcd=etcd://127.0.0.1/jobs/a")
+
+
+@pytest.mark.parametrize("meets", ["lock", "lease"])
+def test_a_host_stands_by_for_one_that_began_to_lead_after_it_had_asked(
+    meets: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was refused as a second one; and the directory, which hosts share, is left as it was."""
+
+    def stands_by(begun: Start, **how: Any) -> None:
+        assert not begun.stays, "a job that is stopped goes on by the same command"
+        raise ConfigError(f"stood by in {begun.folder} with {how['refill']}")
+
+    (tmp_path / "train.py").touch()
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    answers = [False, True]
+    monkeypatch.setattr(run, "runs_elsewhere", lambda begun: answers.pop(0))
+    monkeypatch.setattr(coming_back, "become_standby", stands_by)
+    monkeypatch.setattr(standby, "_leader", lambda *given: Holder("heir", {"host": "heir", "port": 1}, 1, 1))
+    words = ["run", str(tmp_path / "train.py"), "--run-dir", str(run_dir), "--workers", "1", *OR_STANDBY]
+    with run_lock(run_dir) if meets == "lock" else nullcontext():
+        assert run_command(words) == ANOTHER_LEADS
+    said = capsys.readouterr().err
+    assert f"the job runs already; this host could not stand by: stood by in {run_dir} with" in said
+    assert not (run_dir / JOB_FILE).exists() and not (run_dir / TOKEN_FILE).exists()
+    assert answers == ([] if meets == "lock" else [True])
+
+
+def test_a_host_that_is_to_lead_waits_for_the_one_that_is_about_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one has given up its lease, and still looks at the ledger. Nobody leads, so this one's end is the job's."""
+    mark, before = tmp_path / "mark", ExitStack()
+    monkeypatch.setenv(coming_back.HEAD_MARK, str(mark))
+    monkeypatch.setattr(run, "runs_elsewhere", lambda begun: False)
+    monkeypatch.setattr(run, "_LOCK_AGAIN_S", 0.0)
+    monkeypatch.setattr(run, "set_aside", lambda *given: pytest.fail("a host that comes back would start over"))
+    before.enter_context(run_lock(tmp_path))
+    begun = Start(load_config([]), run_dir=tmp_path, stays=True)
+    given = {"control.etcd": "etcd://127.0.0.1/jobs/a"}
+    monkeypatch.setattr(run, "mark_head", lambda leads: (coming_back.mark_head(leads=leads), before.close()))
+    with run._held(begun, given):
+        assert mark.exists()
+    assert run_command(["run", "resnet18-digits", "--run-dir", str(tmp_path), "--fresh", *OR_STANDBY]) == 2
+
+
+def test_a_second_host_that_is_not_to_stand_by_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heir = Holder("heir", {"host": "heir", "port": 1}, 1, 1)
+    monkeypatch.setattr(standby, "_leader", lambda *given: heir)
+    begun = Start(load_config([("test", {"control.etcd": "etcd://127.0.0.1/j"})]), run_dir=tmp_path, token=bytes(32))
+    with pytest.raises(ConfigError, match="a job is still running under etcd"):
+        standby.begin_leased(begun)
+
+
+def test_a_standby_host_that_leaves_in_order_does_not_say_that_the_job_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who started it would take 0 for the job's end."""
+    to_take_over(tmp_path, monkeypatch)
+    monkeypatch.setattr(standby, "see_through", lambda *given: 128 + signal.SIGUSR1)
+    monkeypatch.setattr(standby, "etcd_at", lambda begun: FakeEtcd(0))
+    monkeypatch.setattr(standby, "_sees", lambda *given: True)
+    assert standby.stand_by(Start(load_config([]), host="h", own="127.0.0.1", run_dir=tmp_path)) == 138
 
 
 class Lease:

@@ -230,9 +230,16 @@ def test_a_host_that_stands_by_leaves_in_order(started: Started) -> None:
     assert not [event for event in started.events if event["kind"] in ("warning", "agent_died")]
 
 
-@pytest.mark.parametrize("started", [{"succession": Succession(owner="me"), "stays": True}, {}], indirect=True)
-def test_an_engine_s_host_that_leads_and_has_to_go_gives_up_its_lease(started: Started) -> None:
+OWNER = Succession(owner="me")
+
+
+@pytest.mark.parametrize("started", [{"succession": OWNER, "stays": True}, {"succession": GUEST}, {}], indirect=True)
+def test_an_engine_s_host_that_leads_and_has_to_go_gives_up_its_lease(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After it has asked for a checkpoint, which the next head takes; without a lease there is no next one."""
+    monkeypatch.setattr(started.job._lead, "look", lambda pid: None)
+    started.job._lead.here = True
     started.job.interrupt(signal.SIGUSR1)
     assert started.coordinator.hear(m.Command).name == "checkpoint"
     started.over()
@@ -337,9 +344,11 @@ def test_a_refused_agent_is_not_started_again_and_ends_the_job_if_there_is_no_ot
     assert not end.others("h1")
 
 
-@pytest.mark.parametrize("guest", [False, True])
-def test_a_refused_agent_of_the_host_that_leads_ends_no_other_hosts(tmp_path: Path, guest: bool) -> None:
-    """A host that stands by ends its own part."""
+@pytest.mark.parametrize(("guest", "leads"), [(False, False), (True, False), (True, True)])
+def test_a_refused_agent_of_the_host_that_leads_ends_no_other_hosts(
+    tmp_path: Path, guest: bool, leads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that stands by ends its own part, unless it leads by now."""
     one = Started(tmp_path / "run", local=True, hopeless=False, succession=Succession(guest, "o"))
     local = one.local
     assert local is not None and local.started.acquire(timeout=PATIENCE_S)
@@ -348,13 +357,16 @@ def test_a_refused_agent_of_the_host_that_leads_ends_no_other_hosts(tmp_path: Pa
     while not one.job._end.others("h1"):
         time.sleep(0.01)
     local.log_path.write_text("no\n")
+    monkeypatch.setattr(one.job._lead, "look", lambda pid: None)
+    one.job._lead.here, one.job._lead._follows = leads, guest and not leads
     local.die()
-    if not guest:
+    if not guest or leads:
         while "agent_died" not in one.kinds():
             time.sleep(0.01)
         one.over()
         one.coordinator.say(m.AgentCount(agent_ids=[]))
-    assert one.end() == (REFUSED if guest else 0)
+    assert one.end() == (REFUSED if guest and not leads else 0) and one.outcome is not None
+    assert one.outcome.alone == (guest and not leads)
     one.close()
 
 
@@ -380,6 +392,25 @@ def test_whatever_it_ends_of_it_says_goodbye(started: Started) -> None:
         started.job.interrupt(signal.SIGTERM)
     assert started.coordinator.hear(m.Goodbye).reason == "the job's process has ended"
     assert started.end() == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    "started", [{"succession": Succession(owner="o"), "local": True, "hopeless": True}], indirect=True
+)
+@pytest.mark.parametrize("leads", (True, False, None))
+def test_what_fails_where_another_host_leads_ends_no_job(
+    started: Started, leads: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a directory that hosts share: the agents of others are not sent away. None: nobody leads yet."""
+    said: list[Why] = []
+    monkeypatch.setattr(JobLink, "goodbye", lambda link, why: said.append(why))
+    local = started.local
+    assert local is not None and local.started.acquire(timeout=PATIENCE_S)
+    monkeypatch.setattr(started.job._lead, "look", lambda pid: None)
+    started.job._lead.here, started.job._lead._follows = bool(leads), leads is False
+    local.die()
+    assert started.end() == 1 and started.outcome is not None
+    assert bool(said) == bool(leads) and started.outcome.alone == (leads is False)
 
 
 def test_where_another_host_leads_in_its_own_directory_it_ends_and_no_other_host_does(

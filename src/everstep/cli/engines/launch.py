@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, MutableMapping
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
-from everstep.base.exit_codes import JOB_FAILED, NO_HEAD, WORKERS_MISSING
+from everstep.base.exit_codes import HANDED_OVER, JOB_FAILED, WORKERS_MISSING
 
 
 class Launch(NamedTuple):
@@ -63,32 +65,82 @@ def in_brackets(name: str) -> str:
     return f'case "${name}" in [[]*) ;; *:*) {name}="[${name}]" ;; esac\n'
 
 
-JOB_ENDS_S = 10.0
-"""Time that the job's own host takes to end after an agent has ended with the job's exit code."""
 NOT_REACHED = 255
-_END_TOGETHER_S = 60.0
-FINAL = (1, 2, 126, 127)
+FINAL = (JOB_FAILED, 2, 126, 127)
 """Exit codes after which no other try helps: failed, refused; the interpreter cannot be run, or is not there."""
+ENDS_JOB = (0, *FINAL, WORKERS_MISSING)
+"""Exit codes with which the host that leads ends the job."""
+LED = 64
+"""Is added to such a code by a host that led the job when it ended, where any host may lead."""
+_AGAIN_S = 1.0
+_AGAIN_MOST_S = 60.0
+_JOB_ENDS_S = 10.0
+_HEALTHY_S = 60.0
 
 
-def note_end(ends: MutableMapping[int, tuple[float, int]], number: int, code: int, now_s: float) -> None:
-    """Note how a host ended. One that was lost and cannot be reached since has ended once."""
-    if code != NOT_REACHED or ends.get(number, (0.0, 0))[1] != code:
-        ends[number] = now_s, code
+def job_code(number: int, code: int, *, alike: bool) -> int | None:
+    """Exit code of the job, if its end is what host `number` tells by this code; None if it goes on.
+
+    Without etcd that is the end of the first host, whatever it is. With etcd any host may lead (alike), and the one
+    that does tells the job's end; it waits for those that know of the job. Every other end is that of one host alone.
+    """
+    if not alike:
+        return code if number == 0 else None
+    return code - LED if code - LED in ENDS_JOB else None
 
 
-def job_code(ends: Collection[tuple[float, int]], *, final: bool) -> int | None:
-    """Exit code of a job of which nothing runs, by when and how its hosts ended; None if it goes on. final: no host
-    is to begin again; else one that left in order before the last one ended does not count."""
-    last_s, last = max(ends, default=(0.0, NO_HEAD))
-    together = [code for at_s, code in ends if last_s - at_s < _END_TOGETHER_S]
-    failed = next((code for code in (JOB_FAILED, WORKERS_MISSING) if code in together), None)
-    codes = [code for _, code in ends]
-    if failed is not None or not codes:
-        return failed
-    if final:
-        return 0 if 0 in codes else max(codes)
-    return 0 if last == 0 else None
+@dataclass
+class LaunchedHost:
+    """A host of a launch, by one rule: what has ended begins again, later and later while that fails; but a host that
+    was refused, has left in order, or says by 0 that the job is complete, is left out for good. Pure.
+
+    due_s: when its process is to begin, inf while it runs; -inf before its first life. left: exit code with which it
+    was left out.
+    """
+
+    name: str
+    alike: bool = False
+    due_s: float = -inf
+    left: int | None = None
+    _began_s: float = 0.0
+    _tries: int = 0
+
+    def begun(self, now_s: float) -> None:
+        self.due_s, self._began_s = inf, now_s
+
+    def ended(self, code: int, now_s: float) -> str:
+        """Take in that its process has ended with this code. Returns words for the user, "" if there are none.
+
+        An agent whose job failed says so before the job's own host has ended. Without etcd an agent ends with 0 when
+        the job is over, too.
+        """
+        if now_s - self._began_s >= _HEALTHY_S:
+            self._tries = 0
+        if code in ((0, 2, HANDED_OVER) if self.alike else (0, 2)):
+            self.left = code
+            how = "was refused" if code == 2 else "has left in order"
+            return f"{self.name} {how}: it is left out" if code else ""
+        failed = code in (JOB_FAILED, WORKERS_MISSING)
+        delay_s = min(_AGAIN_MOST_S, (_JOB_ENDS_S if failed else _AGAIN_S) * 2**self._tries)
+        self._tries += 1
+        self.due_s = now_s + delay_s
+        if failed and self._tries == 1:
+            return ""
+        how = "cannot be reached" if code == NOT_REACHED else f"ended with {code}"
+        return f"{self.name} {how}: again in {delay_s:g} s"
+
+
+def completed(hosts: Iterable[LaunchedHost]) -> bool:
+    """Whether some host says so, where any may lead: then none begins again."""
+    return any(host.alike and host.left == 0 for host in hosts)
+
+
+def all_left(hosts: Sequence[LaunchedHost]) -> int | None:
+    """Exit code of a job of which no host runs, if none is to begin again; else None."""
+    if completed(hosts):
+        return 0
+    found = [host.left for host in hosts if host.left is not None]
+    return min(found) if len(found) == len(hosts) else None
 
 
 def host_script(
@@ -114,6 +166,7 @@ def host_script(
     SIGUSR1 means that the host has to go soon: an agent hands its workers over, the job takes a checkpoint.
     """
     variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in launch.variables)
+    known = '[ -e "$dir/job.json" ] || ' if launch.etcd else ""  # then another host may lead
     end = '[ -z "$here" ] || kill -TERM "$here"' if alone else ":"  # a second one would end the job at once
     return f"""\
 dir={shlex.quote(launch.run_dir)}
@@ -123,7 +176,7 @@ export EVERSTEP_HEAD_MARK
 {variables}trap 'leaving=1; [ -z "$here" ] || kill -USR1 "$here"' USR1
 trap '{end}' TERM
 if [ "{index}" = 0 ]; then
-  touch "$EVERSTEP_HEAD_MARK"
+  {known}touch "$EVERSTEP_HEAD_MARK"
   {shlex.join(launch.everstep)} {job} &
 else
   {shlex.join(launch.everstep)} {agent} &
@@ -138,6 +191,7 @@ led=
 if [ -e "$EVERSTEP_HEAD_MARK" ]; then led=1; rm -f "$EVERSTEP_HEAD_MARK"; fi
 case $code in
   0 | 130 | 143) ;;       # over, handed over, told to stop
+  {HANDED_OVER}) code=0 ;;          # a standby host has handed over
   3) ;;                   # too few workers: those that came have left with the job's end
   {" | ".join(map(str, FINAL))}) # failed, refused, no such interpreter: no use to try again
     leaving=
@@ -147,7 +201,9 @@ case $code in
   5) leaving=1 ;;         # deposed
   *) {killed} ;; # killed
 esac
-if [ -n "$leaving" ] && [ ! -e "$dir/final/digest.json" ]; then
+if [ -e "$dir/final/digest.json" ]; then
+  [ "$code" != 4 ] || code=0 # the job is complete
+elif [ -n "$leaving" ]; then
   {again}
 fi
 exit "$code"

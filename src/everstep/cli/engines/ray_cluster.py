@@ -15,18 +15,24 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
+from everstep.base.below import write_atomically
 from everstep.base.doors import at_port, host_of
 from everstep.base.errors import ConfigError
 from everstep.base.exit_codes import JOB_FAILED, NO_HEAD, WORKERS_MISSING
-from everstep.cli.engines.launch import JOB_ENDS_S, NOT_REACHED, Launch, job_code, note_end
+from everstep.base.leaving import temporary_folder
+from everstep.cli.coming_back import HEAD_MARK
+from everstep.cli.engines.launch import ENDS_JOB, LED, Launch, LaunchedHost, all_left, completed, job_code
 from everstep.cli.engines.ray_placement import RayBundle, RayPlaces
 from everstep.runtime.process import die_with_parent, own_command
 
 MODULE = "everstep.cli.engines.ray_cluster"
 _LOOK_S = 0.5
-_END_WAIT_S = 45.0
+_END_WAIT_S = 60.0
+_OVER = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM, JOB_FAILED, 2, WORKERS_MISSING, NO_HEAD)
+"""Ends of the first host after which no other try helps, where no other may lead."""
 
 
 def arguments(launch: Launch, number: int, job_at: str, own: str) -> list[str]:
@@ -51,16 +57,23 @@ class HostProcess:
         with reserve(own) as sock:
             return own, int(sock.getsockname()[1])
 
-    def run(self, launch: tuple[Any, ...], job_at: str, towards: str, token: str) -> int:
-        """Run the process until it ends. Returns the exit code."""
+    def run(self, launch: tuple[Any, ...], job_at: str, towards: str, token: str, leads: bool = False) -> int:
+        """Run the process until it ends. leads: even before it says so. Returns the exit code, as `job_code` takes
+        it."""
         found = Launch(*launch)
         words = arguments(found, self._number, job_at, self.where(towards)[0])
         command = own_command(MODULE, str(os.getpid()), *words)
         command[0] = found.python or command[0]
         environment = {**_own_environment(), **dict(found.variables), "EVERSTEP_TOKEN": token}
         folder = found.folder if os.path.isdir(found.folder) else None
-        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, cwd=folder)
-        return self._process.wait()
+        with temporary_folder("everstep-launch-") as kept:
+            mark = kept / "leads"
+            if leads:
+                write_atomically(mark, "")
+            environment[HEAD_MARK] = str(mark)
+            self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, cwd=folder)
+            code = self._process.wait()
+            return code + LED if found.etcd and code in ENDS_JOB and mark.exists() else code
 
     def tell(self, number: int) -> None:
         if self._process is not None:
@@ -128,8 +141,8 @@ class _RayGroups:
 
 
 class _Driver:
-    """Keeps each host's process running until the job is over; a host whose actor is lost begins again on the node that
-    its bundle gets."""
+    """Keeps each host's process running until `job_code` says that the job is over; `LaunchedHost` says what begins
+    again. A host whose actor is lost begins again on the node that its bundle gets."""
 
     def __init__(self, ray: Any, launch: Launch, token: bytes, gpus: int, least: int) -> None:
         bundle = {"CPU": float(launch.slots), **({"GPU": float(gpus * launch.slots)} if gpus else {})}
@@ -143,9 +156,8 @@ class _Driver:
         self._running: dict[int, Any] = {}
         self._job_at = ""
         self._head = ""
-        self._signal = 0
-        self._first_leads = True  # as far as is known here; with etcd another one may
-        self._ends: dict[int, tuple[float, int]] = {}  # of hosts that have not begun again: when, with which exit code
+        self._signal, self._again = 0, False
+        self._hosts = [LaunchedHost(f"host {number}", bool(launch.etcd)) for number in range(launch.hosts)]
 
     def run(self) -> int:
         self._say(f"waiting for {self._launch.hosts} nodes with {self._bundle} each")
@@ -154,30 +166,30 @@ class _Driver:
             while True:
                 code = self._turn()
                 if code is not None:
-                    self._last(code)
-                    return code
+                    return self._last(code)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            self._end()
+            with contextlib.suppress(Exception):  # they go with the job in any case
+                self._places.close()
 
     def _turn(self) -> int | None:
         """Start hosts that have a node, and take in ends. Returns the job's exit code if it is over."""
         parted = self._places.alone
-        now_s = time.monotonic()
+        now_s, last = time.monotonic(), self._signal or completed(self._hosts)
         self._due.update(dict.fromkeys(self._places.look(now_s), now_s))
         if self._places.alone and not parted:
             self._say("some nodes are missing: the job begins without them, and they join when they come")
-        for number in sorted(number for number, at_s in self._due.items() if at_s <= now_s and not self._signal):
+        for number in sorted(number for number, at_s in self._due.items() if at_s <= now_s and not last):
             if number == 0 or 0 in self._running or self._launch.etcd:  # that one knows where the job is
                 del self._due[number]
-                self._ends.pop(number, None)
-                self._begin(number)
-        if self._signal and 0 not in self._running:
+                first = self._hosts[number].due_s == -inf
+                self._hosts[number].begun(now_s)
+                self._begin(number, leads=first and number == 0)
+        if self._signal and (self._again or 0 not in self._running):
             return 128 + self._signal
         if not self._running:
-            final = not self._due and len(self._ends) == self._launch.hosts
-            code = None if self._first_leads else job_code(self._ends.values(), final=final)
+            code = all_left(self._hosts)
             time.sleep(_LOOK_S if code is None else 0.0)
             return code
         done, _ = self._ray.wait(list(self._running.values()), timeout=_LOOK_S)
@@ -187,7 +199,7 @@ class _Driver:
                 return code
         return None
 
-    def _begin(self, number: int) -> None:
+    def _begin(self, number: int, *, leads: bool) -> None:
         """Start the actor of a host, and its process."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -208,7 +220,7 @@ class _Driver:
                 self._lost(number)
                 return
             self._job_at, self._head = at_port(own, port), own
-        self._running[number] = actor.run.remote(tuple(self._launch), self._job_at, towards, self._token)
+        self._running[number] = actor.run.remote(tuple(self._launch), self._job_at, towards, self._token, leads)
 
     def _ended(self, number: int | None) -> int | None:
         """Take in the end of a host's process or actor. Returns the job's exit code if it is over."""
@@ -219,38 +231,28 @@ class _Driver:
         except self._ray.exceptions.RayActorError:
             self._lost(number)
             return None
-        in_order = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-        finals = (*in_order, JOB_FAILED, 2, WORKERS_MISSING, *(() if self._launch.etcd else (NO_HEAD,)))
-        if number == 0 and self._launch.etcd and self._running and code in in_order and not self._signal:
-            self._first_leads = False  # another one leads, or the others end as well
-        own = number == 0 and self._first_leads
-        if own and code in finals:
-            return code
-        note_end(self._ends, number, code, time.monotonic())
-        if not own and code in (JOB_FAILED, WORKERS_MISSING):  # if the job has failed, host 0 is about to end
-            self._again(number, JOB_ENDS_S)
-        elif own or code not in (0, 2):
-            self._say(f"the process of host {number} ended with {code}: again")
-            self._again(number, JOB_ENDS_S if code == NO_HEAD else 0.0)
+        over = job_code(number, code, alike=bool(self._launch.etcd))
+        if over is not None and (self._launch.etcd or over in _OVER):
+            return over
+        host = self._hosts[number]
+        words = host.ended(code, time.monotonic())
+        if words and not (self._signal or completed(self._hosts)):
+            self._say(words)
+        if host.left is None:
+            self._give_up(number)
+            self._due[number] = host.due_s
+            self._first_again(number)
         return None
 
     def _lost(self, number: int) -> None:
         self._say(f"host {number} is lost: its actor starts again as soon as a node is free")
-        note_end(self._ends, number, NOT_REACHED, time.monotonic())
         self._give_up(number)
         self._places.lost(number)
         self._first_again(number)
 
-    def _again(self, number: int, after_s: float = 0.0) -> None:
-        self._give_up(number)
-        self._due[number] = time.monotonic() + after_s
-        self._first_again(number)
-
     def _first_again(self, number: int) -> None:
-        """If the first host starts again: another one may lead, or all others have to start again, too."""
-        if number == 0 and self._launch.etcd:
-            self._first_leads = False
-        elif number == 0:
+        """If the first host starts again, and no other one may lead: all others have to start again, too."""
+        if number == 0 and not self._launch.etcd:
             self._all_again()
 
     def _all_again(self) -> None:
@@ -268,24 +270,22 @@ class _Driver:
             self._ray.kill(actor)
 
     def _tell(self, number: int) -> None:
-        """Pass a signal on. In a signal handler, so the call is made elsewhere."""
-        self._signal = number
+        """Pass a signal on; a second one ends all. In a signal handler, so the call is made elsewhere."""
+        self._signal, self._again = number, bool(self._signal)
         if 0 not in self._running:
             return
         threading.Thread(target=lambda: self._actors[0].tell.remote(number), daemon=True).start()
 
-    def _last(self, code: int) -> None:
-        """End the agents, too, if the job was told to stop: they would wait for it, or lead it."""
-        for number in self._running if code == 128 + signal.SIGTERM or not self._first_leads else ():
-            self._actors[number].tell.remote(self._signal or int(signal.SIGTERM))
-
-    def _end(self) -> None:
-        """Wait for the agents, which have heard of the job's end; the rest goes with the actors."""
-        with contextlib.suppress(Exception):
-            agents = [ref for number, ref in self._running.items() if number]
-            if agents:
-                self._ray.wait(agents, num_returns=len(agents), timeout=_END_WAIT_S)
-            self._places.close()
+    def _last(self, code: int) -> int:
+        """Wait for the others, which have heard of the job's end, unless it was told to stop: those would wait for it,
+        or lead it. The rest goes with the actors. Returns the code."""
+        for number in self._running if code > 128 else ():
+            self._actors[number].tell.remote(int(signal.SIGTERM))
+        until_s = time.monotonic() + _END_WAIT_S
+        for ref in self._running.values():
+            with contextlib.suppress(Exception):  # it was lost, or does not end in time
+                self._ray.get(ref, timeout=max(0.0, until_s - time.monotonic()))
+        return code
 
     def _say(self, text: str) -> None:
         print(f"everstep launch: {text}", file=sys.stderr, flush=True)

@@ -19,23 +19,18 @@ from pathlib import Path
 
 from everstep.base.doors import at_port
 from everstep.base.errors import ConfigError
-from everstep.base.exit_codes import JOB_FAILED, WORKERS_MISSING
 from everstep.base.readable import readable
-from everstep.cli.engines.launch import JOB_ENDS_S, NOT_REACHED, Launch, job_code, note_end
+from everstep.cli.coming_back import HEAD_MARK
+from everstep.cli.engines.launch import ENDS_JOB, LED, NOT_REACHED, Launch, LaunchedHost, all_left, completed, job_code
 from everstep.runtime.process import Inbox, taking_signals
 
-FIRST_AGAIN_S = 1.0
-MOST_AGAIN_S = 60.0
-HEALTHY_S = 60.0
-_REFUSED = 2
-_OVER = (0, 1, _REFUSED, 3, 130, 143)
 _LAST_WAIT_S = 45.0
 _ALONE_S = 10.0
 _REMOTE = """\
 exec 3<&0
-read -r EVERSTEP_TOKEN <&3 && export EVERSTEP_TOKEN || exit 2
+read -r EVERSTEP_TOKEN leads <&3 && export EVERSTEP_TOKEN || exit 2
 cd {folder} 2>/dev/null || cd {beside} || exit 2
-{words} 3<&- </dev/null &
+{before}{words} 3<&- </dev/null &
 here=$!
 unset EVERSTEP_TOKEN
 ( while read -r number <&3; do kill -"$number" "$here"; done; kill -TERM "$here" ) 2>/dev/null &
@@ -44,7 +39,13 @@ exec 3<&-
 wait "$here"
 code=$?
 kill "$watch" 2>/dev/null
-exit "$code"
+{after}exit "$code"
+"""
+_MARKED = f"""\
+if [ -e "${HEAD_MARK}" ]; then
+  rm -f "${HEAD_MARK}"
+  case $code in {" | ".join(map(str, ENDS_JOB))}) code=$((code + {LED})) ;; esac
+fi
 """
 
 
@@ -59,125 +60,86 @@ def remote_words(launch: Launch, number: int, address: str, port: int) -> str:
         + f"{shlex.join(launch.everstep)} {words}"
     )
     folder, beside = shlex.quote(launch.folder or "."), shlex.quote(str(Path(launch.run_dir).parent))
-    return _REMOTE.format(folder=folder, beside=beside, words=words)
-
-
-@dataclass
-class Remote:
-    """One host: whether its ssh runs, and when the next one is due. Pure."""
-
-    name: str
-    running: bool = False
-    due_s: float = -inf
-    over: bool = False
-    _began_s: float = 0.0
-    _tries: int = 0
-
-    def begun(self, now_s: float) -> None:
-        self.running, self.due_s, self._began_s = True, inf, now_s
-
-    def ended(self, code: int, now_s: float) -> str:
-        """Take in that its ssh has ended with this code. Returns words for the user, "" if there are none.
-
-        Exit code 0: handed over, or the job is over; 2: refused; other codes: it is tried again, at growing intervals
-        while that fails. An agent whose job failed says so before the job's own host has ended.
-        """
-        self.running = False
-        if now_s - self._began_s >= HEALTHY_S:
-            self._tries = 0
-        if code in (0, _REFUSED):
-            self.over = True
-            return "" if code == 0 else f"{self.name} was refused and is left out"
-        least_s = JOB_ENDS_S if code in (JOB_FAILED, WORKERS_MISSING) else FIRST_AGAIN_S
-        delay_s = min(MOST_AGAIN_S, least_s * 2**self._tries)
-        self._tries += 1
-        self.due_s = now_s + delay_s
-        if code in (JOB_FAILED, WORKERS_MISSING) and self._tries == 1:
-            return ""
-        how = "cannot be reached" if code == NOT_REACHED else f"ended with {code}"
-        return f"{self.name} {how}: again in {delay_s:g} s"
+    before = f"export {HEAD_MARK}=$(mktemp -u)\n" if launch.etcd else ""
+    before += f'[ -z "$leads" ] || touch "${HEAD_MARK}"\n' if launch.etcd else ""
+    after = _MARKED if launch.etcd else ""
+    return _REMOTE.format(folder=folder, beside=beside, before=before, words=words, after=after)
 
 
 @dataclass
 class SshHosts:
-    """Runs a job on these hosts. start: starts ssh to a host with a script, its standard input an unbuffered pipe.
-    alike: any host may lead the job, so the first is tried again as any other, and is one of them from then on. In the
-    main thread SIGINT, SIGTERM and SIGUSR1 are passed on to the job, which has the others end; once the first host was
-    lost, the first two end all hosts."""
+    """Runs a job on these hosts, until `job_code` says that it is over; `LaunchedHost` says what begins again. start:
+    starts ssh to a host with a script, its standard input an unbuffered pipe. alike: any host may lead the job.
+
+    In the main thread SIGINT, SIGTERM and SIGUSR1 are passed on to the first host. After SIGINT or SIGTERM no host
+    begins again; when the first does not run (any more), or the signal comes again, the others are ended, too.
+    """
 
     hosts: Sequence[str]
     scripts: Sequence[str]
     token: bytes
     start: Callable[[str, str], subprocess.Popen[bytes]]
     alike: bool = False
-    _first_leads: bool = True
     _signal: int = 0
-    _told: bool = False
+    _hosts: list[LaunchedHost] = field(default_factory=list)
     _inbox: Inbox[int] = field(default_factory=Inbox)
     _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     _fds: dict[int, int] = field(default_factory=dict)
-    _ends: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     def run(self) -> int:
-        """Run the job. Returns the exit code of the job's own host, once all have ended."""
-        remotes = [Remote(name) for name in self.hosts]
+        """Run the job. Returns its exit code, once all hosts have ended."""
+        self._hosts = [LaunchedHost(name, self.alike) for name in self.hosts]
         code: int | None = None
         with taking_signals((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), self._inbox.put):
             while code is None:
                 now_s = time.monotonic()
-                for number, remote in enumerate(remotes):
-                    if not (remote.running or remote.over or self._signal) and remote.due_s <= now_s:
-                        self._begin(number)
-                        remote.begun(now_s)
-                patience_s = max(0.0, min([1.0, *(r.due_s - now_s for r in remotes if not r.over)]))
+                for number, host in enumerate(self._hosts):
+                    if host.due_s <= now_s and not self._last:
+                        self._begin(number, leads=number == 0 and host.due_s == -inf)
+                        host.begun(now_s)
+                due_s = inf if self._last else min(host.due_s for host in self._hosts)
+                patience_s = max(0.0, min(1.0, due_s - now_s))
                 ready = readable([self._inbox.fd, *self._fds.values()], patience_s)
                 for signalled in self._inbox.take():
-                    self._tell(signalled)
+                    code = self._tell(signalled) if code is None else code
                 for number in [n for n, fd in self._fds.items() if fd in ready]:
-                    ended = self._end(number)
-                    self._first_leads &= number != 0 or not self.alike or self._ends_all(ended)
-                    if number == 0 and self._first_leads:
-                        code = ended
-                        if code == NOT_REACHED or code < 0:
-                            self._say(
-                                f"{self.hosts[0]}, the job's own host, is lost: run the same command again to go on"
-                            )
-                        continue
-                    note_end(self._ends, number, ended, time.monotonic())
-                    counted = 0 if self.alike and ended in _OVER and ended != _REFUSED else ended
-                    if words := remotes[number].ended(counted, time.monotonic()):
-                        self._say(words)
-                if self.alike and code is None and not self._processes:
-                    final = all(remote.over for remote in remotes)
-                    code = job_code(self._ends.values(), final=final)
-                    code = 128 + self._signal if self._signal and code not in (JOB_FAILED, WORKERS_MISSING) else code
-            self._end_others(0.0 if code == 128 + signal.SIGTERM else _ALONE_S)
-        return 1 if code == NOT_REACHED or code < 0 else code
+                    code = self._take_end(number) if code is None else code
+                if code is None and self._signal and 0 not in self._processes:
+                    code = 128 + self._signal
+                code = all_left(self._hosts) if code is None and not self._processes else code
+            self._end_others(code)
+        return code
 
-    def _ends_all(self, code: int) -> bool:
-        """Whether the job is over as the first host has ended with this code, though any host may lead. One that leaves
-        in order, untold, while others run does not tell: another one leads, or they end as well."""
-        left = code == 0 or (code in (130, 143) and not self._told)
-        return code in _OVER and not (left and self._processes)
+    def _tell(self, signalled: int) -> int | None:
+        """Pass a signal on. Returns the job's exit code if it is the second one that is to end the job."""
+        again = bool(self._signal) and signalled != signal.SIGUSR1
+        self._signal = self._signal if signalled == signal.SIGUSR1 else signalled
+        self._write(0, f"{signalled}\n")
+        return 128 + signalled if again else None
+
+    @property
+    def _last(self) -> bool:
+        """Whether no host begins again."""
+        return bool(self._signal) or completed(self._hosts)
+
+    def _take_end(self, number: int) -> int | None:
+        """Take in that a host's ssh has ended. Returns the job's exit code if it is over."""
+        ended, host = self._end(number), self._hosts[number]
+        code = job_code(number, ended, alike=self.alike)
+        if code is not None and (code == NOT_REACHED or code < 0):
+            self._say(f"{host.name}, the job's own host, is lost: run the same command again to go on")
+            return 1
+        if code is None and (words := host.ended(ended, time.monotonic())) and not self._last:
+            self._say(words)
+        return code
 
     def _say(self, text: str) -> None:
         print(f"everstep launch: {text}", file=sys.stderr, flush=True)
 
-    def _begin(self, number: int) -> None:
+    def _begin(self, number: int, *, leads: bool) -> None:
         process = self.start(self.hosts[number], self.scripts[number])
         self._processes[number], self._fds[number] = process, os.pidfd_open(process.pid)
-        self._write(number, f"{self.token.hex()}\n")
-
-    def _tell(self, signalled: int) -> None:
-        """Pass a signal on: to all hosts if the first may not lead any more, which nobody here knows better."""
-        if self._first_leads:
-            self._told = True
-            self._write(0, f"{signalled}\n")
-            self._first_leads = not (self.alike and signalled == signal.SIGUSR1)  # it gives up its lease
-        elif signalled != signal.SIGUSR1:  # it would have all leave in order
-            self._signal = signalled
-            for number in self._processes:
-                self._write(number, f"{signalled}\n")
+        self._write(number, f"{self.token.hex()}{' leads' * leads}\n")
 
     def _write(self, number: int, text: str) -> None:
         process = self._processes.get(number)
@@ -192,17 +154,24 @@ class SshHosts:
             process.stdin.close()
         return process.wait()
 
-    def _end_others(self, alone_s: float) -> None:
-        """Wait for the agents, which have heard of the end; after so many seconds the others are told by the end of
-        their standard input. Agents of a job that was told to stop would wait for the next one."""
-        readable_until_s = time.monotonic() + _LAST_WAIT_S
-        for number in list(self._processes):
-            fd, process = self._fds[number], self._processes[number]
-            if not readable([fd], alone_s) and process.stdin is not None:
+    def _end_others(self, code: int) -> None:
+        """Wait for the others, which have heard of the end. After some time they are told by the end of their standard
+        input: agents of a job that was told to stop, and hosts that came (back) too late to hear, wait for the next
+        one."""
+        self._wait_for_others(0.0 if code > 128 else _ALONE_S)
+        for process in self._processes.values():
+            if process.stdin is not None:
                 process.stdin.close()
-            if not readable([fd], max(0.0, readable_until_s - time.monotonic())):
-                process.kill()
+        self._wait_for_others(_LAST_WAIT_S)
+        for number in list(self._processes):
+            self._processes[number].kill()
             self._end(number)
+
+    def _wait_for_others(self, for_s: float) -> None:
+        until_s = time.monotonic() + for_s
+        while self._fds and (ready := readable(self._fds.values(), max(0.0, until_s - time.monotonic()))):
+            for number in [n for n, fd in self._fds.items() if fd in ready]:
+                self._end(number)
 
 
 def ssh(options: Sequence[str]) -> Callable[[str, str], subprocess.Popen[bytes]]:

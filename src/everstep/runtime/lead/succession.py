@@ -49,17 +49,24 @@ def new_owner() -> str:
 class Lead:
     """Whether this process's coordinator decides, by the address in its directory.
 
-    leased: without a lease it always decides. address: of this host. tell: called with coordinator_leads or
-    coordinator_follows when the answer changes, and with led_elsewhere when `elsewhere` becomes true: another host
-    leads, in a directory of its own. A coordinator that does not reach etcd does not get to know that.
+    Without a lease it always decides. address: of this host. tell: called with coordinator_leads or coordinator_follows
+    when this host leads, or another one does, and with led_elsewhere when `elsewhere` becomes true: another host leads,
+    in a directory of its own. A coordinator that does not reach etcd does not get to know that.
     """
 
-    def __init__(self, run_dir: Path, leased: bool, address: str, tell: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Path, succession: Succession, address: str, tell: Callable[[str], None]) -> None:
         self._path = run_dir / COORDINATOR_FILE
-        self._leased, self._address, self._tell = leased, address, tell
+        self._leased, self._address, self._tell = bool(succession.owner), address, tell
         self._seen: tuple[int, int, int] = (0, 0, 0)
-        self.here = not self._leased
+        self._own: set[tuple[str, int]] = set()
+        self._follows = succession.guest
+        self._told = self.here = not self._leased
         self.elsewhere = False
+
+    @property
+    def by_another(self) -> bool:
+        """Whether another host leads, as far as is known; neither leads while this host's coordinator starts again."""
+        return self.elsewhere or self._follows
 
     def look(self, pid: int) -> None:
         """Look at the address again. pid: of the coordinator of this process."""
@@ -71,13 +78,16 @@ class Lead:
             if seen == self._seen:
                 return
             there = read_address(self._path)
-            here = (there.host, there.pid) == (self._address, pid)
         except (OSError, EverstepError):
             return
         self._seen = seen
-        if here != self.here:
-            self.here = here
-            self._tell("coordinator_leads" if here else "coordinator_follows")
+        self._own.add((self._address, pid))
+        self.here = (there.host, there.pid) == (self._address, pid)
+        self._follows = (there.host, there.pid) not in self._own
+        leads = self.here or (self._told and not self._follows)
+        if leads != self._told:
+            self._told = leads
+            self._tell("coordinator_leads" if leads else "coordinator_follows")
 
     def heard(self, place: str) -> None:
         """The coordinator with which this process is connected leads in the directory with this word."""
