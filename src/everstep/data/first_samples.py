@@ -9,7 +9,7 @@ from typing import Any
 
 from everstep.base.readable import readable
 from everstep.data.loader_process import Failure, LoaderDied, LoaderProcess
-from everstep.data.stream import joint, sample_digest
+from everstep.data.sample_content import joint, sample_digest
 from everstep.exact.seeding import sample_seed, seed_all
 
 _NUMBER = 4

@@ -26,6 +26,7 @@ from everstep.base.given import read_json
 from everstep.data.first_samples import FirstSamples
 from everstep.data.loader_process import LoaderDied
 from everstep.data.reading import reading_of
+from everstep.data.sample_content import in_part
 from everstep.data.stream import Front, Stream, StreamMark, StreamReader, check_starts_over, count
 from everstep.runtime.link.address import DATASET_FILE
 from everstep.train.elastic import AnyOrder, sample_order
@@ -116,7 +117,7 @@ class DataPosition:
             return ""
         epoch, index = self._next(step)
         mark, name = self.reader.mark(epoch, index), self.reader.stream.name
-        there = mark is not None and mark.epoch == epoch
+        there = mark is not None and mark.epoch == epoch and not in_part(mark.digest)
         first = mark.index if there and mark is not None and self.front.resumes else 0
         if index - first <= 2 * self.order.global_batch:  # a mark is up to two steps old
             return ""

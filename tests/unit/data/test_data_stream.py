@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from everstep.base.errors import ConfigError, TaskError
 from everstep.data.reading import by_index, first_samples, reading_of
+from everstep.data.sample_content import sample_digest
 from everstep.data.stream import (
     MOST_STATE_BYTES,
     NO_MORE,
@@ -27,7 +28,6 @@ from everstep.data.stream import (
     StreamReader,
     check_starts_over,
     count,
-    sample_digest,
 )
 
 N = 37
