@@ -177,7 +177,7 @@ def test_a_place_that_is_not_told_rightly_costs_a_pass_and_no_bit(caplog: pytest
     later = reader(Wrong())
     later.add(first.mark(0, 29))  # type: ignore[arg-type]
     assert told(later.read(0, 29)) == every[0, 29]
-    assert "does not go on where its state_dict says" in caplog.text
+    assert "is not seen to go on where its state_dict says" in caplog.text
 
 
 def test_other_samples_than_before_are_refused() -> None:
