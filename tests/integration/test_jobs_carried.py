@@ -124,6 +124,7 @@ def test_a_job_does_not_go_on_with_other_data(jobs: Jobs, tmp_path: Path) -> Non
     told = "the dataset holds other samples than before the checkpoint of step"
     refused = jobs.start(script, workers=2, settings={"lanes": 4}, run_dir=stopped.run_dir)
     assert refused.end() == 2 and told in refused.of_kind("job_failed")[-1]["reason"], refused.account()
+    assert "__getstate__ may leave out" in refused.of_kind("job_failed")[-1]["reason"]
     settings = {"lanes": 4, "numerics.changed": "warn"}
     warned = jobs.start(script, workers=2, settings=settings, run_dir=stopped.run_dir)
     assert warned.end() == 0 and told in str(warned.of_kind("warning")), warned.account()

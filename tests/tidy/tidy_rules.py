@@ -53,6 +53,7 @@ PICKLES = frozenset({"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "she
 PICKLING_ALLOWED = {
     "everstep.data.batch",  # samples, from a worker's own loader processes
     "everstep.data.loader_process",
+    "everstep.data.sample_content",  # written to be hashed, and never read
     "everstep.checkpoint.interchange_formats",  # what others read and write; torch.load with weights_only
     "everstep.checkpoint.interchange_dcp",  # an index that knows few classes
 }

@@ -14,18 +14,14 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
-from hashlib import blake2b
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
-import torch
 
 from everstep.base.errors import ConfigError, InvariantViolation, TaskError
-from everstep.exact.digest import bytes_of, digest_bytes
+from everstep.data.sample_content import alike, in_part, joint, sample_digest
 from everstep.exact.seeding import preserve_rng, sample_seed, seed_all
 
 log = logging.getLogger(__name__)
@@ -36,6 +32,8 @@ MOST_STATE_BYTES = 1 << 20
 _MARKS = 4
 NO_MORE = object()
 """The value after the last sample of a pass."""
+_ELSEWHERE = "is not seen to go on where its state_dict says"
+_UNSEEN = "has samples with parts that cannot be compared, so nothing shows whether its state_dict says all"
 _ONLY_READER = {"RANK": "0", "WORLD_SIZE": "1"}
 _OF_CONTAINERS: tuple[type[Iterator[Any]], ...] = (
     type(iter([])),
@@ -43,7 +41,6 @@ _OF_CONTAINERS: tuple[type[Iterator[Any]], ...] = (
     type(iter({}.values())),
     type(iter({}.items())),
 )
-_PLAIN = bool | int | float | complex | str | bytes | None
 
 
 class StreamMark(msgspec.Struct, frozen=True):
@@ -55,39 +52,6 @@ class StreamMark(msgspec.Struct, frozen=True):
     state: str
     count: int
     digest: str
-
-
-def sample_digest(sample: Any) -> str:
-    """32 hex digits over what can be compared in a sample: tensors, arrays, plain values, containers,
-    dataclasses, pictures."""
-    return digest_bytes(repr(_comparable(sample)).encode(errors="surrogatepass"))
-
-
-def _comparable(value: Any, around: tuple[int, ...] = ()) -> Any:
-    """around: ids of the objects that this one lies in; it may refer to one of them."""
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), digest_bytes(bytes_of(value)) if value.device.type == "cpu" else ""
-    if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
-        return str(value.dtype), value.shape, digest_bytes(value.tobytes())
-    if isinstance(value, bytes | bytearray):
-        return "bytes", digest_bytes(value)
-    if isinstance(value, _PLAIN):
-        return value
-    if id(value) in around:
-        return type(value).__name__
-    inner = partial(_comparable, around=(*around, id(value)))
-    if isinstance(value, Mapping):
-        return [(repr(key), inner(each)) for key, each in value.items()]
-    if isinstance(value, list | tuple):
-        return [inner(each) for each in value]
-    if isinstance(value, np.ndarray):
-        return value.shape, [inner(each) for each in value.flat]
-    if isinstance(value, set | frozenset):
-        return sorted(repr(inner(each)) for each in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return [(each.name, inner(getattr(value, each.name, None))) for each in fields(value) if each.compare]
-    pixels = getattr(value, "tobytes", None)
-    return type(value).__name__, digest_bytes(pixels()) if callable(pixels) and hasattr(value, "mode") else ""
 
 
 @dataclass(frozen=True)
@@ -231,11 +195,6 @@ class _Proof:
         return StreamMark(self.epoch, self.index, self.state, len(self.digests), joint(self.digests))
 
 
-def joint(digests: Sequence[str]) -> str:
-    """One digest of several samples' digests."""
-    return blake2b("".join(digests).encode(), digest_size=16).hexdigest()
-
-
 class StreamReader:
     """Samples of a stream by (epoch, index). Fast where requests ascend; the last ones are kept.
 
@@ -293,13 +252,13 @@ class StreamReader:
         """Stand somewhere before this sample, in its pass, as near as a mark allows."""
         mark = self.mark(epoch, index)
         if mark is not None and mark.epoch == epoch:
-            if mark.state and self._agrees(mark, mark.state):
+            unseen = in_part(mark.digest)
+            if mark.state and not unseen and self._agrees(mark, mark.state):
                 return
             if mark.state:
                 log.warning(
-                    "the stream %s does not go on where its state_dict says: it is started over, and %d samples are "
-                    "skipped",
-                    *(self.stream.name, mark.index),
+                    "the stream %s %s: it is started over, and %d samples are skipped",
+                    *(self.stream.name, _UNSEEN if unseen else _ELSEWHERE, mark.index),
                 )
             if not self._agrees(mark, ""):
                 raise ConfigError(
@@ -321,7 +280,8 @@ class StreamReader:
         try:
             while self._next < mark.index:
                 self._pull()
-            return joint([sample_digest(self._pull()) for _ in range(mark.count)]) == mark.digest
+            found = joint([sample_digest(self._pull()) for _ in range(mark.count)])
+            return found == mark.digest if state else alike(mark.digest, found)
         except _Ended:
             return False
 
@@ -424,7 +384,7 @@ def check_starts_over(stream: Stream) -> Front:
     raise ConfigError(
         f"the stream {stream.name} gives other samples when it is started over, from number {number} on, so a worker "
         "that is resumed or healed would train on others: seed what it draws in __iter__, open there what it reads, "
-        "and declare what may differ in a dataclass as field(compare=False)"
+        "and leave out what may differ: by __getstate__, in a dataclass by field(compare=False)"
     )
 
 

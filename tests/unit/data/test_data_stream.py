@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from everstep.base.errors import ConfigError, TaskError
 from everstep.data.reading import by_index, first_samples, reading_of
+from everstep.data.sample_content import sample_digest
 from everstep.data.stream import (
     MOST_STATE_BYTES,
     NO_MORE,
@@ -27,7 +28,6 @@ from everstep.data.stream import (
     StreamReader,
     check_starts_over,
     count,
-    sample_digest,
 )
 
 N = 37
@@ -177,7 +177,7 @@ def test_a_place_that_is_not_told_rightly_costs_a_pass_and_no_bit(caplog: pytest
     later = reader(Wrong())
     later.add(first.mark(0, 29))  # type: ignore[arg-type]
     assert told(later.read(0, 29)) == every[0, 29]
-    assert "does not go on where its state_dict says" in caplog.text
+    assert "is not seen to go on where its state_dict says" in caplog.text
 
 
 def test_other_samples_than_before_are_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from everstep.base.errors import ConfigError
 from everstep.base.readable import readable
 from everstep.data.first_samples import FirstSamples
 from everstep.data.loader_process import LoaderProcess
+from everstep.data.sample_content import joint, sample_digest, types_alone
 from everstep.data.stream import Front, Stream, StreamReader
 from everstep.order.cursor import SampleOrder
 from everstep.train.elastic import sample_order
@@ -76,6 +79,38 @@ def test_other_samples_than_before_are_told() -> None:
         text = position.accept(said, 5)
         assert text == ("the dataset holds other samples than before the checkpoint of step 5" if told else "")
     assert looked_at(Rows(breaks=True)).encoded(5) == b""
+
+
+class Named(Rows):
+    """Samples that are objects with a name of their own, which differs whenever they are read."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, str]:
+        return super().__getitem__(index), SimpleNamespace(name=uuid4() if self.drawn else index)  # type: ignore[return-value]
+
+    drawn = True
+
+
+class Steady(Named):
+    drawn = False
+
+
+def test_objects_that_differ_whenever_they_are_read_are_not_compared() -> None:
+    def told(rows: Rows, said: bytes) -> bool:
+        position = looked_at(rows)
+        position.settle()
+        return bool(position.accept(said, 5))
+
+    drawn, steady = looked_at(Named()).encoded(5), looked_at(Steady()).encoded(5)
+    assert not told(Named(), drawn) and not told(Steady(), steady)
+    assert told(Named(last=1), drawn) and told(Steady(last=1), steady)
+
+
+def test_a_stream_of_objects_of_release_0_1_0_goes_on() -> None:
+    """It told objects by their types alone."""
+    front = joint([sample_digest(SimpleNamespace(name=1))])
+    position(front=front).accept(position(front=types_alone(front)).encoded(3), 3)
+    with pytest.raises(ConfigError, match=r"begins with other samples .*__getstate__"):
+        position(front=front).accept(position(front=joint([sample_digest(SimpleNamespace(name=2))])).encoded(3), 3)
 
 
 def test_a_process_that_is_asked_for_the_last_time_ends_and_its_answer_stays() -> None:
