@@ -69,6 +69,9 @@ def put_values(groups: Sequence[dict[str, Any]], told: Sequence[Mapping[str, Any
     for k, group in enumerate(groups):
         for key, value in told[k].items():
             present = group.get(key)
+            if type(present) in SCALARS:
+                group[key] = value
+                continue
             sharing = [n for n, other in enumerate(groups) if n != k and key in other and other[key] is present]
             if all(_same(value, told[n].get(key, present)) for n in sharing):
                 group[key] = _in_place(present, value)

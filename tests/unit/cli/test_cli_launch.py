@@ -690,6 +690,14 @@ def test_a_host_says_whether_it_led(engine: str, leads: bool, does: str, code: i
         assert found == (code if etcd or code not in (64, 65, 66) else code - 64)
 
 
+@pytest.mark.parametrize(("etcd", "leads", "code"), [("etcd://h/j", True, 66), ("etcd://h/j", False, 2), ("", True, 2)])
+def test_a_first_host_without_the_folder_ends_the_launch(etcd: str, leads: bool, code: int, tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone" / "r")
+    script = ssh.remote_words(Launch("n", "t", (), (), 2, 1, gone, "python", folder=gone, etcd=etcd), 0, "h", 1)
+    word = "ab leads\n" if leads else "ab\n"
+    assert subprocess.run(["sh", "-c", script], input=word, text=True, capture_output=True).returncode == code
+
+
 def test_what_ssh_and_ray_would_start(capsys: pytest.CaptureFixture[str]) -> None:
     common = ["--slots", "2", "--run-dir", "/runs/a", "--steps", "3"]
     text = printed(capsys, "launch", "ssh", "resnet18-digits", "--hosts", "me@a,b", "--address", "10.0.0.1", *common)

@@ -29,7 +29,7 @@ _ALONE_S = 10.0
 _REMOTE = """\
 exec 3<&0
 read -r EVERSTEP_TOKEN leads <&3 && export EVERSTEP_TOKEN || exit 2
-cd {folder} 2>/dev/null || cd {beside} || exit 2
+cd {folder} 2>/dev/null || cd {beside} || {astray}
 {before}{words} 3<&- </dev/null &
 here=$!
 unset EVERSTEP_TOKEN
@@ -63,7 +63,8 @@ def remote_words(launch: Launch, number: int, address: str, port: int) -> str:
     before = f"export {HEAD_MARK}=$(mktemp -u)\n" if launch.etcd else ""
     before += f'[ -z "$leads" ] || touch "${HEAD_MARK}"\n' if launch.etcd else ""
     after = _MARKED if launch.etcd else ""
-    return _REMOTE.format(folder=folder, beside=beside, before=before, words=words, after=after)
+    astray = f'{{ [ -z "$leads" ] || exit {2 + LED}; exit 2; }}' if launch.etcd else "exit 2"
+    return _REMOTE.format(folder=folder, beside=beside, astray=astray, before=before, words=words, after=after)
 
 
 @dataclass
