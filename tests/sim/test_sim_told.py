@@ -129,8 +129,10 @@ def deaths_are_those_that_were(one: Simulation, events: list[Event], facts: Fact
         raised_again += event["kind"] == "worker_evicted" and replayed.incidents.has_raised(event)
         replayed.take(event)
     injected, own = kinds_of(events)["fault_injected"], launchers + len(faults) - raised_again
-    # An eviction soon after an injected fault is its consequence.
-    assert own <= facts.faults <= own + injected, [(e["cause"], e["reason"]) for e in evicted]
+    # An eviction soon after an injected fault is its consequence; a fall back is a fault if no eviction explains it.
+    assert own <= facts.faults <= own + injected + kinds_of(events)["fallback"], [
+        (e["cause"], e["reason"]) for e in evicted
+    ]
     for event in faults:
         who, life = f"worker {event['worker_id']}", one.control.workers[key_of(event)]
         assert who in struck, event
