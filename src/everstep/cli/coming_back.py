@@ -79,8 +79,8 @@ def become_standby(begun: Start, *, deposed: bool = True, refill: int | None = N
 
 
 def standing_by(begun: Start, workers: int | None) -> Deposed:
-    """What is raised where another host leads already a job that was to begin here, or stand by. A job that is stopped
-    goes on when the same command is given again, so this host does not stay for that. workers: in total."""
+    """Exception for a host that was to begin a job which another host leads already: it stands by instead. It does not
+    stay after a stop of the job, because the same command is given again then. workers: in total."""
     refill, begun = None if begun.room is None else workers, replace(begun, stays=False)
     return Deposed("the job runs already", lambda: become_standby(begun, deposed=False, refill=refill))
 

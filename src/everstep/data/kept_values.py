@@ -70,7 +70,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 class _Room:
-    """What is left of one look."""
+    """Room that is left in one look: bytes of arrays, and items of containers."""
 
     def __init__(self) -> None:
         self._bytes, self._items = _MOST_BYTES, _MOST_ITEMS

@@ -155,7 +155,7 @@ class _Writer(pickle.Pickler):
         self._look, self._around = look, around
 
     def persistent_id(self, value: Any) -> str | None:
-        """What is written in the place of a value, None for the value itself."""
+        """Text that is written in place of a value; None if the value itself is pickled."""
         kind = type(value)
         if kind in _WRITTEN:
             return None

@@ -28,6 +28,11 @@ class HeldValue(NamedTuple):
     text: str
 
 
+def is_fixed(value: Any) -> bool:
+    """Whether no part of it can change, so that a remembered value may be compared."""
+    return type(value) is tuple and SCALARS.issuperset(map(type, value))
+
+
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Values of a group at this moment; == compares them."""
     return {k: v if type(v) in SCALARS else _held(k, v) for k, v in group.items() if k not in _NAMES and _counts(v)}
@@ -42,7 +47,7 @@ def _counts(value: Any) -> bool:
         return value.numel() <= _MOST
     if kind is np.ndarray:
         return value.size <= _MOST and not value.dtype.hasobject
-    if kind is tuple and SCALARS.issuperset(map(type, value)):
+    if is_fixed(value):
         return True
     items = value.values() if kind is dict else value if kind in (list, tuple) else (value,)
     return len(items) <= _MOST and all(type(v) in SCALARS or isinstance(v, np.generic) or _is_number(v) for v in items)
@@ -53,9 +58,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _held(key: str, value: Any) -> Any:
-    if type(value) is tuple and SCALARS.issuperset(map(type, value)):
-        return value
-    return HeldValue(msgspec.json.encode(encode(value, key, None)).decode())
+    return value if is_fixed(value) else HeldValue(msgspec.json.encode(encode(value, key, None)).decode())
 
 
 def told_value(key: str, value: Any) -> Any:

@@ -29,7 +29,7 @@ from everstep.base.errors import CheckpointCorrupt, ConfigError, Uncarried
 from everstep.exact import flags
 from everstep.exact.attributes import added
 from everstep.exact.extra_state import has_extra_state
-from everstep.exact.group_values import SCALARS, hyperparameters, put_values, told_value
+from everstep.exact.group_values import SCALARS, hyperparameters, is_fixed, put_values, told_value
 from everstep.exact.jsonable import decode, encode
 from everstep.exact.structure import Structure
 
@@ -106,7 +106,7 @@ class _Attributes:
         self._fields, self._plain, self._packed, self._others = [], [], [], []
         for watched in self.of.values():
             fields = vars(watched.module)
-            packed = {k: v for k, v in watched.now.items() if isinstance(v, _Packed) and not _is_fixed(fields[k])}
+            packed = {k: v for k, v in watched.now.items() if isinstance(v, _Packed) and not is_fixed(fields[k])}
             plain = [k for k, v in watched.now.items() if not isinstance(v, _Other) and k not in packed]
             self._fields.append(fields)
             self._plain += [(itemgetter(*plain), fields)] if plain else []
@@ -494,11 +494,6 @@ def _of_library(kind: Any) -> bool:
         return False
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return kind.__module__ == "builtins" or (file is not None and str(file).startswith(_LIBRARIES))
-
-
-def _is_fixed(value: Any) -> bool:
-    """Whether no part of it can change, so that a remembered value may be compared."""
-    return type(value) is tuple and all(type(item) in SCALARS for item in value)
 
 
 def _pack(value: Any) -> _Packed | None:
