@@ -57,9 +57,8 @@ def environment(python: str, torch: str) -> str | None:
         for step in steps:
             done = subprocess.run(step, capture_output=True, text=True)
             if done.returncode:
-                print(
-                    f"{python}, torch {torch}: skipped, {(done.stderr.strip().splitlines() or ['it failed'])[-1][:160]}"
-                )
+                said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["it failed"]
+                print(f"{python}, torch {torch}: skipped, {said[0][:160]}")
                 return None
         (folder / "ready").touch()
     return inside
