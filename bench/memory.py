@@ -12,6 +12,7 @@ that it can be run in parts, each with `ddp` if it is to be compared with that:
 - gradients: as divided, and the gradients, too, with all lanes (`zero.stage=2`);
 - cell: one worker of as many processes, which divide parameters and state (`cell.fsdp`);
 - offloaded: replicated, with that state in a file (`zero.offload`, in a temporary folder);
+- gradients-offloaded: `gradients`, with what each worker holds of that state in a file;
 - in-files: parameters and gradients there, too (`zero.offload_params`);
 - ddp, ddp-views: the peer with as many micro-batches under `no_sync` and our allocator settings, its
   `gradient_as_bucket_view` off and on;
@@ -63,6 +64,7 @@ MODES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "gradients": (GRADIENTS, (*_ONE, "--zero", "2")),
     "gradients-one": (GRADIENTS | ONE, (*_ONE, "--zero", "2", *_LANES)),
     "offloaded": (FILE, ("--offload", "./disk")),
+    "gradients-offloaded": (GRADIENTS | FILE, (*_ONE, "--zero", "2", "--offload", "./disk")),
     "in-files": (FILE | {"zero.offload_params": "true"}, ("--offload", "./disk", "--offload-params")),
     "cell": (CELL, ("--set", "cell.fsdp={workers}", "--set", "cell.wrap=200000")),
 }

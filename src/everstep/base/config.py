@@ -433,10 +433,10 @@ def _check_zero(config: Config) -> None:
             f"zero.stage: expected 0 with device {config.device}, got {config.zero.stage}: what others hold is given "
             "back in the memory of CPUs alone; set zero.stage=0, or device=cpu"
         )
-    if config.zero.stage and config.zero.offload is not None:
+    if config.zero.stage and config.zero.offload_params:
         raise ConfigError(
-            f"zero.offload: expected none with zero.stage={config.zero.stage}, got {config.zero.offload}: divide the "
-            "optimizer's state or keep it elsewhere, not both"
+            f"zero.offload_params: expected false with zero.stage={config.zero.stage}, got true: the gradients of "
+            "parameters in files are not divided; set zero.offload_params=false, or zero.stage=0"
         )
     if config.zero.offload_params and config.zero.offload is None:
         raise ConfigError(

@@ -234,7 +234,11 @@ class OptimizerUpdate:
             elements = kind.divides == "elements"
             calls = in_calls(ranges, DIVIDED_ELEMENTS, lambda parameter: elements and divisible(parameter))
         before = beside(self._optimizer) if len(calls) > 1 else ""
-        PieceUpdate(self._optimizer, self._memory.make).make(_given(calls, give))
+        in_turn: Iterable[Ranges] = calls
+        if isinstance(self._memory, FarMemory):
+            self._move(self._memory)
+            in_turn = self._one_after_another(self._memory, calls)
+        PieceUpdate(self._optimizer, self._memory.make).make(_given(in_turn, give))
         if before and beside(self._optimizer) != before:
             raise self._changed(step, "an update changes its groups or attributes")
 
