@@ -37,7 +37,7 @@ from everstep.train.console import OUTPUT_FILE, unstamped
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-_UNTOLD = ("job_started", "step_committed", "logged")
+_UNTOLD = ("job_started", "step_committed", "logged", "worker_left")
 _LAST_EVENTS = 6
 _STYLES = {"leader": "bold green", "active": "", "healing": "yellow", "suspect": "yellow", "dead": "bold red"}
 _TROUBLED = ("dead", "suspect", "healing")

@@ -118,6 +118,7 @@ def sentence(event: Event) -> str:
         "worker_joined": f"{who} has joined{why}",
         "worker_suspected": f"{who} is suspected{why}",
         "worker_evicted": f"{who} was evicted{why}",
+        "worker_left": f"{who} has left{why}",
         "worker_healed": f"{who} has healed{why}",
         "cell_shrunk": f"{who} goes on as a smaller cell{why}",
         "waiting": f"waiting{why}",
