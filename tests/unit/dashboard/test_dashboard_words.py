@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from importlib import resources
 from pathlib import Path
+
+import pytest
 
 STATIC = resources.files("everstep.dashboard") / "static"
 GLOSSARY = Path(__file__).parents[3] / "docs" / "glossary.md"
@@ -21,3 +26,15 @@ def test_words_of_the_page_stand_in_the_glossary_with_the_same_meaning() -> None
 def test_headings_name_words_that_are_explained() -> None:
     named = re.findall(r'data-word="(\w+)"', (STATIC / "index.html").read_text())
     assert named and set(named) <= WORDS.keys()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not there")
+def test_small_numbers_are_none_that_read_as_zero() -> None:
+    asked = [(3e-5, 4), (0.00012346, 4), (0.5, 4), (0, 4), (0.04, 1), (812.34, 1), (-2e-7, 3), (12345, 1)]
+    code = f"import {{ number }} from {json.dumps(str(STATIC / 'dom.js'))}; "
+    code += f"console.log(JSON.stringify({json.dumps(asked)}.map(([v, digits]) => number(v, digits))))"
+    done = subprocess.run(
+        ["node", "--input-type=module", "-e", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    expected = ["0.00003", "0.0001235", "0.5000", "0", "0.04", "812.3", "-2e-7", "12.35K"]
+    assert (json.loads(done.stdout or "null"), done.stderr if done.returncode else "") == (expected, "")
