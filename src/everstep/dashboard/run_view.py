@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause
 from everstep.base.config import dotted
+from everstep.base.digests import version_of
 from everstep.dashboard.details import row
 from everstep.dashboard.feed import RunFeed
 from everstep.report.crew import MEMBERS
@@ -143,6 +144,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "name": history.name,
         "dir": str(feed.run_dir),
         "digest": one_line(history.digest.get("state") or history.digest.get("model"), 64),
+        "digest_version": one_line(version_of(history.digest), 20),
         "task": one_line(history.job.get("task")),
         "state": state,
         "cause": (live or {}).get("cause") or facts.condition.cause,
