@@ -1,4 +1,4 @@
-"""Words of the page: each has one meaning, on the page as in the glossary."""
+"""The code of the page by itself: each word has one meaning, as in the glossary; what some functions say and do."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def test_headings_name_words_that_are_explained() -> None:
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node is not there")
 NO_PAGE = """
 const nodes = {};
-const node = () => ({ append() {}, setAttribute() {}, replaceChildren() {}, addEventListener() {} });
+const node = () => ({
+  dataset: {}, append(...all) { this.children = all; }, setAttribute() {}, replaceChildren() {}, addEventListener() {},
+});
 globalThis.Node = class {};
 globalThis.document = { getElementById: (id) => (nodes[id] ??= node()), createElement: node };
 """
@@ -72,3 +74,22 @@ def test_digests_of_other_versions_say_nothing_of_each_other(digests: list[tuple
     code = f"{NO_PAGE} const {{ compared }} = await import({json.dumps(str(STATIC / 'panels.js'))}); "
     code += f'compared({json.dumps(runs)}); console.log(JSON.stringify(nodes["verdict"].textContent))'
     assert words in said_by(code)
+
+
+@needs_node
+def test_a_button_asks_whether_one_is_sure_while_the_pointer_is_on_it() -> None:
+    code = f"{NO_PAGE} const {{ Actions }} = await import({json.dumps(str(STATIC / 'actions.js'))});"
+    code += """
+        let on = true, due = null;
+        globalThis.setTimeout = (act) => { due = act; };
+        globalThis.clearTimeout = () => { due = null; };
+        const asked = [];
+        const [, form] = Actions.prototype.ofWorker.call({ ask: (name) => asked.push(name) }, 1, null);
+        const button = form.children[0], press = () => form.onsubmit({ preventDefault() {} });
+        button.matches = () => on;
+        press(); due(); due(); press();  // a slow second press
+        const slow = asked.length;
+        press(); on = false; button.onpointerleave(); due(); press();  // one that comes long after the pointer has left
+        console.log(JSON.stringify([slow, asked]));
+    """
+    assert said_by(code) == [1, ["drain"]]
