@@ -192,9 +192,10 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
     facts, usage = feed.history.facts, feed.history.usage.workers
     live = {}
     going = feed.running and not feed.history.begins(feed.running)
-    if feed.running and feed.status is not None:
-        live = {w["worker_id"]: w for w in feed.status.get("workers", ()) if isinstance(w, dict)}
-    done = step_of(facts, Now(0, feed.running, feed.status))
+    status = feed.status  # once: it is None as soon as the answer is old
+    if feed.running and status is not None:
+        live = {w["worker_id"]: w for w in status.get("workers", ()) if isinstance(w, dict)}
+    done = step_of(facts, Now(0, feed.running, status))
     rows: dict[int, WorkerRow] = {}
     for worker_id in sorted(facts.crew.workers.keys() | live.keys()):
         worker = facts.crew.workers.get(worker_id) or WorkerFact(worker_id)
