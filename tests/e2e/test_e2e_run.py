@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_cli import COMMAND, Running, digest_of, events_of, everstep, one_error, together
+from e2e_cli import COMMAND, TASK_FILE, Running, digest_of, events_of, everstep, one_error, together
 
 from everstep.base.cause import Cause
 from everstep.base.errors import ProtocolError
 from everstep.observe.events import KINDS
 from everstep.runtime.link import wire
+from everstep.runtime.targets import TARGETS_FILE
 
 CHAOS = (
     "kill:target=worker:2,at=3,phase=backward; kill:target=leader:0,at=5,phase=agree; kill:target=coordinator,at=7; "
@@ -226,7 +227,7 @@ def test_a_live_job_as_others_see_it(run_dir: Path, small_task: str, undisturbed
         hold.unlink()
         code, events, errors = job.end()
     assert code == 0, errors
-    assert not (run_dir / "metrics.json").exists()
+    assert not (run_dir / "metrics.json").exists() and targets(run_dir) == []
     assert digest_of(run_dir)["step"] == 60
     warnings = [str(e["reason"]) for e in events if e["kind"] == "warning"]
     assert any("refused a connection" in reason for reason in warnings)
@@ -243,6 +244,24 @@ def metrics_of(run_dir: Path) -> set[str]:
     )
     with urllib.request.urlopen(scrape, timeout=60) as answer:
         return set(answer.read().decode().splitlines())
+
+
+def targets(run_dir: Path) -> list[str]:
+    """The runs of the folder that Prometheus scrapes."""
+    return [one["labels"]["run"] for one in json.loads((run_dir.parent / TARGETS_FILE).read_text())]
+
+
+def test_a_job_that_has_failed_stays_a_target_until_it_goes_on(run_dir: Path, tmp_path: Path) -> None:
+    """So that an alert tells of it."""
+    file = tmp_path / "raises.py"
+    raises = 'class Raises(Small):\n    def build_optimizer(self, params):\n        raise ValueError("no")\n'
+    file.write_text(f"{TASK_FILE}\n\n{raises}")
+    argv = ("run", f"{file}:Raises", "--workers", "1", "--run-dir", run_dir, "--steps", "1", "--set", "max_restarts=0")
+    assert everstep(*argv, "--metrics").returncode == 1
+    assert targets(run_dir) == [run_dir.name]
+    file.write_text(f"{TASK_FILE}\n\nclass Raises(Small):\n    pass\n")
+    done = everstep(*argv)
+    assert (done.returncode, targets(run_dir)) == (0, []), done.stderr
 
 
 def strangers(run_dir: Path) -> None:

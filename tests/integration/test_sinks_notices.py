@@ -108,6 +108,21 @@ def test_a_storm_becomes_a_few_notices(tmp_path: Path) -> None:
     assert len(out.read_text().splitlines()) == 60, "so many in an hour"
 
 
+def test_in_a_storm_the_end_of_the_job_is_told(tmp_path: Path) -> None:
+    """Neither the limit of an hour nor the number of those that wait takes it away, and no count holds it."""
+    out = tmp_path / "out"
+    rule = {"command": script(tmp_path, f'echo "$EVERSTEP_EVENT" >> {out}'), "events": ["waiting", "job_failed"]}
+    notices = begun(tmp_path / "notify", **rule)
+    for batch in range(8):
+        for i in range(20):
+            told(notices, "waiting", batch + i / 100, worker_id=i)
+        told(notices, "job_failed", batch + 0.5)
+        notices.flush()
+    heard = out.read_text().split()
+    assert heard[:11] == [*["waiting"] * 9, "more", "job_failed"] and heard.count("job_failed") == 8
+    assert len(heard) == 60 + 3, "the limit, and what comes after it: one end each"
+
+
 def test_what_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     command = script(tmp_path, f"sleep 1000 & echo $! > {pid}.part; mv {pid}.part {pid}; wait")

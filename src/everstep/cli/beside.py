@@ -92,9 +92,11 @@ def dashboard_beside(run_dir: Path, wanted: bool, public: bool = False) -> Itera
 @contextlib.contextmanager
 def metrics_beside(run_dir: Path, listen: str | None, public: bool = False) -> Iterator[str]:
     """Serve the metrics at `listen` while the block lasts. The run directory and its parent folder get a file for
-    Prometheus' file_sd that names the address. Yields the address, with the file that holds the token for scrapers if
+    Prometheus' file_sd that names the address. The folder's names it until `put_target` takes it away: an alert tells
+    of a job that is named and serves nothing. Yields the address, with the file that holds the token for scrapers if
     the job made that token."""
     if listen is None:
+        put_target(run_dir, None)
         yield ""
         return
     path = run_dir / METRICS_FILE
@@ -109,7 +111,6 @@ def metrics_beside(run_dir: Path, listen: str | None, public: bool = False) -> I
         finally:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
-            put_target(run_dir, None)
 
 
 def _target(address: str, run_dir: Path) -> dict[str, Any]:

@@ -417,8 +417,8 @@ def pin_command(place: str, name: str, which: str | None, remove: bool) -> int:
 def keygen_command(file: Path, as_json: bool) -> int:
     """Make a pair of keys for signing checkpoints. FILE gets the private key, FILE.pub the public key.
 
-    checkpoint.sign_key=FILE signs checkpoints. With --require-signature FILE.pub, `run` and `checkpoints verify` accept
-    no others.
+    checkpoint.sign_key=FILE signs checkpoints. With --require-signature FILE.pub, `run`, `eval` and `checkpoints
+    verify`, `copy` and `export` accept no others.
     """
     from everstep.checkpoint.keys import make_keys
 

@@ -29,7 +29,7 @@ from everstep.report.headline import Now, headline
 from everstep.report.history import History
 from everstep.report.tail import Folder, free_bytes, object_of
 from everstep.report.usage import Usage
-from everstep.report.words import Event, cause, number_text, reason_text, shortened, time_text, whole_number
+from everstep.report.words import Event, cause, number_text, rate_text, reason_text, shortened, time_text, whole_number
 from everstep.report.words import sentence as words_of
 from everstep.runtime.link.address import METRICS_FOLDER
 from everstep.train.console import OUTPUT_FILE, unstamped
@@ -37,7 +37,7 @@ from everstep.train.console import OUTPUT_FILE, unstamped
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-_UNTOLD = ("job_started", "step_committed", "logged")
+_UNTOLD = ("job_started", "step_committed", "logged", "worker_left")
 _LAST_EVENTS = 6
 _STYLES = {"leader": "bold green", "active": "", "healing": "yellow", "suspect": "yellow", "dead": "bold red"}
 _TROUBLED = ("dead", "suspect", "healing")
@@ -454,9 +454,9 @@ def step_line(facts: Facts, number: int, total_steps: int | None, now_ns: int | 
     if math.isfinite(learning_rate):
         parts.append(f"lr {learning_rate:.3g}")
     if rate is not None and facts.course.tokens_per_sample is not None:
-        parts.append(f"{rate * facts.course.tokens_per_sample:.0f} tokens/s")
+        parts.append(f"{rate_text(rate * facts.course.tokens_per_sample, 0)} tokens/s")
     elif rate is not None:
-        parts.append(f"{rate:.0f} samples/s")
+        parts.append(f"{rate_text(rate, 0)} samples/s")
     if eta_s is not None:
         parts.append(f"eta {duration(eta_s)}")
     parts.append(f"generation {facts.crew.generation}")
@@ -485,7 +485,7 @@ def duration(seconds: float) -> str:
 
 def _last_loss(summary: dict[str, Any]) -> str:
     if summary["loss"] is not None:
-        return f"{summary['loss']:.4f}"
+        return number_text(summary["loss"])
     strange = summary.get("nonfinite")
     return "nan" if strange and strange["last"] >= summary["steps"] else "unknown"
 

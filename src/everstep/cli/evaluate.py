@@ -21,6 +21,7 @@ from everstep.cli.job import Request, effective_config, read_job
 from everstep.cli.signed import require_signature, vouched
 from everstep.cli.task_loading import make_task, parse_task
 from everstep.cli.verify import find_weights, read_weights
+from everstep.report.words import number_text
 from everstep.runtime.link.address import JOB_FILE
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def command(task: str, source: Path, key_file: str | None, as_json: bool) -> int
         return 0
     print(f"{name}: {samples} test samples" + (", weights with a valid signature" if key is not None else ""))
     for name, value in metrics.items():
-        print(f"{name:<16} {value:.4f}")
+        print(f"{name:<16} {number_text(value)}")
     return 0
 
 

@@ -25,6 +25,7 @@ from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.host.fork_server_client import EarlyForkServer
 from everstep.runtime.link.address import EVENTS_FILE
 from everstep.runtime.start import Start
+from everstep.runtime.targets import put_target
 
 if TYPE_CHECKING:
     from everstep.runtime.job import Job
@@ -133,6 +134,8 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
                     display.note(f"{name} {address}")
             outcome = process.run(work.on_event)
             pages.close()
+            if outcome.state != "failed" or outcome.alone or outcome.exit_code == ANOTHER_LEADS:
+                put_target(run_dir, None)
             if outcome.exit_code == ANOTHER_LEADS and config.control.etcd is not None:
                 display.note(f"{outcome.why.reason}: {begun.name} stands by for the job from now on")
                 left = replace(begun, agent=process.left_agent)

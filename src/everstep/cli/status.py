@@ -22,7 +22,7 @@ from everstep.report.headline import step_of
 from everstep.report.history import History, step_seen
 from everstep.report.job_condition import ENDED
 from everstep.report.raised import raised_lines
-from everstep.report.words import aligned, number_text, shortened
+from everstep.report.words import aligned, number_text, rate_text, shortened
 from everstep.runtime import commands
 from everstep.runtime.files.run_lock import is_locked
 from everstep.runtime.link.address import COORDINATOR_FILE, read_address
@@ -178,7 +178,7 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
         lanes = shortened(",".join(str(lane) for lane in w["lanes"]) or "-", 24, ",")
         stage = ",".join(map(str, w["stages"])) or "-"
         name = f"{w['worker_id']}.{w['incarnation']}"
-        speed = f"{w['samples_per_s']:.1f}" if w["samples_per_s"] else "-"
+        speed = rate_text(w["samples_per_s"]) if w["samples_per_s"] else "-"
         lines.append((name, w["role"], stage, lanes, str(w["step"]), speed, str(w["pid"] or "-"), w["host"]))
         for one in w["cell"][1:] if w.get("hosts") else ():
             of_limb = f"{w['worker_id']}/{one['cell_rank']}", "limb", *"----"

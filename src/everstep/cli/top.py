@@ -18,7 +18,7 @@ from everstep.dashboard.feed import RunFeed
 from everstep.dashboard.run_view import WorkerRow, head, worker_rows
 from everstep.report.facts import SET_BACK_NS
 from everstep.report.headline import Headline
-from everstep.report.words import shortened, size_text, time_text
+from everstep.report.words import rate_text, shortened, size_text, time_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -127,7 +127,7 @@ def _numbers(facts: dict[str, Any]) -> list[str]:
     if facts["loss_text"]:
         found.append(f"loss {facts['loss_text']}" + (f" (of step {facts['loss_step']})" if facts["loss_step"] else ""))
     if facts["rate"]:
-        found.append(f"{facts['rate']:.1f} samples/s")
+        found.append(f"{rate_text(facts['rate'])} samples/s")
     if facts["eta_s"]:
         found.append(f"{time_text(facts['eta_s'])} left")
     if facts["goodput"] is not None:
@@ -166,7 +166,7 @@ def _table(rows: dict[int, WorkerRow], sort: str, most: int, width: int) -> Rend
             ",".join(map(str, row.stages)) or "-",
             str(row.step),
             str(len(row.lanes)),
-            f"{row.rate:.1f}" if row.rate else "-",
+            rate_text(row.rate) if row.rate else "-",
             size_text(row.rss) if row.rss else "-",
             f"{100 * row.cpu:.0f} %" if row.cpu is not None else "-",
             str(row.pid or "-"),

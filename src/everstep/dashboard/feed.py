@@ -1,18 +1,21 @@
-"""Facts of the runs on a dashboard, kept current by two threads: one reads files, one asks coordinators.
+"""Facts of the runs on a dashboard, kept current by threads: one reads files, others ask coordinators.
 
 Apart from the web server, so that a slow disk or a silent coordinator never holds up a request.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.dashboard.catalog import Catalog, ListRow, list_row
@@ -26,6 +29,7 @@ from everstep.report.told_facts import Line
 from everstep.runtime import commands
 
 Audit = Callable[[Path], dict[str, Any]]
+_Part = TypeVar("_Part", "RunFeed", Catalog)
 
 _PORTION_BYTES = 1 << 20
 _IDLE_S = 0.25
@@ -36,6 +40,7 @@ _MOST_LINES = 4000
 _LAST_BYTES = 1 << 16
 _LIST_S = 1.0
 _MOST_OPEN = 32
+_MOST_TOLD = 20
 MOST_COMPARED = 12
 """Number of a list's runs that may be viewed together on a page."""
 _AUTOMATIC_LEDGER_BYTES = 32 << 20
@@ -43,13 +48,14 @@ _AUTOMATIC_LEDGER_BYTES = 32 << 20
 
 class RunFeed:
     """One run. `lock` protects everything; `status` is the coordinator's newest answer, None if it is silent (then
-    `silent` is set at once); `may`: the roles in which this process can ask something of it. lines: the events, and
-    with `logs` also the workers' printed and logged lines; each has a number of its own."""
+    `silent` is set at once) or the answer is old; `may`: the roles in which this process can ask something of it.
+    lines: the events, and with `logs` also the workers' printed and logged lines; each has a number of its own."""
 
     def __init__(self, run_dir: Path, audit: Audit | None = None, logs: bool = True) -> None:
         self.lock = threading.Lock()
         self.history = History(run_dir)
-        self.status: dict[str, Any] | None = None
+        self._status: dict[str, Any] | None = None
+        self._status_at = 0.0
         self.running, self.silent = self.history.running(), False
         self.may: list[str] = []
         self.notes = read_notes(run_dir)
@@ -61,13 +67,20 @@ class RunFeed:
         self._events = (0, 0)
         self._waiting: list[Line] = []
         self._logs = LogFiles(run_dir, events=False, last_bytes=_LAST_BYTES) if logs else None
-        self._status_at = 0.0
         self._audit = audit
         self._auditing = threading.Lock()
 
     @property
     def run_dir(self) -> Path:
         return self.history.run_dir
+
+    @property
+    def status(self) -> dict[str, Any] | None:
+        return self._status if time.monotonic() - self._status_at <= _STALE_S else None
+
+    @status.setter
+    def status(self, answer: dict[str, Any] | None) -> None:
+        self._status, self._status_at = answer, time.monotonic()
 
     def read(self) -> bool:
         """Read a portion of the run's news; returns whether there were any."""
@@ -117,10 +130,8 @@ class RunFeed:
         with self.lock:
             self.may = may
             self.silent = running and status is None and allowed
-            if status is not None:
-                self.status, self._status_at = status, time.monotonic()
-            elif not running or time.monotonic() - self._status_at > _STALE_S:
-                self.status = None
+            if status is not None or not running:
+                self.status = status
 
     def look_for_raised(self) -> None:
         """Read what the user's code raised, if the job has ended with that; once for each end."""
@@ -180,6 +191,7 @@ class Feeds:
         self._looked_at: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._told: set[str] = set()
         self._threads = [
             threading.Thread(target=self._read, name="dashboard-files", daemon=True),
             threading.Thread(target=self._ask, name="dashboard-status", daemon=True),
@@ -199,7 +211,8 @@ class Feeds:
 
     @property
     def stopped(self) -> bool:
-        return self._stop.is_set()
+        """Whether nothing is kept current any more: after `stop`, or if a thread has died."""
+        return self._stop.is_set() or any(t.ident is not None and not t.is_alive() for t in self._threads)
 
     def open(self, names: Sequence[str]) -> list[int]:
         """Numbers of the runs with these names in the list, as far as they exist; close them afterwards. Without a
@@ -251,18 +264,42 @@ class Feeds:
 
     def _read(self) -> None:
         while not self._stop.is_set():
-            busy = [run.read() and not run.history.loaded for run in list(self.runs.values())]
+            busy = [self._guarded(run, self._has_more) for run in list(self.runs.values())]
             self._stop.wait(0.002 if any(busy) else _IDLE_S)
 
+    def _has_more(self, run: RunFeed) -> bool:
+        return run.read() and not run.history.loaded
+
     def _ask(self) -> None:
-        while not self._stop.is_set():
-            for run in list(self.runs.values()):
-                run.ask()
-                run.look_for_raised()
-                if not run.running and run.history.loaded and run.history.facts.course.step:
-                    run.check_ledger(automatic=True)
-            self._stop.wait(_STATUS_S)
+        """Look at all runs about once a second; one whose coordinator is silent, or whose ledger is long, holds up no
+        other."""
+        asked: dict[RunFeed, Future[bool]] = {}
+        with ThreadPoolExecutor(_MOST_OPEN, "dashboard-status") as pool:
+            while not self._stop.is_set():
+                runs = list(self.runs.values())
+                asked = {run: asked[run] for run in runs if run in asked and not asked[run].done()}
+                asked |= {run: pool.submit(self._guarded, run, self._look) for run in runs if run not in asked}
+                self._stop.wait(_STATUS_S)
+
+    def _look(self, run: RunFeed) -> bool:
+        run.ask()
+        run.look_for_raised()
+        if not run.running and run.history.loaded and run.history.facts.course.step:
+            run.check_ledger(automatic=True)
+        return True
 
     def _list(self) -> None:
         while self.catalog is not None and not self._stop.is_set():
-            self._stop.wait(0.002 if self.catalog.advance() else _LIST_S)
+            self._stop.wait(0.002 if self._guarded(self.catalog, Catalog.advance) else _LIST_S)
+
+    def _guarded(self, what: _Part, act: Callable[[_Part], bool]) -> bool:
+        """The result; False after an error, which is told once and leaves the others alone."""
+        try:
+            return act(what)
+        except Exception:
+            where = what.run_dir if isinstance(what, RunFeed) else "the list of runs"
+            text = f"{where}: the dashboard cannot go on reading:\n{traceback.format_exc()}"
+            if text not in self._told and len(self._told) < _MOST_TOLD:
+                self._told.add(text)
+                print(text, file=sys.stderr, flush=True)
+            return False

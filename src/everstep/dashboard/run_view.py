@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause
 from everstep.base.config import dotted
+from everstep.base.digests import version_of
 from everstep.dashboard.details import row
 from everstep.dashboard.feed import RunFeed
 from everstep.report.crew import MEMBERS
@@ -143,6 +144,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "name": history.name,
         "dir": str(feed.run_dir),
         "digest": one_line(history.digest.get("state") or history.digest.get("model"), 64),
+        "digest_version": one_line(version_of(history.digest), 20),
         "task": one_line(history.job.get("task")),
         "state": state,
         "cause": (live or {}).get("cause") or facts.condition.cause,
@@ -190,9 +192,10 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
     facts, usage = feed.history.facts, feed.history.usage.workers
     live = {}
     going = feed.running and not feed.history.begins(feed.running)
-    if feed.running and feed.status is not None:
-        live = {w["worker_id"]: w for w in feed.status.get("workers", ()) if isinstance(w, dict)}
-    done = step_of(facts, Now(0, feed.running, feed.status))
+    status = feed.status  # once: it is None as soon as the answer is old
+    if feed.running and status is not None:
+        live = {w["worker_id"]: w for w in status.get("workers", ()) if isinstance(w, dict)}
+    done = step_of(facts, Now(0, feed.running, status))
     rows: dict[int, WorkerRow] = {}
     for worker_id in sorted(facts.crew.workers.keys() | live.keys()):
         worker = facts.crew.workers.get(worker_id) or WorkerFact(worker_id)

@@ -33,6 +33,7 @@ KINDS = frozenset(
         "worker_joined",
         "worker_suspected",
         "worker_evicted",
+        "worker_left",
         "worker_healed",
         "cell_shrunk",
         "leader_changed",

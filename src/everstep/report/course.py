@@ -10,7 +10,7 @@ from everstep.report.pace import Pace
 from everstep.report.series import POINTS, Series
 from everstep.report.told_facts import Strange
 from everstep.report.wall_time import Stretch
-from everstep.report.words import Event, known, number, one_line, whole_number
+from everstep.report.words import Event, known, number, number_text, one_line, whole_number
 
 # time_s, loss, loss_min, loss_max, lr, samples, workers
 _STEP_RULES = ("last", "mean", "min", "max", "last", "sum", "last")
@@ -144,7 +144,7 @@ class Course:
     def loss_text(self) -> str:
         """Loss of the newest step; "nan" if it is not finite, "" if there is none."""
         if self.loss is not None:
-            return f"{self.loss:.4f}"
+            return number_text(self.loss)
         return "nan" if self.strange is not None and self.strange.last == self.step else ""
 
     def efficiency(self) -> list[dict[str, float]]:

@@ -12,7 +12,8 @@ from everstep.report.words import Event, cause, known, one_line, whole_number, w
 
 MEMBERS = ("leader", "active", "standby")
 _MOST_SPANS = 8000
-_LEFT = (Cause.DRAINED, Cause.SCALED)
+_LEFT = (Cause.DRAINED, Cause.SCALED, Cause.PREEMPTED, Cause.REBALANCED)
+"""Causes of plans that leave out members which end in order."""
 _GONE = ("dead", "left")
 
 
@@ -116,6 +117,13 @@ class Crew:
         worker.lanes = ()
         self._be(worker, "dead", died_ns, event)
         return i
+
+    def left(self, event: Event, time_ns: int) -> None:
+        """Note that a worker, a spare perhaps, was dismissed."""
+        worker = self.workers.get(int(event["worker_id"]))
+        if worker is not None and worker.state not in _GONE:
+            worker.lanes, worker.stages, worker.role = (), (), "left"
+            self._be(worker, "left", time_ns, event)
 
     def end_spans(self, time_ns: int) -> None:
         for span in self._open.values():

@@ -180,7 +180,7 @@ class Facts:
     def _generation_started(self, event: Event, time_ns: int) -> None:
         condition, seated = self.condition, self.crew.generation_started(event, time_ns)
         self.account.capacity(time_ns, seated / self.crew.wanted if self.crew.wanted else 1.0)
-        if cause(event) in (Cause.INTERRUPTED, Cause.PREEMPTED):
+        if cause(event) is Cause.INTERRUPTED:
             condition.stops(event, time_ns)
         self.course.clean = False
         if not self.course.last_step_ns:
@@ -318,6 +318,7 @@ _ACTS: dict[str, Callable[[Facts, Event, int], None]] = {
     "step_committed": Facts._step_committed,
     "generation_started": Facts._generation_started,
     "worker_joined": lambda facts, event, time_ns: facts.crew.joined(event, time_ns),
+    "worker_left": lambda facts, event, time_ns: facts.crew.left(event, time_ns),
     "worker_suspected": Facts._worker_suspected,
     "worker_evicted": Facts._worker_evicted,
     "recovery_completed": Facts._recovery_completed,

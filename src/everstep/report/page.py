@@ -24,7 +24,7 @@ from everstep.report.style import PAGE_CSS
 from everstep.report.svg import escape
 from everstep.report.told_facts import TierCount
 from everstep.report.wall_time import goodput
-from everstep.report.words import as_dict, number, number_text, one_line, size_text, time_text, whole_number
+from everstep.report.words import as_dict, number, number_text, one_line, rate_text, size_text, time_text, whole_number
 
 _MOST_ROWS = 60
 
@@ -228,7 +228,7 @@ def _efficiency(history: History) -> str:
         return note
     rows = [
         [
-            *(f"{e['workers']:.0f}", f"{e['samples_per_s']:.1f}", f"{e['speed_up']:.2f}", f"{e['ideal']:.2f}"),
+            *(f"{e['workers']:.0f}", rate_text(e["samples_per_s"]), f"{e['speed_up']:.2f}", f"{e['ideal']:.2f}"),
             _percent(e["efficiency"]),
             *(f"± {100 * e['spread']:.0f} %", f"{e['steps']:.0f}"),
         ]
@@ -377,7 +377,7 @@ def _loss(history: History) -> str:
 
 def _rate(history: History) -> str:
     rate = history.facts.course.mean_samples_per_s()
-    return "unknown" if rate is None else f"{rate:.1f}"
+    return "unknown" if rate is None else rate_text(rate)
 
 
 def _percent(share: float | None) -> str:

@@ -156,6 +156,9 @@ def _checkpoints(history: History) -> Iterator[Metric]:
     yield _by_label(
         GaugeMetricFamily, "checkpoint_bytes", "Size of the newest checkpoint.", "tier", tally.checkpoint_bytes
     )
+    rules = as_dict(as_dict(history.job.get("config")).get("checkpoint"))
+    text = "1 if the job takes checkpoints, else 0."
+    yield _gauge("checkpoints_wanted", text, float(rules.get("enabled") is not False))
     times = {tier: time_ns / 1e9 for tier, time_ns in tally.checkpoint_ns.items()}
     text = "When the newest checkpoint was complete."
     yield _by_label(GaugeMetricFamily, "last_checkpoint_timestamp_seconds", text, "tier", times)

@@ -118,6 +118,7 @@ def sentence(event: Event) -> str:
         "worker_joined": f"{who} has joined{why}",
         "worker_suspected": f"{who} is suspected{why}",
         "worker_evicted": f"{who} was evicted{why}",
+        "worker_left": f"{who} has left{why}",
         "worker_healed": f"{who} has healed{why}",
         "cell_shrunk": f"{who} goes on as a smaller cell{why}",
         "waiting": f"waiting{why}",
@@ -135,9 +136,15 @@ def sentence(event: Event) -> str:
 
 
 def number_text(value: Any, form: str = "f") -> str:
-    """A measured value with four digits; events have null for one that is not finite."""
+    """A measured value with four digits, significant ones below 0.001; events have null for one that is not finite."""
     found = number(value, nan)
+    form = "g" if 0 < abs(found) < 1e-3 else form
     return f"{found:.4{form}}" if isfinite(found) else "not finite"
+
+
+def rate_text(rate: float, digits: int = 1) -> str:
+    """A speed with so many digits after the point; with two significant ones where that would be less than two."""
+    return f"{rate:.{digits}f}" if rate >= 10.0 ** (1 - digits) else f"{rate:.2g}"
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
@@ -175,7 +182,7 @@ def time_text(seconds: float) -> str:
 
 def _step(event: Event, why: str) -> str:
     loss = event.get("loss")
-    shown = f", loss {loss:.4f}" if isinstance(loss, float) else ", loss nan" if event.get("nonfinite") else ""
+    shown = f", loss {number_text(loss)}" if isinstance(loss, float) else ", loss nan" if event.get("nonfinite") else ""
     return f"step {event.get('step')}{shown}"
 
 

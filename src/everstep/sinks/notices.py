@@ -2,8 +2,8 @@
 
 A sink like the others, so in a process of its own: it tells events in order, tries again, and never gets in the way of
 training. Delivered notices are kept in `DIR/notify`, so that a new try repeats none. Their number is bounded: of a
-storm of events, the first ones are told, and then a count of the rest. The address of a webhook is a secret: it comes
-from the environment alone, and no message, file or page shows it.
+storm of events, the first ones are told, and then a count of the rest; the end of a job is always told. The address of
+a webhook is a secret: it comes from the environment alone, and no message, file or page shows it.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _STALE_S = 3600.0
 _PAUSES_S = (0.0, 0.5, 2.0)
 _REMEMBERED = 512
 _MOST_BYTES = 1 << 16
+_ENDS = ("job_failed", "job_completed")
 _NO_FAILURES = ("busy", "regrouped")
 Notice = dict[str, Any]
 
@@ -157,19 +158,24 @@ class Notices(Sink):
         """The next notice; if there are too many, one that stands for the rest."""
         now_s = self._clock()
         if len(self._lately) == _HOURLY and now_s - self._lately[0] < _HOUR_S:
-            self._left_out.update(notice["event"] for notice in self._waiting)
-            self._waiting.clear()
-            return None
-        if len(self._waiting) > _AT_ONCE or self._left_out:
-            rest = self._waiting[_AT_ONCE - 1 :] if len(self._waiting) > _AT_ONCE else []
-            self._left_out.update(notice["event"] for notice in rest)
-            newest = self._waiting[-1]
+            self._waiting = self._leave_out(self._waiting)
+            return self._waiting[0] if self._waiting else None
+        newest, rest = self._waiting[-1], []
+        if len(self._waiting) > _AT_ONCE:
+            rest = self._leave_out(self._waiting[_AT_ONCE - 1 :])
+            del self._waiting[_AT_ONCE - 1 :]
+        if self._left_out:
             counted = ", ".join(f"{count} x {kind}" for kind, count in sorted(self._left_out.items()))
             self._left_out.clear()
-            del self._waiting[len(self._waiting) - len(rest) :]
             text = f"{self._about['run']}: and more, which are not told one by one: {counted}"
             self._waiting.append({**newest, "event": "more", "text": text})
+        self._waiting += rest
         return self._waiting[0]
+
+    def _leave_out(self, notices: list[Notice]) -> list[Notice]:
+        """Count these instead of telling them, but for the ends of jobs, which are returned."""
+        self._left_out.update(notice["event"] for notice in notices if notice["event"] not in _ENDS)
+        return [notice for notice in notices if notice["event"] in _ENDS]
 
     def _deliver(self, way: str, deliver: Callable[[Notice], str], notice: Notice) -> None:
         """Deliver a notice. Raises: SinkFailed after several tries."""

@@ -204,6 +204,18 @@ def test_plain_lines() -> None:
     assert "\x1b" not in "".join(lines)
 
 
+def test_small_numbers_are_none_that_read_as_zero() -> None:
+    """A step takes 160 s, and its loss is small."""
+    known = facts_of([*JOB[:4], commit(1, 160, 4e-5), commit(2, 320, 3e-5)])
+    assert step_line(known, 2, 9).startswith("step 2/9  loss 3e-05  0.4 samples/s")
+    assert sentence(event("evaluated", step=2, metrics={"loss": 0.00012346, "accuracy": 0.5})) == (
+        "evaluated after step 2: loss 0.0001235, accuracy 0.5000"
+    )
+    assert sentence(event("evaluated", step=2, metrics={"loss": 0})) == "evaluated after step 2: loss 0.0000"
+    lines = dict(summary_lines(summary(known, 0, "runs/x", None)))
+    assert lines["loss"] == "3e-05"
+
+
 def test_log_every_0_means_no_progress_lines() -> None:
     lines = plain_lines(0)
     assert "worker 0 was evicted: killed by SIGKILL" in lines

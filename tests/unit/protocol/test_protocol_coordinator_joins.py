@@ -408,6 +408,16 @@ def test_scale_down_with_a_spare_keeps_the_spare():
     assert [w["worker_id"] for w in world.coordinator.status()["workers"]] == [0, 1, 3]
 
 
+def test_everyone_who_leaves_in_order_is_told_of_a_spare_too():
+    world = three_and_a_spare()
+    assert world.command("drain", worker_id=3).ok and world.last(m.Dismissed, "w3.0").drained
+    world.exited(3, reason="exit 0")
+    world.command("scale", workers=2)
+    world.entered(0, 2, 3)
+    told = [report.fields for report in world.reports if report.kind == "worker_left"]
+    assert [(one["worker_id"], one["cause"]) for one in told] == [(3, Cause.DRAINED), (2, Cause.SCALED)]
+
+
 @pytest.mark.parametrize("workers", [0, 9, -1, "3", None, True])
 def test_scale_out_of_range_is_refused(workers):
     world = running()

@@ -24,6 +24,7 @@ FLIP = {"cause": "nondeterministic", "reason": "worker 1 computed other bits; al
 BACK = [plan(6, 2, [[0, 1, 2, 3]], "nondeterministic"), event("fallback", 6.1, step=7, steps_redone=3, **FLIP)]
 SAVED = event("checkpoint_completed", 4, step=6, tier="disk")
 STOPPING = plan(6, 2, [[0, 1, 2, 3]], "interrupted", "interrupted by SIGINT: a checkpoint is taken first")
+HANDED_OVER = [plan(5.8, 2, [[0, 1, 4, 5]], "preempted", "workers 4, 5 join; workers 2, 3 leave"), commit(11, 6)]
 STOPPED = {"cause": "interrupted", "state": "interrupted", "exit_code": 130, "reason": "interrupted by SIGINT"}
 FULL = {"cause": "disk", "reason": "rows of the ledger cannot be written: No space left on device"}
 FAILED = {"cause": "disk", "tier": "disk", "step": 9, "reason": "No space left on device"}
@@ -436,6 +437,21 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         ("Doing steps 8 to 10 again, to the same bits, since the job was started again 3 s ago.",),
     ),
     "being stopped": ([*trained(), STOPPING], 9, {}, "warning", ("Stopping for 3 s: interrupted by SIGINT", "No step")),
+    "a host hands over, and training goes on": ([*trained(), *HANDED_OVER], 6.1, {}, "good", ("All is well: step 11",)),
+    "a host has handed over, and steps are not finite": (
+        [*trained(), *HANDED_OVER[:1], *STRANGE],
+        7,
+        {},
+        "bad",
+        ("The loss or gradient is not finite for 4 steps, since step 11.",),
+    ),
+    "a host has handed over, and too few workers are left": (
+        [*trained(), *HANDED_OVER, killed(1, 6.1), {**TOO_FEW, "time_unix_ns": T0 + 7 * S}],
+        9,
+        {},
+        "warning",
+        ("Waiting for 2 s: 1 of 4 workers is ready, 2 are needed.",),
+    ),
     "stopped": (
         [*trained(), STOPPING, event("job_failed", 7, step=11, **STOPPED)],
         60,

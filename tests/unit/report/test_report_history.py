@@ -69,6 +69,22 @@ def test_a_run_with_a_kill(tmp_path: Path) -> None:
     assert (dead.begin_ns, dead.end_ns) == (T0 + round(8.5 * S), T0 + 12 * S)
 
 
+@pytest.mark.parametrize("cause", ["drained", "scaled", "preempted", "rebalanced"])
+def test_a_worker_that_has_left_in_order_is_no_spare(tmp_path: Path, cause: str) -> None:
+    """Neither a member that a plan leaves out, nor a spare that is dismissed."""
+    why = {"cause": cause, "reason": "asked"}
+    spare = event("worker_joined", 9, worker_id=4, incarnation=0, pid=4, host="h")
+    left = {**json.loads(plan(13, 3, {0: [2, 3], 1: [0, 1]})), "target": 2, **why}
+    lines = [*killed_run(), spare, json.dumps(left).encode() + b"\n"]
+    assert {i: w.state for i, w in history(tmp_path, lines).facts.crew.workers.items()} == {
+        0: "leader", 1: "active", 2: "left", 4: "spare",
+    }  # fmt: skip
+    crew = history(tmp_path, [*lines, *(event("worker_left", 13, worker_id=i, **why) for i in (2, 4))]).facts.crew
+    assert [crew.workers[i].state for i in (2, 4)] == ["left", "left"]
+    assert [s.state for s in crew.spans if s.worker_id == 4] == ["healing", "spare", "left"]
+    assert [s.state for s in crew.spans if s.worker_id == 2] == ["spare", "active", "left"]
+
+
 @pytest.mark.parametrize(
     ("address", "doors", "words"),
     [

@@ -9,7 +9,8 @@ const NEEDS = { checkpoint: "operate", drain: "operate", scale: "operate", profi
 const FAULTS = [["kill", "kill"], ["stop,for=5", "stop for 5 s"], ["stop", "stop for good"], ["raise", "raise an exception"], ["partition,for=5", "cut off for 5 s"]];
 const ANYBODY = [["random", "any worker"], ["coordinator", "the coordinator"]];
 
-/** A button that does nothing until it is pressed a second time within 4 s. */
+/** A button that does nothing until it is pressed a second time, at the latest 4 s after the pointer or the keyboard's
+focus has left it. */
 function armed(label, needs, act) {
   const button = el("button", { type: "submit", "data-needs": needs }, label);
   let timer = 0;
@@ -18,13 +19,18 @@ function armed(label, needs, act) {
     delete button.dataset.armed;
     write(button, label);
   };
+  const wait = () => {
+    clearTimeout(timer);
+    if (button.dataset.armed) timer = setTimeout(() => (button.matches(":hover, :focus-visible") ? wait() : disarm()), 4000);
+  };
+  button.onpointerleave = button.onblur = wait;
   const submit = (event) => {
     event.preventDefault();
     if (button.disabled) return;
     if (button.dataset.armed) return disarm(), act();
     button.dataset.armed = "yes";
     write(button, `${label}: sure?`);
-    timer = setTimeout(disarm, 4000);
+    wait();
   };
   return [button, submit];
 }

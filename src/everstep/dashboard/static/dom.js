@@ -29,8 +29,9 @@ export function attribute(node, name, value) {
   if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value);
 }
 
+/** A number with so many digits after the point; with significant ones where those would say little. */
 export const number = (value, digits = 1) =>
-  value === null || value === undefined || !isFinite(value) ? "–" : Math.abs(value) >= 10000 ? compact.format(value) : value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: Number.isInteger(value) ? 0 : digits });
+  value === null || value === undefined || !isFinite(value) ? "–" : Math.abs(value) >= 10000 ? compact.format(value) : value && Math.abs(value) < 10 ** (1 - digits) ? String(Number(value.toPrecision(Math.max(2, digits)))) : value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: Number.isInteger(value) ? 0 : digits });
 export const compactNumber = (value) => compact.format(value);
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
 

@@ -171,14 +171,16 @@ export function ledger(run, check) {
 /** Comparison of several runs: which final states are equal to the bit, and a row for each run with the settings that
 differ; runs that are equal stand together. */
 export function compared(runs) {
-  const named = runs.map((run) => run.head.name), names = named.map((name, i) => (named.indexOf(name) === named.lastIndexOf(name) ? name : `${runs[i].number} ${name}`)), digests = runs.map((run) => run.head.digest);
+  const named = runs.map((run) => run.head.name), names = named.map((name, i) => (named.indexOf(name) === named.lastIndexOf(name) ? name : `${runs[i].number} ${name}`)), digests = runs.map((run) => run.head.digest && `${run.head.digest} ${run.head.digest_version}`);
   const missing = names.filter((_, i) => !digests[i]), groups = [...new Set(digests.filter(Boolean))];
   const told = groups.map((digest) => names.filter((_, i) => digests[i] === digest)).filter((group) => group.length > 1).map((group) => `${group.join(", ")} are equal to the bit`);
   const whole = groups.length === 1 && !missing.length;
+  const versions = new Set(runs.filter((run) => run.head.digest).map((run) => run.head.digest_version));
+  const unlike = versions.size > 1 ? "Their digests are of different versions, which say nothing of each other: see everstep verify." : "The final states are not all equal.";
   const lacking = missing.length ? `No final state to compare yet: ${missing.join(", ")}.` : "";
-  const said = whole ? "The final states are bitwise equal." : [lacking, lacking ? "" : "The final states are not all equal.", told.length ? `${told.join("; ")}.` : ""].filter(Boolean).join(" ");
+  const said = whole ? "The final states are bitwise equal." : [lacking, lacking ? "" : unlike, told.length ? `${told.join("; ")}.` : ""].filter(Boolean).join(" ");
   write($("verdict"), said);
-  $("verdict").className = `small ${missing.length ? "soft" : whole ? "good" : "warn"}`;
+  $("verdict").className = `small ${missing.length || versions.size > 1 ? "soft" : whole ? "good" : "warn"}`;
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort().filter((key) => new Set(runs.map((run) => run.config[key] ?? "")).size > 1);
   const order = runs.map((_, i) => i).sort((a, b) => groups.indexOf(digests[a]) - groups.indexOf(digests[b]) || a - b);
   const rows = order.map((i) => [names[i], digests[i] ? `${digests[i].slice(0, 12)}${told.length && digests.filter((d) => d === digests[i]).length > 1 ? " =" : ""}` : "–", ...keys.map((key) => runs[i].config[key] ?? "")]);

@@ -531,5 +531,6 @@ def dismiss(job: JobState, worker: Worker, why: Why) -> None:
     """A worker is no longer wanted: it leaves without fault."""
     job.membership.remove(worker.key, why)
     job.healing.forget(worker.key)
+    job.env.report("worker_left", why, **worker.named, step=worker.step, generation=job.agreement.plan.generation)
     job.env.send(worker.connection, m.Dismissed(cause=why.cause, reason=why.reason, drained=True))
     _end_parts(job, worker, why)
