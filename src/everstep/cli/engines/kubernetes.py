@@ -149,10 +149,10 @@ _LIVES = (
 
 
 _BATCH = "batch.kubernetes.io/"
-_COUNTS = {"FAILURES": "job-index-failure-count", "IGNORED": "job-index-ignored-failure-count"}
+_COUNTS = {"POD_FAILURES": "job-index-failure-count", "POD_IGNORED": "job-index-ignored-failure-count"}
 """Variables with the annotations by which Kubernetes says how many pods of this index have failed before this one; the
 second is absent for none."""
-_KNOWN = '[ -e "$dir/job.json" ] || [ "${FAILURES:-0}${IGNORED:-0}" != 00 ]'
+_KNOWN = '[ -e "$dir/job.json" ] || [ "${POD_FAILURES:-0}${POD_IGNORED:-0}" != 00 ]'
 """Disks of pods' own are empty in each new pod."""
 
 
