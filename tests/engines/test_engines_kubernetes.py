@@ -49,7 +49,7 @@ class Pod:
         (self._container,) = spec["containers"]
         values = {"status.podIP": host.address, "token": token}
         found = [(one["name"], *one["valueFrom"].values()) for one in self._container["env"]]
-        named = {name: values[ref.get("fieldPath", ref.get("key"))] for name, ref in found}
+        named = {name: values.get(ref.get("fieldPath", ref.get("key")), "") for name, ref in found}
         self._environment = clean({**named, "JOB_COMPLETION_INDEX": str(index)})
         self._process = host.start(expanded(self._container["command"], self._environment), log, self._environment)
         self._pidfd = os.pidfd_open(self._process.pid)

@@ -78,7 +78,7 @@ def test_the_first_host_is_lost_and_comes_back_to_one_that_leads_by_etcd(
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ssh").write_text(STAND_IN)
     (tmp_path / "bin" / "ssh").chmod(0o755)
-    held = hold(run_dir, 0.5)
+    held = hold(run_dir, 2.0)
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SSH_LOG": str(log)}
     with contextlib.closing(EtcdMembers()) as members:
         members.wait()

@@ -350,7 +350,8 @@ def launch_ssh(
         for name, script in zip(names, scripts, strict=True):
             print(f"# {name} (its first line of input is the job's token)\n{script}")
         return 0
-    return ssh.SshHosts(names, scripts, given_token() or wire.new_token(), ssh.ssh(ssh_options), bool(found.etcd)).run()
+    token, start = given_token() or wire.new_token(), ssh.ssh(ssh_options)
+    return ssh.SshHosts(names, scripts, token, start, bool(found.etcd), found.wait_s).run()
 
 
 def _address_of(name: str) -> str:

@@ -20,7 +20,7 @@ import yaml
 from everstep.base.errors import ConfigError
 from everstep.cli.engines import launch as launch_rules
 from everstep.cli.engines import ssh
-from everstep.cli.engines.launch import Launch, LaunchedHost, all_left, host_script, job_code
+from everstep.cli.engines.launch import Launch, LaunchedHost, given_up, host_script, job_code
 from everstep.cli.engines.ray_cluster import HostProcess
 from everstep.cli.engines.ssh import SshHosts
 from everstep.cli.engines.strategic_merge import merge
@@ -367,6 +367,31 @@ def test_a_pod_0_that_comes_back_leads_only_if_it_says_so(tmp_path: Path, etcd: 
     assert subprocess.run(["sh", "-c", text], timeout=60).returncode == code
 
 
+@pytest.mark.parametrize(
+    ("failures", "ignored", "code"), [("0", "", 64), ("", "", 64), ("1", "", 2), ("0", "1", 2), ("2", "1", 2)]
+)
+def test_a_pod_0_with_a_new_disk_leads_only_if_it_is_the_first(
+    failures: str, ignored: str, code: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """On its disk is no trace of the job that another pod leads by then."""
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 2\n")
+    (tmp_path / "python").chmod(0o755)
+    words = ["--image", "i", "--hosts", "2", "--disk", "5Gi", "--python", str(tmp_path / "python")]
+    words += ["--set", "control.etcd=etcd://e/jobs/a", "--set", "checkpoint.object.url=s3://b/p"]
+    _, job, *_ = yaml.safe_load_all(printed(capsys, "launch", "k8s", "resnet18-digits", *words))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    told = {
+        "metadata.annotations['batch.kubernetes.io/job-index-failure-count']": failures,
+        "metadata.annotations['batch.kubernetes.io/job-index-ignored-failure-count']": ignored,
+        "status.podIP": "127.0.0.1",
+    }
+    fields = [(one["name"], one["valueFrom"].get("fieldRef")) for one in container["env"]]
+    environment = {**os.environ, **{name: told[field["fieldPath"]] for name, field in fields if field}}
+    environment |= {"JOB_COMPLETION_INDEX": "0", "TMPDIR": str(tmp_path)}
+    command = expanded(container["command"], environment)
+    assert subprocess.run(command, env=environment, timeout=60).returncode == code
+
+
 PATCH = """
 kind: Pod
 spec:
@@ -496,23 +521,60 @@ def test_hosts_are_tried_again_later_and_later() -> None:
 
 
 def test_which_hosts_are_left_out() -> None:
-    """Those that were refused, have left in order, or say that the job is complete; of a 0 nothing is said."""
-    for alike, code, words in (
-        (True, 2, "b was refused: it is left out"),
-        (False, 2, "b was refused: it is left out"),
-        (True, 138, "b has left in order: it is left out"),
-        (False, 0, ""),
-        (True, 0, ""),
-    ):
+    """Those that have left in order, or say that the job is complete; of a 0 nothing is said."""
+    for alike, code, words in ((True, 138, "b has left in order: it is left out"), (False, 0, ""), (True, 0, "")):
         host = LaunchedHost("b", alike)
         host.begun(0.0)
         assert (host.ended(code, 1.0), host.left, host.due_s) == (words, code, inf)
-    for code in (1, 3, 4, 5, 130, 137, 143):
-        host = LaunchedHost("b", True)
-        host.ended(code, 1.0)
-        assert host.left is None and host.due_s < inf, "nobody here has told it to end"
-    assert all_left([LaunchedHost("a", left=138), LaunchedHost("b", left=2)]) == 2
-    assert all_left([LaunchedHost("a", left=2), LaunchedHost("b")]) is None
+    for code in (1, 2, 3, 4, 5, 126, 127, 130, 137, 143):
+        for alike in (True, False):
+            host = LaunchedHost("b", alike)
+            host.ended(code, 1.0)
+            assert host.left is None and host.due_s < inf, "nobody here has told it to end"
+    host = LaunchedHost("b", True)
+    assert host.ended(2, 0.0) == "", "its job may have ended so"
+    assert host.ended(2, 0.0) == "b ended with 2: again in 20 s", "the one that has its name may be about to leave"
+
+
+def lived(name: str, *lives: tuple[float, float, int], runs: bool = False) -> LaunchedHost:
+    """A host with these lives: begin, end and exit code of each."""
+    host = LaunchedHost(name, True)
+    for begun_s, ended_s, code in lives:
+        host.begun(begun_s)
+        host.ended(code, ended_s)
+    if runs:
+        host.begun(lives[-1][1] + 1.0)
+    return host
+
+
+REFUSED = ((0.0, 1.0, 137), (2.0, 3.0, 2), (700.0, 701.0, 2))
+WAITED = (0.0, 601.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "code"),
+    [
+        ([lived("a", *REFUSED), lived("b", WAITED, runs=True), lived("c", WAITED)], 2),
+        ([lived("a", (0.0, 1.0, 137), (2.0, 3.0, 127), (700.0, 701.0, 127)), lived("b", WAITED, runs=True)], 4),
+        ([lived("a", *REFUSED)], 2),
+        ([lived("a", (0.0, 1.0, 4), (700.0, 701.0, 4)), lived("b", (0.0, 1.0, 4), (700.0, 701.0, 4))], 4),  # no etcd
+        ([lived("a", (0.0, 1.0, 138)), lived("b", WAITED, runs=True)], 4),
+        ([lived("a", *REFUSED), lived("b", WAITED), LaunchedHost("c", True)], 2),  # c has found no place to begin
+        ([lived("a", *REFUSED), lived("b", WAITED), lived("c", (0.0, 1.0, 255), (700.0, 701.0, 255))], 2),
+        ([lived("a", *REFUSED, (760.0, 765.0, 137)), lived("b", WAITED, runs=True)], None),
+        ([lived("a", *REFUSED, runs=True), lived("b", WAITED, runs=True)], None),  # it may be about to begin the job
+        ([lived("a", *REFUSED, (760.0, 765.0, 255)), lived("b", WAITED, runs=True)], None),  # it may lead
+        ([lived("a", *REFUSED[:2]), lived("b", WAITED, runs=True)], None),  # another try may help
+        ([lived("a", *REFUSED), lived("b", (0.0, 2.0, 137), runs=True)], None),  # it leads, or is a member
+        ([lived("a", *REFUSED), lived("b", (0.0, 2.0, 2), runs=True)], None),  # by the one that leads
+        ([lived("a", *REFUSED), lived("b", (-700.0, -1.0, 4), runs=True)], None),  # before the first one had led
+        ([lived("a", *REFUSED), lived("b", WAITED), lived("c", (0.0, 2.0, 137), runs=True)], None),
+        ([LaunchedHost("a", True), LaunchedHost("b", True)], None),
+    ],
+)
+def test_a_job_that_nobody_begins_or_leads_is_given_up(hosts: list[LaunchedHost], code: int | None) -> None:
+    """Once each host has tried in vain for so long, the others after the first, which alone can begin it."""
+    assert given_up(hosts, 600.0) == code
 
 
 def test_whose_end_is_that_of_the_job() -> None:
@@ -564,7 +626,7 @@ class Lives:
         return subprocess.Popen(["sh", "-c", words], bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
 
     def hosts(self, kind: type[SshHosts] = SshHosts, *, alike: bool = True) -> SshHosts:
-        return kind(list(self._lives), [""] * len(self._lives), b"t" * 16, self.start, alike=alike)
+        return kind(list(self._lives), [""] * len(self._lives), b"t" * 16, self.start, alike=alike, patience_s=0.0)
 
 
 @pytest.fixture
@@ -583,6 +645,11 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"a": ["waits"], "b": ["exit 67"]}, 3),
         ({"a": ["exit 137", "exit 66"], "b": ["exit 138"]}, 2),  # what has left in order has not completed it
         ({"a": ["exit 137", "exit 2"], "b": ["exit 2"]}, 2),
+        ({"a": ["exit 137", "exit 2"], "b": ["exit 4"]}, 2),  # b waits for a job that nobody begins
+        ({"a": ["exit 137", "exit 127"], "b": ["exit 4"]}, 4),
+        ({"a": ["exit 4"], "b": ["exit 4"]}, 4),  # etcd is not there
+        ({"a": ["exit 137", "exit 2", "exit 64"], "b": ["waits"]}, 0),  # the one that had its name has left
+        ({"a": ["exit 255", "exit 2", "exit 64"], "b": ["waits"]}, 0),
         ({"a": ["exit 138"], "b": ["exit 138"]}, 138),
     ],
 )
@@ -590,6 +657,15 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_job_of_which_any_host_may_lead_is_over_when_one_says_so(lives: dict[str, list[str]], code: int) -> None:
     """The one that has led; the others are ended."""
     assert Lives(**lives).hosts().run() == code
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.usefixtures("at_once")
+def test_a_refused_host_comes_back(alike: bool, tmp_path: Path) -> None:
+    """What had its name has left, say, or its user has mended it."""
+    ends = f"until [ -e {tmp_path}/back ]; do sleep 0.01; done; exit {64 * alike}"
+    lives = Lives(a=[ends], b=["exit 2", "exit 2", f"touch {tmp_path}/back; waits"])
+    assert lives.hosts(alike=alike).run() == 0 and lives.begun == ["a", "b", "b", "b"]
 
 
 @pytest.mark.parametrize("first", ["exit 143", "exit 130", "exit 1", "exit 4", "exit 137", "kill -9 $$"])
@@ -688,6 +764,19 @@ def test_a_host_says_whether_it_led(engine: str, leads: bool, does: str, code: i
                 )  # and it stays open, as by its end the host is told to end
                 found = shell.wait(60)
         assert found == (code if etcd or code not in (64, 65, 66) else code - 64)
+
+
+@pytest.mark.parametrize(("there", "code"), [(False, 127), (True, 126)])
+@pytest.mark.parametrize("leads", [True, False])
+def test_an_interpreter_that_is_not_there_is_the_end_of_its_host_alone(
+    there: bool, code: int, leads: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of an actor, too: it says so as a shell does, and its driver goes on."""
+    if there:
+        (tmp_path / "python").touch()
+    launch = Launch("n", "t", (), (), 2, 1, "/r", str(tmp_path / "python"), etcd="etcd://h/j")
+    assert HostProcess(0).run(tuple(launch), "127.0.0.1:1", "127.0.0.1", "ab", leads) == code + 64 * leads
+    assert f"{tmp_path}/python: " in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("etcd", "leads", "code"), [("etcd://h/j", True, 66), ("etcd://h/j", False, 2), ("", True, 2)])

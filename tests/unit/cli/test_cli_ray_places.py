@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Hashable
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -142,6 +144,7 @@ class Ray:
 
     class exceptions:
         RayActorError = KeyError
+        RayTaskError = LookupError
 
     def get(self, code: int, timeout: float | None = None) -> int:
         return code
@@ -182,7 +185,7 @@ def test_the_end_of_the_host_that_leads_is_the_job_s(driver: Any) -> None:
     assert driver._ended(0) is None and driver._ended(1) == 2
     driver._running = {0: 0, 1: 65}
     assert driver._ended(0) is None and driver._ended(1) == 1
-    driver._running, driver._begin = {1: 137}, lambda number, **how: pytest.fail("it begins")
+    driver._running, driver._begin = {1: 137}, lambda number, now_s: pytest.fail("it begins")
     assert driver._ended(1) is None
     driver._due[1] = 0.0
     assert driver._turn() == 0
@@ -206,13 +209,121 @@ def test_a_second_signal_ends_all(driver: Any) -> None:
     assert driver._actors[1].told == [signal.SIGTERM]
 
 
+class Calls(Ray):
+    """Calls of actors, the newest of each host by its name: what a call answers or raises is set in the test."""
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[int, str], Call] = {}
+
+    def remote(self, **room: float) -> Any:
+        def made(number: int) -> Any:
+            return SimpleNamespace(where=Method(self, number, "where"), run=Method(self, number, "run"))
+
+        return lambda kind: SimpleNamespace(options=lambda **how: SimpleNamespace(remote=made))
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(gcs_address="10.0.0.1:6379")
+
+    def wait(self, calls: list[Call], timeout: float) -> tuple[list[Call], list[Call]]:
+        return [call for call in calls if call.answer is not None], []
+
+    def get(self, call: Any, timeout: float | None = None) -> Any:
+        if isinstance(call.answer, Exception):
+            raise call.answer
+        return call.answer
+
+
+class Call:
+    def __init__(self) -> None:
+        self.answer: Any = None
+
+
+class Method(NamedTuple):
+    ray: Calls
+    number: int
+    name: str
+
+    def remote(self, *args: Any) -> Call:
+        return self.ray.calls.setdefault((self.number, self.name), Call())
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def called(driver: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The driver on a cluster whose first host has been asked for its address; by `answers` a call is over."""
+    strategies: Any = ModuleType("strategies")
+    strategies.PlacementGroupSchedulingStrategy = tuple_of
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
+    for name in ("ray", "ray.util"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(ray_cluster, "time", Clock())
+    driver._ray, driver._actors = Calls(), {}
+
+    def answers(number: int, name: str, answer: Any) -> Any:
+        driver._ray.calls.pop((number, name)).answer = answer
+        return driver._turn()
+
+    driver.answers = answers
+    assert driver._turn() is None and (0, "where") in driver._ray.calls
+    return driver
+
+
+def tuple_of(*words: Any) -> Any:
+    return words
+
+
+@only_with_etcd
+@pytest.mark.parametrize(("code", "over"), [(64, 0), (65, 1), (0, 0)])
+def test_the_job_ends_though_the_first_host_finds_no_node_again(called: Any, code: int, over: int) -> None:
+    assert called.answers(0, "where", ("10.0.0.2", 7)) is None and called._job_at == "10.0.0.2:7"
+    assert called._turn() is None and called.answers(0, "run", KeyError()) is None
+    ray_cluster.time.sleep(1.0)
+    assert called._turn() is None and called._turn() is None
+    ray_cluster.time.sleep(1.0)
+    assert called._turn() is None and (0, "where") in called._ray.calls, "it is asked, and does not answer"
+    found = called.answers(1, "run", code)
+    assert (called._turn() if found is None else found) == over
+
+
+@pytest.mark.parametrize("lost", [KeyError(), LookupError("OSError: [Errno 28] No space left on device")])
+@pytest.mark.parametrize("call", ["where", "run"])
+def test_a_lost_actor_begins_again_later_and_later(
+    called: Any, lost: Exception, call: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one that could not do what it was asked: on a node where a worker of Ray cannot begin, say."""
+    capsys.readouterr()
+    for delay_s in (1, 2, 4):
+        if call == "run":
+            assert called.answers(0, "where", ("10.0.0.2", 7)) is None
+        assert called.answers(0, call, lost) is None and called._turn() is None
+        assert (0, "where") not in called._ray.calls
+        assert f"host 0 cannot be reached: again in {delay_s} s" in (said := capsys.readouterr().err)
+        assert ("No space left" in said) == (type(lost) is LookupError)
+        called._ray.calls.clear()
+        ray_cluster.time.sleep(delay_s)
+        assert called._turn() is None and (0, "where") in called._ray.calls
+
+
 @only_with_etcd
 def test_the_job_goes_on_if_all_were_lost_and_is_over_if_all_were_refused(driver: Any) -> None:
-    begun: list[tuple[int, bool]] = []
-    driver._begin, driver._running = lambda number, leads: begun.append((number, leads)), {1: 1}
+    begun: list[int] = []
+    driver._begin = lambda number, now_s: begun.append(number)
+    driver._launch = driver._launch._replace(settings=("hosts.wait_s=0",))
+    assert driver._turn() is None and begun == [0, 1]
+    driver._running = {1: 1}
     assert driver._ended(1) is None
     driver._due[1] = 0.0
-    assert driver._turn() is None and begun == [(0, True), (1, False)]
+    assert driver._turn() is None and begun == [0, 1, 1]
     assert driver._turn() is None, "their actors are lost"
     driver._running = {0: 2, 1: 2}
     assert driver._ended(0) is None and driver._ended(1) is None

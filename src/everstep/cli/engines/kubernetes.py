@@ -148,6 +148,14 @@ _LIVES = (
 """Fails if the host's process is stopped, or dead and not waited for. Everstep watches the rest by itself."""
 
 
+_BATCH = "batch.kubernetes.io/"
+_COUNTS = {"POD_FAILURES": "job-index-failure-count", "POD_IGNORED": "job-index-ignored-failure-count"}
+"""Variables with the annotations by which Kubernetes says how many pods of this index have failed before this one; the
+second is absent for none."""
+_KNOWN = '[ -e "$dir/job.json" ] || [ "${POD_FAILURES:-0}${POD_IGNORED:-0}" != 00 ]'
+"""Disks of pods' own are empty in each new pod."""
+
+
 def _pod(launch: Launch, pods: Pods, index: str, where: str, refused: str = ":") -> Object:
     return {
         "metadata": {"labels": {_LABEL: launch.name}},
@@ -194,7 +202,7 @@ def _container(launch: Launch, pods: Pods, index: str, where: str, refused: str)
     agent = launch.agent_words(f"{where}:{pods.port}", f'"host-{index}"') + ' --address "$POD_IP"'
     agent += ' --run-dir "$dir"' if launch.etcd else ""
     ends = {"in_vain": "leaving=", "killed": "leaving=", "final": f"code={OVER}"}
-    ends["refused"] = refused
+    ends |= {"refused": refused, "known": _KNOWN}
     script = in_brackets("POD_IP") + host_script(launch, index, job, agent, f"code={AGAIN}", alone=True, **ends)
     leave = f'kill -USR1 1; [ "{index}" = 0 ] && sleep 20 || sleep 60'
     if launch.etcd:  # the host that leads gives that up first
@@ -209,6 +217,10 @@ def _container(launch: Launch, pods: Pods, index: str, where: str, refused: str)
         "env": [
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {"name": "EVERSTEP_TOKEN", "valueFrom": {"secretKeyRef": token}},
+            *(
+                {"name": name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{_BATCH}{key}']"}}}
+                for name, key in (_COUNTS if launch.etcd else {}).items()
+            ),
         ],
         "ports": [{"name": "job", "containerPort": pods.port}],
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", leave]}}},

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from everstep.base.exit_codes import HANDED_OVER, JOB_FAILED, WORKERS_MISSING
+from everstep.base.config_keys import HostsConfig
+from everstep.base.exit_codes import HANDED_OVER, JOB_FAILED, NO_HEAD, WORKERS_MISSING
 
 
 class Launch(NamedTuple):
@@ -38,6 +39,12 @@ class Launch(NamedTuple):
         """network.interface, "" if the user has named none."""
         named = [text.partition("=")[2] for text in self.settings if text.startswith("network.interface=")]
         return named[-1] if named else ""
+
+    @property
+    def wait_s(self) -> float:
+        """hosts.wait_s."""
+        named = [text.partition("=")[2] for text in self.settings if text.startswith("hosts.wait_s=")]
+        return float(named[-1]) if named else HostsConfig().wait_s
 
     @property
     def everstep(self) -> list[str]:
@@ -70,6 +77,9 @@ FINAL = (JOB_FAILED, 2, 126, 127)
 """Exit codes after which no other try helps: failed, refused; the interpreter cannot be run, or is not there."""
 ENDS_JOB = (0, *FINAL, WORKERS_MISSING)
 """Exit codes with which the host that leads ends the job."""
+_IN_VAIN = (*FINAL, WORKERS_MISSING, NO_HEAD, NOT_REACHED)
+"""Ends of a host that does not lead, and says nothing of one that does."""
+NOBODY_LEADS = "nobody leads the job, and its first host cannot begin it: no host is tried any more"
 LED = 64
 """Is added to such a code by a host that led the job when it ended, where any host may lead."""
 _AGAIN_S = 1.0
@@ -92,18 +102,27 @@ def job_code(number: int, code: int, *, alike: bool) -> int | None:
 @dataclass
 class LaunchedHost:
     """A host of a launch, by one rule: what has ended begins again, later and later while that fails; but a host that
-    was refused, has left in order, or says by 0 that the job is complete, is left out for good. Pure.
+    has left in order, or says by 0 that the job is complete, is left out for good. Pure.
 
-    due_s: when its process is to begin, inf while it runs; -inf before its first life. left: exit code with which it
-    was left out.
+    due_s: when its process is to begin, inf while it runs; -inf before its first life. code: with which it has ended
+    last. left: with which it was left out.
     """
 
     name: str
     alike: bool = False
     due_s: float = -inf
+    code: int | None = None
     left: int | None = None
+    vain_since_s: float = inf
+    """End of the first of its last lives, if they have all ended in vain."""
+    _vain_from_s: float = inf
     _began_s: float = 0.0
+    _ended_s: float = -inf
     _tries: int = 0
+
+    @property
+    def runs(self) -> bool:
+        return self.due_s == inf and self.left is None
 
     def begun(self, now_s: float) -> None:
         self.due_s, self._began_s = inf, now_s
@@ -116,11 +135,15 @@ class LaunchedHost:
         """
         if now_s - self._began_s >= _HEALTHY_S:
             self._tries = 0
-        if code in ((0, 2, HANDED_OVER) if self.alike else (0, 2)):
-            self.left = code
-            how = "was refused" if code == 2 else "has left in order"
-            return f"{self.name} {how}: it is left out" if code else ""
-        failed = code in (JOB_FAILED, WORKERS_MISSING)
+        self.code, self._ended_s = code, now_s
+        if code == 0 or (self.alike and code == HANDED_OVER):
+            self.left, self.due_s, self.vain_since_s, self._vain_from_s = code, inf, now_s, -inf
+            return f"{self.name} has left in order: it is left out" if code else ""
+        if code not in _IN_VAIN:
+            self.vain_since_s = self._vain_from_s = inf
+        elif self.vain_since_s == inf:
+            self.vain_since_s, self._vain_from_s = now_s, self._began_s if code == NO_HEAD else now_s
+        failed = code in (JOB_FAILED, 2, WORKERS_MISSING)
         delay_s = min(_AGAIN_MOST_S, (_JOB_ENDS_S if failed else _AGAIN_S) * 2**self._tries)
         self._tries += 1
         self.due_s = now_s + delay_s
@@ -129,18 +152,28 @@ class LaunchedHost:
         how = "cannot be reached" if code == NOT_REACHED else f"ended with {code}"
         return f"{self.name} {how}: again in {delay_s:g} s"
 
+    def in_vain(self, patience_s: float, since_s: float) -> bool:
+        """Whether it can neither begin the job nor has met a host that leads: it has not begun yet, was left out, or
+        its last lives ended in vain, for so long, the last of them after that time."""
+        tried = self._ended_s - self._vain_from_s >= patience_s and self._ended_s >= since_s
+        return self.due_s == -inf or self.left is not None or tried
+
 
 def completed(hosts: Iterable[LaunchedHost]) -> bool:
     """Whether some host says so, where any may lead: then none begins again."""
     return any(host.alike and host.left == 0 for host in hosts)
 
 
-def all_left(hosts: Sequence[LaunchedHost]) -> int | None:
-    """Exit code of a job of which no host runs, if none is to begin again; else None."""
+def given_up(hosts: Sequence[LaunchedHost], patience_s: float) -> int | None:
+    """Exit code of a job that is complete and runs nowhere; or that nobody begins or leads: the first host, which alone
+    can begin it, has tried in vain for so long, and so has each other one since. Else None."""
+    first = hosts[0]
     if completed(hosts):
-        return 0
-    found = [host.left for host in hosts if host.left is not None]
-    return min(found) if len(found) == len(hosts) else None
+        return None if any(host.runs for host in hosts) else 0
+    if first.runs or first.code in (None, NOT_REACHED):
+        return None
+    vain = all(host.in_vain(patience_s, first.vain_since_s) for host in hosts)
+    return min(host.code for host in hosts if host.code is not None) if vain else None
 
 
 def host_script(
@@ -155,18 +188,20 @@ def host_script(
     killed: str = "leaving=1",
     final: str = ":",
     refused: str = ":",
+    known: str = '[ -e "$dir/job.json" ]',
 ) -> str:
     """The shell script of one host: host 0 is the job's own.
 
     index: number of this host, in a shell's words. job, agent: arguments. again: command that has the engine start this
     host again. alone: the engine's SIGTERM comes to the shell alone, not to its children. in_vain: commands for a host
     that has waited in vain for the others; killed: for one whose process was killed; leaving=1 has it start again.
-    final: for one that led the job when it ended for good; refused: for another one that ended for good.
+    final: for one that led the job when it ended for good; refused: for another one that ended for good. known: whether
+    the job may have begun, so that another host may lead it by etcd.
 
     SIGUSR1 means that the host has to go soon: an agent hands its workers over, the job takes a checkpoint.
     """
     variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in launch.variables)
-    known = '[ -e "$dir/job.json" ] || ' if launch.etcd else ""  # then another host may lead
+    known = f"{known} || " if launch.etcd else ""
     end = '[ -z "$here" ] || kill -TERM "$here"' if alone else ":"  # a second one would end the job at once
     return f"""\
 dir={shlex.quote(launch.run_dir)}

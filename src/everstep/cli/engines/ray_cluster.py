@@ -24,7 +24,17 @@ from everstep.base.errors import ConfigError
 from everstep.base.exit_codes import JOB_FAILED, NO_HEAD, WORKERS_MISSING
 from everstep.base.leaving import temporary_folder
 from everstep.cli.coming_back import HEAD_MARK
-from everstep.cli.engines.launch import ENDS_JOB, LED, Launch, LaunchedHost, all_left, completed, job_code
+from everstep.cli.engines.launch import (
+    ENDS_JOB,
+    LED,
+    NOBODY_LEADS,
+    NOT_REACHED,
+    Launch,
+    LaunchedHost,
+    completed,
+    given_up,
+    job_code,
+)
 from everstep.cli.engines.ray_placement import RayBundle, RayPlaces
 from everstep.runtime.process import die_with_parent, own_command
 
@@ -71,8 +81,12 @@ class HostProcess:
             if leads:
                 write_atomically(mark, "")
             environment[HEAD_MARK] = str(mark)
-            self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, cwd=folder)
-            code = self._process.wait()
+            try:
+                self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, cwd=folder)
+                code = self._process.wait()
+            except (FileNotFoundError, PermissionError) as error:  # as a shell would say it
+                print(f"everstep launch: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+                code = 127 if isinstance(error, FileNotFoundError) else 126
             return code + LED if found.etcd and code in ENDS_JOB and mark.exists() else code
 
     def tell(self, number: int) -> None:
@@ -153,6 +167,8 @@ class _Driver:
         self._places = RayPlaces(_RayGroups(ray), bundle, launch.hosts, least, time.monotonic())
         self._due: dict[int, float] = {}  # host -> the time from which it is to begin
         self._actors: dict[int, Any] = {}
+        self._where: Any = None  # what the first host answers when it is asked for its address
+        self._leads = False
         self._running: dict[int, Any] = {}
         self._job_at = ""
         self._head = ""
@@ -177,50 +193,69 @@ class _Driver:
         """Start hosts that have a node, and take in ends. Returns the job's exit code if it is over."""
         parted = self._places.alone
         now_s, last = time.monotonic(), self._signal or completed(self._hosts)
-        self._due.update(dict.fromkeys(self._places.look(now_s), now_s))
+        self._due.update({number: max(now_s, self._hosts[number].due_s) for number in self._places.look(now_s)})
         if self._places.alone and not parted:
             self._say("some nodes are missing: the job begins without them, and they join when they come")
         for number in sorted(number for number, at_s in self._due.items() if at_s <= now_s and not last):
-            if number == 0 or 0 in self._running or self._launch.etcd:  # that one knows where the job is
+            etcd = self._launch.etcd and (self._where is None or self._head)
+            if number == 0 or 0 in self._running or etcd:  # that one knows where the job is
                 del self._due[number]
-                first = self._hosts[number].due_s == -inf
-                self._hosts[number].begun(now_s)
-                self._begin(number, leads=first and number == 0)
+                self._begin(number, now_s)
         if self._signal and (self._again or 0 not in self._running):
             return 128 + self._signal
-        if not self._running:
-            code = all_left(self._hosts)
-            time.sleep(_LOOK_S if code is None else 0.0)
+        if completed(self._hosts) and self._where is not None:  # there may be no node for it any more
+            self._take_end(0, NOT_REACHED)
+            self._give_up(0)
+        if (code := given_up(self._hosts, self._launch.wait_s)) is not None:
+            if code:
+                self._say(NOBODY_LEADS)
             return code
-        done, _ = self._ray.wait(list(self._running.values()), timeout=_LOOK_S)
+        awaited = [*self._running.values(), *([] if self._where is None else [self._where])]
+        if not awaited:
+            time.sleep(_LOOK_S)
+            return None
+        done, _ = self._ray.wait(awaited, timeout=_LOOK_S)
         for ref in done:
+            if ref == self._where:
+                self._found()
+                continue
             code = self._ended(next((n for n, found in self._running.items() if found == ref), None))
             if code is not None:
                 return code
         return None
 
-    def _begin(self, number: int, *, leads: bool) -> None:
-        """Start the actor of a host, and its process."""
+    def _begin(self, number: int, now_s: float) -> None:
+        """Start the actor of a host, and its process; the first host is asked for its address before that."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        leads = number == 0 and self._hosts[number].due_s == -inf
+        self._hosts[number].begun(now_s)
         place = PlacementGroupSchedulingStrategy(*self._places.of(number))
         room = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0)}
         kind = self._ray.remote(max_concurrency=2, max_restarts=0, **room)(HostProcess)
-        actor = kind.options(scheduling_strategy=place).remote(number)
-        self._actors[number] = actor
-        towards = self._head or host_of(self._ray.get_runtime_context().gcs_address)
+        self._actors[number] = kind.options(scheduling_strategy=place).remote(number)
         if number == 0:
-            where = actor.where.remote(towards)
-            while not self._ray.wait([where], timeout=_LOOK_S)[0]:
-                if self._signal:
-                    return
-            try:
-                own, port = self._ray.get(where)
-            except self._ray.exceptions.RayActorError:
-                self._lost(number)
-                return
-            self._job_at, self._head = at_port(own, port), own
-        self._running[number] = actor.run.remote(tuple(self._launch), self._job_at, towards, self._token, leads)
+            self._leads, self._where = leads, self._actors[0].where.remote(self._towards())
+        else:
+            self._run(number, leads=False)
+
+    def _found(self) -> None:
+        """Take in where the first host is, and start its process."""
+        where, self._where = self._where, None
+        try:
+            own, port = self._ray.get(where)
+        except self._failures as error:
+            self._lost(0, error)
+            return
+        self._job_at, self._head = at_port(own, port), own
+        self._run(0, leads=self._leads)
+
+    def _towards(self) -> str:
+        return self._head or host_of(self._ray.get_runtime_context().gcs_address)
+
+    def _run(self, number: int, *, leads: bool) -> None:
+        words = tuple(self._launch), self._job_at, self._towards(), self._token, leads
+        self._running[number] = self._actors[number].run.remote(*words)
 
     def _ended(self, number: int | None) -> int | None:
         """Take in the end of a host's process or actor. Returns the job's exit code if it is over."""
@@ -228,27 +263,39 @@ class _Driver:
             return None
         try:
             code = int(self._ray.get(self._running.pop(number)))
-        except self._ray.exceptions.RayActorError:
-            self._lost(number)
+        except self._failures as error:
+            self._lost(number, error)
             return None
         over = job_code(number, code, alike=bool(self._launch.etcd))
         if over is not None and (self._launch.etcd or over in _OVER):
             return over
-        host = self._hosts[number]
-        words = host.ended(code, time.monotonic())
-        if words and not (self._signal or completed(self._hosts)):
-            self._say(words)
+        host = self._take_end(number, code)
         if host.left is None:
             self._give_up(number)
             self._due[number] = host.due_s
             self._first_again(number)
         return None
 
-    def _lost(self, number: int) -> None:
-        self._say(f"host {number} is lost: its actor starts again as soon as a node is free")
+    def _lost(self, number: int, error: Exception) -> None:
+        """Take in that a host's actor is gone, or could not do what it was asked; Ray has no exit code then."""
+        if not isinstance(error, self._ray.exceptions.RayActorError):
+            self._say(f"host {number}: {str(error).strip().splitlines()[-1]}")
+        self._take_end(number, NOT_REACHED)
         self._give_up(number)
         self._places.lost(number)
         self._first_again(number)
+
+    @property
+    def _failures(self) -> tuple[type[Exception], ...]:
+        """Ends of a call of an actor without an answer."""
+        return self._ray.exceptions.RayActorError, self._ray.exceptions.RayTaskError
+
+    def _take_end(self, number: int, code: int) -> LaunchedHost:
+        host = self._hosts[number]
+        words = host.ended(code, time.monotonic())
+        if words and not (self._signal or completed(self._hosts)):
+            self._say(words)
+        return host
 
     def _first_again(self, number: int) -> None:
         """If the first host starts again, and no other one may lead: all others have to start again, too."""
@@ -265,6 +312,7 @@ class _Driver:
     def _give_up(self, number: int) -> None:
         """Give a host up, which frees its bundle."""
         self._running.pop(number, None)
+        self._where = None if number == 0 else self._where
         actor = self._actors.pop(number, None)
         if actor is not None:
             self._ray.kill(actor)

@@ -21,7 +21,17 @@ from everstep.base.doors import at_port
 from everstep.base.errors import ConfigError
 from everstep.base.readable import readable
 from everstep.cli.coming_back import HEAD_MARK
-from everstep.cli.engines.launch import ENDS_JOB, LED, NOT_REACHED, Launch, LaunchedHost, all_left, completed, job_code
+from everstep.cli.engines.launch import (
+    ENDS_JOB,
+    LED,
+    NOBODY_LEADS,
+    NOT_REACHED,
+    Launch,
+    LaunchedHost,
+    completed,
+    given_up,
+    job_code,
+)
 from everstep.runtime.process import Inbox, taking_signals
 
 _LAST_WAIT_S = 45.0
@@ -71,6 +81,7 @@ def remote_words(launch: Launch, number: int, address: str, port: int) -> str:
 class SshHosts:
     """Runs a job on these hosts, until `job_code` says that it is over; `LaunchedHost` says what begins again. start:
     starts ssh to a host with a script, its standard input an unbuffered pipe. alike: any host may lead the job.
+    patience_s: as `given_up` has it.
 
     In the main thread SIGINT, SIGTERM and SIGUSR1 are passed on to the first host. After SIGINT or SIGTERM no host
     begins again; when the first does not run (any more), or the signal comes again, the others are ended, too.
@@ -81,6 +92,7 @@ class SshHosts:
     token: bytes
     start: Callable[[str, str], subprocess.Popen[bytes]]
     alike: bool = False
+    patience_s: float = inf
     _signal: int = 0
     _hosts: list[LaunchedHost] = field(default_factory=list)
     _inbox: Inbox[int] = field(default_factory=Inbox)
@@ -107,7 +119,8 @@ class SshHosts:
                     code = self._take_end(number) if code is None else code
                 if code is None and self._signal and 0 not in self._processes:
                     code = 128 + self._signal
-                code = all_left(self._hosts) if code is None and not self._processes else code
+                if code is None and (code := given_up(self._hosts, self.patience_s)):
+                    self._say(NOBODY_LEADS)
             self._end_others(code)
         return code
 
