@@ -76,19 +76,17 @@ class LoopGuard:
             self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
         groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
         self._trained = frozenset(map(id, [*self._model.parameters(), *(p for group in groups for p in group)]))
-        self._replace(
-            torch.autograd, "_engine_run_backward", self._guarded(vars(torch.autograd)["_engine_run_backward"])
-        )
-        self._replace(torch.amp.GradScaler, "scale", _refusing_if_enabled(torch.amp.GradScaler.scale))
+        scaling: Callable[..., Any] = torch.amp.GradScaler.scale
+        torch.amp.GradScaler.scale = _refusing_if_enabled(scaling)  # type: ignore[method-assign]
+        self._undo.callback(setattr, torch.amp.GradScaler, "scale", scaling)
+        autograd = vars(torch.autograd)
+        self._undo.callback(autograd.update, _engine_run_backward=autograd["_engine_run_backward"])
+        autograd["_engine_run_backward"] = self._guarded(autograd["_engine_run_backward"])
         nn.Parameter.grad = self._gradient()  # type: ignore[assignment]
         self._undo.callback(delattr, nn.Parameter, "grad")
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, value)
 
     def _before_step(self, *_: Any) -> None:
         if not self._updating():
