@@ -55,7 +55,6 @@ BESIDE: list[tuple[str, Act]] = [
         "gradient clipping was called in the loop: .*clip_norm",
         lambda m, o, s: clip_grads_with_norm_(m.parameters(), 1.0, torch.tensor(2.0)),
     ),
-    ("zero_grad.. was called in the loop: remove it", lambda m, o, s: m.get_submodule("").zero_grad()),
     (
         r"backward.inputs=.* of trained parameters, was called in the loop: write step.backward",
         lambda m, o, s: loss_of(m, BATCH).backward(inputs=list(m.parameters())),
@@ -91,21 +90,8 @@ def test_gradients_that_are_used_after_the_batches_are_refused(act: Callable[[nn
         train(after=lambda m, o, s: act(m))
 
 
-def test_a_file_that_names_gradients_may_use_them_in_any_batch() -> None:
-    model, same = nn.Linear(4, 2), []
-    for step in everstep.join(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), DATA, lanes=8, micro_batch=2, steps=3
-    ):
-        for number, batch in enumerate(step):
-            loss = loss_of(model, batch)
-            own = torch.autograd.grad(loss, model.weight, retain_graph=True)[0]
-            step.backward(loss)
-            if step.number == 2 and number % 2:
-                same.append(model.weight.grad is not None and torch.equal(model.weight.grad, own))
-    assert len(same) == 4 and all(same)
-
-
 def test_a_hook_of_the_optimizer_sees_and_changes_the_gradients() -> None:
+    torch.manual_seed(0)
     model, seen = nn.Linear(4, 2), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = copy.deepcopy(model)
@@ -115,10 +101,10 @@ def test_a_hook_of_the_optimizer_sees_and_changes_the_gradients() -> None:
         clip_by_hand(model)
 
     optimizer.register_step_pre_hook(clip)
-    for step in everstep.join(model, optimizer, DATA, micro_batch=2, steps=4):
+    for step in everstep.join(model, optimizer, DATA, micro_batch=2, steps=3):
         for batch in step:
             step.backward(loss_of(model, batch))
-    assert all(seen) and 0 < (model.weight - before.weight).abs().max() <= 4e-3 + 1e-6
+    assert all(seen) and 0 < (model.weight - before.weight).abs().max() <= 3e-3 + 1e-6
 
 
 class Clips(torch.optim.SGD):
