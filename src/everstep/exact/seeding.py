@@ -84,6 +84,13 @@ def preserve_rng() -> Iterator[None]:
             generator.set_state(state)
 
 
+class _Entry(partial[None]):
+    """The seeder's hook at a unit. A copy or a file of the model has one in its place that does nothing."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nn.Identity, "forward")
+
+
 @dataclass
 class _Call:
     """One forward pass of a unit. before: the generator's seed at its entry; repeated: done again in backward."""
@@ -114,7 +121,7 @@ class UnitSeeder:
         self._in_flight: dict[tuple[int, int], dict[int, list[_Call]]] = {}
         self._calls: dict[int, list[_Call]] = {}
         self._hooks = [
-            unit.register_forward_pre_hook(partial(self._enter, number), prepend=True)
+            unit.register_forward_pre_hook(_Entry(self._enter, number), prepend=True)
             for number, unit in zip(range(len(units)) if numbers is None else numbers, units, strict=True)
         ]
 

@@ -34,7 +34,7 @@ from everstep.exact.jsonable import decode, encode
 from everstep.exact.structure import Structure
 
 _CONTAINERS = frozenset({list, tuple, dict})
-_INTERNAL = frozenset({*vars(nn.Module()), "zero_grad"})  # the loop replaces zero_grad while it runs
+_INTERNAL = frozenset(vars(nn.Module()))
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
 _COMPUTED = (Tensor, np.ndarray, np.generic, complex, set, frozenset, deque, type, types.SimpleNamespace, *_FUNCTIONS)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -128,6 +128,14 @@ def calls_in_file(frame: types.FrameType, method: str) -> int:
     return sum(isinstance(func, ast.Attribute) and func.attr == method for func in calls)
 
 
+def names_attribute(frame: types.FrameType, name: str) -> bool:
+    """Whether the file of this frame has an attribute of this name other than to call it."""
+    tree = SyntaxTrees().tree(frame.f_code.co_filename)
+    nodes = [] if tree is None else list(ast.walk(tree))
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    return any(isinstance(node, ast.Attribute) and node.attr == name and id(node) not in called for node in nodes)
+
+
 def inside_of(top: ast.AST) -> list[ast.AST]:
     """All nodes of this scope, without those of inner scopes."""
     found, left = [], list(ast.iter_child_nodes(top))

@@ -1,14 +1,17 @@
 """Calls that belong to a plain training loop and not to this one: each is refused where it is made, with a remedy.
 
-Apart from `run` because it reaches into torch: while the loop runs, `Tensor.backward`, gradient clipping, `zero_grad`
+Apart from `run` because it reaches into torch: while the loop runs, backward passes, uses of the parameters' `.grad`
 and the optimizer's `step` ask here first. Otherwise they would do nothing, or spoil a sum of gradients that waits in
-`.grad`.
+`.grad`, or give what depends on the worker.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +22,12 @@ from torch.optim import Optimizer
 from everstep.base.errors import Misused
 from everstep.exact.several import optimizers_of
 
-_CLIPPING = ("_get_total_norm", "clip_grad_value_")
+_EVERSTEP, _TORCH = f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/"
 _REMEDIES = {
     "loss.backward()": "write step.backward(loss) instead, once for every batch; for the gradient of an input alone, "
     "as for adversarial examples, loss.backward(inputs=[x])",
+    "loss.backward(inputs=[...]), of trained parameters,": "write step.backward(loss) instead (optimizer=... for some "
+    "of them), once for every batch; torch.autograd.grad(loss, parameters) leaves .grad alone, as for a penalty",
     "optimizer.step()": "remove it: the update is made when the step's batches are used up (with a GradScaler: remove "
     "that, and set precision='fp16')",
     "scheduler.step()": "remove it: a scheduler that join was given is stepped once per update; if it is yours, do not "
@@ -30,8 +35,8 @@ _REMEDIES = {
     "zero_grad()": "remove it: gradients are cleared automatically",
     "a GradScaler": "remove it, and give join(precision='fp16'), which scales the loss, or precision='bf16', which "
     "needs no scaling",
-    "gradient clipping": "remove it, and give join(clip_norm=...) or clip_value: .grad holds the gradient of "
-    "one lane, not of the batch",
+    "gradient clipping": "remove it, and give join(clip_norm=...) or clip_value: .grad holds no gradient of the global "
+    "batch in the loop",
 }
 
 
@@ -41,37 +46,44 @@ def refused(what: str) -> Misused:
     return Misused(f"{what} was {verb} in the loop: {_REMEDIES[what]}")
 
 
+def no_gradient() -> Misused:
+    """Error for a use of `.grad` where it holds nothing."""
+    return Misused(
+        ".grad of a trained parameter was used outside the step's batches, where it is None: to clip, give "
+        "join(clip_norm=...) or clip_value; to read or change the global batch's gradient, "
+        "optimizer.register_step_pre_hook(function)"
+    )
+
+
 class LoopGuard:
     """Guard of one model and its optimizer, while the loop runs."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, updating: Callable[[], bool]) -> None:
-        """updating: whether the optimizer is being stepped for the loop."""
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, updating: Callable[[], bool], use: Callable[[], None]
+    ) -> None:
+        """updating: whether the optimizer is being stepped for the loop. use: told of each use of a trained parameter's
+        `.grad` by code that is neither Everstep's nor torch's."""
         self._model = model
         self._optimizer = optimizer
         self._updating = updating
+        self._use = use
+        self._trained: frozenset[int] = frozenset()
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         optimizers = optimizers_of(self._optimizer).values()
         for optimizer in optimizers:
             self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
-        for thing in (*optimizers, self._model):
-            self._replace(vars(thing), "zero_grad", _refusing_call("zero_grad()"))
-        backward: Callable[..., Any] = torch.Tensor.backward
-
-        def guarded(tensor: torch.Tensor, *args: Any, **more: Any) -> None:
-            if more.get("inputs") is None:
-                raise refused("loss.backward()")
-            backward(tensor, *args, **more)
-
-        torch.Tensor.backward = guarded  # type: ignore[method-assign,assignment]
-        self._undo.callback(setattr, torch.Tensor, "backward", backward)
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        self._trained = frozenset(map(id, [*self._model.parameters(), *(p for group in groups for p in group)]))
         scaling: Callable[..., Any] = torch.amp.GradScaler.scale
         torch.amp.GradScaler.scale = _refusing_if_enabled(scaling)  # type: ignore[method-assign]
         self._undo.callback(setattr, torch.amp.GradScaler, "scale", scaling)
-        for names, name in [(vars(clip_grad), one) for one in _CLIPPING] + [(vars(torch.nn.utils), _CLIPPING[1])]:
-            if name in names:
-                self._replace(names, name, self._clipping(names[name]))
+        autograd = vars(torch.autograd)
+        self._undo.callback(autograd.update, _engine_run_backward=autograd["_engine_run_backward"])
+        autograd["_engine_run_backward"] = self._guarded(autograd["_engine_run_backward"])
+        nn.Parameter.grad = self._gradient()  # type: ignore[assignment]
+        self._undo.callback(delattr, nn.Parameter, "grad")
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
@@ -80,28 +92,46 @@ class LoopGuard:
         if not self._updating():
             raise refused("optimizer.step()")
 
-    def _clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        """An optimizer may clip in its own step."""
+    def _guarded(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Torch's function that runs a backward pass, for `Tensor.backward` and `torch.autograd`'s functions."""
 
-        def guarded(*args: Any, **more: Any) -> Any:
-            if not self._updating():
-                raise refused("gradient clipping")
-            return clip(*args, **more)
+        def guarded(roots: Any, gradients: Any, keeps: Any, creates: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+            mine = sys._getframe(2).f_code.co_filename.startswith(_EVERSTEP)
+            within = torch._C._current_graph_task_id() != -1  # activation checkpointing of the old kind
+            if more.get("accumulate_grad") and not mine and not within:
+                if not inputs:
+                    raise refused("loss.backward()")
+                if not self._trained.isdisjoint(map(id, inputs)):
+                    raise refused("loss.backward(inputs=[...]), of trained parameters,")
+            return run(roots, gradients, keeps, creates, inputs, *rest, **more)
 
         return guarded
 
-    def _replace(self, names: dict[str, Any], name: str, value: Any) -> None:
-        missing = object()
-        before = names.get(name, missing)
-        names[name] = value
-        self._undo.callback(lambda: names.pop(name) if before is missing else names.update({name: before}))
+    def _gradient(self) -> property:
+        """`.grad` of parameters, which says who uses it: also a helper in another module, or `getattr`."""
+        slot: Any = vars(torch._C.TensorBase)["grad"]
 
+        def read(parameter: nn.Parameter) -> Any:
+            self._ask(parameter, sys._getframe(1).f_code)
+            return slot.__get__(parameter)
 
-def _refusing_call(what: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise refused(what)
+        def write(parameter: nn.Parameter, gradient: Any) -> None:
+            self._ask(parameter, sys._getframe(1).f_code)
+            slot.__set__(parameter, gradient)
 
-    return refuse
+        return property(read, write, slot.__delete__)
+
+    def _ask(self, parameter: nn.Parameter, code: types.CodeType) -> None:
+        """An optimizer may do anything in its own step, and in hooks before it."""
+        file = code.co_filename
+        if file.startswith(_EVERSTEP) or id(parameter) not in self._trained or self._updating():
+            return
+        if code.co_name == "zero_grad":
+            raise refused("zero_grad()")
+        if file == clip_grad.__file__:
+            raise refused("gradient clipping")
+        if not file.startswith(_TORCH):
+            self._use()
 
 
 def _refusing_if_enabled(scaling: Callable[..., Any]) -> Callable[..., Any]:

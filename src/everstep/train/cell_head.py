@@ -49,7 +49,7 @@ class CellHead:
         """
         stage, replica, sums, seats = self._stage, self._replica, self._shared.sums, self._cell.fsdp
         beside = stage.begin_lanes(step)
-        scale = replica.loop.loss_scale
+        scale = replica.lanes.scaler.scale
         note = stage.store.write_note(beside) if beside is not None else 0
         about = {"step": step, "lanes": list(lanes), "told": sorted(told), "scale": scale, "due": due, "note": note}
         self._commands += 1

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from everstep.base.errors import ConfigError
 from everstep.exact.accumulate import give_freed_memory_back
@@ -22,13 +21,12 @@ from everstep.exact.pieces import PieceUpdate, Ranges, calls_of, in_calls
 from everstep.exact.seeding import derive, seed_all
 from everstep.exact.several import OptimizerSet
 from everstep.exact.state_memory import StateMemory
-from everstep.script.loop_guard import LoopGuard
 from everstep.train.divided_state import DividedState
 from everstep.train.offload import FarMemory, StateFile
 from everstep.train.offload_parameters import ModelFile
 from everstep.train.optimizer_kind import NO_GRADIENT, OptimizerKind, expected_kind, kind_of, tried_of
 from everstep.train.optimizer_trial import AHEAD, beside
-from everstep.train.update_probe import UpdateProbe, bring_near, sample_of
+from everstep.train.update_probe import UpdateProbe, bring_near, is_hooked, sample_of
 
 log = logging.getLogger(__name__)
 
@@ -159,9 +157,7 @@ class OptimizerUpdate:
 
     def _refuse_hooks(self, key: str, why: str) -> None:
         """Raises: ConfigError for hooks of the user's that would see gradients before an update, or after it."""
-        hooks = (*self._optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
-        hooks += (*self._optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
-        if any(not isinstance(getattr(hook, "__self__", None), LoopGuard) for hook in hooks):
+        if is_hooked(self._optimizer):
             raise ConfigError(
                 f"{key}: expected no step hooks of {type(self._optimizer).__name__}, since {why}: use clip_norm to clip"
                 f" them, or set {key}=false"
@@ -207,13 +203,12 @@ class OptimizerUpdate:
 
     def _divided(self, dealt: Dealt) -> Ranges:
         name = type(self._optimizer).__name__
-        if self._optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+        if is_hooked(self._optimizer, before=False):
             raise ConfigError(
                 f"zero.stage: expected no step post-hooks of {name}, since they would see parameters that other "
                 "workers have not sent yet: set zero.stage=0"
             )
-        before = (*self._optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
-        if any(not isinstance(getattr(hook, "__self__", None), LoopGuard) for hook in before):
+        if is_hooked(self._optimizer):
             raise ConfigError(
                 f"zero.stage: expected no step pre-hooks of {name}, since each worker has its parts of the gradients "
                 "alone: use clip_norm to clip them, or set zero.stage=0"
@@ -371,8 +366,7 @@ def refuse_in_cell(optimizer: Optimizer, seed: int, *, unfit: bool = True) -> No
             f"cell.fsdp: expected an optimizer whose groups hold plain values that its updates leave alone, got {name} "
             "with tensors in its groups, or with values that its updates change: use numbers, or set cell.fsdp=1"
         )
-    own = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
-    if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+    if is_hooked(optimizer):
         raise ConfigError(
             f"cell.fsdp: expected no hooks around the updates of {name}, since each process of a worker updates a part "
             "alone: use clip_norm to clip gradients, or set cell.fsdp=1"

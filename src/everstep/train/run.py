@@ -42,7 +42,7 @@ from everstep.protocol.driver.operations import (
     StepAsked,
 )
 from everstep.script.batch_names import unset_behind
-from everstep.script.flow_sources import calls_in_file, prepares
+from everstep.script.flow_sources import calls_in_file, names_attribute, prepares
 from everstep.script.loop_guard import LoopGuard
 from everstep.script.reachable import loop_frames
 from everstep.script.watched_life import IN_REHEARSAL, TRIED
@@ -313,7 +313,8 @@ class Run:
         self._guard: AbstractContextManager[None] = contextlib.nullcontext()
         if not session.view.stages.split:
             replica = session.view.stages.only
-            self._guard = LoopGuard(model, replica.parts.optimizer, lambda: replica.update.under_way)
+            under_way, use = lambda: replica.update.under_way, replica.loop.use_gradients
+            self._guard = LoopGuard(model, replica.parts.optimizer, under_way, use)
         self.loop = UserLoop(session, self._guard)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -339,8 +340,10 @@ class Run:
                         (name, line), file = found, os.path.basename(frames[0].f_code.co_filename)
                         raise Misused(_UNSET.format(file=file, name=name, line=line), line)
                     session.loop.begin(not frames or prepares(frames[0]))
-                    if frames and calls_in_file(frames[0], "backward") > 1:
-                        session.view.stages.only.loop.expect_several()
+                    if frames:
+                        several = calls_in_file(frames[0], "backward") > 1
+                        gradients = names_attribute(frames[0], "grad")
+                        session.view.stages.only.loop.expect(several=several, gradients=gradients)
                 ends = self._join()
                 if session.view.link.finished(session.view.step):
                     return

@@ -111,6 +111,8 @@ class Session:
         self.saver.close()
         self._keeper.close()
         self.view.transport.close()
+        for replica in self.view.stages.values():
+            replica.lanes.seeder.close()
         if self._cell is not None:
             self._cell.close()
 

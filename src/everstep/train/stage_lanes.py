@@ -28,6 +28,7 @@ from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle
 from everstep.protocol.driver.records import LaneReport
 from everstep.protocol.step_types import LaneSaid
+from everstep.script.loop_guard import no_gradient
 from everstep.train.logged_values import LaneTotals
 from everstep.train.model_call import Loss, ModelCall
 from everstep.train.part_pass import Lane, PartPass, SplitCall, computed_otherwise, derive, measured
@@ -251,9 +252,9 @@ class LoopLane:
         self._scaler = scaler
         self._autocast_of = autocast
         self._autocast: Any = None
-        self._step = self._lane = 0
+        self._at = (0, 0)
         self._totals: LaneTotals | None = None
-        self._probed = self._apart = self._on_trial = self._several = False
+        self._probed = self._apart = self._on_trial = self._several = self._always_apart = False
         self._first = ""
 
     # ---- in a worker of several processes
@@ -261,10 +262,6 @@ class LoopLane:
     def use(self, sums: RankSums) -> None:
         """Add lanes up together with the other processes of this worker."""
         self._sums = sums
-
-    @property
-    def loss_scale(self) -> float:
-        return self._scaler.scale
 
     def take(self, node: Node, row: bytes, flat: torch.Tensor) -> None:
         """Take the sum of a subtree, as `LaneAccumulator.take`."""
@@ -276,20 +273,36 @@ class LoopLane:
 
     # ---- a lane
 
-    def expect_several(self) -> None:
-        """The loop may call `backward` several times for one batch: its buffers are final when it is through with it,
-        and gradients are added up after that."""
-        self._several = True
+    def expect(self, *, several: bool, gradients: bool) -> None:
+        """several: the loop may call `backward` several times for one batch: its buffers are final when it is through
+        with it, and gradients are added up after that. gradients: it uses `.grad`, where each lane's are to lie by
+        themselves."""
+        self._several, self._always_apart = several, gradients
+
+    def use_gradients(self) -> None:
+        """The loop uses `.grad` of a parameter. Raises: Misused if that holds something else than the gradient of the
+        present lane."""
+        if self._totals is None:
+            raise no_gradient()
+        if self._pass.mesh is not None:
+            raise Misused("cell.shards: .grad of a parameter was used, which holds a part of it here: leave it alone")
+        if not (self._apart or self._sums.watches):
+            raise Misused(
+                f"the loop used .grad of a parameter in step {self._at[0]}, and not for its first batch: since then "
+                "the gradients of several batches are added up there: use it for the first batch, too, or in the "
+                "loop's own file"
+            )
+        self._always_apart = True
 
     def enter(self, step: int, lane: int, *, apart: bool = False) -> None:
         """Seed everything, put the step's buffers in place, and begin autocast: the forward pass may run. apart: its
         gradient is to lie in `.grad` by itself, for `said`."""
         self._pass.guard.begin_lane()
-        apart = apart or self._several
+        apart = apart or self._several or self._always_apart
         if not apart or self._sums.watches:
             self._sums.enter(lane)
         self._apart = apart
-        self._step, self._lane = step, lane
+        self._at = step, lane
         self._lanes.seeder.begin_lane(step, lane)
         self._totals = LaneTotals()
         self._begin_autocast()
@@ -317,7 +330,7 @@ class LoopLane:
         if self._totals.calls == 2 and not self._several:
             self._find_several()
         if not self._on_trial:
-            self._sums.capture(self._lane)
+            self._sums.capture(self._at[1])
         if not self._several:
             self._pass.guard.end_lane()
         scaled = scaled * self._scaler.scale if self._scaler.enabled else scaled
@@ -330,7 +343,7 @@ class LoopLane:
             return
         if not self._sums.watches:  # the gradient of the first call may be in the sum of several lanes
             raise Misused(
-                f"step.backward(loss) was called a second time for one batch in step {self._step}, and never before: "
+                f"step.backward(loss) was called a second time for one batch in step {self._at[0]}, and never before: "
                 "call it as often for the first batch (with a loss times 0, say), or add the losses up and call it once"
             )
         self._several = True
@@ -374,12 +387,12 @@ class LoopLane:
         self._pass.guard.forget_lanes()
         for parameter in self._model.parameters():
             parameter.grad = None
-        self.enter(self._step, self._lane, apart=self._apart)
+        self.enter(*self._at, apart=self._apart)
 
     def compare(self) -> None:
         """Compare the two computations of a lane. Raises: DeterminismError if they gave different results."""
         if self._first != self._digest():
-            raise computed_otherwise(self._step, self._lane, "gradients")
+            raise computed_otherwise(*self._at, "gradients")
 
     # ---- lanes that several workers compute
 

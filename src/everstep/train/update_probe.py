@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from everstep.base.errors import ConfigError, DeterminismError
 from everstep.exact.attributes import Watched
 from everstep.exact.digest import tensor_digest
 from everstep.exact.seeding import seed_all
+from everstep.script.loop_guard import LoopGuard
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,9 @@ _SAMPLE_SHARE = 16
 class UpdateProbe:
     """Makes an update on copies of parameters, gradients and optimizer; `compare` then looks at the real one.
 
-    A sample is copied, and updated twice; all of a small model, and once. If the real update treats the sample in
-    another way than the copies, that accuses nobody: some optimizers look at all of their parameters together.
+    A sample is copied, and updated twice; all of a small model, and once, if no hook may change the real update. If the
+    real update treats the sample in another way than the copies, that accuses nobody: some optimizers look at all of
+    their parameters together.
     What cannot be copied (no room, or a part that refuses), or updated as a copy, is not compared, and the log says so.
     Hooks of the optimizer are not run on the copy: they belong to the user. Nothing of the original changes.
     """
@@ -41,7 +44,8 @@ class UpdateProbe:
         self._optimizer = optimizer
         self._watched = Watched(optimizer)
         self._sample = sample_of(optimizer)
-        self._whole = sum(map(len, self._sample)) == sum(len(group["params"]) for group in optimizer.param_groups)
+        whole = sum(map(len, self._sample)) == sum(len(group["params"]) for group in optimizer.param_groups)
+        self._whole = whole and not is_hooked(optimizer)
         self._expected: list[list[str]] = []
         try:
             for _ in range((1 if self._whole else 2) if compares else 0):
@@ -85,6 +89,13 @@ class UpdateProbe:
             f"{type(self._optimizer).__name__} uses an operation or a random source that is not deterministic (the "
             "clock or os.urandom, say); use another optimizer, or torch's, numpy's or random's global generators in it"
         )
+
+
+def is_hooked(optimizer: Optimizer, *, before: bool = True, after: bool = True) -> bool:
+    """Whether the user has hooks before, or after, the optimizer's steps."""
+    found: list[Any] = [optimizer._optimizer_step_pre_hooks, _global_optimizer_pre_hooks] if before else []
+    found += [optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks] if after else []
+    return any(not isinstance(getattr(hook, "__self__", None), LoopGuard) for hooks in found for hook in hooks.values())
 
 
 def sample_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:

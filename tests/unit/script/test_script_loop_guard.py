@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 
 import everstep
 from everstep.base.errors import ConfigError, TaskError
@@ -37,6 +40,7 @@ def train(inside: Act | None = None, after: Act | None = None, backward: Any = N
     return model, optimizer
 
 
+BATCH = (torch.ones(2, 4), torch.tensor([0, 1]))
 BESIDE: list[tuple[str, Act]] = [
     ("zero_grad.. was called in the loop: remove it", lambda m, o, s: o.zero_grad()),
     ("zero_grad.. was called in the loop: remove it", lambda m, o, s: m.zero_grad()),
@@ -46,6 +50,19 @@ BESIDE: list[tuple[str, Act]] = [
         "gradient clipping was called in the loop: .*clip_norm",
         lambda m, o, s: torch.nn.utils.clip_grad_value_(m.parameters(), 1.0),
     ),
+    ("gradient clipping was called in the loop: .*clip_norm", lambda m, o, s: clip_grad_value_(m.parameters(), 1.0)),
+    (
+        "gradient clipping was called in the loop: .*clip_norm",
+        lambda m, o, s: clip_grads_with_norm_(m.parameters(), 1.0, torch.tensor(2.0)),
+    ),
+    (
+        r"backward.inputs=.* of trained parameters, was called in the loop: write step.backward",
+        lambda m, o, s: loss_of(m, BATCH).backward(inputs=list(m.parameters())),
+    ),
+    (
+        r"backward.. was called in the loop: write step.backward",
+        lambda m, o, s: torch.autograd.backward(loss_of(m, BATCH)),
+    ),
 ]
 
 
@@ -54,6 +71,40 @@ BESIDE: list[tuple[str, Act]] = [
 def test_what_belongs_to_another_loop_is_named(text: str, act: Act, where: str) -> None:
     with pytest.raises(TaskError, match=text):
         train(**{where: act})
+
+
+def clip_by_hand(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.clamp_(-1e-3, 1e-3)
+
+
+def no_more_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("act", [clip_by_hand, no_more_gradients])
+def test_gradients_that_are_used_after_the_batches_are_refused(act: Callable[[nn.Module], None]) -> None:
+    with pytest.raises(TaskError, match=r"\.grad of a .* outside the step's batches, .*clip_norm.*step_pre_hook"):
+        train(after=lambda m, o, s: act(m))
+
+
+def test_a_hook_of_the_optimizer_sees_and_changes_the_gradients() -> None:
+    torch.manual_seed(0)
+    model, seen = nn.Linear(4, 2), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = copy.deepcopy(model)
+
+    def clip(*_: Any) -> None:
+        seen.append(all(parameter.grad is not None for parameter in model.parameters()))
+        clip_by_hand(model)
+
+    optimizer.register_step_pre_hook(clip)
+    for step in everstep.join(model, optimizer, DATA, micro_batch=2, steps=3):
+        for batch in step:
+            step.backward(loss_of(model, batch))
+    assert all(seen) and 0 < (model.weight - before.weight).abs().max() <= 3e-3 + 1e-6
 
 
 class Clips(torch.optim.SGD):
@@ -97,11 +148,34 @@ def test_gradients_of_other_things_are_the_users_own() -> None:
     train(after=of_an_input)
 
 
+def test_a_model_may_be_saved_and_copied_in_the_loop() -> None:
+    """A file of it is read where Everstep is not installed, and a copy is a model like any other."""
+
+    def keep(model: nn.Module, optimizer: Any = None, scheduler: Any = None) -> None:
+        file = io.BytesIO()
+        torch.save(model, file)
+        assert b"everstep" not in file.getvalue()
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            loss_of(other, BATCH).backward(inputs=list(other.parameters()))
+            other.zero_grad()
+            state = torch.default_generator.get_state()
+            given = other(BATCH[0])
+            assert torch.equal(state, torch.default_generator.get_state())
+            assert torch.equal(given, model(BATCH[0]))
+
+    model, _ = train(inside=keep, after=keep)
+    keep(model)
+    assert not model._forward_pre_hooks
+
+
 def test_outside_the_loop_everything_is_as_it_was() -> None:
-    before = torch.Tensor.backward, vars(torch.nn.utils.clip_grad).copy(), torch.nn.utils.clip_grad_value_
+    def patched() -> list[Any]:
+        return [torch.Tensor.backward, vars(torch.autograd).copy(), vars(torch.nn.utils.clip_grad).copy()]
+
+    before = patched()
     model, optimizer = train()
-    after = torch.Tensor.backward, vars(torch.nn.utils.clip_grad).copy(), torch.nn.utils.clip_grad_value_
-    assert before == after and "zero_grad" not in vars(model) and "zero_grad" not in vars(optimizer)
+    assert before == patched() and "grad" not in vars(nn.Parameter)
+    assert "zero_grad" not in vars(model) and "zero_grad" not in vars(optimizer)
     optimizer.zero_grad()
     loss_of(model, DATA[0]).backward()
     clip_grad_norm_(model.parameters(), 1.0)
