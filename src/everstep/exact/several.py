@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.base.errors import ConfigError
 
@@ -81,10 +82,6 @@ class SchedulerSet:
     def __init__(self, members: list[Any]) -> None:
         self.members = members
 
-    @property
-    def _step_count(self) -> list[Any]:
-        return [getattr(member, "_step_count", None) for member in self.members]
-
     def step(self) -> None:
         for member in self.members:
             member.step()
@@ -108,3 +105,11 @@ def optimizers_of(optimizer: Optimizer) -> dict[str, Optimizer]:
 def schedulers_of(scheduler: Any) -> list[Any]:
     """The schedulers that this one consists of; itself, if it is no set, and nothing for None."""
     return scheduler.members if isinstance(scheduler, SchedulerSet) else [] if scheduler is None else [scheduler]
+
+
+def with_inner(scheduler: Any) -> list[Any]:
+    """The schedulers that this one consists of, and those that torch's `SequentialLR` and `ChainedScheduler` hold."""
+    found = schedulers_of(scheduler)[:]
+    for one in found:  # it grows
+        found += getattr(one, "_schedulers", ()) if isinstance(one, LRScheduler) else ()
+    return found

@@ -8,6 +8,8 @@ and the optimizer's `step` ask here first. Otherwise they would do nothing, or s
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from everstep.base.errors import Misused
-from everstep.exact.several import optimizers_of
+from everstep.exact.several import optimizers_of, with_inner
 
 _CLIPPING = ("_get_total_norm", "clip_grad_value_")
 _REMEDIES = {
@@ -41,14 +43,50 @@ def refused(what: str) -> Misused:
     return Misused(f"{what} was {verb} in the loop: {_REMEDIES[what]}")
 
 
-class LoopGuard:
-    """Guard of one model and its optimizer, while the loop runs."""
+class OwnSteps:
+    """Steps of the job's scheduler, if it has one, once per update. under_way: it is stepped for the loop."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, updating: Callable[[], bool]) -> None:
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.under_way = False
+        self._counts: list[Any] | None = None
+
+    def make(self) -> None:
+        """Raises: Misused if other code has stepped it, as far as torch counts that."""
+        if self.scheduler is None:
+            return
+        if self._counts not in (None, self._counted()):
+            raise refused("scheduler.step()")
+        self.under_way = True
+        try:
+            self.scheduler.step()
+        finally:
+            self.under_way = False
+        self._counts = self._counted()
+
+    def forget(self) -> None:
+        """The state is about to be another one."""
+        self._counts = None
+
+    def has(self, scheduler: Any) -> bool:
+        """Whether it is this one, or a part of it."""
+        return any(one is scheduler for one in with_inner(self.scheduler))
+
+    def _counted(self) -> list[Any]:
+        return [getattr(one, "_step_count", None) for one in with_inner(self.scheduler)]
+
+
+class LoopGuard:
+    """Guard of one model, its optimizer and its scheduler, while the loop runs."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, updating: Callable[[], bool], schedule: OwnSteps
+    ) -> None:
         """updating: whether the optimizer is being stepped for the loop."""
         self._model = model
         self._optimizer = optimizer
         self._updating = updating
+        self._schedule = schedule
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> None:
@@ -57,6 +95,8 @@ class LoopGuard:
             self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
         for thing in (*optimizers, self._model):
             self._replace(vars(thing), "zero_grad", _refusing_call("zero_grad()"))
+        for kind in dict.fromkeys(type(one) for one in with_inner(self._schedule.scheduler)):
+            self._guard_steps(kind)
         backward: Callable[..., Any] = torch.Tensor.backward
 
         def guarded(tensor: torch.Tensor, *args: Any, **more: Any) -> None:
@@ -79,6 +119,22 @@ class LoopGuard:
     def _before_step(self, *_: Any) -> None:
         if not self._updating():
             raise refused("optimizer.step()")
+
+    def _guard_steps(self, kind: type) -> None:
+        """Of a kind of schedulers: at the class, since torch takes an object's attributes for its state."""
+        step, own = getattr(kind, "step", None), "step" in vars(kind)
+        if not isinstance(step, types.FunctionType):
+            return
+
+        @functools.wraps(step)
+        def guarded(scheduler: Any, *args: Any, **more: Any) -> Any:
+            at = any(value is not None for value in (*args, *more.values()))  # a place, whatever was stepped before
+            if not (at or self._schedule.under_way) and self._schedule.has(scheduler):
+                raise refused("scheduler.step()")
+            return step(scheduler, *args, **more)
+
+        setattr(kind, "step", guarded)  # noqa: B010
+        self._undo.callback(*((setattr, kind, "step", step) if own else (delattr, kind, "step")))
 
     def _clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         """An optimizer may clip in its own step."""

@@ -18,8 +18,10 @@ from everstep.data.reading import reading_of
 from everstep.exact.digest import named_digest
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.exact.shard_sums import ShardMesh
+from everstep.order.cursor import SampleOrder
+from everstep.order.permutation import MAX_SIZE
 from everstep.placement.cuts import units_of
-from everstep.script.unsupported import refuse_group, refuse_unsupported
+from everstep.script.unsupported import refuse_group, refuse_short_schedule, refuse_unsupported
 from everstep.train.blank_model import Skeleton, are_blank, blank_parameters
 from everstep.train.cell_head import CellHead
 from everstep.train.cell_passes import CellStages
@@ -75,6 +77,7 @@ def assemble(
             f"into {link.config.stages} stages: write an everstep.Task, or set stages=1"
         )
     data = job_data(link, dataset)
+    _check_schedule(parts, data)
     if isinstance(data.order, ElasticOrder):
         parts = replace(parts, extras={**parts.extras, "everstep.order": data.order})
     replica = StageReplica(parts, link.config, device)
@@ -102,12 +105,19 @@ def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
     if config.stages == 1:
         return assemble(link, parts, built.dataset, task.collate, device, rewindable=True), early_stop
     data = job_data(link, built.dataset)
+    _check_schedule(parts, data)
     whole = Whole.of(parts.model)
     cell = None if link.cell_head is None else CellStages(link.cell_head, config, link.row.tick)
     checked = bool(link.job.get("split_checked"))
     stages = built.stages(parts, data, checked=checked, made=None if cell is None else cell.attach)
     session = Session(link, stages, device, data, task.collate, whole, rewindable=True, cell=cell)
     return Run(session, parts.model), early_stop
+
+
+def _check_schedule(parts: Parts, data: JobData) -> None:
+    """Raises: ConfigError if it ends before the job; where the number of steps is not known, it will be seen."""
+    if isinstance(data.order, SampleOrder) and data.order.total_steps < MAX_SIZE:
+        refuse_short_schedule(parts.scheduler, data.order.total_steps)
 
 
 class BuiltTask:

@@ -313,7 +313,7 @@ class Run:
         self._guard: AbstractContextManager[None] = contextlib.nullcontext()
         if not session.view.stages.split:
             replica = session.view.stages.only
-            self._guard = LoopGuard(model, replica.parts.optimizer, lambda: replica.update.under_way)
+            self._guard = LoopGuard(model, replica.parts.optimizer, lambda: replica.update.under_way, replica.schedule)
         self.loop = UserLoop(session, self._guard)
 
     def __setattr__(self, name: str, value: Any) -> None:
