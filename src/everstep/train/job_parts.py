@@ -13,6 +13,7 @@ from torch import nn
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.data.batch import to_device
+from everstep.data.given_loader import AsRead
 from everstep.data.loader import Recipe, fetch
 from everstep.data.reading import reading_of
 from everstep.exact.digest import named_digest
@@ -49,9 +50,10 @@ def assemble(
     device: torch.device,
     rewindable: bool = False,
     ignored: tuple[Any, ...] | None = None,
+    given: AsRead | None = None,
 ) -> Run:
     """A run over these parts, of a model that is not split. rewindable: as for `Session`. ignored: names that the
-    loop may change without notice; None if the loop is not watched.
+    loop may change without notice; None if the loop is not watched. given: what the dataset was read from.
 
     Raises: ConfigError if the job has several stages, or a script's worker is to have several processes.
     """
@@ -85,10 +87,10 @@ def assemble(
     whole = Whole.of(parts.model)
     session = Session(link, Stages.unsplit(replica), device, data, collate, whole, rewindable, cell)
     if ignored is None or not session.saver.on:
-        return Run(session, parts.model)
+        return Run(session, parts.model, given=given)
     survey = watching(session.view, dataset, collate, ignored)
     session.saver.watch(survey)
-    return Run(session, parts.model, survey)
+    return Run(session, parts.model, survey, given)
 
 
 def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
