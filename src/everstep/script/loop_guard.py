@@ -8,8 +8,6 @@ and the optimizer's `step` ask here first. Otherwise they would do nothing, or s
 from __future__ import annotations
 
 import contextlib
-import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from everstep.base.errors import Misused
-from everstep.exact.several import optimizers_of, with_inner
+from everstep.exact.several import before_each_step, optimizers_of, with_inner
 
 _CLIPPING = ("_get_total_norm", "clip_grad_value_")
 _REMEDIES = {
@@ -96,7 +94,7 @@ class LoopGuard:
         for thing in (*optimizers, self._model):
             self._replace(vars(thing), "zero_grad", _refusing_call("zero_grad()"))
         for kind in dict.fromkeys(type(one) for one in with_inner(self._schedule.scheduler)):
-            self._guard_steps(kind)
+            self._undo.callback(before_each_step(kind, self._before_schedule))
         backward: Callable[..., Any] = torch.Tensor.backward
 
         def guarded(tensor: torch.Tensor, *args: Any, **more: Any) -> None:
@@ -120,21 +118,9 @@ class LoopGuard:
         if not self._updating():
             raise refused("optimizer.step()")
 
-    def _guard_steps(self, kind: type) -> None:
-        """Of a kind of schedulers: at the class, since torch takes an object's attributes for its state."""
-        step, own = getattr(kind, "step", None), "step" in vars(kind)
-        if not isinstance(step, types.FunctionType):
-            return
-
-        @functools.wraps(step)
-        def guarded(scheduler: Any, *args: Any, **more: Any) -> Any:
-            at = any(value is not None for value in (*args, *more.values()))  # a place, whatever was stepped before
-            if not (at or self._schedule.under_way) and self._schedule.has(scheduler):
-                raise refused("scheduler.step()")
-            return step(scheduler, *args, **more)
-
-        setattr(kind, "step", guarded)  # noqa: B010
-        self._undo.callback(*((setattr, kind, "step", step) if own else (delattr, kind, "step")))
+    def _before_schedule(self, scheduler: Any, place: bool) -> None:
+        if not (place or self._schedule.under_way) and self._schedule.has(scheduler):
+            raise refused("scheduler.step()")
 
     def _clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         """An optimizer may clip in its own step."""
