@@ -24,13 +24,14 @@ from torch.utils.data import (
     default_collate,
 )
 
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, Misused
 from everstep.exact.seeding import preserve_rng
 
 Collate = Callable[[list[Any]], Any]
 _TIMES_LONGER = 64
 _SEEMS_INFINITE = 1 << 20
 _LONGER_IF_TOLD = 16
+_SAMPLER = "everstep.sampler"
 _JOBS_OWN = "use shuffle=True for the job's own order, which follows from its seed"
 
 
@@ -46,6 +47,41 @@ class GivenData:
     extras: dict[str, Any] = field(default_factory=dict)
 
 
+class AsRead:
+    """A loader that was read once, before the loop, and that the loop has no effect on."""
+
+    def __init__(self, loader: Any, found: GivenData) -> None:
+        """loader: as join has got it; found: in it."""
+        self._loader, self._found = loader, found
+        self._order = found.extras.get(_SAMPLER), found.settings.get("shuffle")
+        self._epoch = -1
+
+    def check(self, epoch: int) -> None:
+        """Look again, in a step of this epoch; once in each at the order of a sampler. Raises: Misused if the loop has
+        changed what was read."""
+        loader, batches = self._loader, getattr(self._loader, "batch_sampler", None)
+        if not isinstance(loader, DataLoader):
+            return
+        if loader.collate_fn is not self._found.collate:
+            self._refuse("collate_fn", "let it depend on step.number")
+        if getattr(batches, "batch_size", self._found.batch_size) != self._found.batch_size:
+            self._refuse("batch_size", "train in two scripts, of which the second loads what the first leaves")
+        if epoch == self._epoch or isinstance(loader.dataset, IterableDataset):
+            return
+        self._epoch = epoch
+        sampler = getattr(batches, "sampler", loader.sampler)
+        shuffle = _shuffles(loader.dataset, sampler)
+        kept = _fixed(sampler, loader.dataset)[1] if shuffle is None else None
+        if (kept, bool(shuffle)) != self._order:
+            self._refuse("order of the sampler", "let it stay, and the dataset's __getitem__ choose by step.number")
+
+    def _refuse(self, what: str, remedy: str) -> None:
+        name = type(self._loader).__name__
+        raise Misused(
+            f"the {what} of the {name} has changed since join has read it, with no effect on the job: {remedy}"
+        )
+
+
 class FixedOrder:
     """The order of a user's sampler, as a word that a checkpoint and a healed worker can be compared by."""
 
@@ -57,6 +93,11 @@ class FixedOrder:
     def state_dict(self) -> dict[str, Any]:
         """Digest of all indices, in order."""
         return {"digest": self._digest}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FixedOrder) and self._digest == other._digest
+
+    __hash__ = None  # type: ignore[assignment]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: ConfigError if the state was trained in another order."""
@@ -116,9 +157,13 @@ def read_data(data: Any, collate: Collate | None) -> GivenData:
     settings["shuffle"] = bool(shuffle)
     if shuffle is not None:
         return GivenData(data.dataset, data.collate_fn, data.batch_size, settings)
-    order = _fixed_order(data.sampler, data.dataset)
-    kept = {"everstep.sampler": FixedOrder(type(data.sampler).__name__, order)}
-    return GivenData(Subset(data.dataset, order), data.collate_fn, data.batch_size, settings, kept)
+    order, kept = _fixed(data.sampler, data.dataset)
+    return GivenData(Subset(data.dataset, order), data.collate_fn, data.batch_size, settings, {_SAMPLER: kept})
+
+
+def _fixed(sampler: Any, dataset: Any) -> tuple[Sequence[int], FixedOrder]:
+    order = _fixed_order(sampler, dataset)
+    return order, FixedOrder(type(sampler).__name__, order)
 
 
 def _refuse_batches(data: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from everstep.base.config_keys import LoaderConfig
-from everstep.base.errors import TaskError
+from everstep.base.errors import Misused, TaskError
 from everstep.base.readable import readable
 from everstep.data.batch import aligned, pinned
 from everstep.data.kept_values import kept_values
@@ -129,13 +129,19 @@ class LaneLoader:
         self._tickets = 0
         self._forked_with: dict[str, Any] = {}
         self._told = False
+        self._size = self._length()
 
     def schedule(self, step: int, lanes: Sequence[int]) -> None:
         """Prepare these lanes of `step`, and of the steps after it.
 
         Steps count from 1. Call it at each step and after each change of plan; prepared batches that are no longer
-        wanted are dropped.
+        wanted are dropped. Raises: Misused if the dataset has another length than it had, which its order goes by.
         """
+        if (size := self._length()) != self._size:
+            raise Misused(
+                f"the dataset had {self._size} samples when the job began, and has {size} now, but their order was "
+                "made then: let __len__ stay as it is, and __getitem__ choose among more of them"
+            )
         if self._workers == 0:
             return
         self._renew()
@@ -179,6 +185,11 @@ class LaneLoader:
             slot.process.close()
         self._slots.clear()
         self._workers = 0
+
+    def _length(self) -> int | None:
+        """Of a map-style dataset; what a stream says of its own is compared where it ends."""
+        data = self._recipe.dataset
+        return None if isinstance(data, StreamReader) or not hasattr(data, "__len__") else len(data)
 
     def _values(self) -> dict[str, Any]:
         """Values that the loop may have changed. A stream changes its own, and its reader sees to them."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial, wraps
 from itertools import chain
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.base.errors import ConfigError
 
@@ -81,10 +84,6 @@ class SchedulerSet:
     def __init__(self, members: list[Any]) -> None:
         self.members = members
 
-    @property
-    def _step_count(self) -> list[Any]:
-        return [getattr(member, "_step_count", None) for member in self.members]
-
     def step(self) -> None:
         for member in self.members:
             member.step()
@@ -108,3 +107,28 @@ def optimizers_of(optimizer: Optimizer) -> dict[str, Optimizer]:
 def schedulers_of(scheduler: Any) -> list[Any]:
     """The schedulers that this one consists of; itself, if it is no set, and nothing for None."""
     return scheduler.members if isinstance(scheduler, SchedulerSet) else [] if scheduler is None else [scheduler]
+
+
+def before_each_step(kind: type, act: Callable[[Any, bool], None]) -> Callable[[], None]:
+    """Have `act` called before each step of schedulers of this class, with the scheduler, and whether it is told a
+    place, whatever was stepped before. Returns what undoes that. At the class, since torch takes an object's attributes
+    for its state."""
+    step, own = getattr(kind, "step", None), "step" in vars(kind)
+    if not isinstance(step, FunctionType):
+        return lambda: None
+
+    @wraps(step)
+    def guarded(scheduler: Any, *args: Any, **more: Any) -> Any:
+        act(scheduler, any(value is not None for value in (*args, *more.values())))
+        return step(scheduler, *args, **more)
+
+    setattr(kind, "step", guarded)  # noqa: B010
+    return partial(setattr, kind, "step", step) if own else partial(delattr, kind, "step")
+
+
+def with_inner(scheduler: Any) -> list[Any]:
+    """The schedulers that this one consists of, and those that torch's `SequentialLR` and `ChainedScheduler` hold."""
+    found = schedulers_of(scheduler)[:]
+    for one in found:  # it grows
+        found += getattr(one, "_schedulers", ()) if isinstance(one, LRScheduler) else ()
+    return found

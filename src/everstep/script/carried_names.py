@@ -57,7 +57,7 @@ def is_run(thing: Any) -> bool:
 @dataclass(frozen=True)
 class Trained:
     """Arguments of `join`. carried: the objects in `state=`, with their contents. is_run: whether an object is the
-    iterated job. ignored: as in join."""
+    iterated job. ignored: as in join. given: the data as join has got them, such as a loader of the dataset."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -67,13 +67,14 @@ class Trained:
     collate: Any
     is_run: Callable[[Any], bool]
     ignored: Sequence[Any] = ()
+    given: Any = None
 
 
 @dataclass(frozen=True)
 class Read:
     """Result of reading the code. carried: names that must be state, with their kind (carried, iterator, generator,
-    cache, file, reread, count, leader) and the place of their first write; harmless: names that change without an
-    effect on training; notes: things that could not be followed."""
+    cache, file, reread, count, leader, given) and the place of their first write; harmless: names that change without
+    an effect on training; notes: things that could not be followed."""
 
     carried: tuple[tuple[str, str, str, int], ...] = ()
     harmless: tuple[str, ...] = ()
@@ -185,6 +186,9 @@ def _verdict(
         title = _title(place, memory, names)
         if any(title == given or title.startswith((f"{given}.", f"{given}[")) for given in ignored):
             continue
+        if ("given", place) in memory.sinks:
+            found.setdefault(title, (title, "given", file, line))
+            continue
         needed = ("if", place) in reaching or (
             place in reaching and not (remembers(memory, place) and recalls(memory, place, reaching))
         )
@@ -255,6 +259,9 @@ def _judge(trained: Trained) -> Judge:
     ids = {id(part): part for part in parts if part is not None}
     storages = {storage_of(part) for part in ids.values() if isinstance(part, Tensor)}
     carried = {id(thing) for thing in _within(_carried(trained))}
+    of_join = [trained.given, getattr(trained.given, "dataset", None), trained.dataset]
+    of_join += [*schedulers_of(trained.scheduler), *optimizers_of(optimizer).values()]
+    given = {id(thing) for thing in of_join if thing is not None}
     nothing: frozenset[str] = frozenset()
 
     def is_trained(thing: Any) -> bool:
@@ -268,6 +275,8 @@ def _judge(trained: Trained) -> Judge:
             found |= {"trained"}
         if id(thing) in carried:
             found |= {"carried"}
+        if id(thing) in given:
+            found |= {"given"}
         if isinstance(thing, type) and issubclass(thing, nn.Module | Optimizer | LRScheduler):
             found |= {"copies"}
         elif isinstance(thing, Optimizer | LRScheduler):

@@ -19,8 +19,9 @@ Origin = tuple[Any, ...]
 """("name", scope, NAME), ("attr", id, NAME), ("object", id), ("item", id, KEY), ("file", PATH), ("count", LINE, N); or
 something that varies without being a place: ("step",), ("random",), ("trained",), ("arg", ...), ("leader",), which
 varies between workers; ("if", PLACE):
-decisions of that place; ("read", PLACE, KEYS): what a read finds in a container: the entry under these keys, or, KEYS
-being None, all. An item is a place only after it was set in this round."""
+decisions of that place; ("given", PLACE): something else takes the place of what `join` has read; ("read", PLACE,
+KEYS): what a read finds in a container: the entry under these keys, or, KEYS being None, all. An item is a place only
+after it was set in this round."""
 
 STEP, RANDOM, TRAINED, LEADER = ("step",), ("random",), ("trained",), ("leader",)
 _VARYING = ("step", "random", "trained", "arg")
@@ -92,8 +93,9 @@ def joined(values: Iterable[Value]) -> Value:
 
 @dataclass(frozen=True)
 class Judge:
-    """Facts of live objects. flags: run, trained, carried, restless (any method changes it), drives (its arguments
-    change trained values), copies (a class whose objects copy). of_user: whether the class is the user's."""
+    """Facts of live objects. flags: run, trained, carried, given (join has read it), restless (any method changes it),
+    drives (its arguments change trained values), copies (a class whose objects copy). of_user: whether the class is the
+    user's."""
 
     flags: Callable[[Any], frozenset[str]]
     of_user: Callable[[Any], bool]
@@ -156,7 +158,7 @@ class RoundMemory:
         if thing is MISSING:
             return Value(deps, title=title)
         self.kept[id(thing)] = thing
-        return Value(deps, (thing,), flags=self.judge.flags(thing) - {"carried", "restless"}, title=title)
+        return Value(deps, (thing,), flags=self.judge.flags(thing) - {"carried", "restless", "given"}, title=title)
 
     def read(self, place: Origin, thing: Any, title: str) -> Value:
         """Value of a place. thing: its content at the beginning of the round."""

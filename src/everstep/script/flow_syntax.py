@@ -23,8 +23,27 @@ _MOST_CHOICES = 32
 def _assign(reader: Reader, node: ast.Assign, scope: Scope) -> None:
     value = reader.value(node.value, scope)
     for target in node.targets:
+        _replace_given(reader, target, value, scope)
         reader.store(target, value, scope)
         reader.same(node.value, target, scope)
+
+
+def _replace_given(reader: Reader, target: ast.expr, value: Value, scope: Scope) -> None:
+    """Note names of what `join` has read that stand for something else from then on."""
+    memory, found = reader.memory, []
+    if isinstance(target, ast.Tuple | ast.List):
+        for k, inner in enumerate(target.elts):
+            _replace_given(reader, inner, part_of(value, k, len(target.elts)), scope)
+    elif isinstance(target, ast.Name):
+        place, thing = scope.place(target.id)
+        if place not in memory.values or memory.values[place].key == frozenset((place,)):  # not yet something else
+            found = [(place, thing)]
+    elif isinstance(target, ast.Attribute):
+        base = reader.value(target.value, scope)
+        found = [memory.attribute(thing, target.attr) for thing in base.objects]
+    for place, thing in found:
+        if "given" in memory.judge.flags(thing) and not any(one is thing for one in value.objects):
+            memory.sinks.add(("given", place))
 
 
 def _annotated(reader: Reader, node: ast.AnnAssign, scope: Scope) -> None:

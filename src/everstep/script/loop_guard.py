@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from everstep.base.errors import Misused
-from everstep.exact.several import optimizers_of
+from everstep.exact.several import before_each_step, optimizers_of, with_inner
 
 _EVERSTEP, _TORCH = f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/"
 _REMEDIES = {
@@ -55,18 +55,56 @@ def no_gradient() -> Misused:
     )
 
 
+class OwnSteps:
+    """Steps of the job's scheduler, if it has one, once per update. under_way: it is stepped for the loop."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.under_way = False
+        self._counts: list[Any] | None = None
+
+    def make(self) -> None:
+        """Raises: Misused if other code has stepped it, as far as torch counts that."""
+        if self.scheduler is None:
+            return
+        if self._counts not in (None, self._counted()):
+            raise refused("scheduler.step()")
+        self.under_way = True
+        try:
+            self.scheduler.step()
+        finally:
+            self.under_way = False
+        self._counts = self._counted()
+
+    def forget(self) -> None:
+        """The state is about to be another one."""
+        self._counts = None
+
+    def has(self, scheduler: Any) -> bool:
+        """Whether it is this one, or a part of it."""
+        return any(one is scheduler for one in with_inner(self.scheduler))
+
+    def _counted(self) -> list[Any]:
+        return [getattr(one, "_step_count", None) for one in with_inner(self.scheduler)]
+
+
 class LoopGuard:
-    """Guard of one model and its optimizer, while the loop runs."""
+    """Guard of one model, its optimizer and its scheduler, while the loop runs."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, updating: Callable[[], bool], use: Callable[[], None]
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        updating: Callable[[], bool],
+        schedule: OwnSteps,
+        use: Callable[[], None],
     ) -> None:
         """updating: whether the optimizer is being stepped for the loop. use: told of each use of a trained parameter's
         `.grad` by code that is neither Everstep's nor torch's."""
         self._model = model
         self._optimizer = optimizer
         self._updating = updating
-        self._use = use
+        self._schedule, self._use = schedule, use
         self._trained: frozenset[int] = frozenset()
         self._undo = contextlib.ExitStack()
 
@@ -76,6 +114,8 @@ class LoopGuard:
             self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
         groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
         self._trained = frozenset(map(id, [*self._model.parameters(), *(p for group in groups for p in group)]))
+        for kind in dict.fromkeys(type(one) for one in with_inner(self._schedule.scheduler)):
+            self._undo.callback(before_each_step(kind, self._before_schedule))
         scaling: Callable[..., Any] = torch.amp.GradScaler.scale
         torch.amp.GradScaler.scale = _refusing_if_enabled(scaling)  # type: ignore[method-assign]
         self._undo.callback(setattr, torch.amp.GradScaler, "scale", scaling)
@@ -91,6 +131,10 @@ class LoopGuard:
     def _before_step(self, *_: Any) -> None:
         if not self._updating():
             raise refused("optimizer.step()")
+
+    def _before_schedule(self, scheduler: Any, place: bool) -> None:
+        if not (place or self._schedule.under_way) and self._schedule.has(scheduler):
+            raise refused("scheduler.step()")
 
     def _guarded(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Torch's function that runs a backward pass, for `Tensor.backward` and `torch.autograd`'s functions."""

@@ -29,8 +29,12 @@ _REREAD = (
 _LEADS = (
     "the training depends on it, and it is true on one worker alone, so other numbers of workers give other weights"
 )
+_GIVEN_BEFORE = (
+    "the loop lets this name stand for something else, but join has read what it stood for before: the training would "
+    "go on with that"
+)
 _ANEW = "join does not carry this {}: it is lost on resume"
-_SAYS = {"reread": _REREAD, "leader": _LEADS}
+_SAYS = {"reread": _REREAD, "leader": _LEADS, "given": _GIVEN_BEFORE}
 _GIVE = "give it to join: state={{'{key}': {name}}}"
 _STATE = (
     "write kept = everstep.state({key}={name}), give it to join as state=kept, and use kept.{key} in the loop instead"
@@ -50,6 +54,7 @@ _REMEDIES = {
     "generator": _DRAWS,
     "training": "give join everything else that the training depends on, as state={{...}}",
     "iterator": "let its items depend on step.number alone",
+    "given": "change the object itself by step.number, or train in two scripts",
     "leader": "do the same on all workers, and only print, log and save under it",
 }
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer, SparseAdam
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
 from everstep.base.errors import ConfigError
@@ -38,8 +38,7 @@ def refuse_unsupported(model: Any, optimizer: Any, scheduler: Any) -> None:
                 "ReduceLROnPlateau needs a metric at each step, which the update does not have: write a loop of your "
                 "own, give it to join, and call scheduler.step(metric) there, or use one that counts steps"
             )
-        if not all(hasattr(one, name) for name in ("step", "state_dict")):
-            raise ConfigError(f"expected a scheduler with step() and state_dict(), got {_named(one)}")
+        _refuse_scheduler(one)
     for member in optimizers_of(optimizer).values():
         _refuse_optimizer(member)
     _refuse_wrapper(model)
@@ -67,6 +66,30 @@ def _refuse_unwritable(model: nn.Module) -> None:
         for name, tensor in (*module._parameters.items(), *kept.items()):
             if tensor is not None:
                 refuse_dtype(f"{path}.{name}" if path else name, form_of(tensor)[0])
+
+
+def refuse_short_schedule(scheduler: Any, last: int) -> None:
+    """Check that a schedule lasts as long as the job. Raises: ConfigError for a OneCycleLR that does not, which torch
+    refuses to step any further. last: number of the last step."""
+    for one in schedulers_of(scheduler):
+        if isinstance(one, LRScheduler):
+            _refuse_short(one, getattr(one, "last_epoch", 0) + last, last)
+
+
+def _refuse_short(scheduler: Any, reached: int, last: int) -> None:
+    """reached: how often it has been stepped at the end, at most."""
+    if isinstance(scheduler, OneCycleLR) and reached > scheduler.total_steps:
+        total = int(scheduler.total_steps)
+        raise ConfigError(
+            f"OneCycleLR has total_steps={total}, but the job's last step is {last}, and by then it is stepped "
+            f"{reached} times: give it total_steps={reached}, or the job steps={last - reached + total}"
+        )
+    inner = getattr(scheduler, "_schedulers", ())
+    starts = getattr(scheduler, "_milestones", None)  # of a SequentialLR: one of its parts is stepped, the others stand
+    for n, one in enumerate(inner):
+        begins = 0 if starts is None or not n else starts[n - 1]
+        ends = reached if starts is None or n == len(starts) else min(reached, starts[n] - 1)
+        _refuse_short(one, ends - begins, last)
 
 
 def refuse_scaler(extras: Mapping[str, Any]) -> None:
@@ -107,6 +130,22 @@ def refuse_elsewhere(model: nn.Module, device: torch.device) -> None:
                 f"expected the model on device {device}, got {name} on {there}: move it (model.to('{device}')) before "
                 f"its optimizer is built, or set device={there}"
             )
+
+
+def _refuse_scheduler(scheduler: Any) -> None:
+    if not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
+        raise ConfigError(
+            f"expected a scheduler with step(), state_dict() and load_state_dict(), got {_named(scheduler)}: add them"
+        )
+    try:
+        inspect.signature(scheduler.step).bind()
+    except TypeError:
+        raise ConfigError(
+            f"{_named(scheduler)}.step needs an argument, which the update does not have: give it a default, or give "
+            "the scheduler to join as state={'scheduler': ...}, and step it in the loop"
+        ) from None
+    except ValueError:  # of no known signature
+        return
 
 
 def _refuse_optimizer(optimizer: Optimizer) -> None:

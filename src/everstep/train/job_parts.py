@@ -13,13 +13,16 @@ from torch import nn
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.data.batch import to_device
+from everstep.data.given_loader import AsRead
 from everstep.data.loader import Recipe, fetch
 from everstep.data.reading import reading_of
 from everstep.exact.digest import named_digest
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.exact.shard_sums import ShardMesh
+from everstep.order.cursor import SampleOrder
+from everstep.order.permutation import MAX_SIZE
 from everstep.placement.cuts import units_of
-from everstep.script.unsupported import refuse_group, refuse_unsupported
+from everstep.script.unsupported import refuse_group, refuse_short_schedule, refuse_unsupported
 from everstep.train.blank_model import Skeleton, are_blank, blank_parameters
 from everstep.train.cell_head import CellHead
 from everstep.train.cell_passes import CellStages
@@ -47,9 +50,10 @@ def assemble(
     device: torch.device,
     rewindable: bool = False,
     ignored: tuple[Any, ...] | None = None,
+    given: AsRead | None = None,
 ) -> Run:
     """A run over these parts, of a model that is not split. rewindable: as for `Session`. ignored: names that the
-    loop may change without notice; None if the loop is not watched.
+    loop may change without notice; None if the loop is not watched. given: what the dataset was read from.
 
     Raises: ConfigError if the job has several stages, or a script's worker is to have several processes.
     """
@@ -75,6 +79,7 @@ def assemble(
             f"into {link.config.stages} stages: write an everstep.Task, or set stages=1"
         )
     data = job_data(link, dataset)
+    _check_schedule(parts, data)
     if isinstance(data.order, ElasticOrder):
         parts = replace(parts, extras={**parts.extras, "everstep.order": data.order})
     replica = StageReplica(parts, link.config, device)
@@ -82,10 +87,10 @@ def assemble(
     whole = Whole.of(parts.model)
     session = Session(link, Stages.unsplit(replica), device, data, collate, whole, rewindable, cell)
     if ignored is None or not session.saver.on:
-        return Run(session, parts.model)
+        return Run(session, parts.model, given=given)
     survey = watching(session.view, dataset, collate, ignored)
     session.saver.watch(survey)
-    return Run(session, parts.model, survey)
+    return Run(session, parts.model, survey, given)
 
 
 def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
@@ -102,12 +107,19 @@ def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
     if config.stages == 1:
         return assemble(link, parts, built.dataset, task.collate, device, rewindable=True), early_stop
     data = job_data(link, built.dataset)
+    _check_schedule(parts, data)
     whole = Whole.of(parts.model)
     cell = None if link.cell_head is None else CellStages(link.cell_head, config, link.row.tick)
     checked = bool(link.job.get("split_checked"))
     stages = built.stages(parts, data, checked=checked, made=None if cell is None else cell.attach)
     session = Session(link, stages, device, data, task.collate, whole, rewindable=True, cell=cell)
     return Run(session, parts.model), early_stop
+
+
+def _check_schedule(parts: Parts, data: JobData) -> None:
+    """Raises: ConfigError if it ends before the job; where the number of steps is not known, it will be seen."""
+    if isinstance(data.order, SampleOrder) and data.order.total_steps < MAX_SIZE:
+        refuse_short_schedule(parts.scheduler, data.order.total_steps)
 
 
 class BuiltTask:

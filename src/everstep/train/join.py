@@ -19,7 +19,7 @@ from everstep.base.below import write_atomically, write_privately
 from everstep.base.config import Config, check_keys, dotted, load_config, read_layers, to_dict
 from everstep.base.errors import ConfigError
 from everstep.base.package_versions import refuse_versions
-from everstep.data.given_loader import Collate, read_data
+from everstep.data.given_loader import AsRead, Collate, read_data
 from everstep.data.reading import reading_of
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.exact.several import optimizers_of, schedulers_of
@@ -185,9 +185,10 @@ def join(
     parts = Parts(model, optimizer, scheduler, list(units) if units else [model], extras, named=named)
     _tell_ledger(link, data.dataset)
     watched = link.config.rehearse and not isinstance(link, LifeLink)
-    _run = assemble(link, parts, data.dataset, data.collate, device, ignored=tuple(ignore) if watched else None)
+    ignored, given_data = tuple(ignore) if watched else None, AsRead(dataset, data)
+    _run = assemble(link, parts, data.dataset, data.collate, device, ignored=ignored, given=given_data)
     if isinstance(link, LifeLink):
-        link.follow(WatchedLoop(tuple(ignore), unpassed=lost, data=(data.dataset, data.collate)))
+        link.follow(WatchedLoop(tuple(ignore), unpassed=lost, data=(data.dataset, data.collate), given=dataset))
     else:
         _run.remarks.extend(filter(None, [_rehearsed(link)]))
     return _run

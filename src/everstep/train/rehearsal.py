@@ -147,12 +147,13 @@ class Judgement:
 @dataclass(frozen=True)
 class WatchedLoop:
     """Things to look at in a life. ignored: as in join; roots: names to look at instead of the loop's; unpassed: name
-    and type of a scheduler known to be missing; data: dataset and collate."""
+    and type of a scheduler known to be missing; data: dataset and collate; given: the data as join has got them."""
 
     ignored: tuple[Any, ...] = ()
     roots: Mapping[str, Any] | None = None
     unpassed: tuple[str, str] | None = None
     data: tuple[Any, Any] = (None, None)
+    given: Any = None
 
 
 class LifeLink(LoneLink):
@@ -269,9 +270,8 @@ class LifeLink(LoneLink):
         """Read the code of the loop that is about to begin."""
         parts = view.stages.only.parts
         state, (dataset, collate) = held(parts.extras), self._followed.data
-        trained = Trained(
-            parts.model, parts.optimizer, parts.scheduler, state, dataset, collate, is_run, self._followed.ignored
-        )
+        own, data = (parts.model, parts.optimizer, parts.scheduler, state), (dataset, collate)
+        trained = Trained(*own, *data, is_run, self._followed.ignored, self._followed.given)
         try:
             return read_loop(loop_frames(frame), trained)
         except Exception as error:  # the user's objects may raise at any look

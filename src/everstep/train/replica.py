@@ -32,7 +32,7 @@ from everstep.protocol.driver.comparing import PART
 from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.driver.records import SETTING_BYTES, StageSection, StepOutcome, segment_name
 from everstep.protocol.step_types import LaneSaid
-from everstep.script.loop_guard import refused
+from everstep.script.loop_guard import OwnSteps
 from everstep.train.elastic import LrPolicy
 from everstep.train.model_call import Loss
 from everstep.train.offload import memory_for
@@ -62,7 +62,7 @@ class UpdateTogether(Protocol):
 class StageReplica:
     """Model, optimizer and the rest of one stage's state, and what a step does to it. An unsplit job has one stage.
 
-    lanes: those of the step under way. update: of the optimizer.
+    lanes: those of the step under way. update: of the optimizer. schedule: steps of the scheduler.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class StageReplica:
                 files.take(parameter)
             files.watch(parts.units, list(parts.model.parameters()))
         self.layout = GradientLayout.build(parts.model, parts.units)
-        self._scheduled: int | None = None
+        self.schedule = OwnSteps(parts.scheduler)
         self._config = config
         self._scaler = scaler = LossScaler(config.precision == "fp16")
         self.lanes = StageLanes(parts, config, device, spec, self.layout, scaler, loss, lambda: not self.update.proven)
@@ -287,23 +287,13 @@ class StageReplica:
             for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
                 if lr is not None:
                     group["lr"] = lr
-        self._step_scheduler()
+        self.schedule.make()
         return used
-
-    def _step_scheduler(self) -> None:
-        """Raises: Misused if other code has stepped the scheduler."""
-        scheduler = self.parts.scheduler
-        if scheduler is None:
-            return
-        if self._scheduled is not None and getattr(scheduler, "_step_count", None) != self._scheduled:
-            raise refused("scheduler.step()")
-        scheduler.step()
-        self._scheduled = getattr(scheduler, "_step_count", None)
 
     def abandon(self) -> None:
         """The state is about to be replaced: nothing of the step that was under way counts."""
         self.lanes.abandon()
-        self._scheduled = None
+        self.schedule.forget()
         self.update.forget()
 
     def prove_update(self) -> None:

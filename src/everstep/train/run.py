@@ -23,7 +23,7 @@ from everstep.base.cause import Cause
 from everstep.base.errors import DeterminismError, EverstepError, JobFailed, Misused, NonFinite, Uncarried
 from everstep.base.plan import Plan
 from everstep.data.batch import to_device
-from everstep.data.given_loader import read_data
+from everstep.data.given_loader import AsRead, read_data
 from everstep.data.reading import by_index
 from everstep.exact.gradient import gradient_norm
 from everstep.exact.seeding import derive, preserve_rng, seed_all
@@ -59,7 +59,7 @@ from everstep.train.view import WorkerView
 log = logging.getLogger(__name__)
 
 _LOOP_SEED = 1 << 34
-_OF_RUN = frozenset({"_session", "model", "_stopped", "_logged", "_survey", "_guard", "loop", "remarks"})
+_OF_RUN = frozenset({"_session", "_given", "model", "_stopped", "_logged", "_survey", "_guard", "loop", "remarks"})
 _UNDONE = (
     "the loop left step {number} before its batches were used up: iterate `for batch in step:` to its end in every step"
 )
@@ -76,8 +76,8 @@ _NOT_EXACT = (
 class Step:
     """One update. `number`: updates applied once it is done. `loss`: over the global batch, known after the loop."""
 
-    def __init__(self, session: Session, number: int, done: bool = False) -> None:
-        self._session = session
+    def __init__(self, session: Session, number: int, done: bool = False, given: AsRead | None = None) -> None:
+        self._session, self._given = session, given
         self._share = 0.0
         self.number = number
         self.done = done
@@ -102,6 +102,8 @@ class Step:
         _reach(session)
         if not self.done:
             session.view.stages.only.state.settings.before_lanes()
+            if self._given is not None:
+                self._given.check(session.view.order.samples(self.number, 0)[0][0])
         turn = None if self.done else session.executor.ask(StepAsked(self.number))
         while isinstance(turn, Compute):
             own, told = self._begin(turn), owed(turn.trials, turn.plan, session.view.me)
@@ -303,8 +305,14 @@ def _reach(session: Session) -> None:
 class Run:
     """A job, as the user's loop sees it. Iterate over it for steps."""
 
-    def __init__(self, session: Session, model: nn.Module, survey: LoopSurvey | None = None) -> None:
-        self._session = session
+    def __init__(
+        self,
+        session: Session,
+        model: nn.Module,
+        survey: LoopSurvey | None = None,
+        given: AsRead | None = None,
+    ) -> None:
+        self._session, self._given = session, given
         self.model = model
         self._stopped = False
         self._logged: tuple[int, dict[str, float]] = (0, {})
@@ -314,7 +322,7 @@ class Run:
         if not session.view.stages.split:
             replica = session.view.stages.only
             under_way, use = lambda: replica.update.under_way, replica.loop.use_gradients
-            self._guard = LoopGuard(model, replica.parts.optimizer, under_way, use)
+            self._guard = LoopGuard(model, replica.parts.optimizer, under_way, replica.schedule, use)
         self.loop = UserLoop(session, self._guard)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -359,7 +367,7 @@ class Run:
                             _reach(session)
                     elif ends or (not self._stopped and session.view.step < self.total_steps):
                         ends = False
-                        step = Step(session, self._begin_step())
+                        step = Step(session, self._begin_step(), given=self._given)
                         session.loop.enter(step.number)
                         yield step
                         if not step.done and not session.executor.jumped:

@@ -15,9 +15,11 @@ import carried_loops
 import everstep
 import harmless_loops
 import indirect_loops
+from everstep.data.given_loader import read_data
 from everstep.script.carried_names import Read, Trained, read_loop
 from everstep.script.loop_values import LoopValues, held
 from everstep.script.reachable import loop_frames
+from everstep.script.restarts import read_in_code
 from rehearsed_scripts import Loop
 
 
@@ -58,7 +60,8 @@ def read(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> Read:
         **_: Any,
     ) -> Run:
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "state": state, "ignored": ignore}
-        runs.append(Run({**given, "dataset": dataset, "collate": collate}))
+        found = read_data(dataset, collate)
+        runs.append(Run({**given, "dataset": found.dataset, "collate": found.collate, "given": dataset}))
         return runs[0]
 
     script = folder / "script.py"
@@ -135,6 +138,37 @@ class Helper:
     assert not read(tmp_path, honest, monkeypatch).carried
     counts = Loop("counts", setup=helpers, after="helper.count()").text.replace("for step in run:", made)
     assert [title for title, *_ in read(tmp_path, counts, monkeypatch).carried] == ["helper.calls"]
+
+
+LOADER = "small, data = data, torch.utils.data.DataLoader(data, batch_size=4, sampler=range(8))"
+ANEW = {
+    "data": ("", "if step.number == 3: data = data[:16]"),
+    "loader": (LOADER, "if step.number == 3: data = torch.utils.data.DataLoader(small * 2, batch_size=4)"),
+    "behind a loader": (LOADER, "small = small + small"),
+    "in turn": ("more = data + data", "data, more = more, data"),
+    "held": ("class Held: pass\nheld = Held()\nheld.data = data", "held.data = data[:16]"),
+    "optimizer": ("", "if step.number == 3: optimizer = torch.optim.Adam(model.parameters())"),
+}
+
+
+@pytest.mark.parametrize("name", ANEW)
+def test_what_join_has_read_is_not_set_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    setup, after = ANEW[name]
+    lines = Loop("anew", setup=setup, after=after).text.splitlines()
+    found = read(tmp_path, "\n".join(lines), monkeypatch)
+    wanted = {"loader": "data", "behind a loader": "small", "in turn": "data", "held": "held.data"}.get(name, name)
+    at = [number for number, line in enumerate(lines, 1) if line.strip() == after]
+    assert [(title, kind, line) for title, kind, _, line in found.carried] == [(wanted, "given", *at)]
+    assert "join has read" in str(read_in_code(*found.carried[0]))
+
+
+@pytest.mark.parametrize("batch", ["data = [t * 1 for t in data]", "data = data", ""])
+def test_the_name_of_the_data_may_stand_for_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: str
+) -> None:
+    loop = Loop("batches", batch=f"{batch}\nx, y = data").text
+    assert not read(tmp_path, loop.replace("for x, y in step", "for data in step"), monkeypatch).carried
+    assert not read(tmp_path, Loop("same", after="data, optimizer = data, optimizer").text, monkeypatch).carried
 
 
 def test_a_bar_that_the_leader_alone_shows_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
+from torch.optim import lr_scheduler as lr
 
 import everstep
 from everstep.base.errors import ConfigError, TaskError
@@ -26,10 +27,12 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def train(inside: Act | None = None, after: Act | None = None, backward: Any = None) -> tuple[nn.Module, Any]:
+def train(
+    inside: Act | None = None, after: Act | None = None, backward: Any = None, schedule: Any = None
+) -> tuple[nn.Module, Any]:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    scheduler = (schedule or (lambda one: lr.StepLR(one, 2)))(optimizer)
     for step in everstep.join(model, optimizer, DATA, micro_batch=2, steps=4, scheduler=scheduler):
         for batch in step:
             (backward or step.backward)(loss_of(model, batch))
@@ -128,9 +131,68 @@ def test_an_optimizer_may_clip_in_its_own_step() -> None:
     assert 0 < moved <= 4 * 0.05 + 1e-6
 
 
-def test_a_scheduler_of_the_job_is_stepped_by_the_job_alone() -> None:
+class Halves:
+    """A scheduler of the user's own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.param_groups[0]["lr"] /= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "step": lambda o: lr.StepLR(o, 2),
+    "sequential": lambda o: lr.SequentialLR(o, [lr.LinearLR(o), lr.CosineAnnealingLR(o, 4)], [1]),
+    "chained": lambda o: lr.ChainedScheduler([lr.LinearLR(o), lr.ExponentialLR(o, 0.9)]),
+    "restarts": lambda o: lr.CosineAnnealingWarmRestarts(o, 4),
+    "several": lambda o: [lr.CosineAnnealingWarmRestarts(o, 4), lr.ChainedScheduler([lr.ExponentialLR(o, 0.9)])],
+    "own": Halves,
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("where", ["inside", "after"])
+def test_a_scheduler_of_the_job_is_stepped_by_the_job_alone(kind: str, where: str) -> None:
+    def step(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+        (scheduler[0] if isinstance(scheduler, list) else scheduler).step()
+
+    before = [one.step for one in (lr.LRScheduler, lr.SequentialLR, lr.CosineAnnealingWarmRestarts, Halves)]
     with pytest.raises(TaskError, match=r"scheduler.step\(\) was called in the loop: remove it"):
-        train(after=lambda m, o, s: s.step())
+        train(**{where: step}, schedule=SCHEDULES[kind])
+    assert before == [one.step for one in (lr.LRScheduler, lr.SequentialLR, lr.CosineAnnealingWarmRestarts, Halves)]
+    assert "step" not in vars(lr.StepLR)
+
+
+def test_a_part_of_the_jobs_scheduler_is_not_stepped_by_the_loop() -> None:
+    with pytest.raises(TaskError, match=r"scheduler.step\(\) was called in the loop: remove it"):
+        train(after=lambda m, o, s: s._schedulers[1].step(), schedule=SCHEDULES["sequential"])
+
+
+def test_the_loop_may_step_a_scheduler_of_its_own_of_the_same_kind() -> None:
+    other = lr.StepLR(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0), 1)
+    train(after=lambda m, o, s: other.step())
+    assert other.last_epoch == 4
+
+
+def test_a_loop_may_say_where_in_its_cycle_a_schedule_is() -> None:
+    rates: list[float] = []
+
+    def place(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+        scheduler.step((len(rates) + 1) / 3)
+        rates.append(optimizer.param_groups[0]["lr"])
+
+    train(after=place, schedule=SCHEDULES["restarts"])
+    alone = SCHEDULES["restarts"](optimizer := torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1))
+    for number, rate in enumerate(rates, 1):
+        alone.step(number / 3)
+        assert optimizer.param_groups[0]["lr"] == rate
 
 
 @pytest.mark.parametrize("backward", [lambda loss: loss.backward(), lambda loss: torch.autograd.backward(loss)])
@@ -191,6 +253,13 @@ WRONG: list[tuple[Any, Any, Any, str]] = [
     (MODEL, None, None, "expected one optimizer, got nothing"),
     ([MODEL], SGD, None, "expected a torch.nn.Module as the model, got list: put them into one .torch.nn.ModuleDict"),
     (MODEL, SGD, 3, "expected a scheduler with step"),
+    (
+        MODEL,
+        SGD,
+        type("Stateless", (), {"step": len, "state_dict": dict})(),
+        "load_state_dict.., got Stateless: add them",
+    ),
+    (MODEL, SGD, type("ByEpoch", (Halves,), {"step": lambda self, epoch: None})(SGD), "ByEpoch.step needs an argument"),
     (nn.Embedding(4, 2, sparse=True), SGD, None, "the model .Embedding. has sparse gradients.*sparse=False"),
     (
         nn.Sequential(nn.EmbeddingBag(4, 2, max_norm=1.0)),
@@ -218,6 +287,37 @@ def test_what_the_file_of_weights_cannot_hold_is_refused_before_the_start() -> N
             else contextlib.nullcontext()
         ):
             refuse_unsupported(model, torch.optim.SGD(model.parameters()), None)
+
+
+def cycle(steps: int, *, after: int = 0) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+    found: Any = lr.OneCycleLR(optimizer, 0.2, total_steps=steps)
+    if after:
+        found = lr.SequentialLR(optimizer, [lr.ConstantLR(optimizer), found], [after])
+    return optimizer, found
+
+
+def test_a_schedule_that_ends_before_the_job_is_refused_before_the_start() -> None:
+    optimizer, short = cycle(6)
+    loader: Any = torch.utils.data.DataLoader(DATA, batch_size=16, shuffle=True, drop_last=True)  # type: ignore[arg-type]
+    wanted = "OneCycleLR has total_steps=6, but the job's last step is 8, and .* total_steps=8, or the job steps=6"
+    with pytest.raises(ConfigError, match=wanted):
+        everstep.join(MODEL, optimizer, loader, scheduler=short, epochs=2)
+    optimizer, short = cycle(6, after=3)
+    with pytest.raises(ConfigError, match=r"stepped 7 times: give it total_steps=7, or the job steps=9"):
+        everstep.join(MODEL, optimizer, DATA, scheduler=short, steps=10)
+
+
+@pytest.mark.parametrize(("steps", "after"), [(4, 0), (2, 2)])
+def test_a_schedule_may_end_with_the_job(steps: int, after: int) -> None:
+    optimizer, schedule = cycle(steps, after=after)
+    for step in everstep.join(MODEL, optimizer, DATA, micro_batch=2, steps=4, scheduler=schedule):
+        for batch in step:
+            step.backward(loss_of(MODEL, batch))
+    inner = schedule._schedulers[1] if after else schedule
+    assert inner.last_epoch == steps
+    with pytest.raises(ValueError, match="Tried to step"):
+        schedule.step()
 
 
 @pytest.mark.parametrize(("model", "optimizer", "scheduler", "text"), WRONG)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler, TensorDataset
 
 import everstep
 from everstep.base.errors import ConfigError, TaskError
@@ -257,6 +257,74 @@ def test_schedulers_of_one_optimizer_are_stepped_in_turn() -> None:
         plateau.step(1.0)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([0.72, 0.0324, 0.002916, 0.00013122])
+
+
+class Level(Sampler[int]):
+    """The samples below a level."""
+
+    level = 16
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.level))
+
+
+class Growing(Dataset[Any]):
+    size = 48
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return DATA[index % 48]
+
+
+def loader(data: Any = DATA, **more: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=8, **more)
+
+
+def grow(data: Any) -> None:
+    (data.dataset if isinstance(data, DataLoader) else data).size += 8
+
+
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None], str]] = {
+    "length": (Growing, grow, "had 48 samples when the job began, and has 56 now"),
+    "length behind a loader": (lambda: loader(Growing(), shuffle=True), grow, "had 48 samples .* has 56 now"),
+    "collate": (loader, lambda data: setattr(data, "collate_fn", list), "the collate_fn of the DataLoader has changed"),
+    "batch size": (loader, lambda data: setattr(data.batch_sampler, "batch_size", 4), "the batch_size of the DataLoa"),
+    "order": (
+        lambda: loader(sampler=Level()),
+        lambda data: setattr(data.sampler, "level", 24),
+        "the order of the sampler of the DataLoader has changed since join has read it, with no effect on the job: let",
+    ),
+    "sampler": (
+        lambda: loader(shuffle=True),
+        lambda data: setattr(data.batch_sampler, "sampler", SequentialSampler(DATA)),
+        "the order of the sampler of the DataLoader has changed",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_was_read_before_the_loop_is_not_changed_in_it(what: str) -> None:
+    make, change, text = CHANGES[what]
+    model, data = network(), make()
+    run = joined(model, data=data, epochs=3, steps=None, micro_batch=None if isinstance(data, DataLoader) else 2)
+    done = []
+    with pytest.raises(TaskError, match=text):
+        for step in run:
+            if step.number == 2:
+                change(data)
+            for x, y in step:
+                step.backward(cross_entropy(model(x), y))
+            done.append(step.number)
+    assert done == ([1, 2] if what == "order" else [1, 2, 3, 4, 5, 6] if what == "sampler" else [1])
+
+
+@pytest.mark.parametrize("make", [make for make, _, _ in CHANGES.values()], ids=list(CHANGES))
+def test_what_was_read_may_be_read_again(make: Callable[[], Any]) -> None:
+    data = make()
+    size = None if isinstance(data, DataLoader) else 2
+    assert len(trained(joined(network(), data=data, epochs=3, steps=None, micro_batch=size))) in (6, 18)
 
 
 def test_elements_of_the_gradient_are_clipped() -> None:
