@@ -128,6 +128,11 @@ class Dealt:
             (tuple(p.shape) for p, keys in zip(updated, kept, strict=True) if keys is None or keys != kept[0]), None
         )
 
+    @property
+    def moved(self) -> bool:
+        """Whether the update has given further parameters a state that is divided, so that segments are elsewhere."""
+        return [id(parameter) for parameter, _ in self._state.divided()] != [id(one.parameter) for one in self._placed]
+
     def sizes(self) -> tuple[int, int]:
         """Bytes of all of the optimizer's state: of what members divide, and of the rest."""
         divided, found = {one.parameter for one in self._placed}, [0, 0]

@@ -31,7 +31,7 @@ class Dealer:
     def __init__(self, me: int, mail: Mail) -> None:
         self.me, self.mail, self.member = me, mail, DividedMember()
         self.said: list[Any] = []
-        self.update = SimpleNamespace(dealt=None, kind=OptimizerKind("elements"))
+        self.update = SimpleNamespace(dealt=None, kind=OptimizerKind("elements", state_bytes=1))
         self.machine = SimpleNamespace(held={})
         replica = SimpleNamespace(state=self.member.state, update=self.update)
         channel = SimpleNamespace(spread=self._spread)
@@ -72,7 +72,7 @@ class Dealer:
         return next(one for one in reversed(self.said) if isinstance(one, kind))
 
 
-def spread(dealers: list[Dealer], number: int, plan: Plan) -> list[dict[int, Extents]]:
+def spread(dealers: list[Dealer], number: int, plan: Plan) -> list[Holds]:
     """All exchange at once, as each waits for the others."""
     operation = SimpleNamespace(plan=plan, step=number)
     with ThreadPoolExecutor(len(dealers)) as threads:
@@ -90,14 +90,14 @@ def test_members_say_what_they_take_and_have_and_end_with_the_parameters_of_one(
             dealer.step(number, plan)
             dealer.machine.held = dealer.told(Holds).blocks
         of = alone.state.shape.sizes
-        takes, has = [d.told(Takes).blocks[0] for d in dealers], [d.told(Holds).blocks[0] for d in dealers]
+        takes, made = [d.told(Takes).blocks[0] for d in dealers], [d.told(Holds).blocks[0] for d in dealers]
         assert all(d.told(Takes).step == d.told(Holds).step == number for d in dealers)
         if number == 1:  # nobody can say yet what planes there will be
-            assert not any(takes) and not any(one.whole for one in has)
+            assert not any(takes) and not any(one.whole for one in made)
         else:
-            assert takes == has and union(takes).whole and not any(one.whole for one in takes)
-        for dealer, held in zip(dealers, spread(dealers, number, plan), strict=True):
-            assert held == {0: share(plan.shard(dealer.me, 0), of)}
+            assert takes == made and union(takes).whole and not any(one.whole for one in takes)
+        for dealer, has in zip(dealers, spread(dealers, number, plan), strict=True):
+            assert has == Holds(number, {0: share(plan.shard(dealer.me, 0), of)})
             for ours, right in zip(dealer.member.model.parameters(), alone.model.parameters(), strict=True):
                 assert torch.equal(ours, right)
             assert len(dealer.came) == number, "from here on the loop changes parameters"
@@ -105,6 +105,48 @@ def test_members_say_what_they_take_and_have_and_end_with_the_parameters_of_one(
         assert {step for _, _, step, _, _ in mail} == set(range(1, number + 1))
     part = dealers[0].member.optimizer.state[dealers[0].member.model[0].weight]["exp_avg"]
     assert not torch.equal(part, alone.optimizer.state[alone.model[0].weight]["exp_avg"])  # what others have is gone
+
+
+def test_the_first_update_is_divided_at_whatever_step_it_is() -> None:
+    """Steps before it were left out: there is no state yet, though somebody may have looked for some."""
+    mail: Mail = defaultdict(SimpleQueue)
+    plan, dealers = plan_of(2, 1), [Dealer(me, mail) for me in range(2)]
+    for dealer in dealers:
+        for number in (1, 2):
+            dealer.dealing.reduced(plan, number)
+            dealer.dealing.updated(number)
+            assert dealer.told(Takes).blocks == {0: Extents()} and dealer.told(Holds).blocks == {0: Extents(whole=True)}
+        assert not dealer.member.optimizer.state[dealer.member.model[0].weight]
+        dealer.step(3, plan)
+        assert dealer.told(Takes).blocks == {0: Extents()}
+        assert dealer.update.dealt is not None and dealer.told(Holds).blocks == {0: dealer.update.dealt.made()}
+        dealer.machine.held = dealer.told(Holds).blocks
+    of = dealers[0].member.state.shape.sizes
+    held = [Holds(3, {0: share(plan.shard(dealer.me, 0), of)}) for dealer in dealers]
+    assert spread(dealers, 3, plan) == held
+
+
+@pytest.mark.parametrize("kind", [OptimizerKind("elements", uniform=False, state_bytes=1), OptimizerKind("elements")])
+def test_a_first_update_that_all_make_leaves_all_of_the_state_with_all(kind: OptimizerKind) -> None:
+    dealer, plan = Dealer(0, defaultdict(SimpleQueue)), plan_of(2, 1)
+    dealer.update.kind = kind
+    dealer.step(3, plan)
+    assert dealer.update.dealt is None and dealer.told(Holds).blocks == {0: Extents(whole=True)}
+
+
+def test_parameters_that_get_their_state_later_move_segments() -> None:
+    """Until members have settled they hold other blocks than the plan gives them, which all say."""
+    plan, dealers = plan_of(2, 1), [Dealer(me, defaultdict(SimpleQueue)) for me in range(2)]
+    dealers[1].mail = dealers[0].mail
+    for number, moved in ((1, False), (2, True), (3, False)):
+        for dealer in dealers:
+            dealer.member.late = number == 1
+            dealer.step(number, plan)
+            dealer.machine.held = dealer.told(Holds).blocks
+        of = dealers[0].member.state.shape.sizes
+        for dealer, has in zip(dealers, spread(dealers, number, plan), strict=True):
+            assert has.moved == moved
+            assert (has.blocks[0] == share(plan.shard(dealer.me, 0), of)) != moved
 
 
 def test_after_the_exchange_memory_of_what_others_hold_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
