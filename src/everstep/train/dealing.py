@@ -4,7 +4,7 @@ that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -26,6 +26,11 @@ class Dealing:
         self._view, self._say, self._came = view, say, came
         self._plan: tuple[int, Plan] | None = None  # the step that was reduced last, and in which plan
         self._making: set[int] = set()  # stages for which the optimizer kept nothing before that step
+        self._fresh: dict[
+            int, frozenset[nn.Parameter]
+        ] = {}  # by stage: without state, and with a gradient in that step
+        self._stateless: set[nn.Parameter] = set()  # have been updated, and had no state after that
+        self._moved: set[int] = set()  # stages of which a joiner has other segments than it follows
         self._found: dict[int, tuple[tuple[int, int], Dealt]] = {}  # by stage: of generation and step
 
     def _mine(self, plan: Plan) -> list[int]:
@@ -68,13 +73,23 @@ class Dealing:
             takes = dealt.takers(replica.layout, self._tied(stage))
         self._view.transport.divide(stage, number, takes, frees=self._view.config.zero.stage > 1)
 
-    def reduced(self, plan: Plan, number: int) -> None:
-        """The gradient of a step is there. Of one that makes state nobody can say yet what it takes forward."""
+    def reduced(self, plan: Plan, number: int, present: Mapping[int, frozenset[nn.Parameter]] = {}) -> None:
+        """The gradient of a step is there. Of one that makes state nobody can say yet what it takes forward. present:
+        parameters that have a gradient, by stage."""
         self.follow(plan, number)
+        self._moved, self._fresh = set(), {k: self._without_state(k, found) for k, found in present.items()}
         dealt = {stage: self._dealt(plan, number, stage) for stage in self._mine(plan)}
-        takes = {k: NONE if k in self._making else one.made() for k, one in dealt.items() if one is not None}
+        makes = self._making | {k for k, fresh in self._fresh.items() if fresh - self._stateless}
+        takes = {k: NONE if k in makes else one.made() for k, one in dealt.items() if one is not None}
         if takes:
             self._say(Takes(number, takes))
+
+    def _without_state(self, stage: int, parameters: frozenset[nn.Parameter]) -> frozenset[nn.Parameter]:
+        """Those of these parameters for which the optimizer keeps nothing."""
+        optimizer = self._view.stages[stage].state.optimizer
+        groups = optimizer.param_groups if optimizer is not None else ()
+        updated = parameters.intersection(p for group in groups for p in group["params"])
+        return frozenset(p for p in updated if optimizer is not None and not optimizer.state.get(p))
 
     def of(self, number: int, stage: int, gradients: frozenset[nn.Parameter] = frozenset()) -> Dealt | None:
         """The parts of a stage that this worker updates, in the plan in which the step was reduced; None if these are
@@ -90,6 +105,7 @@ class Dealing:
             made, there = replica.update.dealt, self.of(number, stage)
             if made is not None:
                 held[stage] = made.made()
+                self._stateless |= self._without_state(stage, self._fresh.get(stage, frozenset()))
             elif there is not None:
                 held[stage] = WHOLE if stage in self._making else there.spread()
         if held:
@@ -137,6 +153,7 @@ class Dealing:
 
     def followed(self, plan: Plan, number: int) -> dict[int, Extents]:
         """Blocks of the stages of which this joiner has a part, once it has applied the step: of parameters that others
-        update, it has none."""
+        update, it has none; and nothing from a step on that moves segments, since it is fed the gradients of others."""
         dealt = {k: self._view.stages[k].update.dealt or self.of(number, k) for k in self._mine(plan)}
-        return {k: WHOLE if one is None else one.made() for k, one in dealt.items()}
+        self._moved |= {k for k, one in dealt.items() if one is not None and k not in self._making and one.moved}
+        return {k: WHOLE if one is None else NONE if k in self._moved else one.made() for k, one in dealt.items()}

@@ -26,7 +26,10 @@ Mail = defaultdict[tuple[int, int, int, int, int], SimpleQueue[Any]]
 
 
 class Dealer:
-    """A member with its part in the exchange. said: what it has told its driver."""
+    """A member with its part in the exchange. said: what it has told its driver. forgets: the optimizer keeps nothing
+    for this parameter."""
+
+    forgets: Any = None
 
     def __init__(self, me: int, mail: Mail) -> None:
         self.me, self.mail, self.member = me, mail, DividedMember()
@@ -58,15 +61,20 @@ class Dealer:
 
     def step(self, number: int, plan: Plan) -> None:
         """Up to the exchange."""
-        self.dealing.reduced(plan, number)
+        self.member.gradients(number)
+        self.dealing.reduced(plan, number, {0: self.member.with_gradients})
+        self.update_part(number)
+        self.dealing.updated(number)
+
+    def update_part(self, number: int) -> None:
         self.member.gradients(number)
         self.update.dealt = dealt = self.dealing.of(number, 0, self.member.with_gradients)
         if dealt is None:
             self.member.optimizer.step()
         else:
             PieceUpdate(self.member.optimizer).make([dealt.updates()])
+        self.member.optimizer.state.pop(self.forgets, None)
         self.member.clear()
-        self.dealing.updated(number)
 
     def told(self, kind: type) -> Any:
         return next(one for one in reversed(self.said) if isinstance(one, kind))
@@ -143,10 +151,35 @@ def test_parameters_that_get_their_state_later_move_segments() -> None:
             dealer.member.late = number == 1
             dealer.step(number, plan)
             dealer.machine.held = dealer.told(Holds).blocks
+            takes = dealer.told(Takes).blocks  # who takes it forward may be settling with others who have
+            assert takes == ({0: Extents()} if number < 3 else dealer.machine.held)
         of = dealers[0].member.state.shape.sizes
         for dealer, has in zip(dealers, spread(dealers, number, plan), strict=True):
             assert has.moved == moved
             assert (has.blocks[0] == share(plan.shard(dealer.me, 0), of)) != moved
+
+
+def test_parameters_for_which_nothing_is_ever_kept_leave_it_known_what_a_gradient_takes_forward() -> None:
+    dealer, plan = Dealer(0, defaultdict(SimpleQueue)), plan_of(2, 1)
+    dealer.forgets = dealer.member.model[0].weight
+    for number in (1, 2, 3):
+        dealer.step(number, plan)
+        assert bool(dealer.told(Takes).blocks[0]) == (number > 1)
+
+
+def test_a_joiner_has_nothing_from_a_step_on_that_moves_segments() -> None:
+    """It would be fed the gradients of blocks whose state it has not copied. As a member it copies its share first."""
+    dealer, plan = Dealer(0, defaultdict(SimpleQueue)), plan_of(2, 1)
+    for number in (1, 2, 3, 4):
+        dealer.member.late = number < 3
+        dealer.dealing.follow(plan, number)
+        dealer.update_part(number)
+        found = dealer.dealing.followed(plan, number)
+        assert found == ({0: dealer.update.dealt.made()} if number < 3 else {0: Extents()})
+    dealer.step(5, plan)
+    dealer.dealing.follow(plan, 6)
+    dealer.update_part(6)
+    assert dealer.dealing.followed(plan, 6) == {0: dealer.update.dealt.made()}
 
 
 def test_after_the_exchange_memory_of_what_others_hold_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
