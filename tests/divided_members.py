@@ -33,7 +33,10 @@ def exchange(dealt: list[Dealt]) -> None:
 
 
 class DividedMember:
-    """A member with its copy of the model, large enough for several blocks of each unit."""
+    """A member with its copy of the model, large enough for several blocks of each unit. late: the first parameter has
+    no gradient yet."""
+
+    late = False
 
     def __init__(self, make: Any = AdamW, divides: str = "elements") -> None:
         seed_all(3)
@@ -48,7 +51,7 @@ class DividedMember:
         generator = torch.Generator().manual_seed(step)
         for parameter in self.model.parameters():
             gradient = torch.randn(parameter.shape, generator=generator)
-            if parameter.requires_grad:
+            if parameter.requires_grad and not (self.late and parameter is self.model[0].weight):
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
     @property

@@ -196,6 +196,24 @@ def test_parameters_that_are_used_late_or_never(jobs: Jobs, tmp_path: Path, copi
     ended_alike(job, alone.run_dir)
 
 
+def test_a_checkpoint_after_the_step_in_which_parameters_get_their_state_is_that_state(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """That moves the borders of all segments, so members hold other blocks than the plan gives them."""
+    body, side = "        self.body = ", "        self.side, "
+    first = LATE.replace(side, "        self.last, ").replace(body, f"        self.side = nn.Linear(40, 9000)\n{body}")
+    (tmp_path / "train.py").write_text(first.replace("nn.Linear(40, 9000), nn.Linear(40, 5000)", "None, None"))
+    alone = jobs.start(str(tmp_path / "train.py"), workers=1)
+    assert alone.end() == 0, alone.account()
+    settings = {**ZERO, "zero.copies": 1, "checkpoint.disk.every_steps": 10}
+    environment = {"LANE_S": "0.08"}
+    job = jobs.start(str(tmp_path / "train.py"), workers=2, settings=settings, environment=environment)
+    taken = job.wait_for("checkpoint_completed", lambda event: event["step"] >= 10)["step"]
+    os.kill(job.pid_of(1), signal.SIGKILL)
+    ended_alike(job, alone.run_dir)
+    assert job.of_kind("fallback")[0]["step"] == taken == 11, job.account()
+
+
 @pytest.mark.longer
 def test_stages_divide_the_state_of_each_pool(jobs: Jobs) -> None:
     settings = {"stages": 2, **ZERO, "zero.copies": 1, "checkpoint.disk.every_steps": 4}

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import CheckpointCorrupt, EverstepError, PartsAway, StoreError, cause_of
+from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Plan
 from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.keys import read_public_key
@@ -52,6 +53,7 @@ from everstep.checkpoint.transfer import Uploader, open_object_tier, open_upload
 from everstep.exact.image import BLOCK_BYTES
 from everstep.exact.state import ModelState
 from everstep.placement.shards import share, writers
+from everstep.protocol.settling import less
 
 log = logging.getLogger(__name__)
 
@@ -109,11 +111,13 @@ class Checkpointer:
 
     # ---- every worker: saving
 
-    def start(self, extent: Extent, states: Mapping[int, ModelState], plan: Plan) -> float:
+    def start(
+        self, extent: Extent, states: Mapping[int, ModelState], plan: Plan, held: Mapping[int, Extents] = {}
+    ) -> float:
         """At the boundary after a step: begins to save this worker's share of the state; the caller goes on at once.
 
-        states: those that this worker holds, by stage. Every seated worker calls it with the same step and tiers.
-        Returns the seconds that this took.
+        states: those that this worker holds, by stage. held: which blocks of them, where not all: a part of less than
+        its share fails. Every seated worker calls it with the same step and tiers. Returns the seconds that this took.
         """
         began = time.monotonic()
         self._is_main = plan.leader(0) == self.worker_id
@@ -121,7 +125,7 @@ class Checkpointer:
             if self._is_main:
                 self._expect(extent, plan)
             for stage, state in states.items():
-                self._start_part(extent, stage, state, plan, began)
+                self._start_part(extent, stage, state, plan, held.get(stage, WHOLE), began)
         return time.monotonic() - began
 
     def before_update(self) -> float:
@@ -134,7 +138,9 @@ class Checkpointer:
         self._parts = [part for part in self._parts if not part.ended]
         return time.monotonic() - began
 
-    def _start_part(self, extent: Extent, stage: int, state: ModelState, plan: Plan, began: float) -> None:
+    def _start_part(
+        self, extent: Extent, stage: int, state: ModelState, plan: Plan, held: Extents, began: float
+    ) -> None:
         pool = [seat.worker_id for seat in plan.pool(stage)]
         report = PartReport(extent.step, plan.generation, stage, self.worker_id)
         self._parts = [part for part in self._parts if not part.ended]
@@ -148,6 +154,10 @@ class Checkpointer:
             self._report(report.failed(Why(cause_of(error), str(error))))
             return
         of = live.outline.sizes
+        mine = share(plan.shard(self.worker_id, stage), of)
+        if lacking := less(held, mine):
+            self._report(report.failed(Why(Cause.REGROUPED, f"worker {self.worker_id} lacks a part of it ({lacking})")))
+            return
         runs = writers(plan, stage, of)[self.worker_id]
         job = PartJob(
             replace(report, runs=runs, stall_s=time.monotonic() - began),
@@ -158,7 +168,7 @@ class Checkpointer:
             0 if plan.member(self.worker_id).limbs else None,
             len(pool) > 1,
             self._config.sign_key is not None,
-            share(plan.shard(self.worker_id, stage), of),
+            mine,
         )
         part = PartWriter(self.store, job, live, self._find_base, self._report)
         self._parts.append(part)

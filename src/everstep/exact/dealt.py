@@ -120,13 +120,23 @@ class Dealt:
 
     def strange(self) -> tuple[int, ...] | None:
         """Shape of a parameter that was updated here, at least in part, and whose state is another than that of others
-        or cannot be divided; None if there is none. To be asked for after the update."""
+        or cannot be divided; or of one whose state is not divided any more, as that of further parameters takes more
+        memory. None if there is none. To be asked for after the update."""
         optimizer, mine = self._state.optimizer, self._held(self._me)
-        updated = [one.parameter for one in self._placed if optimizer is not None and one.within(mine)]
-        kept = [kept_like(optimizer, p) for p in updated] if optimizer is not None else []
-        return next(
-            (tuple(p.shape) for p, keys in zip(updated, kept, strict=True) if keys is None or keys != kept[0]), None
-        )
+        if optimizer is None:
+            return None
+        now = {id(parameter) for parameter, _ in self._state.divided()}
+        gone = [one.parameter for one in self._placed if now and id(one.parameter) not in now]
+        undone = [p for p in gone if kept_like(optimizer, p) != frozenset()]
+        updated = [one.parameter for one in self._placed if one.within(mine)]
+        kept = [kept_like(optimizer, p) for p in updated]
+        odd = (p for p, keys in zip(updated, kept, strict=True) if keys is None or keys != kept[0])
+        return next((tuple(p.shape) for p in (*undone, *odd)), None)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the update has given further parameters a state that is divided, so that segments are elsewhere."""
+        return [id(parameter) for parameter, _ in self._state.divided()] != [id(one.parameter) for one in self._placed]
 
     def sizes(self) -> tuple[int, int]:
         """Bytes of all of the optimizer's state: of what members divide, and of the rest."""

@@ -36,6 +36,11 @@ def kept_like(optimizer: Optimizer, parameter: Tensor) -> frozenset[str] | None:
     return frozenset(found)
 
 
+def keeps_any(optimizer: Optimizer) -> bool:
+    """Whether an optimizer keeps anything yet: what was looked up, and never filled, is nothing."""
+    return any(optimizer.state.values())
+
+
 def tensor_bytes(kept: object) -> int:
     """Bytes of the tensors that an optimizer keeps for a parameter."""
     values = kept.values() if isinstance(kept, Mapping) else ()

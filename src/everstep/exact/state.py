@@ -19,7 +19,7 @@ from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Divides
 from everstep.exact.attributes import assign
 from everstep.exact.digest import bytes_of, named_digest
-from everstep.exact.divisible import block_range, divided_parameters, divisible, whole_spots
+from everstep.exact.divisible import block_range, divided_parameters, divisible, keeps_any, whole_spots
 from everstep.exact.extra_state import SUFFIX, give, has_extra_state, keepers, packed
 from everstep.exact.group_values import put_values
 from everstep.exact.image import (
@@ -149,7 +149,7 @@ class ModelState:
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]} - tied
         placed = {id(p): (p, spot) for _, p, spot in self.placed() if id(p) in updated and divisible(p)}
         parameters = [p for p, _ in placed.values()]
-        if optimizer.state:
+        if keeps_any(optimizer):
             parameters = divided_parameters(optimizer, parameters)
         else:
             parameters = [p for p in parameters if p in gradients]

@@ -182,10 +182,13 @@ class Takes(StepEvent, frozen=True):
 
 
 class Holds(StepEvent, frozen=True):
-    """Blocks held of the state of `step`, by stage: this worker has updated its own, or has got those of others."""
+    """Blocks held of the state of `step`, by stage: this worker has updated its own, or has got those of others. moved:
+    the step has given further parameters a state that is divided, which moves segments: members hold other blocks than
+    the plan gives them until they have settled. All members of the pool say the same."""
 
     step: int
     blocks: Mapping[int, Extents]
+    moved: bool = False
 
 
 class RecordArrived(StepEvent, frozen=True):

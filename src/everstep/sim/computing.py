@@ -30,7 +30,7 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import Compute
 from everstep.protocol.driver.probing import LanesGiven
 from everstep.protocol.driver.records import AgreePayload, LaneReport, StageSection
-from everstep.protocol.step_types import Discard, LaneDone, LaneSaid, Takes
+from everstep.protocol.step_types import Discard, Holds, LaneDone, LaneSaid, Takes
 from everstep.sim.checks import Vote
 from everstep.sim.life import Life
 from everstep.sim.mesh import Mesh
@@ -462,7 +462,8 @@ class Spreading:
                 state.receive(stage, given)
         if not self._lacking(operation):
             self._came = {key: given for key, given in self._came.items() if key[0] > operation.step}
-            self.life.done(operation, {k: present(blocks) for k, blocks in state.stages.items()})
+            held = {k: present(blocks) for k, blocks in state.stages.items()}
+            self.life.done(operation, Holds(operation.step, held))
 
     def _owes(self, operation: do.Spread, worker_id: int) -> bool:
         return worker_id in self._lacking(operation)

@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import tempfile
+import threading
 import weakref
 from pathlib import Path
 from typing import NamedTuple
@@ -63,6 +64,7 @@ class StateFile(FarMemory):
         self.where = str(folder)
         self._slabs: list[_Slab] = []
         self._copies: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._lock = threading.Lock()  # threads that write or copy a state let go of it while the job goes on
         self._used = self._size = 0
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -105,7 +107,8 @@ class StateFile(FarMemory):
         except OSError as error:
             log.warning("a copy of the state does not fit in %s (%s)", self.where, error.strerror)
             return super().flat(nbytes)
-        self._copies.add(memory)
+        with self._lock:
+            self._copies.add(memory)
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes) if nbytes else super().flat(0)
 
     def _grow(self, size: int) -> None:
@@ -136,7 +139,9 @@ class StateFile(FarMemory):
 
     def let_go(self) -> None:
         """The pages stay in the file, and in the kernel's cache while there is room."""
-        for memory in (*(slab.memory for slab in self._slabs), *self._copies):
+        with self._lock:
+            copies = list(self._copies)
+        for memory in (*(slab.memory for slab in self._slabs), *copies):
             memory.madvise(mmap.MADV_DONTNEED)
 
 

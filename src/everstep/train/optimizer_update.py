@@ -67,7 +67,7 @@ class OptimizerUpdate:
         self.dealt: Dealt | None = None
         self.proven = self.under_way = self._guarded = False
         self._slow = ""
-        self._seen = False  # how much is divided
+        self._seen = kind is None  # how much is divided
         self._optimizer, self._memory = optimizer, memory
         self._took_long, self._before = 0, time.monotonic()
         self._ahead = AHEAD if kind else 0  # the step up to which updates were tried
@@ -286,9 +286,13 @@ class OptimizerUpdate:
 
     def undivided(self) -> str:
         """What a person is to know of an optimizer whose state members divide in part only, once; "" otherwise."""
-        if self._seen or self.dealt is None:
+        stateless = self._known and self.kind is not None and not self.kind.state_bytes
+        if self._seen or (self.dealt is None and not stateless):
             return ""
         self._seen = True
+        if self.dealt is None:
+            name = type(self._optimizer).__name__
+            return f"zero.stage saves no memory: {name} keeps nothing for its parameters, so each worker updates all"
         divided, rest = self.dealt.sizes()
         if rest <= _TOLD_SHARE * (divided + rest):
             return ""

@@ -62,7 +62,8 @@ class UpdateTogether(Protocol):
 class StageReplica:
     """Model, optimizer and the rest of one stage's state, and what a step does to it. An unsplit job has one stage.
 
-    lanes: those of the step under way. update: of the optimizer. schedule: steps of the scheduler.
+    lanes: those of the step under way. handover: of its gradients to the optimizer. update: of that. schedule: steps of
+    the scheduler.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class StageReplica:
         if not spec.is_split:
             self._loop = LoopLane(self.lanes, parts.model, scaler, lambda: autocast(config.precision, device))
         self._trained = _leaves_by_optimizer(parts)
-        self._handover = GradientHandOver(self.layout, parts.model, spec.ties)
+        self.handover = GradientHandOver(self.layout, parts.model, spec.ties)
         self._cell: UpdateTogether | None = None
         self._lr_policy = LrPolicy(config.lr_rule, config.workers, config.lr_warmup_steps)
         extras = {"everstep.scaler": scaler, **parts.extras}
@@ -233,19 +234,19 @@ class StageReplica:
         left_out = outcome.nonfinite.left_out
         self.lanes.commit_buffers(outcome.step, () if left_out else outcome.buffers[self.spec.stage])
         if not left_out:
-            self._handover.commit_statistics(reduced)
+            self.handover.commit_statistics(reduced)
         applied = self._scaler.advance(math.isfinite(sumsq)) and outcome.weight > 0 and not left_out
         told["applied"] = applied
         if applied:
             factor = scale * clip_factor(sumsq, scale, self._config.clip_norm)
-            parts = dealt(self._handover.present(reduced, received))
+            parts = dealt(self.handover.present(reduced, received))
             pieces = None if parts is None else parts.updates()
             if self._cell is not None:
                 pieces = self._cell.begin_update(outcome.step, factor, reduced)
             later = pieces is not None or isinstance(self.state.memory, ModelFile)
-            self._handover.hand_over(reduced, factor, received, pieces, self._config.clip_value, later=later)
+            self.handover.hand_over(reduced, factor, received, pieces, self._config.clip_value, later=later)
             told["lr"] = self._step_optimizer(outcome.step, workers, parts, pieces)
-            self._handover.clear()
+            self.handover.clear()
             if self._cell is not None:
                 self._cell.end_update()
             told["slow_offload"], told["undivided"] = self.update.complaint(), self.update.undivided()
@@ -265,9 +266,9 @@ class StageReplica:
         nothing: Ranges = {p: () for group in self.parts.optimizer.param_groups for p in group["params"]}
         wanted, limit = {**nothing, **pieces}, self._config.clip_value
         elsewhere = {place: None for tied in self.spec.ties for place in tied.places}  # the head alone updates these
-        self._handover.hand_over(reduced, factor, elsewhere, wanted, limit, later=True)
-        self.update.make(step, derive(self._config.seed, step, _UPDATE_SEED), None, pieces, self._handover.give)
-        self._handover.clear()
+        self.handover.hand_over(reduced, factor, elsewhere, wanted, limit, later=True)
+        self.update.make(step, derive(self._config.seed, step, _UPDATE_SEED), None, pieces, self.handover.give)
+        self.handover.clear()
 
     def _step_optimizer(
         self, step: int, workers: int, dealt: Dealt | None, pieces: Ranges | None
@@ -282,7 +283,7 @@ class StageReplica:
                     group["lr"] = lr * factor
         used = _rates(optimizer)
         seed = derive(self._config.seed, step, _UPDATE_SEED)
-        self.update.make(step, seed, dealt, pieces, self._handover.give)
+        self.update.make(step, seed, dealt, pieces, self.handover.give)
         if self._config.batch == "per_worker":
             for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
                 if lr is not None:

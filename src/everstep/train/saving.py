@@ -20,6 +20,7 @@ from torch import nn
 from everstep.base.cause import UNSAID, Cause, Why
 from everstep.base.config import inexact, numerics
 from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, ConfigError, EverstepError, PartsAway, StoreError
+from everstep.base.extents import NONE
 from everstep.base.plan import Member
 from everstep.checkpoint.checkpointer import Checkpointer
 from everstep.checkpoint.interchange import NAMES, names_record
@@ -179,7 +180,8 @@ class PartSaver:
             survey.begin(sys._getframe())
         late = survey.record if survey is not None else dict
         extent = Extent(number, effect.due, encode(effect.records), parts, effect.metrics, late)
-        checkpointer.start(extent, states, plan)
+        held = view.driver.machine.held
+        checkpointer.start(extent, states, plan, {stage: held.get(stage, NONE) for stage in states})
 
     def _loop_part(self, effect: Save) -> dict[str, bytes]:
         if effect.past:

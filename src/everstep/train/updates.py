@@ -89,7 +89,9 @@ class Updates:
         found = {k: StageGradient(reduced[k], received.get(k, {})) for k in lanes}
         before = self._reduced[number][1] if number in self._reduced else {}
         self._reduced[number] = plan.generation, {**before, **found}
-        self._dealing.reduced(plan, number)
+        self._dealing.reduced(
+            plan, number, {k: stages[k].handover.present(g.reduced, g.received) for k, g in found.items()}
+        )
         settings = [stages[k].how_set() for k in found]  # refused before anything is made of these lanes
         due = operation.compare
         sections = [

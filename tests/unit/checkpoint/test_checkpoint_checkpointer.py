@@ -18,6 +18,7 @@ from checkpoint_saving import advance, identity_of, make_state
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import CheckpointCorrupt, ConfigError
+from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Member, Plan, Rank, Seat
 from everstep.checkpoint import checkpointer, part
 from everstep.checkpoint.checkpointer import Checkpointer
@@ -159,6 +160,17 @@ def test_a_part_that_never_comes(start: Callable[..., Job]) -> None:
     assert job.wait_told(2)[1][0] == "checkpoint_completed"
     assert steps_in(job.workers[0].store) == [2]
     assert not (job.workers[0].store.path / "step-0000000001").exists()
+
+
+def test_a_worker_that_lacks_a_block_of_its_share_writes_no_part(start: Callable[..., Job]) -> None:
+    """It would be zeros, with digests that are right."""
+    job = start(2)
+    of = job.states[1].shape.sizes
+    job.save(1, only=1)
+    job.workers[1].start(Extent(1, DISK), {0: job.states[1]}, job.plan, {0: WHOLE - Extents.numbered(of, [0])})
+    kind, fields = job.wait_told(1)[0]
+    assert kind == "checkpoint_skipped" and "worker 1 lacks a part of it" in fields["reason"], fields
+    assert steps_in(job.workers[0].store) == []
 
 
 def test_the_main_hears_when_nothing_is_lacking_and_what_came_of_it(start: Callable[..., Job]) -> None:

@@ -549,32 +549,38 @@ def lived(name: str, *lives: tuple[float, float, int], runs: bool = False) -> La
 
 REFUSED = ((0.0, 1.0, 137), (2.0, 3.0, 2), (700.0, 701.0, 2))
 WAITED = (0.0, 601.0, 4)
+LONG_AGO = ((0.0, 1.0, 255), (700.0, 90_000.0, 255), (90_001.0, 90_002.0, 2), (90_700.0, 90_701.0, 2))
 
 
 @pytest.mark.parametrize(
-    ("hosts", "code"),
+    ("hosts", "now_s", "code"),
     [
-        ([lived("a", *REFUSED), lived("b", WAITED, runs=True), lived("c", WAITED)], 2),
-        ([lived("a", (0.0, 1.0, 137), (2.0, 3.0, 127), (700.0, 701.0, 127)), lived("b", WAITED, runs=True)], 4),
-        ([lived("a", *REFUSED)], 2),
-        ([lived("a", (0.0, 1.0, 4), (700.0, 701.0, 4)), lived("b", (0.0, 1.0, 4), (700.0, 701.0, 4))], 4),  # no etcd
-        ([lived("a", (0.0, 1.0, 138)), lived("b", WAITED, runs=True)], 4),
-        ([lived("a", *REFUSED), lived("b", WAITED), LaunchedHost("c", True)], 2),  # c has found no place to begin
-        ([lived("a", *REFUSED), lived("b", WAITED), lived("c", (0.0, 1.0, 255), (700.0, 701.0, 255))], 2),
-        ([lived("a", *REFUSED, (760.0, 765.0, 137)), lived("b", WAITED, runs=True)], None),
-        ([lived("a", *REFUSED, runs=True), lived("b", WAITED, runs=True)], None),  # it may be about to begin the job
-        ([lived("a", *REFUSED, (760.0, 765.0, 255)), lived("b", WAITED, runs=True)], None),  # it may lead
-        ([lived("a", *REFUSED[:2]), lived("b", WAITED, runs=True)], None),  # another try may help
-        ([lived("a", *REFUSED), lived("b", (0.0, 2.0, 137), runs=True)], None),  # it leads, or is a member
-        ([lived("a", *REFUSED), lived("b", (0.0, 2.0, 2), runs=True)], None),  # by the one that leads
-        ([lived("a", *REFUSED), lived("b", (-700.0, -1.0, 4), runs=True)], None),  # before the first one had led
-        ([lived("a", *REFUSED), lived("b", WAITED), lived("c", (0.0, 2.0, 137), runs=True)], None),
-        ([LaunchedHost("a", True), LaunchedHost("b", True)], None),
+        ([lived("a", *REFUSED), lived("b", WAITED, runs=True), lived("c", WAITED)], 703.0, 2),
+        ([lived("a", (2.0, 3.0, 127), (700.0, 701.0, 127)), lived("b", WAITED, runs=True)], 703.0, 4),
+        ([lived("a", *REFUSED)], 703.0, 2),
+        ([lived("a", (0.0, 1.0, 4), (700.0, 701.0, 4)), lived("b", (700.0, 701.0, 4))], 703.0, 4),  # no etcd
+        ([lived("a", (0.0, 1.0, 138)), lived("b", WAITED, runs=True)], 703.0, 4),
+        ([lived("a", *REFUSED), lived("b", WAITED), LaunchedHost("c", True)], 703.0, 2),  # c has no place to begin
+        ([lived("a", *REFUSED), lived("b", WAITED), lived("c", (0.0, 1.0, 255))], 703.0, 2),
+        ([lived("a", *REFUSED, (720.0, 725.0, 137)), lived("b", WAITED, runs=True)], 730.0, None),
+        ([lived("a", *REFUSED, runs=True), lived("b", WAITED, runs=True)], 703.0, None),  # it may be about to begin
+        ([lived("a", *REFUSED, (720.0, 725.0, 255)), lived("b", WAITED, runs=True)], 730.0, None),  # it may lead
+        ([lived("a", *REFUSED[:2]), lived("b", (0.0, 301.0, 4), runs=True)], 400.0, None),  # another try may help
+        ([lived("a", *REFUSED), lived("b", (0.0, 2.0, 137), runs=True)], 703.0, None),  # it leads, or is a member
+        ([lived("a", *REFUSED), lived("b", (0.0, 2.0, 2), runs=True)], 703.0, None),  # by the one that leads
+        ([lived("a", *REFUSED), lived("b", (-700.0, -1.0, 4), runs=True)], 703.0, None),  # before the first one led
+        ([lived("a", *REFUSED), lived("b", WAITED, runs=True)], 1300.0, None),  # else it had ended once more
+        ([lived("a", *REFUSED), lived("b", WAITED), lived("c", (0.0, 2.0, 137), runs=True)], 703.0, None),
+        ([lived("a", *LONG_AGO), lived("b", WAITED, runs=True)], 90_703.0, None),  # b leads since the first was lost
+        ([lived("a", *LONG_AGO[:3]), lived("b", WAITED)], 90_003.0, None),
+        ([LaunchedHost("a", True), LaunchedHost("b", True)], 703.0, None),
     ],
 )
-def test_a_job_that_nobody_begins_or_leads_is_given_up(hosts: list[LaunchedHost], code: int | None) -> None:
-    """Once each host has tried in vain for so long, the others after the first, which alone can begin it."""
-    assert given_up(hosts, 600.0) == code
+def test_a_job_that_nobody_begins_or_leads_is_given_up(
+    hosts: list[LaunchedHost], now_s: float, code: int | None
+) -> None:
+    """Once the first host, which alone can begin it, has been refused for so long, and all others have waited since."""
+    assert given_up(hosts, 600.0, now_s) == code
 
 
 def test_whose_end_is_that_of_the_job() -> None:

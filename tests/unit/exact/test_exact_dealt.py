@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.optim import SGD
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
 
 from divided_members import DividedMember, exchange, plan_of
 from everstep.base.extents import Extents, Runs, union
@@ -114,6 +115,22 @@ def test_parameters_of_an_optimizer_without_such_state_are_divided_all_the_same(
     assert not any(one.made().whole for one in dealt) and all(one.spread().whole for one in dealt)
     exchange(dealt)
     assert len({worker.state.state_digest(1) for worker in (alone, *workers)}) == 1
+
+
+def test_parameters_that_come_later_and_keep_more_end_the_division_of_others_which_is_strange() -> None:
+    """What members have divided is in pieces: nobody has all of it."""
+
+    def two_kinds(parameters: list[nn.Parameter]) -> Optimizer:
+        large, *others = parameters
+        return AdamW([{"params": [large], "amsgrad": True}, {"params": others}])
+
+    plan, workers = plan_of(2, 1), [DividedMember(two_kinds) for _ in range(2)]
+    for step in range(2):
+        for worker in workers:
+            worker.late = step == 0
+        dealt = [worker.part(step, plan, me) for me, worker in enumerate(workers)]
+        assert [one.strange() for one in dealt] == [None if step == 0 else (400,)] * 2
+        exchange(dealt)
 
 
 def test_before_the_first_gradients_nothing_is_divided() -> None:

@@ -10,7 +10,7 @@ import pytest
 from driver_harness import Worker, at, joiner, payload, plan, records_of
 from msgspec.structs import replace
 
-from everstep.base.config_keys import CheckpointConfig, MemoryTierConfig
+from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig
 from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Plan, Shard
 from everstep.placement.shards import share
@@ -26,6 +26,7 @@ SHARDS = (Shard(0, 0, segments=((0, 128),)), Shard(1, 0, segments=((128, 256),))
 MINE = share(SHARDS[0], OF)
 PART = Extents.numbered(OF, (0, 2, 3, 6, 7))
 """After an update: half of the parameters, and the optimizer's state for them."""
+EACH_ON_DISK = SavingRules(CheckpointConfig(disk=DiskTierConfig(every_steps=1)), True)
 EVERY_STEP = SavingRules(CheckpointConfig(memory=MemoryTierConfig(every_steps=1)), True, 1)
 
 
@@ -59,7 +60,7 @@ def test_a_step_is_done_when_the_parameters_of_others_have_come() -> None:
         w.done(1001)
         assert w.op == do.Spread(w.op.op, 1, w.plan, number)
         assert not answered(w) and "Keep" not in w.kinds
-        w.done({0: MINE})
+        w.done(Holds(number, {0: MINE}))
         assert answered(w) and "Keep" in w.kinds
         assert w.driver.machine.held == {0: MINE} and not w.told(wire.SettleAgain)
 
@@ -68,6 +69,30 @@ def test_where_all_have_all_nothing_is_given() -> None:
     w = Worker(plan(1, (0, 1)), saving=EVERY_STEP)
     w.step(1)
     assert answered(w) and "Keep" in w.kinds and not w.count(do.Spread)
+
+
+@pytest.mark.parametrize("held", [PART, MINE], ids=["some is lacking", "all is here"])
+def test_a_step_that_moves_segments_is_saved_nowhere_whoever_has_all(held: Extents) -> None:
+    """Others may lack something: of a part of each there would be no whole. What was due follows the next step."""
+    w = holder(saving=EACH_ON_DISK)
+    updated(w, 1)
+    w.done(1001)
+    w.done(Holds(1, {0: held}, moved=True))
+    assert not w.count(do.Save) and not w.count(do.Keep) and answered(w) == (held == MINE)
+    assert bool(w.told(wire.SettleAgain)) == (held == PART)
+    if held == MINE:
+        updated(w, 2)
+        w.done(1002)
+        w.done(Holds(2, {0: MINE}))
+        assert w.last(do.Save).step == 2 and w.last(do.Save).due.reason == "every 1 steps"
+
+
+def test_one_that_lacks_something_begins_no_checkpoint() -> None:
+    w = holder(saving=EACH_ON_DISK)
+    updated(w, 1)
+    w.done(1001)
+    w.done(Holds(1, {0: PART}))
+    assert not w.count(do.Save) and w.told(wire.SettleAgain)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -178,7 +203,7 @@ def test_a_gradient_takes_to_its_step_what_was_said_of_it() -> None:
     w = holder()
     updated(w, 1)
     w.done(1001)
-    w.done({0: MINE})
+    w.done(Holds(1, {0: MINE}))
     w.to_reduce(2)
     w.on(Takes(3, {0: NONE}))
     w.on(Takes(2, {0: PART}))

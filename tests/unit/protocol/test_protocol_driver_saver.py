@@ -10,7 +10,7 @@ import pytest
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig, ObjectTierConfig
-from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.base.plan import Member, Plan, Seat, Shard, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
@@ -309,6 +309,19 @@ def test_a_plan_that_takes_away_a_writer_or_the_main(plan: Plan, reason: str) ->
     assert one.saver.due(7).tiers == ("disk",)  # nothing is waited for
     assert one.saver.boundary(WHY, past=False) is not None  # it may be taken again
     one.out.drain()
+
+
+@pytest.mark.parametrize(("at", "given_up"), [(Key(6, 0), True), (Key(6, 1), False), (Key(7, 0), False)], ids=str)
+def test_of_a_divided_state_one_that_not_all_may_have_begun_is_given_up(at: Key, given_up: bool) -> None:
+    """A member whose exchange of parameters was cut has begun none; a later decision proves that all were done."""
+    one = Alone(SavingRules(EACH, on=True))
+    one.machine.plan = replace(plan_of(0, 1), shards=(Shard(0, 0, segments=((0, 128),)),))
+    one.update(6, "disk")
+    one.machine.position = at
+    plan = plan_of(0, 1, generation=2)
+    one.saver.regroup(plan)
+    reason = "not all may have begun it"
+    assert one.out.drain() == [AbandonSave(why=Why(Cause.REGROUPED, reason), plan=plan)] * given_up
 
 
 def test_a_restarted_writer_is_another_one() -> None:

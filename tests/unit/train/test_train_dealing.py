@@ -26,12 +26,15 @@ Mail = defaultdict[tuple[int, int, int, int, int], SimpleQueue[Any]]
 
 
 class Dealer:
-    """A member with its part in the exchange. said: what it has told its driver."""
+    """A member with its part in the exchange. said: what it has told its driver. forgets: the optimizer keeps nothing
+    for this parameter."""
+
+    forgets: Any = None
 
     def __init__(self, me: int, mail: Mail) -> None:
         self.me, self.mail, self.member = me, mail, DividedMember()
         self.said: list[Any] = []
-        self.update = SimpleNamespace(dealt=None, kind=OptimizerKind("elements"))
+        self.update = SimpleNamespace(dealt=None, kind=OptimizerKind("elements", state_bytes=1))
         self.machine = SimpleNamespace(held={})
         replica = SimpleNamespace(state=self.member.state, update=self.update)
         channel = SimpleNamespace(spread=self._spread)
@@ -58,21 +61,26 @@ class Dealer:
 
     def step(self, number: int, plan: Plan) -> None:
         """Up to the exchange."""
-        self.dealing.reduced(plan, number)
+        self.member.gradients(number)
+        self.dealing.reduced(plan, number, {0: self.member.with_gradients})
+        self.update_part(number)
+        self.dealing.updated(number)
+
+    def update_part(self, number: int) -> None:
         self.member.gradients(number)
         self.update.dealt = dealt = self.dealing.of(number, 0, self.member.with_gradients)
         if dealt is None:
             self.member.optimizer.step()
         else:
             PieceUpdate(self.member.optimizer).make([dealt.updates()])
+        self.member.optimizer.state.pop(self.forgets, None)
         self.member.clear()
-        self.dealing.updated(number)
 
     def told(self, kind: type) -> Any:
         return next(one for one in reversed(self.said) if isinstance(one, kind))
 
 
-def spread(dealers: list[Dealer], number: int, plan: Plan) -> list[dict[int, Extents]]:
+def spread(dealers: list[Dealer], number: int, plan: Plan) -> list[Holds]:
     """All exchange at once, as each waits for the others."""
     operation = SimpleNamespace(plan=plan, step=number)
     with ThreadPoolExecutor(len(dealers)) as threads:
@@ -90,14 +98,14 @@ def test_members_say_what_they_take_and_have_and_end_with_the_parameters_of_one(
             dealer.step(number, plan)
             dealer.machine.held = dealer.told(Holds).blocks
         of = alone.state.shape.sizes
-        takes, has = [d.told(Takes).blocks[0] for d in dealers], [d.told(Holds).blocks[0] for d in dealers]
+        takes, made = [d.told(Takes).blocks[0] for d in dealers], [d.told(Holds).blocks[0] for d in dealers]
         assert all(d.told(Takes).step == d.told(Holds).step == number for d in dealers)
         if number == 1:  # nobody can say yet what planes there will be
-            assert not any(takes) and not any(one.whole for one in has)
+            assert not any(takes) and not any(one.whole for one in made)
         else:
-            assert takes == has and union(takes).whole and not any(one.whole for one in takes)
-        for dealer, held in zip(dealers, spread(dealers, number, plan), strict=True):
-            assert held == {0: share(plan.shard(dealer.me, 0), of)}
+            assert takes == made and union(takes).whole and not any(one.whole for one in takes)
+        for dealer, has in zip(dealers, spread(dealers, number, plan), strict=True):
+            assert has == Holds(number, {0: share(plan.shard(dealer.me, 0), of)})
             for ours, right in zip(dealer.member.model.parameters(), alone.model.parameters(), strict=True):
                 assert torch.equal(ours, right)
             assert len(dealer.came) == number, "from here on the loop changes parameters"
@@ -105,6 +113,73 @@ def test_members_say_what_they_take_and_have_and_end_with_the_parameters_of_one(
         assert {step for _, _, step, _, _ in mail} == set(range(1, number + 1))
     part = dealers[0].member.optimizer.state[dealers[0].member.model[0].weight]["exp_avg"]
     assert not torch.equal(part, alone.optimizer.state[alone.model[0].weight]["exp_avg"])  # what others have is gone
+
+
+def test_the_first_update_is_divided_at_whatever_step_it_is() -> None:
+    """Steps before it were left out: there is no state yet, though somebody may have looked for some."""
+    mail: Mail = defaultdict(SimpleQueue)
+    plan, dealers = plan_of(2, 1), [Dealer(me, mail) for me in range(2)]
+    for dealer in dealers:
+        for number in (1, 2):
+            dealer.dealing.reduced(plan, number)
+            dealer.dealing.updated(number)
+            assert dealer.told(Takes).blocks == {0: Extents()} and dealer.told(Holds).blocks == {0: Extents(whole=True)}
+        assert not dealer.member.optimizer.state[dealer.member.model[0].weight]
+        dealer.step(3, plan)
+        assert dealer.told(Takes).blocks == {0: Extents()}
+        assert dealer.update.dealt is not None and dealer.told(Holds).blocks == {0: dealer.update.dealt.made()}
+        dealer.machine.held = dealer.told(Holds).blocks
+    of = dealers[0].member.state.shape.sizes
+    held = [Holds(3, {0: share(plan.shard(dealer.me, 0), of)}) for dealer in dealers]
+    assert spread(dealers, 3, plan) == held
+
+
+@pytest.mark.parametrize("kind", [OptimizerKind("elements", uniform=False, state_bytes=1), OptimizerKind("elements")])
+def test_a_first_update_that_all_make_leaves_all_of_the_state_with_all(kind: OptimizerKind) -> None:
+    dealer, plan = Dealer(0, defaultdict(SimpleQueue)), plan_of(2, 1)
+    dealer.update.kind = kind
+    dealer.step(3, plan)
+    assert dealer.update.dealt is None and dealer.told(Holds).blocks == {0: Extents(whole=True)}
+
+
+def test_parameters_that_get_their_state_later_move_segments() -> None:
+    """Until members have settled they hold other blocks than the plan gives them, which all say."""
+    plan, dealers = plan_of(2, 1), [Dealer(me, defaultdict(SimpleQueue)) for me in range(2)]
+    dealers[1].mail = dealers[0].mail
+    for number, moved in ((1, False), (2, True), (3, False)):
+        for dealer in dealers:
+            dealer.member.late = number == 1
+            dealer.step(number, plan)
+            dealer.machine.held = dealer.told(Holds).blocks
+            takes = dealer.told(Takes).blocks  # who takes it forward may be settling with others who have
+            assert takes == ({0: Extents()} if number < 3 else dealer.machine.held)
+        of = dealers[0].member.state.shape.sizes
+        for dealer, has in zip(dealers, spread(dealers, number, plan), strict=True):
+            assert has.moved == moved
+            assert (has.blocks[0] == share(plan.shard(dealer.me, 0), of)) != moved
+
+
+def test_parameters_for_which_nothing_is_ever_kept_leave_it_known_what_a_gradient_takes_forward() -> None:
+    dealer, plan = Dealer(0, defaultdict(SimpleQueue)), plan_of(2, 1)
+    dealer.forgets = dealer.member.model[0].weight
+    for number in (1, 2, 3):
+        dealer.step(number, plan)
+        assert bool(dealer.told(Takes).blocks[0]) == (number > 1)
+
+
+def test_a_joiner_has_nothing_from_a_step_on_that_moves_segments() -> None:
+    """It would be fed the gradients of blocks whose state it has not copied. As a member it copies its share first."""
+    dealer, plan = Dealer(0, defaultdict(SimpleQueue)), plan_of(2, 1)
+    for number in (1, 2, 3, 4):
+        dealer.member.late = number < 3
+        dealer.dealing.follow(plan, number)
+        dealer.update_part(number)
+        found = dealer.dealing.followed(plan, number)
+        assert found == ({0: dealer.update.dealt.made()} if number < 3 else {0: Extents()})
+    dealer.step(5, plan)
+    dealer.dealing.follow(plan, 6)
+    dealer.update_part(6)
+    assert dealer.dealing.followed(plan, 6) == {0: dealer.update.dealt.made()}
 
 
 def test_after_the_exchange_memory_of_what_others_hold_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

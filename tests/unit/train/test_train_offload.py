@@ -6,6 +6,8 @@ import errno
 import gc
 import mmap
 import os
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -376,3 +378,27 @@ def test_parameters_on_a_device_with_memory_of_its_own_are_updated_again_and_aga
     assert update.kind is not None
     expected = {torch.optim.SGD: ("elements", False), AtOnce: ("elements", True), Knowing: ("nothing", False)}
     assert (update.kind.divides, update.kind.at_once) == expected[kind], update.kind
+
+
+def test_threads_let_go_of_copies_while_others_are_made(tmp_path: Path) -> None:
+    memory, over, failed = StateFile(tmp_path), threading.Event(), list[RuntimeError]()
+
+    def let_go() -> None:
+        while not over.is_set():
+            try:
+                memory.let_go()
+            except RuntimeError as error:
+                failed.append(error)
+                return
+
+    kept = [memory.flat(1) for _ in range(500)]
+    thread, before = threading.Thread(target=let_go), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        kept += [memory.flat(1) for _ in range(500)]
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(before)
+    assert not failed

@@ -123,7 +123,7 @@ def test_each_update_says_anew_which_parts_it_is_of() -> None:
 @pytest.mark.parametrize(("divides", "said"), [("elements", ""), ("nothing", "divide 0 bytes of the state of AdamW")])
 def test_it_is_told_once_how_much_members_do_not_divide_if_that_is_much(divides: str, said: str) -> None:
     member = DividedMember(divides=divides)
-    update = OptimizerUpdate(member.optimizer, StateMemory())
+    update = OptimizerUpdate(member.optimizer, StateMemory(), kind=ELEMENTS)
     assert not update.undivided(), "there is no update yet"
     make(member, update, 1, divided(member))
     told = update.undivided()
@@ -140,6 +140,15 @@ def test_it_is_told_if_nothing_is_divided_since_parts_of_no_elements_are_not_upd
     make(member, update, 1, divided(member))
     told = update.undivided()
     assert "it cannot update a parameter of no elements" in told and "float32" not in told
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_it_is_told_once_if_there_is_no_state_to_divide(zero: bool) -> None:
+    member = DividedMember(SGD)
+    update = OptimizerUpdate(member.optimizer, StateMemory(), kind=ELEMENTS._replace(state_bytes=0) if zero else None)
+    make(member, update, 1, lambda: None)
+    assert ("saves no memory: SGD keeps nothing" in update.undivided()) == zero
+    assert not update.undivided()
 
 
 def hooked(kind: str, optimizer: Any) -> Any:

@@ -77,7 +77,7 @@ FINAL = (JOB_FAILED, 2, 126, 127)
 """Exit codes after which no other try helps: failed, refused; the interpreter cannot be run, or is not there."""
 ENDS_JOB = (0, *FINAL, WORKERS_MISSING)
 """Exit codes with which the host that leads ends the job."""
-_IN_VAIN = (*FINAL, WORKERS_MISSING, NO_HEAD, NOT_REACHED)
+_IN_VAIN = (*FINAL, WORKERS_MISSING, NO_HEAD)
 """Ends of a host that does not lead, and says nothing of one that does."""
 NOBODY_LEADS = "nobody leads the job, and its first host cannot begin it: no host is tried any more"
 LED = 64
@@ -104,20 +104,19 @@ class LaunchedHost:
     """A host of a launch, by one rule: what has ended begins again, later and later while that fails; but a host that
     has left in order, or says by 0 that the job is complete, is left out for good. Pure.
 
-    due_s: when its process is to begin, inf while it runs; -inf before its first life. code: with which it has ended
-    last. left: with which it was left out.
+    due_s: when its process is to begin, inf while it runs; -inf before its first life. began_s, ended_s: its last life.
+    code: with which that has ended. left: with which it was left out. vain_since_s: when it was refused, or failed, for
+    the first time since it was well or could not be reached; inf if it was not.
     """
 
     name: str
     alike: bool = False
     due_s: float = -inf
+    began_s: float = 0.0
+    ended_s: float = -inf
     code: int | None = None
     left: int | None = None
     vain_since_s: float = inf
-    """End of the first of its last lives, if they have all ended in vain."""
-    _vain_from_s: float = inf
-    _began_s: float = 0.0
-    _ended_s: float = -inf
     _tries: int = 0
 
     @property
@@ -125,7 +124,7 @@ class LaunchedHost:
         return self.due_s == inf and self.left is None
 
     def begun(self, now_s: float) -> None:
-        self.due_s, self._began_s = inf, now_s
+        self.due_s, self.began_s = inf, now_s
 
     def ended(self, code: int, now_s: float) -> str:
         """Take in that its process has ended with this code. Returns words for the user, "" if there are none.
@@ -133,16 +132,17 @@ class LaunchedHost:
         An agent whose job failed says so before the job's own host has ended. Without etcd an agent ends with 0 when
         the job is over, too.
         """
-        if now_s - self._began_s >= _HEALTHY_S:
+        well = now_s - self.began_s >= _HEALTHY_S
+        if well:
             self._tries = 0
-        self.code, self._ended_s = code, now_s
+        if (well and code != NO_HEAD) or code not in (*_IN_VAIN, HANDED_OVER):
+            self.vain_since_s = inf
+        if code in (*_IN_VAIN, HANDED_OVER):
+            self.vain_since_s = min(self.vain_since_s, now_s)
+        self.code, self.ended_s = code, now_s
         if code == 0 or (self.alike and code == HANDED_OVER):
-            self.left, self.due_s, self.vain_since_s, self._vain_from_s = code, inf, now_s, -inf
+            self.left, self.due_s = code, inf
             return f"{self.name} has left in order: it is left out" if code else ""
-        if code not in _IN_VAIN:
-            self.vain_since_s = self._vain_from_s = inf
-        elif self.vain_since_s == inf:
-            self.vain_since_s, self._vain_from_s = now_s, self._began_s if code == NO_HEAD else now_s
         failed = code in (JOB_FAILED, 2, WORKERS_MISSING)
         delay_s = min(_AGAIN_MOST_S, (_JOB_ENDS_S if failed else _AGAIN_S) * 2**self._tries)
         self._tries += 1
@@ -152,11 +152,11 @@ class LaunchedHost:
         how = "cannot be reached" if code == NOT_REACHED else f"ended with {code}"
         return f"{self.name} {how}: again in {delay_s:g} s"
 
-    def in_vain(self, patience_s: float, since_s: float) -> bool:
-        """Whether it can neither begin the job nor has met a host that leads: it has not begun yet, was left out, or
-        its last lives ended in vain, for so long, the last of them after that time."""
-        tried = self._ended_s - self._vain_from_s >= patience_s and self._ended_s >= since_s
-        return self.due_s == -inf or self.left is not None or tried
+    def leads_not(self, since_s: float, now_s: float, patience_s: float) -> bool:
+        """Whether it neither leads the job nor follows a host that does: it does not run, or its life before this one
+        has waited in vain for one since then, and this one is no longer than such a life."""
+        waits = self.code == NO_HEAD and self.ended_s >= since_s and now_s - self.began_s <= patience_s
+        return waits or not self.runs
 
 
 def completed(hosts: Iterable[LaunchedHost]) -> bool:
@@ -164,15 +164,16 @@ def completed(hosts: Iterable[LaunchedHost]) -> bool:
     return any(host.alike and host.left == 0 for host in hosts)
 
 
-def given_up(hosts: Sequence[LaunchedHost], patience_s: float) -> int | None:
+def given_up(hosts: Sequence[LaunchedHost], patience_s: float, now_s: float) -> int | None:
     """Exit code of a job that is complete and runs nowhere; or that nobody begins or leads: the first host, which alone
-    can begin it, has tried in vain for so long, and so has each other one since. Else None."""
+    can begin it, has been refused or has failed for so long (if it cannot be reached, it may lead), and no other one
+    has met a host that leads since. Else None."""
     first = hosts[0]
     if completed(hosts):
         return None if any(host.runs for host in hosts) else 0
-    if first.runs or first.code in (None, NOT_REACHED):
+    if first.runs or now_s - first.vain_since_s < patience_s:
         return None
-    vain = all(host.in_vain(patience_s, first.vain_since_s) for host in hosts)
+    vain = all(host.leads_not(first.vain_since_s, now_s, patience_s) for host in hosts[1:])
     return min(host.code for host in hosts if host.code is not None) if vain else None
 
 

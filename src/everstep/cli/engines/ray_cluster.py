@@ -21,11 +21,12 @@ from typing import Any
 from everstep.base.below import write_atomically
 from everstep.base.doors import at_port, host_of
 from everstep.base.errors import ConfigError
-from everstep.base.exit_codes import JOB_FAILED, NO_HEAD, WORKERS_MISSING
+from everstep.base.exit_codes import NO_HEAD, WORKERS_MISSING
 from everstep.base.leaving import temporary_folder
 from everstep.cli.coming_back import HEAD_MARK
 from everstep.cli.engines.launch import (
     ENDS_JOB,
+    FINAL,
     LED,
     NOBODY_LEADS,
     NOT_REACHED,
@@ -41,7 +42,7 @@ from everstep.runtime.process import die_with_parent, own_command
 MODULE = "everstep.cli.engines.ray_cluster"
 _LOOK_S = 0.5
 _END_WAIT_S = 60.0
-_OVER = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM, JOB_FAILED, 2, WORKERS_MISSING, NO_HEAD)
+_OVER = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM, *FINAL, WORKERS_MISSING, NO_HEAD)
 """Ends of the first host after which no other try helps, where no other may lead."""
 
 
@@ -206,7 +207,7 @@ class _Driver:
         if completed(self._hosts) and self._where is not None:  # there may be no node for it any more
             self._take_end(0, NOT_REACHED)
             self._give_up(0)
-        if (code := given_up(self._hosts, self._launch.wait_s)) is not None:
+        if (code := given_up(self._hosts, self._launch.wait_s, now_s)) is not None:
             if code:
                 self._say(NOBODY_LEADS)
             return code

@@ -119,7 +119,7 @@ class SshHosts:
                     code = self._take_end(number) if code is None else code
                 if code is None and self._signal and 0 not in self._processes:
                     code = 128 + self._signal
-                if code is None and (code := given_up(self._hosts, self.patience_s)):
+                if code is None and (code := given_up(self._hosts, self.patience_s, time.monotonic())):
                     self._say(NOBODY_LEADS)
             self._end_others(code)
         return code

@@ -96,18 +96,22 @@ class OperationEnds:
         self._made = operation, began_unix_ns
         if self._parts.stepper.spreads(operation.outcome):
             return ()
-        machine = self._parts.machine
-        dealt = machine.plan is not None and bool(machine.plan.shards)
-        self._apply(whole=not dealt or set(machine.updating) <= set(machine.stages))
+        plan = self._parts.machine.plan
+        self._apply(whole=plan is None or not plan.shards or self._complete)
         return ()
 
-    def _spread(self, operation: do.Spread, held: Mapping[int, Extents]) -> None:
-        self._queue.feed(step.Holds(operation.step, held))
-        self._apply()
+    def _spread(self, operation: do.Spread, result: step.Holds) -> None:
+        self._queue.feed(result)
+        self._apply(whole=not result.moved and self._complete)
 
-    def _apply(self, *, whole: bool = True) -> None:
-        """The step has been applied. whole: all of this worker's share of it is here; else all members have to
-        settle."""
+    @property
+    def _complete(self) -> bool:
+        """Whether all of this worker's share of the state is here."""
+        machine = self._parts.machine
+        return set(machine.updating) <= set(machine.stages)
+
+    def _apply(self, *, whole: bool) -> None:
+        """The step has been applied. whole: all members have their share of it; else all have to settle."""
         check(self._made is not None, "expected an update to have been made")
         (operation, began_unix_ns), self._made = self._made, None  # type: ignore[misc]
         self._parts.saver.updated(operation.outcome, operation.records, whole=whole)

@@ -92,7 +92,7 @@ class Update(Operation, frozen=True):
 
 class Spread(Operation, frozen=True):
     """Send the parameters that were updated here to the members that did not update them, and get theirs; answered
-    with the blocks then held of the state, by stage."""
+    with `Holds`."""
 
     plan: Plan
     step: int

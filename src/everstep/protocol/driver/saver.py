@@ -150,15 +150,19 @@ class Saver:
     # ---- all: taking one
 
     def updated(self, outcome: StepOutcome, records: Mapping[int, Record], *, whole: bool = True) -> None:
-        """The step has been applied, and the application has not gone on yet. whole: this worker's share of it is
-        here."""
+        """The step has been applied, and the application has not gone on yet. whole: all members have their share of
+        it; if not, the checkpoint that was due follows the next step."""
         self.ending.decided(outcome)
         if outcome.compares:
             self._schedule.compared()
         tiers: tuple[Tier, ...] = tuple(t for t in outcome.save[0] if t not in ("memory", COMPARE))  # type: ignore[misc]
-        if whole and tiers and END not in tiers and self.on and self._machine.settled:
-            due = Due(tiers, outcome.save[1], outcome.save_cause)
+        if not tiers or END in tiers or not self.on or not self._machine.settled:
+            return
+        due = Due(tiers, outcome.save[1], outcome.save_cause)
+        if whole:
             self._out.put(self._begin(Key(outcome.step, 0), due, records))
+        elif self._is_main:
+            self._schedule.request(Why(due.cause, due.reason))
 
     def boundary(self, why: Why, *, past: bool, metrics: Mapping[str, float] | None = None) -> Save | None:
         """A checkpoint of the present state, in which all members are; each of them calls this. None: not now, or it
@@ -180,7 +184,7 @@ class Saver:
 
     def regroup(self, plan: Plan) -> None:
         """A new generation: a checkpoint in progress can still be completed if its writers and its leader are all
-        members."""
+        members, and all have begun it."""
         if plan.cause.is_fault:
             self._schedule.failed()
         before = self._plan
@@ -191,6 +195,8 @@ class Saver:
             self._give_up(Why(Cause.REGROUPED, f"worker {', '.join(map(str, gone))} left"), plan)
         elif plan.leader(0) != before.leader(0):
             self._give_up(Why(Cause.REGROUPED, "the leader changed"), plan)
+        elif before.shards and self._begun_at == self._machine.position:  # a member may not have got its share
+            self._give_up(Why(Cause.REGROUPED, "not all may have begun it"), plan)
 
     def entered(self, positions: Mapping[int, Key]) -> None:
         """All have settled. positions: where each had been. A member that was behind a checkpoint's step reached it
