@@ -96,7 +96,6 @@ def metrics_beside(run_dir: Path, listen: str | None, public: bool = False) -> I
     of a job that is named and serves nothing. Yields the address, with the file that holds the token for scrapers if
     the job made that token."""
     if listen is None:
-        put_target(run_dir, None)
         yield ""
         return
     path = run_dir / METRICS_FILE

@@ -87,6 +87,7 @@ class LeadersWork:
         with contextlib.suppress(ConfigError):  # the command that began the job may still run
             self._held.enter_context(run_lock(begun.folder))
         logs = ", and no logs of its workers are here" if begun.succession.copying_host else ""
+        put_target(begun.folder, None)  # of the host that did
         self._display.note(f"{begun.name} leads the job in {begun.folder} from now on: the host that did is lost{logs}")
         self._watch()
 
@@ -125,6 +126,7 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
         if begun.succession.begins:
             bring_left(run_dir)
             _say_the_start(events, job)
+            put_target(run_dir, None)  # of the life before
         with contextlib.closing(work), contextlib.ExitStack() as pages:
             work.begin()
             page = pages.enter_context(dashboard_beside(run_dir, view.dashboard, view.public))
@@ -134,7 +136,7 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
                     display.note(f"{name} {address}")
             outcome = process.run(work.on_event)
             pages.close()
-            if outcome.state != "failed" or outcome.alone or outcome.exit_code == ANOTHER_LEADS:
+            if work.led and (outcome.state != "failed" or outcome.alone or outcome.exit_code == ANOTHER_LEADS):
                 put_target(run_dir, None)
             if outcome.exit_code == ANOTHER_LEADS and config.control.etcd is not None:
                 display.note(f"{outcome.why.reason}: {begun.name} stands by for the job from now on")

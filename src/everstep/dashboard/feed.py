@@ -11,7 +11,6 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -122,16 +121,16 @@ class RunFeed:
         running, allowed = self.history.running(), True
         status: dict[str, Any] | None = None
         may = [role for role in (OPERATE, INJECT) if commands.has_token(self.run_dir, role)] if running else []
-        if running:
-            try:
-                status = commands.ask(self.run_dir, "status", timeout_s=_PATIENCE_S)
-            except EverstepError as error:
-                allowed = not isinstance(error, commands.NotAllowed)
-        with self.lock:
-            self.may = may
-            self.silent = running and status is None and allowed
-            if status is not None or not running:
-                self.status = status
+        try:
+            status = commands.ask(self.run_dir, "status", timeout_s=_PATIENCE_S) if running else None
+        except EverstepError as error:
+            allowed = not isinstance(error, commands.NotAllowed)
+        finally:
+            with self.lock:
+                self.may = may
+                self.silent = running and status is None and allowed
+                if status is not None or not running:
+                    self.status = status
 
     def look_for_raised(self) -> None:
         """Read what the user's code raised, if the job has ended with that; once for each end."""
@@ -273,13 +272,14 @@ class Feeds:
     def _ask(self) -> None:
         """Look at all runs about once a second; one whose coordinator is silent, or whose ledger is long, holds up no
         other."""
-        asked: dict[RunFeed, Future[bool]] = {}
-        with ThreadPoolExecutor(_MOST_OPEN, "dashboard-status") as pool:
-            while not self._stop.is_set():
-                runs = list(self.runs.values())
-                asked = {run: asked[run] for run in runs if run in asked and not asked[run].done()}
-                asked |= {run: pool.submit(self._guarded, run, self._look) for run in runs if run not in asked}
-                self._stop.wait(_STATUS_S)
+        looks: dict[RunFeed, threading.Thread] = {}
+        while not self._stop.is_set():
+            looks = {run: thread for run, thread in looks.items() if thread.is_alive()}
+            for run in [run for run in self.runs.values() if run not in looks]:
+                args = run, self._look
+                looks[run] = threading.Thread(target=self._guarded, args=args, name="dashboard-look", daemon=True)
+                looks[run].start()
+            self._stop.wait(_STATUS_S)
 
     def _look(self, run: RunFeed) -> bool:
         run.ask()

@@ -37,14 +37,14 @@ def shared_folder(run_dir: Path) -> Path | None:
 
 
 def put_target(run_dir: Path, target: dict[str, Any] | None) -> None:
-    """List this run as a target from now on; None: list it no more. Runs that nobody holds are removed, too. Failed
-    writes are ignored: the file only informs."""
+    """List this run as a target from now on, and no other one that nobody holds; None: list it no more. Failed writes
+    are ignored: the file only informs."""
     folder, name = shared_folder(run_dir), run_dir.resolve().name
     if folder is None or (target is None and not (folder / TARGETS_FILE).exists()):
         return
     with contextlib.suppress(OSError), _alone(folder):
         others = [one for one in _targets(folder / TARGETS_FILE) if (said := _run_of(one)) and said != name]
-        kept = [one for one in others if is_locked(folder / _run_of(one))][:_MOST_TARGETS]
+        kept = [one for one in others if target is None or is_locked(folder / _run_of(one))][:_MOST_TARGETS]
         write_atomically(folder / TARGETS_FILE, json.dumps([*kept, *([target] if target is not None else [])]))
 
 
