@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from coordinator_harness import S, World, drop, running
 
 from everstep.protocol import messages as m
@@ -19,6 +20,11 @@ def saving(world: World) -> bool:
     return world.plan is not None and bool(world.plan.save)
 
 
+def settled(world: World, step: int) -> None:
+    for worker_id in world.plan.worker_ids if world.plan else ():
+        world.entered(worker_id, world.coordinator.job.agreement.plan.generation, step)
+
+
 def test_a_stop_is_taken_by_the_coordinator_that_follows() -> None:
     before = running(2)
     said_hello(before)
@@ -32,6 +38,7 @@ def test_a_stop_is_taken_by_the_coordinator_that_follows() -> None:
         world.entered(i, 2, 5)
     world.wait(3 * S)
     assert saving(world)
+    settled(world, 5)
     leader = f"w{world.plan.leader(0) if world.plan else 0}.0"
     world.say(leader, m.Saved(worker_id=0, incarnation=0, step=4, ok=True, where="there"))
     assert world.report("job_failed")["exit_code"] == 143 and "step 4 in there" in world.report("job_failed")["reason"]
@@ -55,6 +62,36 @@ def test_a_checkpoint_of_long_ago_is_not_that_of_the_end() -> None:
     for i in range(2):
         world.exited(i)
     assert world.report("job_failed")["reason"].endswith("; no checkpoint is known, and no worker is left")
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_checkpoint_that_was_asked_for_before_is_not_that_of_the_end(ok: bool) -> None:
+    """It is completed, or given up, while the members regroup to take the last one."""
+    world = running(2)
+    said_hello(world, SAVE)
+    world.progress(0, 1, 10)
+    world.say("j1", STOP)
+    assert saving(world)
+    earlier = m.Saved(worker_id=0, incarnation=0, step=7, ok=ok, where="earlier" if ok else "", reason="regrouped")
+    world.say("w0.0", earlier)
+    assert world.coordinator.job.progress.ended is None
+    settled(world, 11)
+    world.say("w0.0", m.Saved(worker_id=0, incarnation=0, step=10, ok=True, where="there"))
+    assert world.report("job_failed")["reason"] == "interrupted by SIGTERM; checkpoint of step 10 in there"
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_nor_does_it_let_go_who_alone_holds_the_state(ok: bool) -> None:
+    world = running(1, save_ns=5 * S)
+    said_hello(world, SAVE)
+    words = {"step": 7, "reason": "ValueError: boom", "signature": "x", "fatal": False, "holds": True}
+    world.say("w0.0", m.WorkerFailed(worker_id=0, incarnation=0, generation=1, **words))
+    assert saving(world)
+    world.say("w0.0", m.Saved(worker_id=0, incarnation=0, step=5, ok=ok, where="earlier", reason="regrouped"))
+    assert world.last(m.Dismissed, "w0.0") is None
+    settled(world, 8)
+    world.say("w0.0", m.Saved(worker_id=0, incarnation=0, step=7, ok=True, where="there"))
+    assert world.last(m.Dismissed, "w0.0") is not None
 
 
 def test_a_stop_before_anybody_has_settled_still_has_its_checkpoint() -> None:

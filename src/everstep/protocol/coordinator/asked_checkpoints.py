@@ -102,12 +102,13 @@ class Saving:
             if leader is not None:
                 self._env.send(leader.connection, self._asked_for)
 
-    def saved(self, message: Saved) -> None:
+    def saved(self, message: Saved, *, last: bool) -> None:
+        """A checkpoint has ended. last: the plan in force asked for it."""
         self._saved = message if message.ok else self._saved
         if self.ending is None:
             error = "" if message.ok else f"no checkpoint of step {message.step}: {message.reason}"
             self._reply(error, {"step": message.step, "path": message.where} if message.ok else {})
-        elif self._agreement.plan.save:
+        elif last:
             self.end_with(_where(message) if message.ok else f"no checkpoint: {message.reason}")
 
     def give_up(self) -> None:

@@ -438,11 +438,13 @@ def failed_early(job: JobState, message: m.WorkerFailed) -> None:
 
 
 def saved(job: JobState, worker: Worker, message: m.Saved) -> None:
-    """A checkpoint has ended: one that was requested, or one before a worker leaves."""
-    if job.saving.staying and job.saving.ending is None and job.agreement.plan.save:
+    """A checkpoint has ended: one that was requested, or the last one, before the job ends or a worker leaves. Who has
+    yet to settle in the plan that asks for the last one tells of a request before it."""
+    last = bool(job.agreement.plan.save) and worker.key.worker_id in job.agreement.entered
+    if last and job.saving.staying and job.saving.ending is None:
         failed_due(job, 0)
     else:
-        job.saving.saved(message)
+        job.saving.saved(message, last=last)
 
 
 def failed_due(job: JobState, about: Any) -> None:

@@ -183,6 +183,8 @@ class Saver:
         members."""
         if plan.cause.is_fault:
             self._schedule.failed()
+        if plan.save:  # from here on it is the last one of which the coordinator is told
+            self._answering = 0
         before = self._plan
         if before is None:
             return
