@@ -45,6 +45,7 @@ class Saving:
         # By step and signature: who failed like this first, and in which generation.
         self._first: dict[tuple[int, str], tuple[WorkerKey, int]] = {}
         self._staying: dict[WorkerKey, Why] = {}
+        self._stay_until_ns = 0
         self._saved: Saved | None = None  # the last checkpoint that was complete
         self.leaving = Leaving(env, agreement, self._end_disagreed, lambda: self.ending is not None)
 
@@ -160,7 +161,8 @@ class Saving:
             return self.ending is not None and not needed and others
         if needed:
             self._staying[worker.key] = Why(cause, message.reason)
-            self._env.alarms.set(Alarm.FAILED, self._env.now + self._env.config.save_ns)
+            self._stay_until_ns = self._env.now + self._env.config.save_ns
+            self._env.alarms.set(Alarm.FAILED, self._stay_until_ns)
             text = f"{who}: {message.reason}; nobody else holds its state, so a checkpoint is taken first"
             self._agreement.break_off(Why(cause, text))
         return not needed
@@ -173,6 +175,13 @@ class Saving:
         able = [w.key for w in self._agreement.survivors() if w.key != worker.key and w.key not in staying]
         held = {stage for key in able if key.worker_id not in new for stage in plan.stages_of(key.worker_id)}
         return not held.issuperset(plan.stages_of(worker.key.worker_id))
+
+    def waits(self) -> bool:
+        """Whether workers that have raised still have time for a checkpoint; if so, ring when it is over."""
+        if self._staying and self._env.now < self._stay_until_ns:
+            self._env.alarms.set(Alarm.FAILED, self._stay_until_ns)
+            return True
+        return False
 
     def let_go(self) -> list[tuple[Worker, Why]]:
         """The checkpoint is complete, or its time is over. Returns the workers that may go now, each with the

@@ -442,12 +442,18 @@ def saved(job: JobState, worker: Worker, message: m.Saved) -> None:
     yet to settle in the plan that asks for the last one tells of a request before it."""
     last = bool(job.agreement.plan.save) and worker.key.worker_id in job.agreement.entered
     if last and job.saving.staying and job.saving.ending is None:
-        failed_due(job, 0)
+        _let_go(job)
     else:
         job.saving.saved(message, last=last)
 
 
 def failed_due(job: JobState, about: Any) -> None:
+    """There may be no more time for a checkpoint before workers that have raised are dismissed."""
+    if not job.saving.waits():
+        _let_go(job)
+
+
+def _let_go(job: JobState) -> None:
     """There is a checkpoint, or no more time for one: dismiss workers that have raised."""
     for worker, why in job.saving.let_go():
         evict(job, worker, why, kill=False)
