@@ -6,6 +6,7 @@ import pytest
 from coordinator_harness import S, World, drop, running
 
 from everstep.protocol import messages as m
+from everstep.protocol.coordinator.types import HostRules
 
 STOP = m.Command(request=3, name="stop", args={"reason": "interrupted by SIGTERM", "exit_code": 143, "grace_s": 9})
 SAVE = m.Command(request=4, name="checkpoint", args={})
@@ -160,3 +161,63 @@ def test_after_a_restart_all_workers_of_an_agent_are_treated_alike() -> None:
     world.wait(3 * S)
     gone = [r.fields["worker_id"] for r in world.reports if r.kind == "worker_evicted"]
     assert gone == [2, 3]
+
+
+# ---- a coordinator that was itself away: what was said meanwhile waits in its connections
+
+
+def test_who_comes_back_while_the_coordinator_stands_still_is_not_too_late() -> None:
+    before = running(4, elsewhere=(1, 2, 3))
+    world = before.restart()
+    world.agent(0)
+    world.hello(0, plan=before.plan, step=4)
+    world.now += 20 * S
+    world.beat()
+    for worker in (1, 2, 3):
+        world.hello(worker, plan=before.plan, step=4, host="a2")
+    world.agent(1, 2, 3, name="a2", host="a2")
+    world.wait(5 * S)
+    assert "worker_evicted" not in world.kinds() and world.plan == before.plan
+
+
+def test_a_checkpoint_that_was_complete_in_time_counts() -> None:
+    world = running(2, save_ns=5 * S)
+    world.command("stop", grace_s=5.0)
+    settled(world, 5)
+    world.now += 20 * S
+    world.beat()
+    world.say("w0.0", m.Saved(worker_id=0, incarnation=0, step=4, ok=True, where="there"))
+    assert world.report("job_failed")["reason"].endswith("; checkpoint of step 4 in there")
+
+
+def test_nor_is_the_limit_forgotten() -> None:
+    world = running(2, save_ns=5 * S)
+    world.command("stop", grace_s=5.0)
+    world.now += 20 * S
+    world.wait(6 * S)
+    assert world.report("job_failed")["reason"].endswith("; no checkpoint was completed in time")
+
+
+def test_who_alone_holds_the_state_has_saved_it_in_time() -> None:
+    world = running(1, save_ns=5 * S)
+    words = {"step": 7, "reason": "ValueError: boom", "signature": "x", "fatal": False, "holds": True}
+    world.say("w0.0", m.WorkerFailed(worker_id=0, incarnation=0, generation=1, **words))
+    world.now += 20 * S
+    settled(world, 8)
+    assert world.last(m.Dismissed, "w0.0") is None
+    world.wait(6 * S)
+    assert world.last(m.Dismissed, "w0.0") is not None
+
+
+def test_workers_and_hosts_that_come_meanwhile_are_in_time() -> None:
+    world = World(workers=2, min_workers=2, quorum_wait_ns=15 * S)
+    world.agent(0, 1)
+    world.hello(0)
+    world.now += 20 * S
+    world.hello(1)
+    assert world.plan is not None and world.plan.worker_ids == (0, 1)
+    world = World(workers=2, hosts=HostRules(least=2, wait_ns=15 * S))
+    world.agent(0)
+    world.now += 20 * S
+    world.agent(1, name="a2", host="a2")
+    assert world.coordinator.job.progress.ended is None and not world.coordinator.job.quorum.gathers

@@ -9,7 +9,7 @@ worker that could go on holds that state (for example because all have raised), 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
@@ -73,6 +73,20 @@ class Saving:
 
     def _end_disagreed(self, why: Why) -> None:
         self.end_after_saving("failed", why, 1, self._env.config.save_ns)
+
+    def end_due(self) -> None:
+        """There may be no more time for the last checkpoint."""
+        if self.ending is not None and self._env.now < self.ending.until_ns:
+            self._env.alarms.set(Alarm.END, self.ending.until_ns)
+        else:
+            self.end_with("no checkpoint was completed in time")
+
+    def pardon(self, gap_ns: int) -> None:
+        """The coordinator was away for this long: nobody could tell it of a checkpoint, or of a loop that was left."""
+        if self.ending is not None:
+            self.ending = replace(self.ending, until_ns=self.ending.until_ns + gap_ns)
+        self._stay_until_ns += gap_ns
+        self.leaving.pardon(gap_ns)
 
     def end_without_workers(self) -> None:
         """No worker is left, perhaps because the workers of a host have ended the job by themselves."""

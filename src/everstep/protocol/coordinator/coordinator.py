@@ -85,7 +85,7 @@ FROM_WORKERS: dict[type, Callable[[JobState, Worker, Any], None]] = {
 ALARMS: dict[Alarm, Callable[[JobState, Any], None]] = {
     Alarm.AGENT: liveness.agent_due,
     Alarm.ASKED: lambda job, about: None,  # after each event the next worker to ask is chosen
-    Alarm.END: lambda job, about: job.saving.end_with("no checkpoint was completed in time"),
+    Alarm.END: lambda job, about: job.saving.end_due(),
     Alarm.FAILED: workers.failed_due,
     Alarm.GONE: liveness.gone_due,
     Alarm.GRACE: liveness.grace_due,

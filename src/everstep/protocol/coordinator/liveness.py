@@ -481,10 +481,12 @@ def expect_agents(job: JobState) -> None:
 
 
 def pardon(job: JobState, gap_ns: int) -> None:
-    """The coordinator itself was away for `gap_ns`: silence in that time does not count."""
+    """The coordinator itself was away for `gap_ns`: silence in that time does not count, nor does it for a moment
+    longer where it waits for something that was said meanwhile, which it has yet to read."""
     if gap_ns >= (job.env.config.hang_limit_ns or HANG_FLOOR_NS) // 4:
         job.env.distrust(STALE_NS)
-    job.agreement.claims.pardon(gap_ns)
+    for waiting in (job.agreement.claims, job.membership, job.quorum, job.saving, job.links):
+        waiting.pardon(gap_ns + STALE_NS)
     for agent in job.agents.known.values():
         agent.pardon(gap_ns, job.env.now)
     for worker in job.membership.workers.values():

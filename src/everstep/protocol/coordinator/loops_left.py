@@ -64,6 +64,10 @@ class Leaving:
                 Why(Cause.LEFT, f"{_named(left)} left the loop after step {step}: the others are asked")
             )
 
+    def pardon(self, gap_ns: int) -> None:
+        """The coordinator was away for this long."""
+        self._due_ns += gap_ns
+
     def _members(self) -> tuple[list[WorkerKey], list[WorkerKey]]:
         """Members of the present plan that have left their loops, and the others."""
         keys = [member.key for member in self._agreement.plan.members]

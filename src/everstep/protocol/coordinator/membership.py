@@ -247,6 +247,14 @@ class Membership:
             self._absent_since_ns = self._env.now
         return self._env.now - self._absent_since_ns
 
+    def pardon(self, gap_ns: int) -> None:
+        """The coordinator was away for this long: nobody could come back."""
+        if self.grace_until_ns:
+            self.grace_until_ns += gap_ns
+            self._grace_since_ns += gap_ns
+        if self._absent_since_ns is not None:
+            self._absent_since_ns += gap_ns
+
     def end_grace(self) -> None:
         self._env.change()
         self.grace_until_ns, self._absent_since_ns = 0, None
