@@ -24,7 +24,7 @@ JOB = SimJob(30, 6, 3)
 
 def alone(at_ms: int, *others: SimFault, stages: int = 1) -> Setup:
     job = SimJob(30, 6, 3, stages=stages)
-    return Setup(4, 0, 2, 1, "replace", job, (*others, SimFault("end_alone", at_ms)))
+    return Setup(4, 0, 2, 1, "replace", job, (*others, SimFault("end_alone", at_ms)), save_ms=300)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -45,7 +45,8 @@ def test_a_coordinator_that_is_back_while_all_leave_says_what_was_saved() -> Non
     """As far as it has been told: in the simulation nothing waits for a connection."""
     told = 0
     for seed in SEEDS:
-        setup = Setup(4, 0, 2, 1, "replace", SimJob(60, 6, 3), (SimFault("end_alone", 250, for_ms=5 + 5 * (seed % 3)),))
+        fault = SimFault("end_alone", 250, for_ms=5 + 5 * (seed % 3))
+        setup = Setup(4, 0, 2, 1, "replace", SimJob(60, 6, 3), (fault,), save_ms=300)
         simulation = Simulation(seed, setup, tracing=False)
         assert simulation.run() == "", seed
         control, newest = simulation.control, max(simulation.control.site.disk.parts)
@@ -60,7 +61,7 @@ def test_the_job_asks_a_coordinator_that_died_meanwhile_for_the_end_again() -> N
     """And its agent starts nothing more: with too few left, the others would wait for that for ever."""
     faults = (SimFault("end_alone", 120, for_ms=40), SimFault("kill", 150), SimFault("coordinator", 170, for_ms=150))
     for seed in SEEDS:
-        outcome = simulate(seed, setup=Setup(3, 0, 1, 2, "replace", JOB, faults))
+        outcome = simulate(seed, setup=Setup(3, 0, 1, 2, "replace", JOB, faults, save_ms=300))
         assert outcome.ok, outcome
 
 

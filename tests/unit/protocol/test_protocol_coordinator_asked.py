@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import inf, nan
+from typing import Any
+
 import pytest
 from coordinator_harness import S, World, drop, running
 
@@ -17,6 +20,11 @@ def said_hello(world: World, *asked: m.Command, name: str = "j1") -> None:
     world.say(name, m.JobHello(asked=list(asked)))
 
 
+def trains(workers: int) -> World:
+    """A job that takes checkpoints."""
+    return running(workers, save_ns=30 * S)
+
+
 def saving(world: World) -> bool:
     return world.plan is not None and bool(world.plan.save)
 
@@ -27,7 +35,7 @@ def settled(world: World, step: int) -> None:
 
 
 def test_a_stop_is_taken_by_the_coordinator_that_follows() -> None:
-    before = running(2)
+    before = trains(2)
     said_hello(before)
     before.say("j1", STOP)
     assert saving(before)
@@ -46,7 +54,7 @@ def test_a_stop_is_taken_by_the_coordinator_that_follows() -> None:
 
 
 def test_workers_that_had_ended_the_job_by_themselves_have_told_of_their_checkpoint() -> None:
-    world = running(2)
+    world = trains(2)
     world.progress(0, 1, 4)
     world.say("w0.0", m.Saved(worker_id=0, incarnation=0, step=5, ok=True, where="there"))
     said_hello(world, STOP)
@@ -56,7 +64,7 @@ def test_workers_that_had_ended_the_job_by_themselves_have_told_of_their_checkpo
 
 
 def test_a_checkpoint_of_long_ago_is_not_that_of_the_end() -> None:
-    world = running(2)
+    world = trains(2)
     world.say("w0.0", m.Saved(worker_id=0, incarnation=0, step=3, ok=True, where="there"))
     world.progress(0, 1, 4)
     said_hello(world, STOP)
@@ -68,7 +76,7 @@ def test_a_checkpoint_of_long_ago_is_not_that_of_the_end() -> None:
 @pytest.mark.parametrize("ok", [True, False])
 def test_a_checkpoint_that_was_asked_for_before_is_not_that_of_the_end(ok: bool) -> None:
     """It is completed, or given up, while the members regroup to take the last one."""
-    world = running(2)
+    world = trains(2)
     said_hello(world, SAVE)
     world.progress(0, 1, 10)
     world.say("j1", STOP)
@@ -97,7 +105,7 @@ def test_nor_does_it_let_go_who_alone_holds_the_state(ok: bool) -> None:
 
 def test_a_stop_before_anybody_has_settled_still_has_its_checkpoint() -> None:
     """A worker was lost a moment ago: the others hold the state, and the plan without it is out."""
-    world = running(3)
+    world = trains(3)
     world.progress(0, 1, 4)
     world.exited(2)
     assert world.plan is not None and not saving(world) and not world.coordinator.job.agreement.entered
@@ -116,7 +124,7 @@ def test_a_stop_before_anything_was_trained_waits_for_nothing() -> None:
 
 
 def test_a_stop_that_is_said_twice_still_has_its_checkpoint() -> None:
-    world = running(2)
+    world = trains(2)
     said_hello(world, STOP)
     assert saving(world)
     generation = world.plan.generation if world.plan else 0
@@ -221,3 +229,20 @@ def test_workers_and_hosts_that_come_meanwhile_are_in_time() -> None:
     world.now += 20 * S
     world.agent(1, name="a2", host="a2")
     assert world.coordinator.job.progress.ended is None and not world.coordinator.job.quorum.gathers
+
+
+# ---- what a stop may say
+
+
+def test_without_checkpoints_a_stop_waits_for_none() -> None:
+    world = running(2, save_ns=0)
+    assert world.command("stop", grace_s=24.0).ok
+    assert world.report("job_failed")["reason"] == "stopped by request"
+
+
+@pytest.mark.parametrize("grace_s", [nan, inf, -inf, -1, 1e6, 1 << 2000, "9", None, [9]])
+def test_a_time_that_makes_no_sense_is_refused(grace_s: Any) -> None:
+    world = trains(2)
+    reply = world.command("stop", grace_s=grace_s)
+    assert not reply.ok and reply.error.startswith("grace_s: expected seconds from 0 to 1000000, got '")
+    assert world.coordinator.job.progress.ended is None and not saving(world)

@@ -64,7 +64,7 @@ class Saving:
             agreement.entered or trained or self._membership.in_grace
         )  # after a restart members are yet to come back
         able = there and not quorum.starting_over and agreement.survivors()
-        if not able or grace_ns <= 0:
+        if not able or grace_ns <= 0 or not self._env.config.save_ns:
             self._progress.end(state, why, exit_code)
         else:
             self.ending = Ending(state, why, exit_code, self._env.now + grace_ns)

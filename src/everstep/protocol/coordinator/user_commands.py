@@ -26,6 +26,7 @@ TERMINATED = 143
 _MOST_FAULT = 500
 _MOST_NAME = 40
 _MOST_HOST = 200
+_MOST_GRACE_S = 1_000_000
 MOST_ASKED = 16
 """Most unanswered requests of the job's process."""
 
@@ -75,11 +76,12 @@ def job_hello(job: JobState, connection: str, hello: JobHello) -> None:
 
 def _stop(job: JobState, args: _Args) -> _Reply:
     code = TERMINATED if args.get("exit_code") == TERMINATED else INTERRUPTED
-    grace_s = args.get("grace_s")
-    grace_ns = int(grace_s * 1e9) if isinstance(grace_s, int | float) else 0
+    grace_s = args.get("grace_s", 0)
+    if not isinstance(grace_s, int | float) or not 0 <= grace_s < _MOST_GRACE_S:
+        return f"grace_s: expected seconds from 0 to {_MOST_GRACE_S}, got {str(grace_s)[:40]!r}", {}
     cause = Cause.read(args.get("cause") or Cause.REQUESTED)
     why = Why(cause, str(args.get("reason") or "stopped by request"))
-    job.saving.end_after_saving("interrupted", why, code, grace_ns)
+    job.saving.end_after_saving("interrupted", why, code, int(grace_s * 1e9))
     return "", {}
 
 
