@@ -445,8 +445,10 @@ def test_the_last_one_is_told_by_the_main(number: int, where: str, expected: tup
             op=1, generation=1, plan=one.machine.plan, step=number, save=one.saver.boundary(WHY, past=True)
         )
         one.saver.last(operation, where)
-        found = [(saved.ok, saved.where, saved.reason) for saved in told(one.out.drain())]
+        effects = one.out.drain()
+        found = [(saved.ok, saved.where, saved.reason) for saved in told(effects)]
         assert found == ([expected] if me == 0 else [])
+        assert list(one.out.standing) == told(effects), "a connection that breaks now may have lost it"
 
 
 def test_a_second_request_leaves_the_answer_to_the_first_alone() -> None:
