@@ -65,6 +65,25 @@ def test_the_job_asks_a_coordinator_that_died_meanwhile_for_the_end_again() -> N
         assert outcome.ok, outcome
 
 
+@pytest.mark.parametrize("kind", [Setup, LeasedSetup])
+def test_a_stop_counts_though_the_coordinator_dies_while_the_members_save(kind: type[Setup]) -> None:
+    """Who asked for it is gone, and repeats nothing."""
+    faults = (SimFault("signal", 400, for_ms=80_000), SimFault("coordinator", 420, for_ms=50))
+    for seed in seeds(6):
+        simulation = Simulation(seed, kind(3, 0, 2, 1, "replace", SimJob(60, 6, 3), faults, save_ms=300), tracing=False)
+        assert simulation.run() == "", seed
+        assert simulation.control.fate.stopped, seed
+
+
+@pytest.mark.parametrize("seed", [8, 22, 28, 32])
+def test_a_worker_repeats_where_the_last_checkpoint_is(seed: int) -> None:
+    """Its connection breaks when it has just said so; else the job would go on to its last step."""
+    faults = (SimFault("signal", 250, for_ms=8000), SimFault("drop_control", 330, pick=1))
+    simulation = Simulation(seed, Setup(3, 0, 1, 1, "replace", SimJob(60, 6, 3), faults, save_ms=300), tracing=False)
+    assert simulation.run() == ""
+    assert "; checkpoint of step " in simulation.control.fate.why
+
+
 def test_while_a_member_joins() -> None:
     for seed in SEEDS:
         assert simulate(seed, setup=alone(220, SimFault("kill", 90, pick=1))).ok, seed

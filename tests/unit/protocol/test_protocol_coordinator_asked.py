@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from coordinator_harness import S, World, drop, running
 
+from everstep.base.plan import Plan
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator.types import HostRules
 
@@ -246,3 +247,59 @@ def test_a_time_that_makes_no_sense_is_refused(grace_s: Any) -> None:
     reply = world.command("stop", grace_s=grace_s)
     assert not reply.ok and reply.error.startswith("grace_s: expected seconds from 0 to 1000000, got '")
     assert world.coordinator.job.progress.ended is None and not saving(world)
+
+
+# ---- a stop by somebody who does not stay
+
+
+def asked_by_the_page() -> World:
+    world = trains(2)
+    assert world.command("stop", grace_s=24.0).ok and saving(world)
+    return world
+
+
+def everybody_is_back(world: World, plan: Plan) -> None:
+    world.agent(0, 1)
+    for i in range(2):
+        world.hello(i, plan=plan, step=4)
+
+
+def test_is_done_by_the_coordinator_that_follows() -> None:
+    before = asked_by_the_page()
+    world = before.restart()
+    everybody_is_back(world, before.follows["w0.0"])
+    assert saving(world) and world.coordinator.job.progress.ended is None
+    settled(world, 5)
+    world.say("w0.0", m.Saved(worker_id=0, incarnation=0, step=4, ok=True, where="there"))
+    failed = world.report("job_failed")
+    assert failed["state"] == "interrupted" and failed["exit_code"] == 130
+    assert failed["reason"] == "stopped by request; checkpoint of step 4 in there"
+
+
+def test_has_its_limit_there_too() -> None:
+    world = asked_by_the_page().restart()
+    world.wait(25 * S)
+    assert world.report("job_failed")["reason"].startswith("stopped by request; no checkpoint")
+
+
+def test_that_of_the_job_itself_is_repeated_by_that_and_not_written_down() -> None:
+    world = trains(2)
+    said_hello(world, STOP)
+    assert saving(world) and "stop" not in [entry["kind"] for entry in world.journal]
+
+
+def test_who_takes_a_job_over_wants_it_to_go_on() -> None:
+    before = asked_by_the_page()
+    world = before.restart([*before.journal, {"kind": "term", "term": 1}])
+    everybody_is_back(world, before.follows["w0.0"])
+    world.wait(30 * S)
+    assert world.coordinator.job.progress.ended is None and world.coordinator.job.saving.ending is None
+
+
+def test_nothing_of_it_is_left_once_the_job_has_ended() -> None:
+    before = asked_by_the_page()
+    settled(before, 5)
+    before.say("w0.0", m.Saved(worker_id=0, incarnation=0, step=4, ok=True, where="there"))
+    world = before.restart()
+    world.wait(S)
+    assert world.coordinator.job.saving.ending is None and "job_failed" not in world.kinds()

@@ -31,6 +31,15 @@ class Ending:
     until_ns: int
 
 
+@dataclass(frozen=True)
+class Stop:
+    """A user's request to end the job, after a checkpoint if one can be complete within `grace_ns`."""
+
+    why: Why
+    exit_code: int
+    grace_ns: int
+
+
 class Saving:
     """ending: how the job is about to end, None if it is not. leaving: loops that were left before the last step."""
 
@@ -46,10 +55,28 @@ class Saving:
         self._first: dict[tuple[int, str], tuple[WorkerKey, int]] = {}
         self._staying: dict[WorkerKey, Why] = {}
         self._stay_until_ns = 0
+        self._stop: Stop | None = None  # the newest that the journal has
         self._saved: Saved | None = None  # the last checkpoint that was complete
         self.leaving = Leaving(env, agreement, self._end_disagreed, lambda: self.ending is not None)
 
     # ---- before the end
+
+    def stop(self, stop: Stop, *, lasting: bool) -> None:
+        """End the job at a user's request. lasting: nobody will repeat it to a coordinator that follows."""
+        before = self.ending
+        self.end_after_saving("interrupted", stop.why, stop.exit_code, stop.grace_ns)
+        if lasting and before is None and self.ending is not None:
+            fields = {"exit_code": stop.exit_code, "grace_ns": stop.grace_ns}
+            self._env.persist("stop", cause=stop.why.cause, reason=stop.why.reason, **fields)
+
+    def replay_stop(self, stop: Stop | None) -> None:
+        """An earlier life of the coordinator was asked for this. None: what was asked before counts no more."""
+        self._stop = stop
+
+    def stop_again(self) -> None:
+        """After a restart: what an earlier life was asked for is done now, with all of its time."""
+        if self._stop is not None and self._progress.ended is None:
+            self.stop(self._stop, lasting=False)
 
     def end_after_saving(self, state: str, why: Why, exit_code: int, grace_ns: int) -> None:
         """End the job, with a checkpoint first if possible, else at once. A second call changes nothing: the first

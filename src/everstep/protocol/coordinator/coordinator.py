@@ -206,6 +206,7 @@ class Coordinator:
         if self._restored:
             job.membership.begin_grace()
             liveness.expect_agents(job)
+            job.saving.stop_again()
 
     def _decide(self) -> None:
         """Run the decisions. They depend on the parts' knowledge: if that is unchanged, so are they."""
