@@ -204,7 +204,7 @@ class Coordinator:
             job.env.report("warning", Why(Cause.JOURNAL, f"{text}; the workers have the missing part"))
             job.agreement.hear_of(job.agreement.newest.generation + len(self._aside))  # each may have been a plan
         if self._restored:
-            job.membership.begin_grace()
+            job.membership.grace.begin()
             liveness.expect_agents(job)
             job.saving.stop_again()
 
