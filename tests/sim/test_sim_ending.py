@@ -3,6 +3,7 @@ writing something down and telling of it: what must hold at every timing."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -73,6 +74,19 @@ def test_a_stop_counts_though_the_coordinator_dies_while_the_members_save(kind: 
         simulation = Simulation(seed, kind(3, 0, 2, 1, "replace", SimJob(60, 6, 3), faults, save_ms=300), tracing=False)
         assert simulation.run() == "", seed
         assert simulation.control.fate.stopped, seed
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_checkpoint_that_was_asked_for_just_before_a_stop_is_not_taken_for_that_of_the_end(kills: bool) -> None:
+    """It may be complete, or given up, while the members regroup; the end names that of their last step."""
+    for seed, gap_ms in product(seeds(30), (10, 20, 30, 40, 50, 70)):
+        faults = [SimFault("save", 250), SimFault("signal", 250 + gap_ms, for_ms=80_000)]
+        faults += [SimFault("kill", 253 + gap_ms)] if kills else []
+        setup = Setup(3, 0, 1, 1, "replace", SimJob(80, 6, 3), tuple(faults), save_ms=300)
+        simulation = Simulation(seed, setup, tracing=False)
+        assert simulation.run() == "", seed
+        last = max(worker.driver.machine.position.step for worker in simulation.control.workers.values())
+        assert simulation.control.fate.why.endswith(f"; checkpoint of step {last} in disk"), (seed, gap_ms)
 
 
 @pytest.mark.parametrize("seed", [8, 22, 28, 32])
