@@ -3,6 +3,7 @@ writing something down and telling of it: what must hold at every timing."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ JOB = SimJob(30, 6, 3)
 
 def alone(at_ms: int, *others: SimFault, stages: int = 1) -> Setup:
     job = SimJob(30, 6, 3, stages=stages)
-    return Setup(4, 0, 2, 1, "replace", job, (*others, SimFault("end_alone", at_ms)))
+    return Setup(4, 0, 2, 1, "replace", job, (*others, SimFault("end_alone", at_ms)), save_ms=300)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -45,7 +46,8 @@ def test_a_coordinator_that_is_back_while_all_leave_says_what_was_saved() -> Non
     """As far as it has been told: in the simulation nothing waits for a connection."""
     told = 0
     for seed in SEEDS:
-        setup = Setup(4, 0, 2, 1, "replace", SimJob(60, 6, 3), (SimFault("end_alone", 250, for_ms=5 + 5 * (seed % 3)),))
+        fault = SimFault("end_alone", 250, for_ms=5 + 5 * (seed % 3))
+        setup = Setup(4, 0, 2, 1, "replace", SimJob(60, 6, 3), (fault,), save_ms=300)
         simulation = Simulation(seed, setup, tracing=False)
         assert simulation.run() == "", seed
         control, newest = simulation.control, max(simulation.control.site.disk.parts)
@@ -60,8 +62,40 @@ def test_the_job_asks_a_coordinator_that_died_meanwhile_for_the_end_again() -> N
     """And its agent starts nothing more: with too few left, the others would wait for that for ever."""
     faults = (SimFault("end_alone", 120, for_ms=40), SimFault("kill", 150), SimFault("coordinator", 170, for_ms=150))
     for seed in SEEDS:
-        outcome = simulate(seed, setup=Setup(3, 0, 1, 2, "replace", JOB, faults))
+        outcome = simulate(seed, setup=Setup(3, 0, 1, 2, "replace", JOB, faults, save_ms=300))
         assert outcome.ok, outcome
+
+
+@pytest.mark.parametrize("kind", [Setup, LeasedSetup])
+def test_a_stop_counts_though_the_coordinator_dies_while_the_members_save(kind: type[Setup]) -> None:
+    """Who asked for it is gone, and repeats nothing."""
+    faults = (SimFault("signal", 400, for_ms=80_000), SimFault("coordinator", 420, for_ms=50))
+    for seed in seeds(6):
+        simulation = Simulation(seed, kind(3, 0, 2, 1, "replace", SimJob(60, 6, 3), faults, save_ms=300), tracing=False)
+        assert simulation.run() == "", seed
+        assert simulation.control.fate.stopped, seed
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_checkpoint_that_was_asked_for_just_before_a_stop_is_not_taken_for_that_of_the_end(kills: bool) -> None:
+    """It may be complete, or given up, while the members regroup; the end names that of their last step."""
+    for seed, gap_ms in product(seeds(30), (10, 20, 30, 40, 50, 70)):
+        faults = [SimFault("save", 250), SimFault("signal", 250 + gap_ms, for_ms=80_000)]
+        faults += [SimFault("kill", 253 + gap_ms)] if kills else []
+        setup = Setup(3, 0, 1, 1, "replace", SimJob(80, 6, 3), tuple(faults), save_ms=300)
+        simulation = Simulation(seed, setup, tracing=False)
+        assert simulation.run() == "", seed
+        last = max(worker.driver.machine.position.step for worker in simulation.control.workers.values())
+        assert simulation.control.fate.why.endswith(f"; checkpoint of step {last} in disk"), (seed, gap_ms)
+
+
+@pytest.mark.parametrize("seed", [8, 22, 28, 32])
+def test_a_worker_repeats_where_the_last_checkpoint_is(seed: int) -> None:
+    """Its connection breaks when it has just said so; else the job would go on to its last step."""
+    faults = (SimFault("signal", 250, for_ms=8000), SimFault("drop_control", 330, pick=1))
+    simulation = Simulation(seed, Setup(3, 0, 1, 1, "replace", SimJob(60, 6, 3), faults, save_ms=300), tracing=False)
+    assert simulation.run() == ""
+    assert "; checkpoint of step " in simulation.control.fate.why
 
 
 def test_while_a_member_joins() -> None:

@@ -366,12 +366,16 @@ def prune_command(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Delete old checkpoints, but no byte that a kept one needs. Pinned and damaged checkpoints stay."""
+    """Delete old checkpoints, but no byte that a kept one needs. Pinned and damaged checkpoints stay. A job that runs
+    prunes its own."""
     from everstep.checkpoint.retention import apply, would_go
+    from everstep.cli.checkpoints_exchange import refuse_running
 
     if keep_best and metric is None:
         raise ConfigError("--keep-best needs --metric: name the metric that checkpoints are compared by")
     rule = TierConfig(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+    for text in places if not dry_run else ():
+        refuse_running(text)
     stores, prune = [_place(text, writes=not dry_run).store for text in places], would_go if dry_run else apply
     told = [{"place": store.url, "deleted": prune(store, rule, metric, mode)} for store in stores]
     if as_json:

@@ -269,6 +269,17 @@ def job_of(text: str) -> tuple[str | None, int]:
     return job.name, job.begins_after
 
 
+def refuse_running(text: str) -> None:
+    """Raises: ConfigError if the path is in the directory of a job that runs: it alone knows which of its checkpoints
+    is the newest whose state was compared, to which it may have to go back."""
+    run_dir = _run_dir_of(text)
+    if run_dir is not None and is_locked(run_dir):
+        raise ConfigError(
+            f"the job in {run_dir} is running, and deletes checkpoints by its own rule (checkpoint.disk.keep_last, "
+            "keep_every, keep_best): prune when it has ended"
+        )
+
+
 def _run_dir_of(text: str) -> Path | None:
     """The run directory that a path is in, or is; None for a URL and for a path elsewhere."""
     if "://" in text and not text.startswith("file://"):

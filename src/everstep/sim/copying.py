@@ -155,7 +155,8 @@ class SimSaver:
 
     def __init__(self, life: Life) -> None:
         self.life = life
-        life.install({Save: self._save, AbandonSave: nothing, do.Invalidate: self._invalidate})
+        self._given_up = 0  # how often the one that is incomplete was
+        life.install({Save: self._save, AbandonSave: self._abandon, do.Invalidate: self._invalidate})
         life.install({do.SaveLast: self._save_last})
         life.install({do.Linger: lambda operation: life.soon(10 * MS, 2000 * MS, life.done, operation)})
 
@@ -164,16 +165,19 @@ class SimSaver:
         life, number = self.life, effect.step
         me, disk = life.me.worker_id, life.site.disk
         if effect.plan.leader(0) == me:
-            disk.ask(number, lambda wrong: life.later(0, life.handle, _ended(number, wrong)))
+            disk.ask(number, life.me, lambda wrong: life.later(0, life.handle, _ended(number, wrong)))
         for stage in effect.plan.stages_of(me):
-            life.soon(MS, 60 * MS, self._written, effect, stage, life.state.stages[stage])
+            life.soon(MS, 60 * MS, self._written, effect, stage, life.state.stages[stage], self._given_up)
 
-    def _written(self, save: Save, stage: int, state: Blocks) -> None:
-        """Write a part; a checkpoint that is not complete when its generation ends, or is invalidated, is dropped."""
-        driver = self.life.driver
-        sound = driver.machine.sound
-        if driver.machine.generation == save.plan.generation and (sound < 0 or save.step <= sound):
+    def _written(self, save: Save, stage: int, state: Blocks, given_up: int) -> None:
+        """Write a part; a checkpoint that is given up before it is complete, or is invalidated, is dropped."""
+        sound = self.life.driver.machine.sound
+        if self._given_up == given_up and (sound < 0 or save.step <= sound):
             self.life.site.disk.write(stage, save, self.life.me.worker_id, state)
+
+    def _abandon(self, effect: AbandonSave) -> None:
+        self._given_up += 1
+        self.life.site.disk.abandon(self.life.me)
 
     def _invalidate(self, effect: do.Invalidate) -> None:
         self.life.site.checks.taint.invalidated(self.life.me, effect.sound)

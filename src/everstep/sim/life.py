@@ -85,13 +85,20 @@ class Disk:
         self.records: dict[int, Mapping[int, Record]] = {}
         """By step, of its decision."""
         self._asking: dict[int, Callable[[str], None]] = {}
+        self._asks: WorkerKey | None = None
         self._said: dict[tuple[int, int], dict[tuple[int, int], Blocks]] = {}
         """Copies of each seat's worker, by stage and worker; by step and generation."""
         self._full = 0
 
-    def ask(self, step: int, ended: Callable[[str], None]) -> None:
+    def ask(self, step: int, who: WorkerKey, ended: Callable[[str], None]) -> None:
         """Call `ended` when all parts are there, or will never be: with the trouble, "" if there is none."""
-        self._asking = {step: ended}
+        self._asking, self._asks = {step: ended}, who
+
+    def abandon(self, who: WorkerKey) -> None:
+        """A worker gives up the checkpoint that is incomplete: no further part of it comes from there."""
+        for ended in self._asking.values() if self._asks == who else ():
+            ended("it was given up")
+        self._asking = {} if self._asks == who else self._asking
 
     def fill(self) -> None:
         self._full += 1

@@ -12,6 +12,8 @@ from checkpoint_saving import advance, make_state, save
 from everstep.checkpoint.reader import steps_in
 from everstep.checkpoint.store import DirectoryStore
 from everstep.cli.main import run_command
+from everstep.runtime.files.run_lock import run_lock
+from everstep.runtime.link.address import JOB_FILE
 
 TINY = {"weight": (50, 40), "bias": (9,)}
 
@@ -85,6 +87,21 @@ def test_diff(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "model/weight" in told["differ"] and told["values"] == ["groups", "scheduler"]
     assert told["only_a"] == told["only_b"] == told["other_kind"] == told["identity"] == []
+
+
+def test_a_job_that_runs_prunes_its_own(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it may have to go back to is known to it alone."""
+    store = DirectoryStore(place / "checkpoints")
+    (place / JOB_FILE).write_text("{}")
+    with run_lock(place):
+        for path in (place, store.path, f"file://{store.path}", store.path / "step-0000000010"):
+            assert call("prune", path, "--keep-last", "1") == 2
+            said = capsys.readouterr().err
+            assert said.count("\n") == 1 and f"the job in {place} is running" in said
+        assert steps_in(store) == [10, 20, 30]
+        assert call("prune", store.path, "--keep-last", "1", "--dry-run") == 0
+    assert call("prune", store.path, "--keep-last", "1") == 0
+    assert steps_in(store) == [30]
 
 
 def test_prune_and_pin(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

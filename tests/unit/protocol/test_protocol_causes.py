@@ -309,7 +309,7 @@ def test_states_that_differ() -> None:
     ("said", "cause"), [({}, Cause.REQUESTED), ({"cause": "interrupted", "grace_s": 30.0}, Cause.INTERRUPTED)]
 )
 def test_a_job_that_is_stopped(said: dict[str, Any], cause: Cause) -> None:
-    world = running()
+    world = running(save_ns=30 * S)
     world.command("stop", **said)
     if said:
         assert world.plan is not None and world.plan.save and world.plan.cause is cause

@@ -203,7 +203,7 @@ def shared_out(
     config says who is in which pool."""
     wish = PoolWish(homes=tuple(tuple(range(k, workers, stages)) for k in range(stages)), named=named)
     rules = HostRules(return_ns=return_ns)
-    world = World(workers=workers, slots=workers, stages=stages, hosts=rules, wish=wish)
+    world = World(workers=workers, slots=workers, stages=stages, save_ns=30 * S, hosts=rules, wish=wish)
     for k, room in enumerate(rooms):
         arrive(world, f"h{k + 1}", room)
     for name in [f"h{k + 1}" for k in range(len(rooms))]:

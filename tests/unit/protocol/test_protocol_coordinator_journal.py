@@ -24,6 +24,7 @@ SENSELESS: tuple[dict[str, Any], ...] = (
     {"kind": "slot_lost", "worker_id": "0", "reason": 5},
     {"kind": "target", "target": 2, "slots": 3},
     {"kind": "ended", "state": "exploded", "reason": "", "exit_code": 0},
+    {"kind": "stop", "reason": "", "exit_code": 130, "grace_ns": -1},
     {"kind": ["plan"]},
 )
 

@@ -260,6 +260,20 @@ def test_a_plan_with_all_writers_and_the_main_leaves_it_alone() -> None:
     assert one.out.drain() == [] and one.saver.due(7).tiers == ()
 
 
+@pytest.mark.parametrize(("ids", "save"), [((0, 1), "SIGTERM"), ((0,), "SIGTERM"), ((0, 1), "")])
+def test_a_plan_that_asks_for_the_last_one_has_the_coordinator_told_of_no_other(
+    ids: tuple[int, ...], save: str
+) -> None:
+    """Neither that it is complete nor that it was given up."""
+    one = Alone(SavingRules(SELDOM, on=True))
+    one.saver.request(WHY)
+    assert one.saver.due(6).tiers == ("disk",)
+    one.update(6, "disk")
+    one.saver.regroup(plan_of(*ids, generation=2, save=save))
+    one.saver.ended(SaveEnded(step=6, ok=True, reason="", cost_s=1.0))
+    assert [said.step for said in told(one.out.drain())] == ([] if save else [6])
+
+
 @pytest.mark.parametrize("me", [0, 1])
 def test_one_that_not_all_had_begun_is_taken_anew(me: int) -> None:
     """Who is one decision behind rolls forward when all settle, and begins nothing then: waited for its part, the
@@ -444,8 +458,10 @@ def test_the_last_one_is_told_by_the_main(number: int, where: str, expected: tup
             op=1, generation=1, plan=one.machine.plan, step=number, save=one.saver.boundary(WHY, past=True)
         )
         one.saver.last(operation, where)
-        found = [(saved.ok, saved.where, saved.reason) for saved in told(one.out.drain())]
+        effects = one.out.drain()
+        found = [(saved.ok, saved.where, saved.reason) for saved in told(effects)]
         assert found == ([expected] if me == 0 else [])
+        assert list(one.out.standing) == told(effects), "a connection that breaks now may have lost it"
 
 
 def test_a_second_request_leaves_the_answer_to_the_first_alone() -> None:

@@ -21,7 +21,7 @@ def test_every_message_that_the_coordinator_hears_has_its_roles() -> None:
     assert heard == set(roles.SAYS)
     assert set(roles.SAYS) < set(m.KINDS)
     assert set().union(*roles.SAYS.values()) == roles.CONTROL_ROLES
-    assert set(roles.COMMANDS) == {*user_commands._ACTS, "checkpoint", "logs", "about"}, (
+    assert set(roles.COMMANDS) == {*user_commands._ACTS, *user_commands._APART, "logs", "about"}, (
         "the last is answered before it"
     )
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from everstep.runtime.files.host_directory import leave_word
+from everstep.runtime.lead.journal import Journal
+from everstep.runtime.lead.journal_and_lease import FileStore
 from everstep.runtime.lead.succession import Lead, Succession
 from everstep.runtime.link.address import COORDINATOR_FILE, announce
 
@@ -64,3 +67,14 @@ def test_without_a_lease_it_always_decides(tmp_path: Path) -> None:
     says(tmp_path, "10.0.0.2", 41)
     lead.look(42)
     assert lead.here and not told
+
+
+def test_who_takes_a_job_over_finds_that_in_the_journal_and_so_does_the_next_life(tmp_path: Path) -> None:
+    """It goes on with a job that was to be stopped (`Saving.replay_stop`)."""
+    events: Any = None
+    stop = {"kind": "stop", "cause": "requested", "reason": "stopped", "exit_code": 130, "grace_ns": 1}
+    Journal(tmp_path / "journal").append(stop)
+    term = {"kind": "term", "term": 1}
+    for anew in (True, False):
+        store = FileStore(Journal(tmp_path / "journal"), events, anew)
+        assert store.fence() == 1 and store.entries == [stop, term]

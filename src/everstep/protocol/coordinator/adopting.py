@@ -38,7 +38,7 @@ def claimed(job: JobState, worker: Worker, hello: WorkerHello) -> bool:
     claims, newest = agreement.claims, agreement.newest
     if claims.opens(said, (newest.term, newest.generation)):
         if claims.wanted is None:
-            job.membership.begin_grace()
+            job.membership.grace.begin()
         agreement.hear_of(said.generation)
         claims.claim(connection, said, hello)
         return True
@@ -123,7 +123,7 @@ def _adopt(job: JobState, plan: Plan, source: WorkerKey) -> None:
     job.progress.take_up(plan)
     job.healing.keep(())
     job.quorum.met()
-    membership.begin_grace()
+    membership.grace.begin()
     for member in plan.members:
         membership.restore(member, None)
         if membership.alive(member.key) is None:

@@ -47,6 +47,12 @@ class Quorum:
             self._env.report("waiting", why, step=step, generation=generation)
         self.wait()
 
+    def pardon(self, gap_ns: int) -> None:
+        """The coordinator was away for this long: nobody could come."""
+        self._since_ns = None if self._since_ns is None else self._since_ns + gap_ns
+        self._first_came_ns = None if self._first_came_ns is None else self._first_came_ns + gap_ns
+        self._gathers_ns = None if self._gathers_ns is None else self._gathers_ns + gap_ns
+
     # ---- before that, for hosts
 
     @property

@@ -9,7 +9,7 @@ worker that could go on holds that state (for example because all have raised), 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
@@ -31,6 +31,15 @@ class Ending:
     until_ns: int
 
 
+@dataclass(frozen=True)
+class Stop:
+    """A user's request to end the job, after a checkpoint if one can be complete within `grace_ns`."""
+
+    why: Why
+    exit_code: int
+    grace_ns: int
+
+
 class Saving:
     """ending: how the job is about to end, None if it is not. leaving: loops that were left before the last step."""
 
@@ -45,10 +54,29 @@ class Saving:
         # By step and signature: who failed like this first, and in which generation.
         self._first: dict[tuple[int, str], tuple[WorkerKey, int]] = {}
         self._staying: dict[WorkerKey, Why] = {}
+        self._stay_until_ns = 0
+        self._stop: Stop | None = None  # the newest that the journal has
         self._saved: Saved | None = None  # the last checkpoint that was complete
         self.leaving = Leaving(env, agreement, self._end_disagreed, lambda: self.ending is not None)
 
     # ---- before the end
+
+    def stop(self, stop: Stop, *, lasting: bool) -> None:
+        """End the job at a user's request. lasting: nobody will repeat it to a coordinator that follows."""
+        before = self.ending
+        self.end_after_saving("interrupted", stop.why, stop.exit_code, stop.grace_ns)
+        if lasting and before is None and self.ending is not None:
+            fields = {"exit_code": stop.exit_code, "grace_ns": stop.grace_ns}
+            self._env.persist("stop", cause=stop.why.cause, reason=stop.why.reason, **fields)
+
+    def replay_stop(self, stop: Stop | None) -> None:
+        """An earlier life of the coordinator was asked for this. None: what was asked before counts no more."""
+        self._stop = stop
+
+    def stop_again(self) -> None:
+        """After a restart: what an earlier life was asked for is done now, with all of its time."""
+        if self._stop is not None and self._progress.ended is None:
+            self.stop(self._stop, lasting=False)
 
     def end_after_saving(self, state: str, why: Why, exit_code: int, grace_ns: int) -> None:
         """End the job, with a checkpoint first if possible, else at once. A second call changes nothing: the first
@@ -63,7 +91,7 @@ class Saving:
             agreement.entered or trained or self._membership.in_grace
         )  # after a restart members are yet to come back
         able = there and not quorum.starting_over and agreement.survivors()
-        if not able or grace_ns <= 0:
+        if not able or grace_ns <= 0 or not self._env.config.save_ns:
             self._progress.end(state, why, exit_code)
         else:
             self.ending = Ending(state, why, exit_code, self._env.now + grace_ns)
@@ -72,6 +100,20 @@ class Saving:
 
     def _end_disagreed(self, why: Why) -> None:
         self.end_after_saving("failed", why, 1, self._env.config.save_ns)
+
+    def end_due(self) -> None:
+        """There may be no more time for the last checkpoint."""
+        if self.ending is not None and self._env.now < self.ending.until_ns:
+            self._env.alarms.set(Alarm.END, self.ending.until_ns)
+        else:
+            self.end_with("no checkpoint was completed in time")
+
+    def pardon(self, gap_ns: int) -> None:
+        """The coordinator was away for this long: nobody could tell it of a checkpoint, or of a loop that was left."""
+        if self.ending is not None:
+            self.ending = replace(self.ending, until_ns=self.ending.until_ns + gap_ns)
+        self._stay_until_ns += gap_ns
+        self.leaving.pardon(gap_ns)
 
     def end_without_workers(self) -> None:
         """No worker is left, perhaps because the workers of a host have ended the job by themselves."""
@@ -102,12 +144,13 @@ class Saving:
             if leader is not None:
                 self._env.send(leader.connection, self._asked_for)
 
-    def saved(self, message: Saved) -> None:
+    def saved(self, message: Saved, *, last: bool) -> None:
+        """A checkpoint has ended. last: the plan in force asked for it."""
         self._saved = message if message.ok else self._saved
         if self.ending is None:
             error = "" if message.ok else f"no checkpoint of step {message.step}: {message.reason}"
             self._reply(error, {"step": message.step, "path": message.where} if message.ok else {})
-        elif self._agreement.plan.save:
+        elif last:
             self.end_with(_where(message) if message.ok else f"no checkpoint: {message.reason}")
 
     def give_up(self) -> None:
@@ -159,7 +202,8 @@ class Saving:
             return self.ending is not None and not needed and others
         if needed:
             self._staying[worker.key] = Why(cause, message.reason)
-            self._env.alarms.set(Alarm.FAILED, self._env.now + self._env.config.save_ns)
+            self._stay_until_ns = self._env.now + self._env.config.save_ns
+            self._env.alarms.set(Alarm.FAILED, self._stay_until_ns)
             text = f"{who}: {message.reason}; nobody else holds its state, so a checkpoint is taken first"
             self._agreement.break_off(Why(cause, text))
         return not needed
@@ -172,6 +216,13 @@ class Saving:
         able = [w.key for w in self._agreement.survivors() if w.key != worker.key and w.key not in staying]
         held = {stage for key in able if key.worker_id not in new for stage in plan.stages_of(key.worker_id)}
         return not held.issuperset(plan.stages_of(worker.key.worker_id))
+
+    def waits(self) -> bool:
+        """Whether workers that have raised still have time for a checkpoint; if so, ring when it is over."""
+        if self._staying and self._env.now < self._stay_until_ns:
+            self._env.alarms.set(Alarm.FAILED, self._stay_until_ns)
+            return True
+        return False
 
     def let_go(self) -> list[tuple[Worker, Why]]:
         """The checkpoint is complete, or its time is over. Returns the workers that may go now, each with the

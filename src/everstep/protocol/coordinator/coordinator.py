@@ -85,7 +85,7 @@ FROM_WORKERS: dict[type, Callable[[JobState, Worker, Any], None]] = {
 ALARMS: dict[Alarm, Callable[[JobState, Any], None]] = {
     Alarm.AGENT: liveness.agent_due,
     Alarm.ASKED: lambda job, about: None,  # after each event the next worker to ask is chosen
-    Alarm.END: lambda job, about: job.saving.end_with("no checkpoint was completed in time"),
+    Alarm.END: lambda job, about: job.saving.end_due(),
     Alarm.FAILED: workers.failed_due,
     Alarm.GONE: liveness.gone_due,
     Alarm.GRACE: liveness.grace_due,
@@ -204,8 +204,9 @@ class Coordinator:
             job.env.report("warning", Why(Cause.JOURNAL, f"{text}; the workers have the missing part"))
             job.agreement.hear_of(job.agreement.newest.generation + len(self._aside))  # each may have been a plan
         if self._restored:
-            job.membership.begin_grace()
+            job.membership.grace.begin()
             liveness.expect_agents(job)
+            job.saving.stop_again()
 
     def _decide(self) -> None:
         """Run the decisions. They depend on the parts' knowledge: if that is unchanged, so are they."""

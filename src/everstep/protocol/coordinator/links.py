@@ -55,6 +55,9 @@ class Probes:
     def ask(self, number: int, agent_id: str, until_ns: int) -> None:
         self.asked[number], self.until_ns = agent_id, until_ns
 
+    def pardon(self, gap_ns: int) -> None:
+        self.until_ns += gap_ns
+
     def heard(self, agent_id: str, host: str, message: HostsProbed) -> bool:
         """Take in an answer; returns whether it was asked for."""
         if self.asked.get(message.number) != agent_id:
@@ -101,6 +104,11 @@ class Links:
     def forget_accusations(self) -> None:
         self._accusations, self._reasons = {}, []
         self._probes = Probes()
+
+    def pardon(self, gap_ns: int) -> None:
+        """The coordinator was away for this long: what explains the accusations may be yet to be read."""
+        self._closes_ns += gap_ns
+        self._probes.pardon(gap_ns)
 
     # ---- probes
 

@@ -55,7 +55,7 @@ def agent_hello(job: JobState, connection: str, hello: m.AgentHello) -> None:
         job.env.close(agent.connection, "replaced by a newer connection of the same agent")
     anew = bool(agent.process) and agent.process != hello.process
     if not agent.process:
-        job.membership.go_on_coming()
+        job.membership.grace.go_on()
     job.agents.greet(agent, connection, hello)
     job.env.introduce(connection, agent_id=hello.agent_id)
     hosts.came(job, agent)
@@ -302,7 +302,7 @@ def agent_due(job: JobState, agent_id: str) -> None:
     if agent is None or job.progress.ended is not None:
         return
     if job.membership.in_grace:
-        job.env.alarms.set(Alarm.AGENT, job.membership.grace_until_ns, agent_id)
+        job.env.alarms.set(Alarm.AGENT, job.membership.grace.until_ns, agent_id)
         return
     job.agents.whereabouts.look(agent_id)
     suspicion = agent.detector.suspicion(now)
@@ -405,7 +405,7 @@ def gone_due(job: JobState, worker_id: int) -> None:
     if worker is None or worker.gone_ns is None or job.progress.ended is not None:
         return
     if job.membership.in_grace:
-        job.env.alarms.set(Alarm.GONE, job.membership.grace_until_ns, worker_id)
+        job.env.alarms.set(Alarm.GONE, job.membership.grace.until_ns, worker_id)
         return
     gone = job.env.now - worker.gone_ns
     agent = job.agents.of(worker)
@@ -444,20 +444,20 @@ def _awaited(job: JobState, worker: Worker) -> bool:
 def grace_due(job: JobState, about: Any) -> None:
     """The grace period after the coordinator's restart is over."""
     membership, now = job.membership, job.env.now
-    if not membership.grace_until_ns or job.progress.ended is not None:
+    if not membership.grace.until_ns or job.progress.ended is not None:
         return
     if membership.in_grace:  # it was prolonged meanwhile
-        job.env.alarms.set(Alarm.GRACE, membership.grace_until_ns)
+        job.env.alarms.set(Alarm.GRACE, membership.grace.until_ns)
         return
     absent = sorted((w for w in membership.to_come() if w.member is not None), key=lambda w: w.key)
     for worker in [w for w in absent if _disowned(job, w)]:
         absent.remove(worker)
         why = Why(Cause.EXITED, f"it did not come back after the coordinator's restart, and {_DISOWNED}")
         evict(job, worker, why, kill=True)
-    if membership.waited_ns() < job.env.config.quorum_wait_ns and _hold_all_state(job, absent):
-        membership.begin_grace()
+    if membership.grace.waited_ns() < job.env.config.quorum_wait_ns and _hold_all_state(job, absent):
+        membership.grace.begin()
         return
-    membership.end_grace()
+    membership.grace.end()
     for worker in absent:
         agent = job.agents.of(worker)
         if agent is not None and worker.key in agent.lives:
@@ -481,10 +481,12 @@ def expect_agents(job: JobState) -> None:
 
 
 def pardon(job: JobState, gap_ns: int) -> None:
-    """The coordinator itself was away for `gap_ns`: silence in that time does not count."""
+    """The coordinator itself was away for `gap_ns`: silence in that time does not count, nor does it for a moment
+    longer where it waits for something that was said meanwhile, which it has yet to read."""
     if gap_ns >= (job.env.config.hang_limit_ns or HANG_FLOOR_NS) // 4:
         job.env.distrust(STALE_NS)
-    job.agreement.claims.pardon(gap_ns)
+    for waiting in (job.agreement.claims, job.membership.grace, job.quorum, job.saving, job.links):
+        waiting.pardon(gap_ns + STALE_NS)
     for agent in job.agents.known.values():
         agent.pardon(gap_ns, job.env.now)
     for worker in job.membership.workers.values():

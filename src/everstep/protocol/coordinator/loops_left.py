@@ -27,11 +27,17 @@ class Leaving:
         self._env, self._agreement, self._end, self._ending = env, agreement, end, ending
         self._left: dict[WorkerKey, int] = {}
         self._on: dict[WorkerKey, tuple[int, int]] = {}
+        self._due_ns = 0
 
     def left(self, key: WorkerKey, step: int) -> None:
         """A member has left its loop after this step."""
         self._left[key] = step
-        self._env.alarms.set(Alarm.LEFT, self._env.now + FOLLOW_NS)
+        self._give_time(self._env.now + FOLLOW_NS)
+
+    def _give_time(self, until_ns: int) -> None:
+        """Ring when all have had the time to follow."""
+        self._due_ns = until_ns
+        self._env.alarms.set(Alarm.LEFT, until_ns)
 
     def entered(self, key: WorkerKey, generation: int, step: int, loop: str) -> None:
         """A member has settled at this step, and reports what its loop does."""
@@ -43,17 +49,24 @@ class Leaving:
         self._look()
 
     def due(self) -> None:
-        """The other members have had time to follow."""
+        """The other members may have had time to follow."""
         left, others = self._members()
         if not left or not others or self._ending():
             return
-        self._env.alarms.set(Alarm.LEFT, self._env.now + FOLLOW_NS)
+        if self._env.now < self._due_ns:
+            self._give_time(self._due_ns)
+            return
+        self._give_time(self._env.now + FOLLOW_NS)
         agreement = self._agreement
         if not agreement.broken and len(agreement.entered) == len(agreement.plan.members):
             step = max(self._left[key] for key in left)
             agreement.break_off(
                 Why(Cause.LEFT, f"{_named(left)} left the loop after step {step}: the others are asked")
             )
+
+    def pardon(self, gap_ns: int) -> None:
+        """The coordinator was away for this long."""
+        self._due_ns += gap_ns
 
     def _members(self) -> tuple[list[WorkerKey], list[WorkerKey]]:
         """Members of the present plan that have left their loops, and the others."""

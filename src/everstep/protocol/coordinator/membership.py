@@ -120,25 +120,61 @@ class Worker:
         self.seen_ns += gap_ns if self.seen_ns else 0
 
 
+class Grace:
+    """Time in which the workers of a journal may come back. until_ns: its end, 0 if there is none."""
+
+    def __init__(self, env: Environment) -> None:
+        self.until_ns = 0
+        self._env = env
+        self._since_ns = 0
+        self._absent_since_ns: int | None = None  # it goes on: all who hold the state have yet to come back
+
+    def begin(self) -> None:
+        self._since_ns = self._env.now
+        self.until_ns = self._env.now + self._env.config.hosts.grace_ns
+        self._env.alarms.set(Alarm.GRACE, self.until_ns)
+
+    def go_on(self) -> None:
+        """Another worker has come back: thousands cannot do so at once, so the others get the same time again, up to
+        `GRACE_MOST` grace periods in total."""
+        if self._env.now < self.until_ns:
+            grace_ns = self._env.config.hosts.grace_ns
+            self.until_ns = max(self.until_ns, min(self._env.now + grace_ns, self._since_ns + GRACE_MOST * grace_ns))
+
+    def waited_ns(self) -> int:
+        """Time by which grace has been prolonged; the first call starts the count."""
+        if self._absent_since_ns is None:
+            self._absent_since_ns = self._env.now
+        return self._env.now - self._absent_since_ns
+
+    def pardon(self, gap_ns: int) -> None:
+        """The coordinator was away for this long: nobody could come back."""
+        if self.until_ns:
+            self.until_ns, self._since_ns = self.until_ns + gap_ns, self._since_ns + gap_ns
+        if self._absent_since_ns is not None:
+            self._absent_since_ns += gap_ns
+
+    def end(self) -> None:
+        self._env.change()
+        self.until_ns, self._absent_since_ns = 0, None
+
+
 class Membership:
-    """The newest lives; fences, so that messages of older lives have no effect; and the grace period of a journal's
-    workers.
+    """The newest lives; and fences, so that messages of older lives have no effect.
 
     workers: the newest life of each slot that has one, by worker id. came: the slots that have said hello to this
     life of the coordinator, living or not. likeness: the numerics and code that all of them must share.
     """
 
     def __init__(self, env: Environment) -> None:
-        self.grace_until_ns = 0
+        self.grace = Grace(env)
         self.workers: dict[int, Worker] = {}
         self._env = env
         self._fenced: dict[int, int] = {}  # worker id -> newest incarnation that is over
         self._fenced_for: dict[int, Cause] = {}
         self.came: set[int] = set()
         self._to_come: dict[int, Worker] = {}  # at least all who live and have not said hello
-        self._grace_since_ns = 0
         self.likeness = Likeness(env)
-        self._absent_since_ns: int | None = None  # grace goes on: all who hold the state have yet to come back
 
     def alive(self, key: WorkerKey) -> Worker | None:
         """The worker of this life, if the life is its slot's present one and not known to be dead."""
@@ -171,7 +207,7 @@ class Membership:
         if awaited:
             self._env.change()
         if not worker.greeted:
-            self.go_on_coming()
+            self.grace.go_on()
             self._to_come.pop(worker.key.worker_id, None)
         self.came.add(worker.key.worker_id)
         worker.greet(connection, hello)
@@ -221,35 +257,11 @@ class Membership:
 
     @property
     def in_grace(self) -> bool:
-        return self._env.now < self.grace_until_ns
-
-    def begin_grace(self) -> None:
-        """The workers of the journal get some time to come back."""
-        self._grace_since_ns = self._env.now
-        self.grace_until_ns = self._env.now + self._env.config.hosts.grace_ns
-        self._env.alarms.set(Alarm.GRACE, self.grace_until_ns)
-
-    def go_on_coming(self) -> None:
-        """Another worker has come back: thousands cannot do so at once, so the others get the same time again, up to
-        `GRACE_MOST` grace periods in total."""
-        if self.in_grace:
-            grace_ns = self._env.config.hosts.grace_ns
-            latest_ns = self._grace_since_ns + GRACE_MOST * grace_ns
-            self.grace_until_ns = max(self.grace_until_ns, min(self._env.now + grace_ns, latest_ns))
+        return self._env.now < self.grace.until_ns
 
     def to_come(self) -> Iterator[Worker]:
         """Workers that presumably live, and have not said hello to this life of the coordinator."""
         return (w for w in self._to_come.values() if not w.greeted and self.workers.get(w.key.worker_id) is w)
-
-    def waited_ns(self) -> int:
-        """Time by which grace has been prolonged; the first call starts the count."""
-        if self._absent_since_ns is None:
-            self._absent_since_ns = self._env.now
-        return self._env.now - self._absent_since_ns
-
-    def end_grace(self) -> None:
-        self._env.change()
-        self.grace_until_ns, self._absent_since_ns = 0, None
 
 
 HEARTBEAT_LEAST_NS = SECOND_NS // 5

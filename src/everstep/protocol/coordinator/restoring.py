@@ -1,9 +1,9 @@
 """How a journal restores a coordinator's parts. Pure.
 
 Entries are JSON-able dicts with a `kind`: lanes, target, plan, entered, evict, ticket, slot_lost, cell, grants,
-drained, struck, strike_asked, ended. Entries of an unknown kind are skipped, so that an older program can read the
-common part of a newer journal. Entries that make no sense are skipped, and the rest counts: the workers supply the
-missing facts, since their hellos name their plan.
+drained, struck, strike_asked, stop, term, ended. Entries of an unknown kind are skipped, so that an older program can
+read the common part of a newer journal. Entries that make no sense are skipped, and the rest counts: the workers supply
+the missing facts, since their hellos name their plan.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from everstep.base.plan import Plan, WorkerKey
 from everstep.base.strikes import Strike
 from everstep.protocol.coordinator.adopting import SENSELESS, check_plan
 from everstep.protocol.coordinator.agreement import NO_PLAN
+from everstep.protocol.coordinator.asked_checkpoints import Stop
 from everstep.protocol.coordinator.grants import Grant
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.types import CoordinatorConfig
@@ -93,6 +94,16 @@ class _StruckBefore(_Entry, frozen=True, kw_only=True, tag="struck"):
 
 class _StrikeAsked(_Entry, frozen=True, kw_only=True, tag="strike_asked"):
     strike: Strike
+
+
+class _Stop(_Entry, frozen=True, kw_only=True, tag="stop"):
+    reason: str
+    exit_code: _Code
+    grace_ns: _Count
+
+
+class _Term(_Entry, frozen=True, kw_only=True, tag="term"):
+    """The job was taken over by hand."""
 
 
 class _Ended(_Entry, frozen=True, kw_only=True, tag="ended"):
@@ -193,6 +204,16 @@ def _take(job: JobState, entry: _Entry | None) -> None:
             job.struck.replay(entry.index)
         case _StrikeAsked():
             job.struck.replay_asked(entry.strike)
+        case _Stop() | _Term() | _Ended():
+            _take_end(job, entry)
+
+
+def _take_end(job: JobState, entry: _Stop | _Term | _Ended) -> None:
+    match entry:
+        case _Stop():
+            job.saving.replay_stop(Stop(Why(entry.because, entry.reason), entry.exit_code, entry.grace_ns))
+        case _Term():  # who takes a job over wants it to go on
+            job.saving.replay_stop(None)
         case _Ended():
             job.progress.replay_ended(entry.told)
 

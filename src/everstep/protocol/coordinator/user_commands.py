@@ -14,18 +14,20 @@ from everstep.base.plan import SEGMENTS, Plan
 from everstep.base.strikes import Strike
 from everstep.protocol.coordinator import fault_orders, hosts
 from everstep.protocol.coordinator.agreement import NO_PLAN
+from everstep.protocol.coordinator.asked_checkpoints import Stop
 from everstep.protocol.coordinator.environment import listed
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.coordinator.workers import processes
 from everstep.protocol.messages import Command, CommandReply, InjectFault, JobHello
-from everstep.protocol.roles import COMMANDS, READ, command_refusal
+from everstep.protocol.roles import COMMANDS, JOB, READ, command_refusal
 
 INTERRUPTED = 130
 TERMINATED = 143
 _MOST_FAULT = 500
 _MOST_NAME = 40
 _MOST_HOST = 200
+_MOST_GRACE_S = 1_000_000
 MOST_ASKED = 16
 """Most unanswered requests of the job's process."""
 
@@ -45,13 +47,15 @@ def command(job: JobState, connection: str, message: Command) -> None:
     first = job.env.said if name == "chaos" else None  # a coordinator that is struck has answered before
     if refused:
         error, result = refused, {}
-    elif name not in _ACTS and name != "checkpoint":
-        error, result = f"unknown command '{name}': expected one of {', '.join(sorted({*_ACTS, 'checkpoint'}))}", {}
+    elif name not in _ACTS and name not in _APART:
+        error, result = f"unknown command '{name}': expected one of {', '.join(sorted({*_ACTS, *_APART}))}", {}
     elif ended is not None and name != "status":
         error, result = f"the job is over ({ended.state}): {name} has no effect", {}
     elif name == "checkpoint":
         job.saving.ask(connection, message)
         return
+    elif name == "stop":
+        error, result = _stop(job, message.args, lasting=role != JOB)
     else:
         error, result = _ACTS[name](job, message.args)
     reply = CommandReply(request=message.request, ok=not error, error=error, result=result)
@@ -73,13 +77,14 @@ def job_hello(job: JobState, connection: str, hello: JobHello) -> None:
             command(job, connection, asked)
 
 
-def _stop(job: JobState, args: _Args) -> _Reply:
+def _stop(job: JobState, args: _Args, *, lasting: bool) -> _Reply:
     code = TERMINATED if args.get("exit_code") == TERMINATED else INTERRUPTED
-    grace_s = args.get("grace_s")
-    grace_ns = int(grace_s * 1e9) if isinstance(grace_s, int | float) else 0
+    grace_s = args.get("grace_s", 0)
+    if not isinstance(grace_s, int | float) or not 0 <= grace_s < _MOST_GRACE_S:
+        return f"grace_s: expected seconds from 0 to {_MOST_GRACE_S}, got {str(grace_s)[:40]!r}", {}
     cause = Cause.read(args.get("cause") or Cause.REQUESTED)
     why = Why(cause, str(args.get("reason") or "stopped by request"))
-    job.saving.end_after_saving("interrupted", why, code, grace_ns)
+    job.saving.stop(Stop(why, code, int(grace_s * 1e9)), lasting=lasting)
     return "", {}
 
 
@@ -267,12 +272,12 @@ def _segments(plan: Plan, worker_id: int, stages: Collection[int]) -> list[int]:
     return [whole * SEGMENTS + sum(hi - lo for runs in held for lo, hi in runs), len(stages) * SEGMENTS]
 
 
+_APART = ("checkpoint", "stop")
 _ACTS: dict[str, Callable[[JobState, _Args], _Reply]] = {
     "status": lambda job, args: ("", status(job)),
     "hosts": lambda job, args: ("", {"hosts": hosts.listed_hosts(job)}),
     "scale": _scale,
     "drain": _drain,
     "chaos": _chaos,
-    "stop": _stop,
     "profile": lambda job, args: job.profiling.ask(args),
 }

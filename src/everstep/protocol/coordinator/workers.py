@@ -438,14 +438,22 @@ def failed_early(job: JobState, message: m.WorkerFailed) -> None:
 
 
 def saved(job: JobState, worker: Worker, message: m.Saved) -> None:
-    """A checkpoint has ended: one that was requested, or one before a worker leaves."""
-    if job.saving.staying and job.saving.ending is None and job.agreement.plan.save:
-        failed_due(job, 0)
+    """A checkpoint has ended: one that was requested, or the last one, before the job ends or a worker leaves. Who has
+    yet to settle in the plan that asks for the last one tells of a request before it."""
+    last = bool(job.agreement.plan.save) and worker.key.worker_id in job.agreement.entered
+    if last and job.saving.staying and job.saving.ending is None:
+        _let_go(job)
     else:
-        job.saving.saved(message)
+        job.saving.saved(message, last=last)
 
 
 def failed_due(job: JobState, about: Any) -> None:
+    """There may be no more time for a checkpoint before workers that have raised are dismissed."""
+    if not job.saving.waits():
+        _let_go(job)
+
+
+def _let_go(job: JobState) -> None:
     """There is a checkpoint, or no more time for one: dismiss workers that have raised."""
     for worker, why in job.saving.let_go():
         evict(job, worker, why, kill=False)

@@ -44,7 +44,8 @@ class LastSave:
 
     def lingered(self, operation: do.Linger, result: None) -> None:
         """The wait after the last checkpoint is over: the coordinator that asked for it may be gone, so the worker
-        may end the job."""
+        may end the job. If it goes on, its checkpoint is no longer the last."""
+        self._parts.out.withdraw(wire.Saved)
         asked = self._parts.saver.ending.asked
         if asked is not None and self._parts.application.ended is None:
             self.leave(asked)

@@ -79,6 +79,10 @@ class Outbox:
         """Forget the messages that were to be repeated."""
         self.standing = ()
 
+    def withdraw(self, kind: type[wire.AnyMessage]) -> None:
+        """Forget messages of this kind that were to be repeated."""
+        self.standing = tuple(m for m in self.standing if type(m) is not kind)
+
     def drain(self) -> list[do.Effect]:
         effects, self._effects = self._effects, []
         return effects

@@ -187,6 +187,8 @@ class Saver:
         members, and all have begun it."""
         if plan.cause.is_fault:
             self._schedule.failed()
+        if plan.save:  # from here on it is the last one of which the coordinator is told
+            self._answering = 0
         before = self._plan
         if before is None:
             return
@@ -247,14 +249,15 @@ class Saver:
         number = operation.step
         done = bool(where) and self._begun == number
         reason = "" if done else "it could not be completed" if number else "nothing was trained yet"
-        self._tell(number, done, where if done else "", reason)
+        self._tell(number, done, where if done else "", reason, last=True)
 
-    def _tell(self, number: int, ok: bool, where: str, reason: str) -> None:
+    def _tell(self, number: int, ok: bool, where: str, reason: str, *, last: bool = False) -> None:
+        """Tell the coordinator. It asks again for one that it has not heard of, but not for the last one."""
         me = self._machine.me
         told = wire.Saved(
             worker_id=me.worker_id, incarnation=me.incarnation, step=number, ok=ok, where=where, reason=reason
         )
-        self._out.send(told, lasting=False)
+        self._out.send(told, lasting=last)
 
     # ---- evaluations
 

@@ -99,7 +99,9 @@ class FileStore:
         term = max((one for one in terms if type(one) is int and 0 <= one <= MOST_TERM), default=0)
         if self._anew:
             term += 1
-            self._journal.append({"kind": "term", "term": term})
+            entry: JournalEntry = {"kind": "term", "term": term}
+            self._journal.append(entry)
+            self.entries = [*self.entries, entry]
         return term
 
     def append(self, entries: list[JournalEntry]) -> None:
