@@ -26,7 +26,7 @@ from everstep.cli.beside import ANY_PORT, metrics_beside
 from everstep.report.history import History
 from everstep.report.prometheus import Device, device_families, expose, families
 from everstep.runtime.link.address import METRICS_FILE
-from everstep.runtime.targets import TARGETS_FILE, TARGETS_TOKEN_FILE
+from everstep.runtime.targets import TARGETS_FILE, TARGETS_TOKEN_FILE, put_target
 
 RATE_INTERVAL = "1m"
 
@@ -78,8 +78,8 @@ def server(tmp_path: Path, run_dir: Path) -> Iterator[PrometheusServer]:
             server.close()
     assert not (run_dir / METRICS_FILE).exists()
     assert len(json.loads((run_dir.parent / TARGETS_FILE).read_text())) == 1, "until its job has ended in order"
-    with metrics_beside(run_dir, None):
-        assert json.loads((run_dir.parent / TARGETS_FILE).read_text()) == []
+    put_target(run_dir, None)
+    assert json.loads((run_dir.parent / TARGETS_FILE).read_text()) == []
 
 
 def test_every_metric_that_is_asked_for_exists(run_dir: Path) -> None:
