@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import linecache
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -128,12 +128,17 @@ def calls_in_file(frame: types.FrameType, method: str) -> int:
     return sum(isinstance(func, ast.Attribute) and func.attr == method for func in calls)
 
 
-def names_attribute(frame: types.FrameType, name: str) -> bool:
-    """Whether the file of this frame has an attribute of this name other than to call it."""
-    tree = SyntaxTrees().tree(frame.f_code.co_filename)
-    nodes = [] if tree is None else list(ast.walk(tree))
-    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-    return any(isinstance(node, ast.Attribute) and node.attr == name and id(node) not in called for node in nodes)
+def names_attribute(files: Iterable[str], name: str) -> bool:
+    """Whether one of these files has an attribute of this name other than to call it."""
+    for file in sorted(files):
+        if not any(f".{name}" in line for line in linecache.getlines(file)):
+            continue
+        tree = SyntaxTrees().tree(file)
+        nodes = [] if tree is None else list(ast.walk(tree))
+        called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+        if any(isinstance(node, ast.Attribute) and node.attr == name and id(node) not in called for node in nodes):
+            return True
+    return False
 
 
 def inside_of(top: ast.AST) -> list[ast.AST]:

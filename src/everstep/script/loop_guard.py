@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,19 @@ def refused(what: str) -> Misused:
     return Misused(f"{what} was {verb} in the loop: {_REMEDIES[what]}")
 
 
+_own_passes: list[bool] = []
+
+
+@contextlib.contextmanager
+def own_pass() -> Iterator[None]:
+    """A backward pass of Everstep's own: a mode of torch's, or a class of tensors, may call it from elsewhere."""
+    _own_passes.append(True)
+    try:
+        yield
+    finally:
+        _own_passes.pop()
+
+
 def no_gradient() -> Misused:
     """Error for a use of `.grad` where it holds nothing."""
     return Misused(
@@ -72,6 +85,10 @@ class OwnSteps:
         self.under_way = True
         try:
             self.scheduler.step()
+        except ValueError as error:
+            if "Tried to step" not in str(error):  # as OneCycleLR says that it is over
+                raise
+            raise Misused(f"the scheduler has ended before the job: {error}") from None
         finally:
             self.under_way = False
         self._counts = self._counted()
@@ -140,7 +157,7 @@ class LoopGuard:
         """Torch's function that runs a backward pass, for `Tensor.backward` and `torch.autograd`'s functions."""
 
         def guarded(roots: Any, gradients: Any, keeps: Any, creates: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
-            mine = sys._getframe(2).f_code.co_filename.startswith(_EVERSTEP)
+            mine = bool(_own_passes) or sys._getframe(2).f_code.co_filename.startswith(_EVERSTEP)
             within = torch._C._current_graph_task_id() != -1  # activation checkpointing of the old kind
             if more.get("accumulate_grad") and not mine and not within:
                 if not inputs:
@@ -160,7 +177,8 @@ class LoopGuard:
             return slot.__get__(parameter)
 
         def write(parameter: nn.Parameter, gradient: Any) -> None:
-            self._ask(parameter, sys._getframe(1).f_code)
+            if gradient is not None or slot.__get__(parameter) is not None:
+                self._ask(parameter, sys._getframe(1).f_code)
             slot.__set__(parameter, gradient)
 
         return property(read, write, slot.__delete__)

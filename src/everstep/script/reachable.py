@@ -141,6 +141,22 @@ def of_user(filename: str | None) -> bool:
     return not any(whole.startswith(f"{folder}/") for folder in _FOREIGN_FOLDERS)
 
 
+def files_behind(frame: types.FrameType) -> set[str]:
+    """Source files of the user's that the code of this frame can call by its module's names, its own included."""
+    found, left = {frame.f_code.co_filename}, [frame.f_globals]
+    while left:
+        for value in list(left.pop().values()):
+            name = value.__name__ if isinstance(value, types.ModuleType) else getattr(type(value), "__module__", None)
+            if isinstance(value, (type, types.FunctionType)):
+                name = value.__module__
+            module = sys.modules.get(name) if isinstance(name, str) else None
+            file = getattr(module, "__file__", None)
+            if module is not None and isinstance(file, str) and file not in found and of_user(file):
+                found.add(file)
+                left.append(vars(module))
+    return found
+
+
 def variables(frames: Iterable[types.FrameType]) -> Iterator[tuple[str, Any]]:
     """Names that the code of these frames sees, with their values: locals first, then globals."""
     frames = list(frames)

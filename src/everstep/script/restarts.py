@@ -54,7 +54,8 @@ _REMEDIES = {
     "generator": _DRAWS,
     "training": "give join everything else that the training depends on, as state={{...}}",
     "iterator": "let its items depend on step.number alone",
-    "given": "change the object itself by step.number, or train in two scripts",
+    "given": "change the object itself by step.number, or train in two scripts; if it is something else now, give that "
+    "another name",
     "leader": "do the same on all workers, and only print, log and save under it",
 }
 

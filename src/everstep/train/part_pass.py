@@ -26,6 +26,7 @@ from everstep.exact.seeding import UnitSeeder
 from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.trees import Bundle, bundle, faithful_clone, gradients, open_gradients
 from everstep.protocol.step_types import LaneSaid
+from everstep.script.loop_guard import own_pass
 from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
 from everstep.train.stage import StageSpec
 from everstep.train.task import where
@@ -102,7 +103,7 @@ class SplitCall(NamedTuple):
 
 def derive(mesh: ShardMesh | None, roots: Any, gradients: Any = None, **how: Any) -> None:
     """A lane's own backward pass. mesh: of a model that is cut; others: as of `torch.autograd.backward`."""
-    with nullcontext() if mesh is None else mesh.deriving():
+    with nullcontext() if mesh is None else mesh.deriving(), own_pass():
         torch.autograd.backward(roots, gradients, **how)
 
 

@@ -44,7 +44,7 @@ from everstep.protocol.driver.operations import (
 from everstep.script.batch_names import unset_behind
 from everstep.script.flow_sources import calls_in_file, names_attribute, prepares
 from everstep.script.loop_guard import LoopGuard
-from everstep.script.reachable import loop_frames
+from everstep.script.reachable import files_behind, loop_frames
 from everstep.script.watched_life import IN_REHEARSAL, TRIED
 from everstep.train.elastic import ElasticOrder
 from everstep.train.evaluation import Waves, evaluate
@@ -350,7 +350,7 @@ class Run:
                     session.loop.begin(not frames or prepares(frames[0]))
                     if frames:
                         several = calls_in_file(frames[0], "backward") > 1
-                        gradients = names_attribute(frames[0], "grad")
+                        gradients = names_attribute(files_behind(frames[0]), "grad")
                         session.view.stages.only.loop.expect(several=several, gradients=gradients)
                 ends = self._join()
                 if session.view.link.finished(session.view.step):

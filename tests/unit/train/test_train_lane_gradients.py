@@ -69,3 +69,14 @@ for step in everstep.join(model, optimizer, data, lanes=8, micro_batch=2, steps=
 def test_a_file_that_names_gradients_may_use_them_in_any_batch(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(SCRIPT)
     assert runpy.run_path(str(tmp_path / "loop.py"))["same"] == 4 * [True]
+
+
+def test_a_helper_in_another_file_may_use_them_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever computes a step for the first time in its life: files that the script can call are looked at, too."""
+    (tmp_path / "helper_of_gradients.py").write_text("def norm(model):\n    return model.weight.grad.norm().item()\n")
+    text = SCRIPT.replace("import torch, everstep", "import torch, everstep, helper_of_gradients as helper")
+    lines = [line for line in text.splitlines() if "grad" not in line or "helper" in line]
+    late = "            same += [helper.norm(model)] if (step.number, number) == (2, 3) else []"
+    (tmp_path / "train.py").write_text("\n".join([*lines, late]))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert runpy.run_path(str(tmp_path / "train.py"))["same"]
