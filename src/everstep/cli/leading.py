@@ -61,6 +61,7 @@ class LeadersWork:
     def begin(self) -> None:
         """Begin before the job's process runs."""
         if not self._begun.succession.guest:
+            put_target(self._begun.folder, None)  # of the life before
             self._watch()
         if not self._begun.succession.owner:
             self._tell()
@@ -126,7 +127,6 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
         if begun.succession.begins:
             bring_left(run_dir)
             _say_the_start(events, job)
-            put_target(run_dir, None)  # of the life before
         with contextlib.closing(work), contextlib.ExitStack() as pages:
             work.begin()
             page = pages.enter_context(dashboard_beside(run_dir, view.dashboard, view.public))

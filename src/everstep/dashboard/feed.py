@@ -5,6 +5,7 @@ Apart from the web server, so that a slow disk or a silent coordinator never hol
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -277,8 +278,10 @@ class Feeds:
             looks = {run: thread for run, thread in looks.items() if thread.is_alive()}
             for run in [run for run in self.runs.values() if run not in looks]:
                 args = run, self._look
-                looks[run] = threading.Thread(target=self._guarded, args=args, name="dashboard-look", daemon=True)
-                looks[run].start()
+                look = threading.Thread(target=self._guarded, args=args, name="dashboard-look", daemon=True)
+                with contextlib.suppress(RuntimeError):  # there are too many threads: later
+                    look.start()
+                    looks[run] = look
             self._stop.wait(_STATUS_S)
 
     def _look(self, run: RunFeed) -> bool:

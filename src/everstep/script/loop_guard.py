@@ -114,10 +114,10 @@ class LoopGuard:
         optimizer: Optimizer,
         updating: Callable[[], bool],
         schedule: OwnSteps,
-        use: Callable[[], None],
+        use: Callable[[bool], None],
     ) -> None:
         """updating: whether the optimizer is being stepped for the loop. use: told of each use of a trained parameter's
-        `.grad` by code that is neither Everstep's nor torch's."""
+        `.grad` by code that is neither Everstep's nor torch's, and whether None was set to None."""
         self._model = model
         self._optimizer = optimizer
         self._updating = updating
@@ -173,17 +173,17 @@ class LoopGuard:
         slot: Any = vars(torch._C.TensorBase)["grad"]
 
         def read(parameter: nn.Parameter) -> Any:
-            self._ask(parameter, sys._getframe(1).f_code)
+            self._ask(parameter, sys._getframe(1).f_code, False)
             return slot.__get__(parameter)
 
         def write(parameter: nn.Parameter, gradient: Any) -> None:
-            if gradient is not None or slot.__get__(parameter) is not None:
-                self._ask(parameter, sys._getframe(1).f_code)
+            none = gradient is None and slot.__get__(parameter) is None
+            self._ask(parameter, sys._getframe(1).f_code, none)
             slot.__set__(parameter, gradient)
 
         return property(read, write, slot.__delete__)
 
-    def _ask(self, parameter: nn.Parameter, code: types.CodeType) -> None:
+    def _ask(self, parameter: nn.Parameter, code: types.CodeType, none: bool) -> None:
         """An optimizer may do anything in its own step, and in hooks before it."""
         file = code.co_filename
         if file.startswith(_EVERSTEP) or id(parameter) not in self._trained or self._updating():
@@ -193,7 +193,7 @@ class LoopGuard:
         if file == clip_grad.__file__:
             raise refused("gradient clipping")
         if not file.startswith(_TORCH):
-            self._use()
+            self._use(none)
 
 
 def _refusing_if_enabled(scaling: Callable[..., Any]) -> Callable[..., Any]:

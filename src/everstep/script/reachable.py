@@ -7,6 +7,7 @@ of the user's but `state_dict()`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -142,18 +143,24 @@ def of_user(filename: str | None) -> bool:
 
 
 def files_behind(frame: types.FrameType) -> set[str]:
-    """Source files of the user's that the code of this frame can call by its module's names, its own included."""
-    found, left = {frame.f_code.co_filename}, [frame.f_globals]
+    """Source files of the user's that the code of this frame can call by its names, its own included."""
+    found, seen, left = {frame.f_code.co_filename}, set[str](), [frame.f_globals, frame.f_locals]
     while left:
         for value in list(left.pop().values()):
-            name = value.__name__ if isinstance(value, types.ModuleType) else getattr(type(value), "__module__", None)
-            if isinstance(value, (type, types.FunctionType)):
-                name = value.__module__
-            module = sys.modules.get(name) if isinstance(name, str) else None
-            file = getattr(module, "__file__", None)
-            if module is not None and isinstance(file, str) and file not in found and of_user(file):
-                found.add(file)
-                left.append(vars(module))
+            with contextlib.suppress(Exception):  # what is made when it is looked at, and cannot be
+                kind = type(value)
+                if issubclass(kind, types.ModuleType):
+                    name = object.__getattribute__(value, "__dict__")["__name__"]
+                else:
+                    name = value.__module__ if issubclass(kind, (type, types.FunctionType)) else kind.__module__
+                if name in seen:
+                    continue
+                seen.add(name)
+                names = object.__getattribute__(sys.modules[name], "__dict__")
+                file = names.get("__file__")
+                if of_user(file) or (file is None and "__path__" in names):  # a folder without a file of its own
+                    found |= set() if file is None else {file}
+                    left.append(names)
     return found
 
 

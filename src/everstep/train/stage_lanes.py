@@ -279,9 +279,12 @@ class LoopLane:
         themselves."""
         self._several, self._always_apart = several, gradients
 
-    def use_gradients(self) -> None:
-        """The loop uses `.grad` of a parameter. Raises: Misused if that holds something else than the gradient of the
-        present lane."""
+    def use_gradients(self, none: bool) -> None:
+        """The loop uses `.grad` of a parameter. none: it has set None to None. Raises: Misused if that holds something
+        else than the gradient of the present lane."""
+        if none:
+            self._always_apart |= self._totals is not None
+            return
         if self._totals is None:
             raise no_gradient()
         if self._pass.mesh is not None:

@@ -573,6 +573,8 @@ LONG_AGO = ((0.0, 1.0, 255), (700.0, 90_000.0, 255), (90_001.0, 90_002.0, 2), (9
         ([lived("a", *REFUSED), lived("b", WAITED), lived("c", (0.0, 2.0, 137), runs=True)], 703.0, None),
         ([lived("a", *LONG_AGO), lived("b", WAITED, runs=True)], 90_703.0, None),  # b leads since the first was lost
         ([lived("a", *LONG_AGO[:3]), lived("b", WAITED)], 90_003.0, None),
+        ([lived("a", *REFUSED), lived("b", (0.0, 702.0, 255))], 703.0, None),  # it has led, and may lead again
+        ([lived("a", *REFUSED), lived("b", (0.0, 102.0, 255))], 703.0, 2),
         ([LaunchedHost("a", True), LaunchedHost("b", True)], 703.0, None),
     ],
 )

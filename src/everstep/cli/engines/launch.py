@@ -106,7 +106,7 @@ class LaunchedHost:
 
     due_s: when its process is to begin, inf while it runs; -inf before its first life. began_s, ended_s: its last life.
     code: with which that has ended. left: with which it was left out. vain_since_s: when it was refused, or failed, for
-    the first time since it was well or could not be reached; inf if it was not.
+    the first time since it was well or could not be reached; inf if it was not. well_s: when it was well last.
     """
 
     name: str
@@ -117,6 +117,7 @@ class LaunchedHost:
     code: int | None = None
     left: int | None = None
     vain_since_s: float = inf
+    well_s: float = -inf
     _tries: int = 0
 
     @property
@@ -135,10 +136,12 @@ class LaunchedHost:
         well = now_s - self.began_s >= _HEALTHY_S
         if well:
             self._tries = 0
-        if (well and code != NO_HEAD) or code not in (*_IN_VAIN, HANDED_OVER):
-            self.vain_since_s = inf
-        if code in (*_IN_VAIN, HANDED_OVER):
+        if well and code != NO_HEAD:
+            self.well_s, self.vain_since_s = now_s, inf
+        if code in _IN_VAIN:
             self.vain_since_s = min(self.vain_since_s, now_s)
+        else:
+            self.vain_since_s = now_s if code == HANDED_OVER else inf
         self.code, self.ended_s = code, now_s
         if code == 0 or (self.alike and code == HANDED_OVER):
             self.left, self.due_s = code, inf
@@ -153,10 +156,11 @@ class LaunchedHost:
         return f"{self.name} {how}: again in {delay_s:g} s"
 
     def leads_not(self, since_s: float, now_s: float, patience_s: float) -> bool:
-        """Whether it neither leads the job nor follows a host that does: it does not run, or its life before this one
-        has waited in vain for one since then, and this one is no longer than such a life."""
-        waits = self.code == NO_HEAD and self.ended_s >= since_s and now_s - self.began_s <= patience_s
-        return waits or not self.runs
+        """Whether it neither leads the job nor follows a host that does: its life before this one has waited in vain
+        for one since then, and this one is no longer than such a life; or it does not run, and was not well lately."""
+        if self.runs:
+            return self.code == NO_HEAD and self.ended_s >= since_s and now_s - self.began_s <= patience_s
+        return self.left is not None or now_s - self.well_s >= patience_s
 
 
 def completed(hosts: Iterable[LaunchedHost]) -> bool:
