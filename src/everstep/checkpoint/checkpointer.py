@@ -303,7 +303,6 @@ class Checkpointer:
 
         Raises: ConfigError for a checkpoint of another model, or (unless checkpoint.allow_mismatch) of other
         settings. PartsAway if it, or parts of it, are on hosts that are not there, and no newer one is found.
-        StoreError if none can be read now though one is expected.
         """
         found: list[int] = []
         before: int | None = None if limit is None else limit + 1
@@ -326,7 +325,7 @@ class Checkpointer:
                 found.append(step)
                 before = step
         except StoreError as error:  # what cannot be read is not there; a start from nothing says so
-            if (isinstance(error, PartsAway) or expected) and not found:
+            if isinstance(error, PartsAway) and not found:
                 raise
         if expected and not found and (limit is None or expected <= limit):
             self._seek(expected)

@@ -369,8 +369,7 @@ class Restorer:
     def restorable(self, limit: int | None) -> tuple[int, ...]:
         """The newest steps, up to the limit if there is one, that can be read from disk here.
 
-        Raises: ConfigError if the checkpoints are of another job, on hosts that do not come, or cannot be read though
-        the job goes on from one.
+        Raises: ConfigError if the checkpoints are of another job, or on hosts that do not come.
         """
         if self._checkpointer is None:
             return ()
@@ -378,23 +377,23 @@ class Restorer:
         return tuple(s for s in found if s not in self._refused)
 
     def _await_hosts(self, checkpointer: Checkpointer, limit: int | None) -> tuple[int, ...]:
-        """Steps that can be read; if some are on hosts that are not there, or none can be read now, wait."""
+        """Steps that can be read; if some are on hosts that are not there, wait for these."""
         view, began_s, said_s = self._view, time.monotonic(), -inf
         wait_s, expected = view.config.quorum_wait_s, int(view.link.job.get("resumes_at", 0))
         while True:
             try:
                 return checkpointer.restorable(verify=False, most=_STATED, limit=limit, expected=expected)
-            except StoreError as error:
-                now_s, away = time.monotonic(), isinstance(error, PartsAway)
+            except PartsAway as away:
+                now_s = time.monotonic()
                 if now_s - began_s > wait_s:
-                    text = f", which has not joined for {wait_s:g} s: start an agent there, in its own directory"
-                    tried = f": tried for {wait_s:g} s, since the job goes on from step {expected}"
-                    raise ConfigError(f"{error}{text if away else tried}") from None
-                if now_s - said_s > _SAY_EVERY_S and (view.is_main or not away):
+                    raise ConfigError(
+                        f"{away}, which has not joined for {wait_s:g} s: start an agent there, in its own directory"
+                    ) from None
+                if now_s - said_s > _SAY_EVERY_S and view.is_main:
                     said_s = now_s
-                    reason = f"{error}: {'waiting for it to join' if away else 'trying again'}"
+                    reason = f"{away}: waiting for it to join"
                     generation = view.driver.machine.generation
-                    view.publisher.emit("waiting", cause=error.cause, reason=reason, generation=generation)
+                    view.publisher.emit("waiting", cause=away.cause, reason=reason, generation=generation)
             view.tick()
             time.sleep(_LOOK_S)
 

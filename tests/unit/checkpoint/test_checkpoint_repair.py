@@ -159,21 +159,3 @@ def test_a_file_that_cannot_be_written_is_read_all_the_same(tmp_path: Path, monk
     assert told[0][1]["reason"].endswith("; the file stays as it is: cannot mend: No space left on device")
     assert [problem.step for problem in verify_store(DirectoryStore(tmp_path))] == [2]
     mine.close()
-
-
-def test_where_nothing_can_be_read_a_job_that_goes_on_from_a_checkpoint_does_not_begin_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, make_state(1), 1)
-    mine = checkpointer(tmp_path, make_state(9), [])
-
-    def fails(*args: Any) -> None:
-        raise StoreError("cannot list: Input/output error")
-
-    with monkeypatch.context() as failing:
-        failing.setattr(DirectoryStore, "list", fails)
-        assert mine.restorable() == ()
-        with pytest.raises(StoreError, match="Input/output error"):
-            mine.restorable(expected=1)
-    assert mine.restorable(expected=1) == (1,)
-    mine.close()

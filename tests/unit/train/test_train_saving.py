@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, ConfigError, StoreError
+from everstep.base.errors import CheckpointCorrupt, CollectiveAborted
 from everstep.protocol.driver import operations as do
 from everstep.train.executor import Unusable
 from everstep.train.saving import LastCheckpoint, Restorer
@@ -74,36 +74,3 @@ def test_a_checkpoint_that_could_not_be_read_is_stated_no_more() -> None:
     with pytest.raises(Unusable):
         restorer.restore(4, ())
     assert restorer.restorable(None) == (3,)
-
-
-@pytest.mark.parametrize("errors", [3, 1000])
-def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_waited_for(
-    errors: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The job goes on from it: from step 0 it would be another one."""
-    said: list[Any] = []
-    tried = iter(range(errors))
-
-    def restorable(**more: Any) -> tuple[int, ...]:
-        if next(tried, None) is None:
-            return (4,)
-        raise StoreError("cannot list x/checkpoints: Input/output error")
-
-    clock = iter(range(10_000))
-    monkeypatch.setattr("everstep.train.saving.time", SimpleNamespace(monotonic=clock.__next__, sleep=lambda s: None))
-    view: Any = SimpleNamespace(
-        config=SimpleNamespace(quorum_wait_s=60.0),
-        link=SimpleNamespace(job={"resumes_at": 4}),
-        driver=SimpleNamespace(machine=SimpleNamespace(generation=1)),
-        publisher=SimpleNamespace(emit=lambda kind, **fields: said.append((kind, fields["reason"]))),
-        is_main=False,
-        tick=lambda: None,
-    )
-    checkpointer: Any = SimpleNamespace(restorable=restorable)
-    restorer = Restorer(view, checkpointer)
-    if errors < 1000:
-        assert restorer.restorable(None) == (4,)
-    else:
-        with pytest.raises(ConfigError, match=r"Input/output error: tried for 60 s, since the job goes on from step 4"):
-            restorer.restorable(None)
-    assert said[0] == ("waiting", "cannot list x/checkpoints: Input/output error: trying again")
