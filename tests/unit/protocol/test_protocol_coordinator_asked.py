@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf, nan
 from typing import Any
 
@@ -303,3 +304,39 @@ def test_nothing_of_it_is_left_once_the_job_has_ended() -> None:
     world = before.restart()
     world.wait(S)
     assert world.coordinator.job.saving.ending is None and "job_failed" not in world.kinds()
+
+
+def stopping() -> World:
+    world = running(2, save_ns=5 * S)
+    world.command("stop", grace_s=5.0)
+    return world
+
+
+def lacking_workers() -> World:
+    world = World(workers=2, min_workers=2, quorum_wait_ns=15 * S)
+    world.agent(0)
+    world.hello(0)
+    return world
+
+
+def restarted() -> World:
+    before = running(2, elsewhere=(1,))
+    world = before.restart()
+    world.agent(0)
+    world.hello(0, plan=before.plan, step=4)
+    return world
+
+
+@pytest.mark.parametrize(
+    ("make", "end"), [(stopping, "job_failed"), (lacking_workers, "job_failed"), (restarted, "worker_evicted")]
+)
+def test_a_coordinator_that_is_late_at_each_event_comes_to_the_end_of_what_it_waits_for(
+    make: Callable[[], World], end: str
+) -> None:
+    world = make()
+    for _ in range(2000):
+        world.now = (world.coordinator.job.env.alarms.next_ns or world.now) + 6 * S // 10
+        world.beat()
+        if end in world.kinds():
+            return
+    raise AssertionError(world.kinds())

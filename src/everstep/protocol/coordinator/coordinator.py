@@ -185,14 +185,15 @@ class Coordinator:
 
     def _advance_clock(self, now_ns: int) -> None:
         env = self.job.env
-        deadline = env.alarms.next_ns
+        before, deadline = env.now, env.alarms.next_ns
         env.advance(now_ns)
         if not self._begun:
             self._begun = True
             self._begin()
         elif deadline is not None and env.now - deadline > LATE_NS:
             # It was this process that was away (stopped, starved): the silence is its own.
-            liveness.pardon(self.job, env.now - deadline)
+            since = max(deadline, before)
+            liveness.pardon(self.job, env.now - since, since - before)
 
     def _begin(self) -> None:
         job = self.job

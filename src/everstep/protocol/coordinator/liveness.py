@@ -480,13 +480,15 @@ def expect_agents(job: JobState) -> None:
             job.agents.watch(worker.agent_id, worker.host).restore(worker.key)
 
 
-def pardon(job: JobState, gap_ns: int) -> None:
-    """The coordinator itself was away for `gap_ns`: silence in that time does not count, nor does it for a moment
-    longer where it waits for something that was said meanwhile, which it has yet to read."""
+def pardon(job: JobState, gap_ns: int, awake_ns: int) -> None:
+    """The coordinator itself was away for `gap_ns`, after `awake_ns`: silence in that time does not count, nor does it
+    for a moment longer where it waits for something that was said meanwhile, which it has yet to read. The moment is
+    shorter than the time awake: waits come to their ends also if the coordinator is late each time."""
     if gap_ns >= (job.env.config.hang_limit_ns or HANG_FLOOR_NS) // 4:
         job.env.distrust(STALE_NS)
+    reading_ns = min(STALE_NS, awake_ns // 2)
     for waiting in (job.agreement.claims, job.membership.grace, job.quorum, job.saving, job.links):
-        waiting.pardon(gap_ns + STALE_NS)
+        waiting.pardon(gap_ns + reading_ns)
     for agent in job.agents.known.values():
         agent.pardon(gap_ns, job.env.now)
     for worker in job.membership.workers.values():
