@@ -338,6 +338,25 @@ def test_of_a_divided_state_one_that_not_all_may_have_begun_is_given_up(at: Key,
     assert one.out.drain() == [AbandonSave(why=Why(Cause.REGROUPED, reason), plan=plan)] * given_up
 
 
+@pytest.mark.parametrize(("me", "save"), [(0, ""), (1, ""), (0, "a stop")])
+def test_what_was_asked_for_and_given_up_like_that_follows_the_next_step(me: int, save: str) -> None:
+    """The pool of another stage may have moved its segments, of which the job's leader knows nothing: who asked hears
+    of the checkpoint that is taken. Before the end the plan itself has one taken."""
+    one = Alone(SavingRules(SELDOM, on=True), me)
+    one.machine.plan = replace(plan_of(0, 1), shards=(Shard(0, 0, segments=((0, 128),)),))
+    one.saver.request(WHY)
+    one.saver.due(6)
+    one.update(6, "disk")
+    one.saver.regroup(plan_of(0, 1, generation=2, save=save))
+    one.saver.ended(SaveEnded(6, False, "not all may have begun it"))
+    assert not told(one.out.drain())
+    again = me == 0 and not save
+    assert one.saver.due(7).tiers == ("disk",) * again
+    one.update(7, *("disk",) * again)
+    one.saver.ended(SaveEnded(7, True, "", "there"))
+    assert [(said.step, said.ok) for said in told(one.out.drain())] == [(7, True)] * again
+
+
 def test_a_restarted_writer_is_another_one() -> None:
     one = Alone(SavingRules(EACH, on=True))
     one.update(6, "disk")

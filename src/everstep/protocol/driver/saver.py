@@ -81,7 +81,7 @@ class Saver:
         self._schedule = SaveSchedule(config.rule, config.memory_every)
         self._said = (0, Due())
         self._answering = 0
-        self._incomplete: tuple[int, int] | None = None
+        self._incomplete: tuple[int, int, Why | None] | None = None  # step, since when, why if it was due after a step
         self._plan: Plan | None = None
         self._begun, self._begun_at = 0, Key(0, 0)
         self._best: float | None = None
@@ -138,7 +138,7 @@ class Saver:
 
     def _give_up_slow(self, number: int) -> bool:
         """Whether the earlier checkpoint is no longer waited for."""
-        step, since_ns = self._incomplete or (0, 0)
+        step, since_ns, _ = self._incomplete or (0, 0, None)
         waited_s = (self._out.times.now_ns - since_ns) / 1e9
         if waited_s > GIVE_UP_S:
             self._give_up(Why(Cause.SLOW, f"it took longer than {GIVE_UP_S:.0f} s"))
@@ -160,7 +160,7 @@ class Saver:
             return
         due = Due(tiers, outcome.save[1], outcome.save_cause)
         if whole:
-            self._out.put(self._begin(Key(outcome.step, 0), due, records))
+            self._out.put(self._begin(Key(outcome.step, 0), due, records, Why(due.cause, due.reason)))
         elif self._is_main:
             self._schedule.request(Why(due.cause, due.reason))
 
@@ -175,9 +175,9 @@ class Saver:
         save = self._begin(self._machine.position, Due(tiers, why.reason, why.cause), records)
         return msgspec.structs.replace(save, boundary=True, past=past, metrics=metrics or {})
 
-    def _begin(self, at: Key, due: Due, records: Mapping[int, Record]) -> Save:
+    def _begin(self, at: Key, due: Due, records: Mapping[int, Record], why: Why | None = None) -> Save:
         self._plan, self._begun, self._begun_at = self._machine.current_plan(), at.step, at
-        self._incomplete = (at.step, self._out.times.now_ns)
+        self._incomplete = (at.step, self._out.times.now_ns, why)
         return Save(self._plan, at.step, due, records)
 
     # ---- giving one up
@@ -198,7 +198,15 @@ class Saver:
         elif plan.leader(0) != before.leader(0):
             self._give_up(Why(Cause.REGROUPED, "the leader changed"), plan)
         elif before.shards and self._begun_at == self._machine.position:  # a member may not have got its share
+            self._ask_again(plan)
             self._give_up(Why(Cause.REGROUPED, "not all may have begun it"), plan)
+
+    def _ask_again(self, plan: Plan) -> None:
+        """What was due after a step, and is given up, follows a later one; who asked for it hears of that one."""
+        step, _, why = self._incomplete or (0, 0, None)
+        if why is not None and self._is_main and not plan.save:
+            self._schedule.request(why)
+            self._answering = 0 if self._answering == step else self._answering
 
     def entered(self, positions: Mapping[int, Key]) -> None:
         """All have settled. positions: where each had been. A member that was behind a checkpoint's step reached it
