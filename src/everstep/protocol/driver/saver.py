@@ -198,15 +198,11 @@ class Saver:
         elif plan.leader(0) != before.leader(0):
             self._give_up(Why(Cause.REGROUPED, "the leader changed"), plan)
         elif before.shards and self._begun_at == self._machine.position:  # a member may not have got its share
-            self._ask_again(plan)
+            step, _, why = self._incomplete or (0, 0, None)
+            if why is not None and self._is_main and not plan.save:  # who asked hears of the one that follows
+                self._schedule.request(why)
+                self._answering = 0 if self._answering == step else self._answering
             self._give_up(Why(Cause.REGROUPED, "not all may have begun it"), plan)
-
-    def _ask_again(self, plan: Plan) -> None:
-        """What was due after a step, and is given up, follows a later one; who asked for it hears of that one."""
-        step, _, why = self._incomplete or (0, 0, None)
-        if why is not None and self._is_main and not plan.save:
-            self._schedule.request(why)
-            self._answering = 0 if self._answering == step else self._answering
 
     def entered(self, positions: Mapping[int, Key]) -> None:
         """All have settled. positions: where each had been. A member that was behind a checkpoint's step reached it
