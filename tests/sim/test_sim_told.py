@@ -112,6 +112,8 @@ def the_end_is_told_as_it_was(one: Simulation, facts: Facts) -> None:
         assert facts.condition.state == "completed" or not facts.counts.get("job_completed")
         assert f"all {one.checks.exact.ended_at} steps are done" in said.text
         assert facts.course.step == one.checks.exact.ended_at
+    elif fate.stopped and facts.condition.ended_ns is None:  # and of no other one
+        assert any(fault.kind == "coordinator_mid_effects" for fault in one.setup.faults), said
     elif fate.stopped:
         assert said.level == "warning" and said.text.startswith("Stopped after step "), said
     else:

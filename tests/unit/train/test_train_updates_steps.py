@@ -54,6 +54,7 @@ class Replica:
         self.lanes = Lanes(calls, f"lanes {stage}")
         self.layout = SimpleNamespace(numel=100 * (stage + 1))
         self.spec = SimpleNamespace(ties=(), parts=(stage,))
+        self.handover = SimpleNamespace(present=lambda reduced, received: ("present", reduced, received))
         self.slow = ""
         self.sections: list[tuple[Any, ...]] = []
 
@@ -154,7 +155,9 @@ def test_each_own_stage_is_reduced_and_said(monkeypatch, compare: bool) -> None:
             )
         ],
     ]
-    assert at.said("phase") == [("reduce", 4, PLAN)] and at.said("dealing.reduced") == [(PLAN, 4)]
+    assert at.said("phase") == [("reduce", 4, PLAN)] and at.said("dealing.reduced") == [
+        (PLAN, 4, {0: ("present", of[0], {}), 1: ("present", of[1], {"tied": None})})
+    ]
     assert at.said("sent") == [("reduce", 4 * (100 * 2 + 200 * 4))]
     update = do.Update(2, 3, 4, RECORDS, OUTCOME, (0, 1))
     at.updates.update(update)
