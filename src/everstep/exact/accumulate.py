@@ -24,8 +24,8 @@ from everstep.exact.layout import Entry, GradientLayout
 from everstep.exact.lending import GradientWatch, Loan
 from everstep.placement.tree import children, path_to
 
-_GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
-"""`.grad`, also where the loop's guard asks who uses it."""
+GRADIENT_SLOT: Any = vars(torch._C.TensorBase)["grad"]
+"""`.grad` itself, also where the loop's guard asks who uses it."""
 _IDLE_STEPS = 4
 """Steps for which views into a buffer are kept after its last use."""
 
@@ -148,7 +148,7 @@ class LaneAccumulator:
                 lent[i] = None
             self._loan = Loan(sibling, path[-2], leaf, lent, [-1 if g is None else g._version for g in lent])
             for parameter, gradient in zip(self._params, lent, strict=True):
-                _GRADIENT.__set__(parameter, gradient)
+                GRADIENT_SLOT.__set__(parameter, gradient)
         if self._offer is not None:
             self._listen(lane, path, self._offer)
         if self._last is None:
@@ -315,9 +315,9 @@ class LaneAccumulator:
 
     def _let_go(self) -> Leaf:
         """Take all gradients out of `.grad`, which is None afterwards."""
-        leaf: Leaf = [_GRADIENT.__get__(p) for p in self._params]
+        leaf: Leaf = [GRADIENT_SLOT.__get__(p) for p in self._params]
         for parameter in self._params:
-            _GRADIENT.__set__(parameter, None)
+            GRADIENT_SLOT.__set__(parameter, None)
         return leaf
 
     def _name(self, i: int) -> str:

@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from everstep.base.errors import Misused
+from everstep.exact.accumulate import GRADIENT_SLOT
 from everstep.exact.several import before_each_step, optimizers_of, with_inner
 
 _EVERSTEP, _TORCH = f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/"
@@ -157,9 +158,8 @@ class LoopGuard:
         """Torch's function that runs a backward pass, for `Tensor.backward` and `torch.autograd`'s functions."""
 
         def guarded(roots: Any, gradients: Any, keeps: Any, creates: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
-            mine = bool(_own_passes) or sys._getframe(2).f_code.co_filename.startswith(_EVERSTEP)
             within = torch._C._current_graph_task_id() != -1  # activation checkpointing of the old kind
-            if more.get("accumulate_grad") and not mine and not within:
+            if more.get("accumulate_grad") and not _own_passes and not within:
                 if not inputs:
                     raise refused("loss.backward()")
                 if not self._trained.isdisjoint(map(id, inputs)):
@@ -170,18 +170,17 @@ class LoopGuard:
 
     def _gradient(self) -> property:
         """`.grad` of parameters, which says who uses it: also a helper in another module, or `getattr`."""
-        slot: Any = vars(torch._C.TensorBase)["grad"]
 
         def read(parameter: nn.Parameter) -> Any:
             self._ask(parameter, sys._getframe(1).f_code, False)
-            return slot.__get__(parameter)
+            return GRADIENT_SLOT.__get__(parameter)
 
         def write(parameter: nn.Parameter, gradient: Any) -> None:
-            none = gradient is None and slot.__get__(parameter) is None
+            none = gradient is None and GRADIENT_SLOT.__get__(parameter) is None
             self._ask(parameter, sys._getframe(1).f_code, none)
-            slot.__set__(parameter, gradient)
+            GRADIENT_SLOT.__set__(parameter, gradient)
 
-        return property(read, write, slot.__delete__)
+        return property(read, write, GRADIENT_SLOT.__delete__)
 
     def _ask(self, parameter: nn.Parameter, code: types.CodeType, none: bool) -> None:
         """An optimizer may do anything in its own step, and in hooks before it."""
