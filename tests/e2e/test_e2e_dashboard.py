@@ -82,7 +82,7 @@ def over(tmp_path_factory: pytest.TempPathFactory, small_task: str, browser: Any
     hold = run_dir.with_name("hold")
     hold.touch()
     pace = {"E2E_LANE_S": "0.4", "E2E_HOLD": str(hold)}
-    options = ("--workers", "3", "--steps", "30", "--set", "on_failure=shrink", "--dashboard")
+    options = ("--workers", "3", "--steps", "300", "--set", "on_failure=shrink", "--dashboard")
     with Running(small_task, "--run-dir", run_dir, *options, **pace) as job:
         job.wait_for(lambda e: e["kind"] == "job_started")
         dashboard = Dashboard(run_dir)
@@ -527,7 +527,7 @@ def test_a_folder_of_runs_is_sorted_noted_and_compared(over: Path, browser: Any,
         for other in ("steps=31", "steps=3"):  # the whole value counts
             page.locator("#run-filter").fill(other)
             sync_api.expect(names).to_have_count(0)
-        page.locator("#run-filter").fill("STEPS=30 completed")
+        page.locator("#run-filter").fill("STEPS=300 completed")
         sync_api.expect(names).to_have_text(["c", "b", "a"])
         page.locator("#run-filter").fill("")
         assert page.url.endswith("?run=a&run=b&run=c")

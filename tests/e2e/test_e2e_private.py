@@ -133,7 +133,7 @@ def said(job: Running, what: str) -> str:
 def test_a_job_is_its_owners_alone(base: Path, small_task: str) -> None:
     run_dir, hold = base / "runs" / "mine", base / "hold"
     hold.touch()
-    options = ["--workers", "2", "--run-dir", run_dir, "--steps", "8", "--dashboard", "--metrics"]
+    options = ["--workers", "2", "--run-dir", run_dir, "--steps", "200", "--dashboard", "--metrics"]
     for setting in ("checkpoint.disk.every_steps=2", "metrics.interval_s=0.1", "logs.max_mb=0.001", f"sinks={SINKS}"):
         options += ["--set", setting]
     with Running(small_task, *options, E2E_LANE_S="0.1", E2E_HOLD=str(hold)) as job:

@@ -21,6 +21,7 @@ from everstep.cli.early_server import PRELOAD
 from everstep.cli.job import Request, effective_config
 from everstep.cli.probe import look
 from everstep.cli.seconds import Seconds
+from everstep.cli.starting import packages_of
 from everstep.cli.task_loading import TaskSpec, load_task, parse_task
 from everstep.runtime.host.fork_server_client import EarlyForkServer, ForkEnded
 from everstep.runtime.process import own_command, pinned_environment
@@ -77,6 +78,8 @@ def _check(spec: TaskSpec, argv: tuple[str, ...], steps: int, max_seconds: float
     task, began_s = spec.canonical, time.monotonic()
     question = {"task": task, "argv": argv, "folder": folder, "steps": steps, "max_seconds": max_seconds}
     with closing(EarlyForkServer(1, PRELOAD)) as server:
+        server.start()
+        server.import_packages(packages_of(spec))  # once for all lives
         try:
             said: dict[str, Any] = server.call(f"{__name__}:answer", question)
         except ForkEnded as error:

@@ -111,6 +111,8 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
 
     config, strikes, begin_ns = job.config, strikes_of(parse(job.config.chaos)), time.time_ns()
     begun = replace(begun, config=config, task=job.task, argv=job.argv, strikes=tuple(strikes))
+    if config.env:  # the task's packages may read these variables, which only its workers have
+        begun = replace(begun, preload=tuple(name for name in begun.preload if ":" not in name))
     run_dir, total = begun.folder, total_steps(config, job.dataset_size)
     with contextlib.ExitStack() as held:
         if begun.early is None:

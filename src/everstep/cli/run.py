@@ -69,7 +69,7 @@ from everstep.cli.run_dir import (
 )
 from everstep.cli.signed import not_before
 from everstep.cli.standby import begin_leased, check_lease, runs_elsewhere
-from everstep.cli.starting import DOMAIN_HELP, start_here
+from everstep.cli.starting import DOMAIN_HELP, packages_of, start_here
 from everstep.cli.task_loading import TaskSpec, parse_task
 from everstep.cli.tokens import given_token, token_in
 from everstep.observe.events import read_events
@@ -308,8 +308,10 @@ def _begin(asked: Asked, request: Request, port: int | None, autos: tuple[bool, 
             pass
     threads = given.get("threads")
     server = take_early(threads if isinstance(threads, int) else 1, ("torch",) if asked.dry_run else PRELOAD)
+    packages = () if asked.dry_run else packages_of(asked.spec)
+    server.import_packages(packages)
     with contextlib.closing(server):
-        begun = dataclasses.replace(begun, early=server)
+        begun = dataclasses.replace(begun, early=server, preload=(*begun.preload, *packages))
         return _run_or_show(Invocation(asked, request, trust, begun, server, *autos))
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from everstep.base.config import Config
 from everstep.base.domains import VARIABLE, found_domains
 from everstep.cli.early_server import PRELOAD
+from everstep.cli.task_loading import TaskSpec
 from everstep.cli.worker import ENTRY, FILES
 from everstep.runtime.lead.etcd_access import taken_secrets
 from everstep.runtime.start import Start
+from everstep.script.first_imports import first_imports
 
 DOMAIN_HELP = f"Failure domains of this host, e.g. rack=r1,nvlink=u7 (${VARIABLE}, and Slurm's switch)."
 
@@ -23,3 +26,8 @@ def start_here(config: Config, domain: str | None = None, **known: Any) -> Start
     """
     domains = found_domains(domain, os.environ)
     return Start(config, ENTRY, PRELOAD, FILES, domains=domains, secrets=taken_secrets(), **known)
+
+
+def packages_of(spec: TaskSpec) -> tuple[str, ...]:
+    """Names of installed packages that a fork server imports once for all workers of a task here; ":" is in each."""
+    return first_imports(Path(spec.where)) if spec.kind in ("script", "file") else ()

@@ -9,7 +9,7 @@ import click
 import pytest
 
 from everstep.base.config_fields import SECRET_VARIABLES
-from everstep.cli.early_server import start_early, take_early
+from everstep.cli.early_server import PRELOAD, start_early, take_early
 from everstep.cli.main import run_command
 from everstep.runtime.process import children
 
@@ -25,8 +25,17 @@ def test_the_server_that_was_started_is_taken(context: click.Context) -> None:
     start_early(context, ["script.py"])
     (pid,) = children()
     server = take_early(1, ())
-    assert server.hand_over(1).pid == pid
+    assert server.hand_over(1, PRELOAD).pid == pid
     assert children() == [pid]
+
+
+def test_one_that_has_imported_what_the_job_must_not_is_replaced(context: click.Context) -> None:
+    start_early(context, ["script.py"])
+    server = take_early(1, ())
+    (pid,) = children()
+    server.import_packages(["json:"])
+    assert server.hand_over(1, PRELOAD).pid != pid
+    server.close()
 
 
 def test_another_number_of_threads_needs_another_server(context: click.Context) -> None:

@@ -8,6 +8,8 @@ tensor work, so what it forks is as good as fresh. Over the inherited socket it 
                                               with two descriptors per rank, which become its stdout and stderr, and
                                               the end of a pipe: when the other is closed, the worker is killed
     <- {"op": "call", "entry": "module:function", "question": ...}     also before it is ready
+    <- {"op": "packages", "names": ["module:", "module:name", ...]}    imported, too; sent before a call, and unheard
+                                              once it is ready
     <- {"op": "ping"}
     <- {"op": "log", "path"}                                           where its own output goes from now on
     -> {"op": "ready", "seconds", "threads", "skipped": [...]}
@@ -59,6 +61,7 @@ from everstep.runtime.process import (
     die_with_parent,
     die_with_writer,
     outlives_workers,
+    own_command,
     thread_count,
 )
 
@@ -68,14 +71,18 @@ log = logging.getLogger(__name__)
 def preload(names: list[str], between: Callable[[], None] = lambda: None) -> list[str]:
     """Import modules that workers will need, and call `between` after each. Returns failures with reasons.
 
-    The garbage collector leaves alone what they make: looking for garbage there took a fifth of the time.
+    "module:name" imports a name of it, "module:" the module. The garbage collector leaves alone what they make: looking
+    for garbage there took a fifth of the time.
     """
     skipped = []
     for name in names:
         gc.disable()
         try:
-            importlib.import_module(name)
-        except Exception as error:
+            module, _, part = name.partition(":")
+            if part and not hasattr(importlib.import_module(module), part):
+                module = f"{module}.{part}"
+            importlib.import_module(module)
+        except (Exception, SystemExit) as error:
             skipped.append(f"{name}: {type(error).__name__}: {error}")
         gc.freeze()
         gc.enable()
@@ -86,12 +93,15 @@ def preload(names: list[str], between: Callable[[], None] = lambda: None) -> lis
 class ForkServer:
     """The single-threaded loop around the agent's socket and SIGCHLD."""
 
-    def __init__(self, sock: socket.socket, board_fd: int) -> None:
+    def __init__(self, sock: socket.socket, board_fd: int, again: Callable[[bytes], None]) -> None:
+        """again: begins this process anew, without packages and with what it has heard but not done."""
         self._sock = sock
         self._board_fd = board_fd
+        self._again = again
         self._children: dict[int, ForkedCell] = {}
         self._called: set[int] = set()
-        self._over = False
+        self._ready = self._over = False
+        self._lines: deque[bytes] = deque()
         self._buffer = b""
         self._outputs: deque[int] = deque()
         self._signal_r, self._signal_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -103,6 +113,11 @@ class ForkServer:
 
     def tell(self, **message: Any) -> None:
         self._sock.sendall(json.dumps(message).encode() + b"\n")
+
+    def ready(self, **said: Any) -> None:
+        """All is imported: from now on workers may be asked for."""
+        self._ready = True
+        self.tell(op="ready", threads=thread_count(), **said)
 
     def run(self) -> None:
         """Serve until the agent's end of the socket closes."""
@@ -134,20 +149,35 @@ class ForkServer:
     def _requests(self) -> bool:
         data, fds, _, _ = socket.recv_fds(self._sock, 1 << 16, 2 * MAX_RANKS + 1, socket.MSG_CMSG_CLOEXEC)
         self._outputs.extend(fds)
-        if not data:
-            return False
+        self.take(data)
+        return bool(data)
+
+    def take(self, data: bytes) -> None:
+        """Do what is asked for."""
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        for line in lines:
-            request = json.loads(line)
+        self._lines.extend(lines)
+        while self._lines:
+            request = json.loads(self._lines.popleft())
             if request["op"] == "start":
                 self._start(request)
             elif request["op"] == "call":
                 self._call(request)
+            elif request["op"] == "packages":
+                self.import_packages(request["names"])
             elif request["op"] == "ping":
                 self.tell(op="pong")
             elif request["op"] == "log":
                 redirect_output(Path(request["path"]))
-        return True
+
+    def import_packages(self, names: list[str]) -> None:
+        """Import packages that the user's code begins with. If they leave a thread or an open file behind, which no
+        fork may share, this process begins anew without them."""
+        if self._ready or self._called or not names:
+            return
+        before = thread_count(), os.listdir("/proc/self/fd")
+        preload(names)
+        if (thread_count(), os.listdir("/proc/self/fd")) != before:
+            self._again(b"\n".join([*self._lines, self._buffer]))
 
     def _call(self, request: dict[str, Any]) -> None:
         pid = os.fork()
@@ -303,6 +333,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--board-fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--preload", required=True)
+    parser.add_argument("--heard", default="")
     arguments = parser.parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the agent decides when it ends
@@ -311,13 +342,23 @@ def main(argv: list[str] | None = None) -> int:
     sock = socket.socket(fileno=arguments.fd)
     sock.set_inheritable(False)
     start = time.monotonic()
-    fork_server = ForkServer(sock, arguments.board_fd)
+    names = [name for name in arguments.preload.split(",") if name]
+    own = [name for name in names if ":" not in name]
+
+    def again(heard: bytes) -> None:
+        options = {**vars(arguments), "preload": ",".join(own), "heard": heard.decode()}
+        words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        for fd in (arguments.fd, arguments.board_fd):
+            os.set_inheritable(fd, True)
+        command = own_command("everstep.runtime.host.fork_server", *words)
+        os.execv(command[0], command)
+
+    fork_server = ForkServer(sock, arguments.board_fd, again)
     try:
-        names = [name for name in arguments.preload.split(",") if name]
-        skipped = preload(names, fork_server.between_imports)
-        fork_server.tell(
-            op="ready", seconds=round(time.monotonic() - start, 3), threads=thread_count(), skipped=skipped
-        )
+        skipped = preload(own, fork_server.between_imports)
+        fork_server.take(arguments.heard.encode())
+        fork_server.import_packages([name for name in names if name not in own])
+        fork_server.ready(seconds=round(time.monotonic() - start, 3), skipped=skipped)
         fork_server.run()
     except ConnectionError:
         pass

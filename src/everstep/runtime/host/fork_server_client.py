@@ -140,6 +140,10 @@ class ForkServerClient:
         code = self._process.wait() if self._process is not None else 0
         raise ForkEnded(f"the fork server: {why_ended(code).reason}")
 
+    def import_packages(self, names: Sequence[str]) -> None:
+        """Have it import packages of the user's, before anything is asked of it."""
+        self._ask(op="packages", names=list(names))
+
     def log_to(self, path: Path) -> None:
         """Write the server's own output there from now on."""
         self._ask(op="log", path=str(path.resolve()))
@@ -198,13 +202,13 @@ def start_fork_server(
 class EarlyForkServer:
     """A fork server that is started before its job: it imports while one of its forks looks at the task.
 
-    threads: as far as is known by then; preload: modules that it imports. It stays a child of this process when an
-    agent has taken it over.
+    threads: as far as is known by then; preload: names that it imports, as `fork_server.preload` takes them. It stays a
+    child of this process when an agent has taken it over.
     """
 
     def __init__(self, threads: int, preload: Sequence[str]) -> None:
         self._threads = threads
-        self._preload = preload
+        self._preload = tuple(preload)
         self._board_fd = -1
         self._client: ForkServerClient | None = None
 
@@ -216,12 +220,18 @@ class EarlyForkServer:
         """Start the server now."""
         self._started()
 
-    def hand_over(self, threads: int) -> Handed:
-        """Data with which an agent takes the server over, for a job with so many threads, and the board that its
-        workers inherit. The agent's process has to inherit both descriptors; then call `let_go`."""
-        if threads != self._threads:
+    def import_packages(self, names: Sequence[str]) -> None:
+        """Have it import packages of the user's, before anything is asked of it."""
+        self._preload = (*self._preload, *names)
+        if self._client is not None:
+            self._client.import_packages(names)
+
+    def hand_over(self, threads: int, preload: tuple[str, ...]) -> Handed:
+        """Data with which an agent takes the server over, for a job with so many threads and these imports, and the
+        board that its workers inherit. The agent's process has to inherit both descriptors; then call `let_go`."""
+        if (threads, preload) != (self._threads, self._preload):
             self.close()
-            self._threads = threads
+            self._threads, self._preload = threads, preload
         return self._started().hand_over(self._board_fd)
 
     def let_go(self) -> None:
