@@ -13,6 +13,7 @@ MODULES = {
     "clean_package": "what = 1",
     "threaded_package": "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
     "opening_package": "import os\nkept = os.open('/dev/null', os.O_RDONLY)",
+    "random_package": "import random\nrandom.random()",
     "leaving_package": "raise SystemExit('not here')",
     "package_probe": "import os, sys\ndef answer(name): return [name in sys.modules, os.getppid()]",
 }
@@ -26,6 +27,7 @@ MODULES = {
         (["leaving_package:", "clean_package:"], True),
         (["clean_package:", "threaded_package:"], False),
         (["opening_package:", "clean_package:"], False),
+        (["random_package:", "clean_package:"], False),
     ],
 )
 def test_packages_are_imported_before_a_call(

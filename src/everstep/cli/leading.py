@@ -111,12 +111,10 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
 
     config, strikes, begin_ns = job.config, strikes_of(parse(job.config.chaos)), time.time_ns()
     begun = replace(begun, config=config, task=job.task, argv=job.argv, strikes=tuple(strikes))
-    if config.env:  # the task's packages may read these variables, which only its workers have
-        begun = replace(begun, preload=tuple(name for name in begun.preload if ":" not in name))
     run_dir, total = begun.folder, total_steps(config, job.dataset_size)
     with contextlib.ExitStack() as held:
         if begun.early is None:
-            early = held.enter_context(contextlib.closing(EarlyForkServer(config.threads, begun.preload)))
+            early = held.enter_context(contextlib.closing(EarlyForkServer(config.threads, begun.imports)))
             begun = replace(begun, early=early)
         process = Job(begun)
         held.enter_context(hearing_signals(process))

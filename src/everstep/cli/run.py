@@ -308,7 +308,8 @@ def _begin(asked: Asked, request: Request, port: int | None, autos: tuple[bool, 
             pass
     threads = given.get("threads")
     server = take_early(threads if isinstance(threads, int) else 1, ("torch",) if asked.dry_run else PRELOAD)
-    packages = () if asked.dry_run else packages_of(asked.spec)
+    variables = any(name.startswith("env.") for name in given)  # which packages may read: see `Start.imports`
+    packages = () if asked.dry_run or variables else packages_of(asked.spec)
     server.import_packages(packages)
     with contextlib.closing(server):
         begun = dataclasses.replace(begun, early=server, preload=(*begun.preload, *packages))

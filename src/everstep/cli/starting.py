@@ -15,6 +15,7 @@ from everstep.runtime.lead.etcd_access import taken_secrets
 from everstep.runtime.start import Start
 from everstep.script.first_imports import first_imports
 
+_OF_HUB = ("everstep.zoo.hub_library:hub_library", "transformers:PreTrainedModel", "everstep.zoo.decoder_units:")
 DOMAIN_HELP = f"Failure domains of this host, e.g. rack=r1,nvlink=u7 (${VARIABLE}, and Slurm's switch)."
 
 
@@ -30,4 +31,6 @@ def start_here(config: Config, domain: str | None = None, **known: Any) -> Start
 
 def packages_of(spec: TaskSpec) -> tuple[str, ...]:
     """Names of installed packages that a fork server imports once for all workers of a task here; ":" is in each."""
-    return first_imports(Path(spec.where)) if spec.kind in ("script", "file") else ()
+    if spec.kind in ("script", "file"):
+        return first_imports(Path(spec.where))
+    return _OF_HUB if spec.kind == "zoo" and spec.where == "hf" else ()

@@ -72,6 +72,12 @@ class Start:
         return self.run_dir
 
     @property
+    def imports(self) -> tuple[str, ...]:
+        """Names that the fork server imports: `preload`, without the task's packages if these might read variables that
+        only the workers have."""
+        return tuple(name for name in self.preload if ":" not in name) if self.config.env else self.preload
+
+    @property
     def keeps_apart(self) -> bool:
         """Whether this host's agent has a folder of its own, and so outlives that another host leads in another
         directory."""
@@ -81,6 +87,6 @@ class Start:
 
     def joining(self, address: str, **more: Any) -> Joining:
         """Facts for the agent of this host. address: as `Joining` has it; more: its other fields."""
-        own = {"entry": self.entry, "preload": list(self.preload), "files": self.files, "ranks": self.ranks}
+        own = {"entry": self.entry, "preload": list(self.imports), "files": self.files, "ranks": self.ranks}
         own |= {"host": self.name, "own": self.address, "room": self.room or 0, "domains": dict(self.domains)}
         return Joining(**{"address": address, **own, "tls": self.config.security.tls, **more})

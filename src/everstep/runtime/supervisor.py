@@ -276,7 +276,7 @@ class LocalHost(Supervised):
         threads, run_dir = begun.config.threads, begun.folder
         if first and begun.keeps_apart and not is_locked(run_dir / OWN_FOLDER):
             begin_anew(run_dir / OWN_FOLDER)
-        server = early.hand_over(threads, begun.preload) if early is not None else None
+        server = early.hand_over(threads, begun.imports) if early is not None else None
         joining = begun.joining(
             str((run_dir / COORDINATOR_FILE).resolve()),
             token_file=str(run_dir / TOKEN_FILE),

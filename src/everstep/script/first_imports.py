@@ -1,7 +1,8 @@
-"""The imports of installed packages with which a script or task begins: a fork server does them once for all workers.
+"""The imports of large packages with which a script or task begins: a fork server does them once for all workers.
 
-Only those before any other statement, which might decide what they do (an environment variable, say), and only packages
-that nothing beside the script hides.
+Only of packages whose import was looked at: it takes seconds, and does the same in whichever process and environment,
+without threads, open files or random numbers. Only those before any statement, which might decide what they do (an
+environment variable, say), and not beside files of the user's that would hide installed packages.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from everstep.base.given import read_given
 
+SHARED_PACKAGES = ("transformers", "peft", "accelerate")
+_HARMLESS = {"__future__", "everstep", "numpy", "torch", *SHARED_PACKAGES}
 _INSTALLED = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-_PASSED_OVER = {"__future__", "everstep"}
 
 
 def first_imports(path: Path) -> tuple[str, ...]:
@@ -29,10 +32,11 @@ def first_imports(path: Path) -> tuple[str, ...]:
             tree = ast.parse(read_given(path, links=True))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return ()
-    return tuple(dict.fromkeys(_of(tree, str(path.resolve().parent))))
+    folder = path.resolve().parent
+    return () if _hides(folder, path.name) else tuple(dict.fromkeys(_of(tree)))
 
 
-def _of(tree: ast.Module, folder: str) -> Iterator[str]:
+def _of(tree: ast.Module) -> Iterator[str]:
     for node in tree.body:
         if isinstance(node, ast.Import):
             named = [(alias.name, "") for alias in node.names]
@@ -44,23 +48,24 @@ def _of(tree: ast.Module, folder: str) -> Iterator[str]:
             return
         for module, name in named:
             top = module.partition(".")[0]
-            if top in _PASSED_OVER:
-                continue
-            where = _where(top, folder)
-            if where is None:
+            if top not in _HARMLESS and top not in sys.stdlib_module_names:
                 return
-            if where in _INSTALLED:
+            if top in SHARED_PACKAGES and _is_installed(top):
                 yield f"{module}:{name}"
 
 
-def _where(top: str, folder: str) -> str | None:
-    """The folder in which the script finds a package, "" for the standard library's; None if it is not known to be one
-    of these."""
-    spec = PathFinder.find_spec(top, [folder, *sys.path, os.getcwd()])
-    if spec is None:
-        return "" if top in sys.builtin_module_names else None
-    places = list(spec.submodule_search_locations or ()) or [spec.origin or ""]
-    at = os.path.dirname(places[0])
-    if at in _INSTALLED:
-        return at if len(places) == 1 else None
-    return "" if top in sys.stdlib_module_names and at.startswith(sysconfig.get_path("stdlib")) else None
+def _is_installed(top: str) -> bool:
+    spec = PathFinder.find_spec(top)
+    return spec is not None and os.path.dirname(os.path.dirname(spec.origin or "")) in _INSTALLED
+
+
+def _hides(folder: Path, script: str) -> bool:
+    """Whether a module or package of this folder, where the script's process looks first, bears the name of another."""
+    others = [place for place in sys.path if os.path.realpath(place) != str(folder)]
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            stem = entry.name.removesuffix(".py")
+            is_module = stem != entry.name or os.path.exists(os.path.join(entry.path, "__init__.py"))
+            if is_module and entry.name != script and PathFinder.find_spec(stem, others) is not None:
+                return True
+    return False

@@ -19,6 +19,7 @@ from typing import Any
 
 from everstep.base.given import read_given
 from everstep.protocol.identity import MOST_FILES, MOST_PACKAGES, Code
+from everstep.script.first_imports import SHARED_PACKAGES
 from everstep.script.reachable import of_user
 
 _OWN = __name__.partition(".")[0]
@@ -83,7 +84,10 @@ def _version(name: str) -> str:
     """Version of the installed package that is imported by this name; "" if it has none."""
     said = vars(sys.modules[name]).get("__version__")  # nothing of it is run
     with suppress(metadata.PackageNotFoundError):
-        said = said if isinstance(said, str) else metadata.version(name)
+        if not isinstance(said, str):
+            said = metadata.version(name)
+        elif name in SHARED_PACKAGES and said != (installed := metadata.version(name)):
+            said = f"{said} (since then {installed} was installed)"
     return str(said)[:100] if isinstance(said, str) else ""
 
 

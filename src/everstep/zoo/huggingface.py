@@ -5,7 +5,6 @@ Nothing is downloaded, no code of a directory is run, and nothing is unpickled.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, cast
 
@@ -16,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from everstep.base.errors import ConfigError
-from everstep.base.package_versions import refuse_versions
 from everstep.data.tokenised import Tokens, TokenWindows, read_tokens
 from everstep.exact.seeding import build_seed
 from everstep.exact.shard_plan import shard_model
@@ -24,6 +22,7 @@ from everstep.exact.shard_sums import ShardMesh
 from everstep.train.stage import build_by_module
 from everstep.zoo.adapters import adapter_content, add_adapter, has_adapter
 from everstep.zoo.hub_directory import HubDirectory
+from everstep.zoo.hub_library import hub_library
 from everstep.zoo.recipe import (
     ReadyTask,
     classification_metrics,
@@ -75,7 +74,7 @@ class HuggingFace(ReadyTask):
     def __init__(self, path: str = "") -> None:
         """path: as typed after `hf:`. Raises: ConfigError if it is no model's, or transformers is missing."""
         self.directory = HubDirectory(path)
-        self._library = _transformers()
+        self._library = hub_library()
         self.model_config = self._read_config()
         self._kind = self._class_of(self.model_config)
         from everstep.zoo.decoder_units import refuse_other_model, why_whole
@@ -326,17 +325,3 @@ class HuggingFace(ReadyTask):
         """Metrics: loss per token, in nats, and the share of tokens predicted right."""
         logits = model(input_ids=batch[:, :-1]).logits
         return classification_metrics(logits.flatten(0, 1), batch[:, 1:].flatten())
-
-
-def _transformers() -> Any:
-    """The package, told to stay offline. Raises: ConfigError if it is missing."""
-    os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"})
-    refuse_versions("transformers")
-    try:
-        import transformers
-    except ImportError:
-        raise ConfigError("hf: needs transformers: pip install 'everstep[hf]'") from None
-    logging: Any = transformers.utils.logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return transformers

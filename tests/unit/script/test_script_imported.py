@@ -6,9 +6,11 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from everstep.script import imported
 from everstep.script.imported import LateImports, code_here
 
 NAMES = ("helper_of_mine", "linked_of_mine", "package_of_mine")
@@ -56,3 +58,13 @@ def test_files_and_packages_behind_links_are_told_by_content(folder: Path) -> No
     said = code_here()
     assert {"linked_of_mine.py", "package_of_mine/__init__.py", "package_of_mine/inner.py"} <= said.files.keys()
     assert "package_of_mine" not in said.packages
+
+
+def test_a_package_that_was_installed_anew_since_it_was_imported_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", ModuleType("peft"))
+    monkeypatch.setattr(sys.modules["peft"], "__version__", "1.0", raising=False)
+    for installed, said in {"1.0": "1.0", "1.1": "1.0 (since then 1.1 was installed)"}.items():
+        imported._version.cache_clear()
+        monkeypatch.setattr(imported.metadata, "version", {"peft": installed}.get)
+        assert imported._version("peft") == said
+    imported._version.cache_clear()

@@ -35,6 +35,7 @@ import json
 import logging
 import os
 import pkgutil
+import random
 import select
 import signal
 import socket
@@ -171,12 +172,14 @@ class ForkServer:
 
     def import_packages(self, names: list[str]) -> None:
         """Import packages that the user's code begins with. If they leave a thread or an open file behind, which no
-        fork may share, this process begins anew without them."""
-        if self._ready or self._called or not names:
+        fork may share, or draw random numbers, this process begins anew without them."""
+        if self._ready or not names:
             return
-        before = thread_count(), os.listdir("/proc/self/fd")
+        while self._called and not self._over:
+            self._serve(None)
+        before = _traces()
         preload(names)
-        if (thread_count(), os.listdir("/proc/self/fd")) != before:
+        if _traces() != before:
             self._again(b"\n".join([*self._lines, self._buffer]))
 
     def _call(self, request: dict[str, Any]) -> None:
@@ -268,6 +271,10 @@ class ForkServer:
             os._exit(code)
 
 
+def _traces() -> tuple[Any, ...]:
+    return thread_count(), os.listdir("/proc/self/fd"), random.getstate()
+
+
 def _kill_all(pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -343,7 +350,7 @@ def main(argv: list[str] | None = None) -> int:
     sock.set_inheritable(False)
     start = time.monotonic()
     names = [name for name in arguments.preload.split(",") if name]
-    own = [name for name in names if ":" not in name]
+    own, environment = [name for name in names if ":" not in name], dict(os.environ)
 
     def again(heard: bytes) -> None:
         options = {**vars(arguments), "preload": ",".join(own), "heard": heard.decode()}
@@ -351,7 +358,7 @@ def main(argv: list[str] | None = None) -> int:
         for fd in (arguments.fd, arguments.board_fd):
             os.set_inheritable(fd, True)
         command = own_command("everstep.runtime.host.fork_server", *words)
-        os.execv(command[0], command)
+        os.execve(command[0], command, environment)
 
     fork_server = ForkServer(sock, arguments.board_fd, again)
     try:

@@ -118,8 +118,10 @@ class Host:
             self._server_died()
 
     def _new_server(self, before: ForkServerClient) -> ForkServerClient:
-        log, joining = self.files.logs / SERVER_LOG, self._joining
-        return start_fork_server(log, self._board.fd, self.config.threads, joining.preload, before.watch)
+        log, names = self.files.logs / SERVER_LOG, self._joining.preload
+        if not before.ready:  # packages of the task's may be the reason
+            names = [name for name in names if ":" not in name]
+        return start_fork_server(log, self._board.fd, self.config.threads, names, before.watch)
 
     def _begin(self, server: ForkServerClient) -> None:
         server.log_to(self.files.logs / SERVER_LOG)
