@@ -20,7 +20,7 @@ from pathlib import Path
 from everstep.base.given import read_given
 
 SHARED_PACKAGES = ("transformers", "peft", "accelerate")
-_HARMLESS = {"__future__", "everstep", "numpy", "torch", *SHARED_PACKAGES}
+_HARMLESS = {"__future__", "everstep", "numpy", "torch"}
 _INSTALLED = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
 
 
@@ -32,8 +32,8 @@ def first_imports(path: Path) -> tuple[str, ...]:
             tree = ast.parse(read_given(path, links=True))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return ()
-    folder = path.resolve().parent
-    return () if _hides(folder, path.name) else tuple(dict.fromkeys(_of(tree)))
+    found = tuple(dict.fromkeys(_of(tree)))
+    return found if found and not _hides(path.resolve().parent) else ()
 
 
 def _of(tree: ast.Module) -> Iterator[str]:
@@ -48,9 +48,10 @@ def _of(tree: ast.Module) -> Iterator[str]:
             return
         for module, name in named:
             top = module.partition(".")[0]
-            if top not in _HARMLESS and top not in sys.stdlib_module_names:
+            shared = top in SHARED_PACKAGES
+            if not (_is_installed(top) if shared else top in _HARMLESS or top in sys.stdlib_module_names):
                 return
-            if top in SHARED_PACKAGES and _is_installed(top):
+            if shared:
                 yield f"{module}:{name}"
 
 
@@ -59,13 +60,14 @@ def _is_installed(top: str) -> bool:
     return spec is not None and os.path.dirname(os.path.dirname(spec.origin or "")) in _INSTALLED
 
 
-def _hides(folder: Path, script: str) -> bool:
+def _hides(folder: Path) -> bool:
     """Whether a module or package of this folder, where the script's process looks first, bears the name of another."""
     others = [place for place in sys.path if os.path.realpath(place) != str(folder)]
     with suppress(OSError):
         for entry in os.scandir(folder):
             stem = entry.name.removesuffix(".py")
-            is_module = stem != entry.name or os.path.exists(os.path.join(entry.path, "__init__.py"))
-            if is_module and entry.name != script and PathFinder.find_spec(stem, others) is not None:
+            is_package = entry.is_dir() and os.path.exists(os.path.join(entry.path, "__init__.py"))
+            other = PathFinder.find_spec(stem, others) if stem != entry.name or is_package else None
+            if other is not None and other.origin:
                 return True
     return False

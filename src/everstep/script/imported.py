@@ -87,7 +87,7 @@ def _version(name: str) -> str:
         if not isinstance(said, str):
             said = metadata.version(name)
         elif name in SHARED_PACKAGES and said != (installed := metadata.version(name)):
-            said = f"{said} (since then {installed} was installed)"
+            said = f"{said}, beside {installed} on the disk"
     return str(said)[:100] if isinstance(said, str) else ""
 
 

@@ -22,7 +22,6 @@ from everstep.exact.shard_sums import ShardMesh
 from everstep.train.stage import build_by_module
 from everstep.zoo.adapters import adapter_content, add_adapter, has_adapter
 from everstep.zoo.hub_directory import HubDirectory
-from everstep.zoo.hub_library import hub_library
 from everstep.zoo.recipe import (
     ReadyTask,
     classification_metrics,
@@ -74,6 +73,8 @@ class HuggingFace(ReadyTask):
     def __init__(self, path: str = "") -> None:
         """path: as typed after `hf:`. Raises: ConfigError if it is no model's, or transformers is missing."""
         self.directory = HubDirectory(path)
+        from everstep.zoo.hub_library import hub_library
+
         self._library = hub_library()
         self.model_config = self._read_config()
         self._kind = self._class_of(self.model_config)

@@ -63,7 +63,7 @@ def test_files_and_packages_behind_links_are_told_by_content(folder: Path) -> No
 def test_a_package_that_was_installed_anew_since_it_was_imported_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", ModuleType("peft"))
     monkeypatch.setattr(sys.modules["peft"], "__version__", "1.0", raising=False)
-    for installed, said in {"1.0": "1.0", "1.1": "1.0 (since then 1.1 was installed)"}.items():
+    for installed, said in {"1.0": "1.0", "1.1": "1.0, beside 1.1 on the disk"}.items():
         imported._version.cache_clear()
         monkeypatch.setattr(imported.metadata, "version", {"peft": installed}.get)
         assert imported._version("peft") == said

@@ -104,6 +104,7 @@ class ForkServer:
         self._ready = self._over = False
         self._lines: deque[bytes] = deque()
         self._buffer = b""
+        self._skipped: list[str] = []
         self._outputs: deque[int] = deque()
         self._signal_r, self._signal_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller = select.poll()
@@ -115,10 +116,10 @@ class ForkServer:
     def tell(self, **message: Any) -> None:
         self._sock.sendall(json.dumps(message).encode() + b"\n")
 
-    def ready(self, **said: Any) -> None:
-        """All is imported: from now on workers may be asked for."""
+    def ready(self, seconds: float, skipped: list[str]) -> None:
+        """All is imported, except for these: from now on workers may be asked for."""
         self._ready = True
-        self.tell(op="ready", threads=thread_count(), **said)
+        self.tell(op="ready", seconds=round(seconds, 3), threads=thread_count(), skipped=[*skipped, *self._skipped])
 
     def run(self) -> None:
         """Serve until the agent's end of the socket closes."""
@@ -178,7 +179,7 @@ class ForkServer:
         while self._called and not self._over:
             self._serve(None)
         before = _traces()
-        preload(names)
+        self._skipped = preload(names)
         if _traces() != before:
             self._again(b"\n".join([*self._lines, self._buffer]))
 
@@ -272,7 +273,10 @@ class ForkServer:
 
 
 def _traces() -> tuple[Any, ...]:
-    return thread_count(), os.listdir("/proc/self/fd"), random.getstate()
+    """What an import may leave behind in the process: threads, open files, random numbers that were drawn."""
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    drawn = random.getstate(), numpy and repr(numpy.random.get_state()), torch and torch.get_rng_state().tolist()
+    return thread_count(), os.listdir("/proc/self/fd"), *drawn
 
 
 def _kill_all(pids: Iterable[int]) -> None:
@@ -340,7 +344,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--board-fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--preload", required=True)
-    parser.add_argument("--heard", default="")
+    parser.add_argument("--heard", type=int, default=-1)
     arguments = parser.parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the agent decides when it ends
@@ -353,19 +357,24 @@ def main(argv: list[str] | None = None) -> int:
     own, environment = [name for name in names if ":" not in name], dict(os.environ)
 
     def again(heard: bytes) -> None:
-        options = {**vars(arguments), "preload": ",".join(own), "heard": heard.decode()}
-        words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-        for fd in (arguments.fd, arguments.board_fd):
+        kept = os.memfd_create("heard")
+        os.write(kept, heard)
+        options = {**vars(arguments), "preload": ",".join(own), "heard": kept}
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        for fd in (arguments.fd, arguments.board_fd, kept):
             os.set_inheritable(fd, True)
         command = own_command("everstep.runtime.host.fork_server", *words)
         os.execve(command[0], command, environment)
 
     fork_server = ForkServer(sock, arguments.board_fd, again)
     try:
+        if arguments.heard >= 0:
+            with open(arguments.heard, "rb") as heard:
+                heard.seek(0)
+                fork_server.take(heard.read())
         skipped = preload(own, fork_server.between_imports)
-        fork_server.take(arguments.heard.encode())
         fork_server.import_packages([name for name in names if name not in own])
-        fork_server.ready(seconds=round(time.monotonic() - start, 3), skipped=skipped)
+        fork_server.ready(time.monotonic() - start, skipped)
         fork_server.run()
     except ConnectionError:
         pass
