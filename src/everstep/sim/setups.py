@@ -141,6 +141,7 @@ class Setup:
         compared += f"; worker {self.differs} begins differently" if isinstance(self.differs, int) else ""
         compared += f"; {self.differs} computes otherwise" if isinstance(self.differs, WorkerKey) else ""
         compared += f"; {self.job.copies} copies of each segment" if self.job.copies else ""
+        compared += f"; a part of it comes in step {self.job.late}" if self.job.late else ""
         compared += f"; all loops are left after step {self.job.leaves_after}" if self.job.leaves_after else ""
         if self.job.nonfinite:
             compared += f"; not finite {sorted(self.job.nonfinite)}"
@@ -168,6 +169,12 @@ def _cut_anew(rng: Random, faults: Iterable[SimFault], job: SimJob) -> tuple[tup
     drawn = [replace(f, stages=rng.choice((0, *range(1, units + 1)))) if f.kind == "launcher" else f for f in faults]
     cut = any(fault.stages for fault in drawn)
     return tuple(drawn), replace(job, units=units) if cut else job
+
+
+def _grown_late(rng: Random, job: SimJob) -> SimJob:
+    """Now and then with a part of the optimizer's state that comes in a later step, in all stages or in one of them."""
+    late, one = rng.choice((0, rng.randint(2, job.steps))), rng.randrange(job.stages)
+    return replace(job, late=late, late_stage=-1 if job.units else rng.choice((-1, one)))
 
 
 def set_up(seed: int) -> Setup:
@@ -223,6 +230,7 @@ def set_up_sharded(seed: int) -> Setup:
     segments."""
     chosen, rng = (set_up_split if seed % 3 == 0 else set_up)(seed), Random(f"sharded {seed}")
     job = replace(chosen.job, copies=rng.choice((1, 2, 2, 3)), frees=Random(f"frees {seed}").random() < 0.5)
+    job = _grown_late(Random(f"late {seed}"), job)
     faults = [fault for fault in chosen.faults if fault.kind != "flip"]
     faults += draw_holders(Random(f"holders {seed}"), 60 + job.steps * 50)
     at_last = tuple(sorted(faults, key=lambda f: f.at_ms))
