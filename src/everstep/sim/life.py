@@ -45,6 +45,8 @@ _PHASES: dict[type[do.Operation], str] = {
     do.Reduce: "reducing",
     do.Update: "updating",
     do.Spread: "spreading",
+    do.SaveLast: "ending",
+    do.Finish: "ending",
 }
 
 

@@ -22,6 +22,8 @@ from everstep.sim.rules import USUAL, Rules, draw_rules, more_rules
 from everstep.sim.starving import draw_starved
 from everstep.sim.world import World
 
+_AT_THE_END = ("signal", "scale", "drain", "save", "kill", "coordinator", "freeze")
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -100,6 +102,14 @@ class Setup:
         second = replace(draw_one(rng, one.at_ms + rng.randint(0, 30), phase), kind="kill")
         faults = (*self.faults, one, *((second,) if rng.random() < 0.4 else ()))
         return replace(self, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
+
+    def with_ending(self, seed: int) -> Setup:
+        """The setup, now and then with commands and deaths while the job ends."""
+        rng = Random(f"ending {seed}")
+        if rng.random() > 0.15:
+            return self
+        drawn = (replace(draw_one(rng, 0, "ending"), kind=rng.choice(_AT_THE_END)) for _ in range(rng.choice((1, 2))))
+        return replace(self, faults=tuple(sorted((*self.faults, *drawn), key=lambda f: f.at_ms)))
 
     def with_operated(self, seed: int, horizon_ms: int) -> Setup:
         """The setup with people who ask for things, hosts that leave, and other rules."""
@@ -196,7 +206,7 @@ def set_up(seed: int) -> Setup:
     )
     chosen = chosen.with_state_of(rng.choice((-1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 40)
     more = chosen.with_more(seed, 60 + steps * 40).with_leaving(seed, 60 + steps * 40)
-    return more.with_starved(seed, 60 + steps * 40).with_odd(seed).with_nonfinite(seed)
+    return more.with_starved(seed, 60 + steps * 40).with_odd(seed).with_nonfinite(seed).with_ending(seed)
 
 
 def set_up_split(seed: int) -> Setup:
@@ -222,7 +232,7 @@ def set_up_split(seed: int) -> Setup:
     )
     chosen = chosen.with_state_of(rng.choice((-1, -1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 60)
     more = chosen.with_more(seed, 60 + steps * 60).with_leaving(seed, 60 + steps * 60)
-    return more.with_starved(seed, 60 + steps * 60).with_odd(seed).with_nonfinite(seed)
+    return more.with_starved(seed, 60 + steps * 60).with_odd(seed).with_nonfinite(seed).with_ending(seed)
 
 
 def set_up_sharded(seed: int) -> Setup:
