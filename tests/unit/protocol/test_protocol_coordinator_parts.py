@@ -25,6 +25,7 @@ from everstep.protocol.coordinator.loops_left import Leaving
 from everstep.protocol.coordinator.membership import GRACE_MOST, Agent, Grace, Worker
 from everstep.protocol.coordinator.rendezvous_store import RendezvousStore
 from everstep.protocol.coordinator.requested_faults import MOST_ASKED, StruckBefore
+from everstep.protocol.coordinator.sharing import share
 from everstep.protocol.coordinator.spare_advice import SpareAdvice
 from everstep.protocol.coordinator.speeds import Speeds, by_speed
 from everstep.protocol.coordinator.types import HostRules, Report, Send
@@ -615,3 +616,10 @@ def test_a_spare_is_advised_once_when_places_stay_empty_for_long() -> None:
     env = environment()
     SpareAdvice(env).filled(1, 4, 0)
     assert not told(env), "nobody was lost"
+
+
+@pytest.mark.parametrize(("room", "expected"), [(3, "aaa"), (1, "abb"), (0, "bbb")])
+def test_a_slot_goes_where_the_map_says_as_long_as_there_is_room(room: int, expected: str) -> None:
+    named = {i: ("a",) for i in range(3)}
+    found = share(range(3), {}, (), {"a": room, "b": 9}, named, {})
+    assert "".join(found[i] for i in range(3)) == expected
