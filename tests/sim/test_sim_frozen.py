@@ -1,5 +1,5 @@
-"""A coordinator that was frozen at any point decides afterwards what it would have decided: nobody who lives is given
-up."""
+"""A coordinator that was frozen at any point, or whose alarms ring early, decides what it would have decided: nobody
+who lives is given up."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from random import Random
 import pytest
 
 from everstep.base.plan import WorkerKey
+from everstep.protocol.coordinator.coordinator import Coordinator
+from everstep.protocol.coordinator.types import CoordinatorEffect, CoordinatorEvent, Tick
 from everstep.sim.faults import SimFault
 from everstep.sim.rules import USUAL
 from everstep.sim.scenario import Simulation
@@ -21,11 +23,26 @@ SPANS_MS = (20, 150, 450, 700, 1600, 5000, 30_000)
 away (`LATE_NS`): longer than a lease, and the limits of hangs and returns."""
 
 
-def ran(seed: int, draw: Callable[[int], Setup], *faults: SimFault) -> Simulation:
+class Hasty(Coordinator):
+    """All of its alarms ring after each message, before their time, as one may that was set for something else."""
+
+    def handle(self, now_ns: int, event: CoordinatorEvent) -> list[CoordinatorEffect]:
+        effects, alarms = super().handle(now_ns, event), self.job.env.alarms
+        if isinstance(event, Tick):
+            return effects
+        for due, about in sorted(alarms._at):
+            alarms.set(due, self.job.env.now, about)
+        return effects + super().handle(now_ns, Tick())
+
+
+def ran(
+    seed: int, draw: Callable[[int], Setup], *faults: SimFault, coordinator: type[Coordinator] = Coordinator
+) -> Simulation:
     """A job that has ended well, with these faults alone."""
     drawn = draw(seed)
     calm = replace(drawn.job, nonfinite=frozenset(), on_nonfinite="warn")
-    one = Simulation(seed, replace(drawn, job=calm, faults=faults, differs=None, rules=USUAL), tracing=False)
+    setup = replace(drawn, job=calm, faults=faults, differs=None, rules=USUAL)
+    one = Simulation(seed, setup, tracing=False, coordinator=coordinator)
     assert one.run() == "" and one.control.fate.completed, (seed, faults)
     return one
 
@@ -56,3 +73,13 @@ def test_where_some_died_meanwhile_nobody_else_is_given_up(draw: Callable[[int],
         for key, told_ns in given_up(one).items():
             life = one.control.workers[key]
             assert 0 < life.died_ns <= told_ns, (seed, key, life.died_ns / MS, told_ns / MS)
+
+
+@pytest.mark.parametrize("draw", [set_up, set_up_split, set_up_leased])
+def test_alarms_that_ring_early_give_nobody_up_who_lives(draw: Callable[[int], Setup]) -> None:
+    for seed in range(6):
+        chance = Random(seed)
+        faults = [SimFault(kind, chance.randint(40, 250), pick=seed, for_ms=80) for kind in ("kill", "drop_control")]
+        one = ran(seed, draw, *faults, coordinator=Hasty)
+        for key, told_ns in given_up(one).items():
+            assert 0 < one.control.workers[key].died_ns <= told_ns, (seed, key)

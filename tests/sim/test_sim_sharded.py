@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from everstep.base.plan import Plan
+from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.operation_ends import OperationEnds
+from everstep.protocol.step_types import Holds
 from everstep.sim import computing, life, sim_worker
 from everstep.sim.computing import SimLanes, Spreading
 from everstep.sim.faults import SimFault
@@ -106,11 +109,39 @@ def test_a_newcomer_that_takes_nothing_of_a_step_does_not_have_its_stage() -> No
 def test_a_block_of_the_gradient_that_a_holder_does_not_get_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = computing.takers
 
-    def fewer(plan: Plan, stage: int, step: int) -> Any:
-        found = made(plan, stage, step)
+    def fewer(plan: Plan, stage: int, step: int, early: bool) -> Any:
+        found = made(plan, stage, step, early)
         most = max(found, key=lambda i: sum(hi - lo for lo, hi in found[i]))
         others = {block for i, runs in found.items() if i != most for run in runs for block in range(*run)}
         return {i: tuple(run for run in runs if i != most or run[0] not in others) for i, runs in found.items()}
 
     monkeypatch.setattr(computing, "takers", fewer)
     assert not all(simulate(seed, sharded=True).ok for seed in TELLING)
+
+
+LATE = Setup(
+    workers=4,
+    spares=0,
+    hosts=2,
+    min_workers=1,
+    on_failure="replace",
+    job=SimJob(steps=6, lanes=4, write_every=1, copies=1, late=3),
+    faults=(),
+)
+"""In step 3 a part of the optimizer's state comes, which moves segments."""
+
+
+def test_state_that_comes_late_moves_segments() -> None:
+    outcome = simulate(1, setup=LATE)
+    assert outcome.ok, outcome
+    assert "Fetch done" in {name for (_, name), n in outcome.seen.items() if n}, "members get their new segments"
+
+
+def test_a_checkpoint_of_moved_segments_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spread(ends: OperationEnds, operation: do.Spread, result: Holds) -> None:
+        ends._queue.feed(result)
+        ends._apply(whole=True)
+
+    monkeypatch.setattr(OperationEnds, "_spread", spread)
+    outcome = simulate(1, setup=LATE)
+    assert "P5" in outcome.problem, outcome

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from everstep.base.extents import NONE, WHOLE, Extents, union
+from everstep.base.extents import NONE, WHOLE, Extents, Sizes, union
 from everstep.base.plan import WorkerKey
 from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.chunks import Chunk
@@ -41,19 +41,19 @@ class SimTaking:
         own: Mapping[int, Blocks],
         ended: Callable[[moving.TookAll | moving.TookNothing], None],
         fed: Callable[[WorkerKey, tuple[Any, ...] | None], None] = lambda source, message: None,
-        needs: Mapping[int, Extents] = {},
+        needs: Callable[[int, Sizes], Extents] = lambda stage, of: WHOLE,
     ) -> None:
         """request: makes the message for a source, given whether it leads. own: blocks that are not to come, by stage.
-        fed: called with the source and each step that it feeds, and with None at the end of its feed. needs: blocks
-        that the worker is to have then, by stage, where not all."""
+        fed: called with the source and each step that it feeds, and with None at the end of its feed. needs: blocks of
+        a stage of these sizes that the worker is to have then."""
         self.life, self.order = life, order
         self.states = {stage: own.get(stage, NOTHING) for stage in order.stages}
-        self._wanted = {stage: needs.get(stage, WHOLE) - present(blocks) for stage, blocks in self.states.items()}
+        self._needs = needs
         self.taken: dict[int, Extents] = {}
         self.offer: SimCopy | None = None
         self._request, self._heard = request, _Heard(ended, fed)
         self._lines: dict[WorkerKey, SimConnection] = {}
-        self._offers: dict[WorkerKey, tuple[SimCopy, Mapping[int, Extents]]] = {}
+        self._offers: dict[WorkerKey, tuple[SimCopy, Mapping[int, Extents], Mapping[int, Sizes]]] = {}
         self._known: dict[int, Extents] = {}  # blocks whose digests leaders have told, or own blocks
         self._asked: dict[WorkerKey, Chunk] = {}
         self._did: dict[WorkerKey, set[str]] = {}  # sources that were asked, and whether they gave and refused
@@ -124,14 +124,16 @@ class SimTaking:
         self.offer = self._offers[leaders[0]][0]
         told = [self._offers[source][1] for source in leaders]
         self._known = {k: union((present(own), *(there[k] for there in told))) for k, own in self.states.items()}
-        if not all(one.whole for one in self._wanted.values()):
+        of = {k: sizes for source in leaders for k, sizes in self._offers[source][2].items()}
+        wanted = {k: self._needs(k, of[k]) - present(own) for k, own in self.states.items()}
+        if not all(one.whole for one in wanted.values()):
             self._note("rest")
-        self._tell(moving.BlocksKnown({stage: (one, PLANES) for stage, one in self._wanted.items()}))
+        self._tell(moving.BlocksKnown({stage: (one, of[stage]) for stage, one in wanted.items()}))
 
     def _received(self, source: WorkerKey, connection: SimConnection, message: tuple[Any, ...]) -> None:
         match message:
-            case ("offer", copy, there):
-                self._offers[source] = copy, there
+            case ("offer", copy, there, of):
+                self._offers[source] = copy, there, of
                 if any(not part.whole for part in there.values()):
                     self._note("of what is not whole")
                 self._tell(moving.SourceOffers(source, copy.position, there))

@@ -24,13 +24,13 @@ from everstep.protocol.settling import sound_limit
 from everstep.protocol.step_types import Holding, Key, Record
 from everstep.sim.model import (
     BLOCKS,
-    PLANES,
     Blocks,
     SimJob,
     SimReduced,
     by_unit,
     cut_anew,
     merged,
+    planes_of,
     present,
     undisturbed,
     wrong,
@@ -430,8 +430,9 @@ class Checks:
         self.newest = max(self.newest, generation)
         self.records.entered(generation)
         plan = self.records.plans[generation]
-        shares = {k: share(plan.shard(who.worker_id, k), PLANES) for k in plan.stages_of(who.worker_id)}
-        missing = {k for k, blocks in shares.items() if k not in held or not present(held[k]).covers(blocks)}
+        seats = plan.stages_of(who.worker_id)
+        shares = {k: share(plan.shard(who.worker_id, k), planes_of(held[k])) for k in seats if k in held}
+        missing = {k for k in seats if k not in held or not present(held[k]).covers(shares[k])}
         require(not missing, "P1", f"{who} enters {generation} at step {step} without stages {sorted(missing)}")
         self.together(generation)
         if step == 0:
@@ -448,7 +449,9 @@ class Checks:
         heard = self._counted_on(generation) - self.given_up - gone_on.keys()
         holders = {k: held for k, held in self.views.holders().items() if k in heard}
         there = {one for held in holders.values() for one in held if one[0] >= floor}
-        kept = sorted({at for at, _ in there if all((at, part) in there for part in self.job.parts())})
+        kept = sorted(
+            {at for at, _ in there if all((at, part) in there for part in self.job.parts(self.exact.states[at]))}
+        )
         require(
             not kept,
             "P2",
@@ -520,8 +523,9 @@ class Checks:
             takes = [(h.gradients.get(stage, NONE), h) for h in said.values() if h.gradient_step == at]
             live += [blocks for blocks, h in takes if h.position.step == at - 1 and h.live(stage).covers(blocks)]
         kept = [h.kept(stage, at) for h in said.values()]
-        blocks = {k for part in live + kept for lo, hi in part.spans(PLANES) for k in range(lo, hi)}
-        return len(blocks) == sum(n for _, n in PLANES)
+        whole = self.exact.states[at][stage]
+        blocks = {k for part in live + kept for lo, hi in part.spans(planes_of(whole)) for k in range(lo, hi)}
+        return len(blocks) == len(whole)
 
     def resumed(self, stages: int) -> None:
         """The job was started again, in so many stages: states of old processes are gone, and their records void."""

@@ -20,7 +20,7 @@ from itertools import chain
 
 import msgspec
 
-from everstep.base.extents import WHOLE, Extents
+from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Plan
 from everstep.base.ports import Node
 from everstep.placement.probes import alone, owed, with_trials
@@ -37,7 +37,6 @@ from everstep.sim.mesh import Mesh
 from everstep.sim.model import (
     BLOCKS,
     GRADIENT,
-    PLANES,
     Blocks,
     SimGradient,
     SimReduced,
@@ -45,9 +44,11 @@ from everstep.sim.model import (
     add,
     digest,
     forward,
+    holders_of,
+    is_early,
     leaf,
+    planes_of,
     present,
-    segments_of,
     taken,
     takers,
     through,
@@ -300,7 +301,7 @@ class Reduction:
         self.lanes = lanes
         self._parts: dict[tuple[int, int], dict[int, SimPart]] = {}  # by (step, stage)
         self._pieces: dict[tuple[int, int], dict[int, Mapping[int, UnitValues]]] = {}
-        self._divisions: dict[tuple[int, bool], Division] = {}  # of this generation, by stage and whether it is step 1
+        self._divisions: dict[tuple[int, bool, bool], Division] = {}  # by stage, whether it is step 1, and early
         life.install({do.Reduce: self._reduce, ("owes", do.Reduce): self._owes})
         life.install({("message", "part"): self._on_part, ("message", "piece"): self._on_piece})
 
@@ -309,13 +310,14 @@ class Reduction:
 
     def _division(self, plan: Plan, stage: int, step: int) -> Division:
         """Who finishes and who takes which blocks of a step's gradient."""
-        known = self._divisions.get((stage, step == 1))
+        at = stage, step == 1, is_early(self.life.state.stages[stage])
+        known = self._divisions.get(at)
         if known is None:
             if plan.divided:
-                known = Division.among(takers(plan, stage, step), BLOCKS)
+                known = Division.among(takers(plan, stage, step, at[2]), BLOCKS)
             else:
                 known = Division.whole(finishers(plan.of_pool(stage), BLOCKS), BLOCKS)
-            self._divisions[stage, step == 1] = known
+            self._divisions[at] = known
         return known
 
     def _pool(self, stage: int) -> tuple[int, ...]:
@@ -361,16 +363,17 @@ class Reduction:
         self._parts = {key: value for key, value in self._parts.items() if key[0] > step}
         self._pieces = {key: value for key, value in self._pieces.items() if key[0] > step}
         self.life.state.reduced(step, gradients)
-        takes = self._takes(operation.plan)
+        takes = self._takes(operation.plan, step)
         if takes:
-            self.life.handle(Takes(step, takes))
+            stages, job = self.life.state.stages, self.life.job
+            self.life.handle(Takes(step, {k: NONE if job.grows(stages[k], step) else of for k, of in takes.items()}))
         self.life.done(operation, self._payload(operation, gradients))
 
-    def _takes(self, plan: Plan) -> dict[int, Extents]:
-        """Parts of the gradient that are applied here, for stages whose optimizer's state is dealt out."""
-        me = self.life.me.worker_id
-        dealt = {shard.stage for shard in plan.shards}
-        takes = {k: taken(plan, k, me) for k in plan.stages_of(me) if k in dealt}
+    def _takes(self, plan: Plan, step: int) -> dict[int, Extents]:
+        """Blocks that the gradient makes here, for stages whose optimizer's state is dealt out."""
+        me, stages, job = self.life.me.worker_id, self.life.state.stages, self.life.job
+        mine = {shard.stage for shard in plan.shards} & set(plan.stages_of(me))
+        takes = {k: taken(plan, k, me, stages[k], job.grows(stages[k], step)) for k in sorted(mine)}
         self.life.state.will_take(takes)
         return takes
 
@@ -439,8 +442,8 @@ class Spreading:
         for stage in plan.stages_of(me):
             state = self.life.state.stages[stage]
             for to in (seat.worker_id for seat in plan.pool(stage)):
-                for block in (block for block, who in _givers(plan, stage, to).items() if who == me):
-                    given = without(state, WHOLE - Extents.numbered(PLANES, [block]))
+                for block in (block for block, who in self._givers(plan, stage, to).items() if who == me):
+                    given = without(state, WHOLE - Extents.numbered(planes_of(state), [block]))
                     self.mesh.send(to, "spread", operation.step, stage, block, given)
         self._look(operation)
 
@@ -452,7 +455,7 @@ class Spreading:
     def _lacking(self, operation: do.Spread) -> set[int]:
         """Workers that have not sent all of their parameters yet."""
         plan, me, step = operation.plan, self.life.me.worker_id, operation.step
-        givers = {k: _givers(plan, k, me) for k in plan.stages_of(me)}
+        givers = {k: self._givers(plan, k, me) for k in plan.stages_of(me)}
         return {who for k, of in givers.items() for block, who in of.items() if (step, k, block) not in self._came}
 
     def _look(self, operation: do.Spread) -> None:
@@ -463,13 +466,14 @@ class Spreading:
         if not self._lacking(operation):
             self._came = {key: given for key, given in self._came.items() if key[0] > operation.step}
             held = {k: present(blocks) for k, blocks in state.stages.items()}
-            self.life.done(operation, Holds(operation.step, held))
+            moved = state.grew & {shard.stage for shard in operation.plan.shards}
+            self.life.done(operation, Holds(operation.step, held, bool(moved)))
 
     def _owes(self, operation: do.Spread, worker_id: int) -> bool:
         return worker_id in self._lacking(operation)
 
-
-def _givers(plan: Plan, stage: int, to: int) -> dict[int, int]:
-    """The giver of each block of the parameters, for one member."""
-    holders = enumerate(segments_of(plan, stage))
-    return {block: who[block % len(who)] for block, who in holders if to not in who}
+    def _givers(self, plan: Plan, stage: int, to: int) -> dict[int, int]:
+        """The giver of each block of the parameters, for one member: who held what before the update gives it."""
+        state = self.life.state
+        early = stage in state.grew or is_early(state.stages[stage])
+        return {b: who[b % len(who)] for b, who in holders_of(plan, stage, early).items() if to not in who}

@@ -196,11 +196,11 @@ class SimCoordinator(Process):
         if self._tick_at != at:
             return
         self._tick_at = None
-        before = self.machine.next_deadline_ns
         self.feed(Tick())
-        self._idle_ticks = self._idle_ticks + 1 if self.machine.next_deadline_ns == before else 0
+        next_ns = self.machine.next_deadline_ns
+        self._idle_ticks = self._idle_ticks + 1 if next_ns is not None and next_ns <= self.world.now_ns else 0
         if self._idle_ticks > _MOST_IDLE_TICKS:
-            raise AssertionError(f"the coordinator's deadline stays in the past: {before}")
+            raise AssertionError(f"the coordinator's deadline stays in the past: {next_ns}")
 
 
 def _is_routine(event: CoordinatorEvent) -> bool:

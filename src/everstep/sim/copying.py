@@ -16,6 +16,7 @@ from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import WorkerKey
 from everstep.placement.shards import fed_blocks
+from everstep.placement.shards import share as share_of
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
 from everstep.protocol.driver.records import encode
@@ -29,12 +30,13 @@ from everstep.sim.block_taking import SimTaking
 from everstep.sim.life import Life, SimCopy, nothing
 from everstep.sim.model import (
     NOTHING,
-    PLANES,
     Blocks,
     SimReduced,
     digest,
     fed,
+    is_early,
     merged,
+    planes_of,
     present,
     segments_in,
     without,
@@ -164,6 +166,10 @@ class SimSaver:
         """Each worker copies what it holds; the job's leader hears when the last part is there."""
         life, number = self.life, effect.step
         me, disk = life.me.worker_id, life.site.disk
+        for stage in effect.plan.stages_of(me):
+            state = life.state.stages[stage]
+            mine = share_of(effect.plan.shard(me, stage), planes_of(state))
+            require(present(state).covers(mine), "P5", f"{life.me} saves step {number} without {mine} of stage {stage}")
         if effect.plan.leader(0) == me:
             disk.ask(number, life.me, lambda wrong: life.later(0, life.handle, _ended(number, wrong)))
         for stage in effect.plan.stages_of(me):
@@ -279,8 +285,10 @@ class _Asker:
 
 def asked_of(copy: SimCopy, joint: giver.JointAsk | None) -> SimCopy:
     """The part of a copy that a donor offers to who asks this of it."""
-    gone = NONE if joint is None else WHOLE - fed_blocks(joint.segments, joint.rest, PLANES)
-    return replace(copy, states={k: without(state, gone) for k, state in copy.states.items()})
+    if joint is None:
+        return copy
+    given = {k: fed_blocks(joint.segments, joint.rest, planes_of(state)) for k, state in copy.states.items()}
+    return replace(copy, states={k: without(state, WHOLE - given[k]) for k, state in copy.states.items()})
 
 
 class SimDonor:
@@ -339,7 +347,8 @@ class SimDonor:
                     self.life.soon(0, 5 * MS if shelf else 0, self._head, asker)
                 case giver.FeedStep(asker, stages):
                     step, records, gradients = item
-                    asker.items.append(("step", step, records, {k: fed(gradients[k], asker.joint) for k in stages}))
+                    given = {k: fed(gradients[k], asker.joint, is_early(self.life.state.stages[k])) for k in stages}
+                    asker.items.append(("step", step, records, given))
                     self._pass(asker)
                 case giver.EndAsker(asker):
                     asker.connection.close(self.life)
@@ -353,7 +362,8 @@ class SimDonor:
         copies = [asker.given[k] for k in asker.stages] if asker.given is not None else []
         if copies:
             there = {k: present(copy.states[k]) for k, copy in zip(asker.stages, copies, strict=True)}
-            asker.connection.send(self.life, ("offer", replace(copies[0], states={}), there))
+            of = {k: planes_of(copy.states[k]) for k, copy in zip(asker.stages, copies, strict=True)}
+            asker.connection.send(self.life, ("offer", replace(copies[0], states={}), there, of))
 
     def lose(self, stage: int, lost: Extents) -> None:
         """Blocks of the present state are gone, on the shelf, too."""
@@ -412,12 +422,12 @@ class SimDonor:
                 raise AssertionError(f"{life.me} moved to {life.driver.machine.position} while it served {asker}")
         blocks = without(copy.states[stage], WHOLE - extents)
         if life.site.damaged and life.world.rng.random() < life.site.damaged:
-            blocks = without(blocks, extents.first(1, PLANES))
+            blocks = without(blocks, extents.first(1, planes_of(blocks)))
         asker.connection.send(life, ("blocks", blocks))
 
     def _differs(self, stage: int, copy: SimCopy) -> bool:
         """Whether a block has changed; a wrong one may have been repaired, or have come in a repair."""
-        pairs = zip(copy.states[stage], self.life.state.stages.get(stage, NOTHING), strict=True)
+        pairs = zip(copy.states[stage], self.life.state.stages.get(stage, copy.states[stage]), strict=True)
         return any(a != b for a, b in pairs if a is not None and b is not None and not wrong((a, b)))
 
     # ---- feeds
@@ -439,7 +449,9 @@ class SimDonor:
         lost = [asker for asker in self._giver.giving if asker.given is None or asker not in self.askers]
         freed(self.life.me, "offers that nobody can have", lost)
         if self._giver.feeds:
-            segments = {k: there for k, value in gradients.items() if (there := segments_in(value)) is not None}
+            early = {k: is_early(self.life.state.stages[k]) for k in gradients}
+            found = {k: segments_in(value, early[k]) for k, value in gradients.items()}
+            segments = {k: there for k, there in found.items() if there is not None}
             self._tell(giver.StepToFeed(frozenset(gradients), segments), item=(step, encode(records), gradients))
 
     def began(self) -> None:

@@ -16,7 +16,7 @@ from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.roles import JOB
 from everstep.sim.control import CONTROL_HOST, Control, forget
-from everstep.sim.model import PLANES
+from everstep.sim.model import Blocks, planes_of
 from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS, SECOND
 
@@ -183,7 +183,7 @@ class SimInjector:
         if not held or not driver.still or target.frozen_ns is not None or driver.machine.step != at:
             return False
         self.world.log(target.name, "LOSES", held[pick % len(held)], mask)
-        target.lose(held[pick % len(held)], _blocks(mask))
+        target.lose(held[pick % len(held)], _blocks(mask, target.state.stages[held[pick % len(held)]]))
         return True
 
     def stop(self) -> None:
@@ -355,11 +355,11 @@ def _lose_kept(injector: SimInjector, fault: SimFault, worker: SimWorker | None)
     for n, one in enumerate(live):
         if one.holdings and (fault.same or n == fault.pick % len(live)):
             mask = 1 << (n + fault.pick) % 4 if fault.same else 1 + fault.pick % 15
-            one.memory.lose(*one.holdings[-1], _blocks(mask))
+            one.memory.lose(*one.holdings[-1], _blocks(mask, one.memory.kept[one.holdings[-1]]))
 
 
-def _blocks(mask: int) -> Extents:
-    return Extents.numbered(PLANES, (k for k in range(4) if mask >> k & 1))
+def _blocks(mask: int, state: Blocks) -> Extents:
+    return Extents.numbered(planes_of(state), (k for k in range(len(state)) if mask >> k & 1))
 
 
 # ---- the coordinator and hosts

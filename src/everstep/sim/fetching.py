@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from everstep.base.extents import NONE, Extents
-from everstep.base.plan import WorkerKey
+from everstep.base.extents import NONE, WHOLE, Extents, Sizes
+from everstep.base.plan import Plan, WorkerKey
 from everstep.placement.shards import share
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import decode_records
@@ -19,7 +19,7 @@ from everstep.protocol.step_types import Record
 from everstep.sim.block_taking import SimTaking
 from everstep.sim.copying import Memory, SimSaver, at_once
 from everstep.sim.life import Life, SimCopy, updated
-from everstep.sim.model import NOTHING, PLANES, Blocks, SimReduced, joined, merged, present, taken, without
+from everstep.sim.model import NOTHING, Blocks, SimReduced, joined, merged, planes_of, present, taken, without
 from everstep.sim.world import MS, SimConnection
 
 _Taking = do.Fetch | do.Restore | do.Finish
@@ -97,13 +97,17 @@ class Fetcher:
     def _claimed(self, operation: _Taking, stage: int) -> Extents:
         """Blocks of the wanted state that this worker claims to have, live. At a position gathers behind, it copies the
         later state. For the result it copies stages of others whole, whatever it has left of them. Of a step that it
-        rolled to, and whose update was left out, it has more than it had said."""
+        rolled to, and whose update was left out or made the state larger, it has more than it had said."""
         machine, wanted = self.life.driver.machine, operation.position
         left_out = bool(self.life.job.copies) and self.life.job.leaves_out(wanted.step)
-        if left_out or (
-            isinstance(operation, do.Finish)
-            or machine.step != wanted.step
-            or (isinstance(operation, do.Fetch) and machine.position != wanted)
+        if (
+            left_out
+            or stage in self.life.state.grew
+            or (
+                isinstance(operation, do.Finish)
+                or machine.step != wanted.step
+                or (isinstance(operation, do.Fetch) and machine.position != wanted)
+            )
         ):
             return NONE
         return machine.held.get(stage, NONE)
@@ -115,7 +119,7 @@ class Fetcher:
             copy = life.state.copy(at, operation.own, {}, (stage,))
         elif memory:
             copy = SimCopy(at, operation.own, {stage: self._held(operation, stage)})
-            needed = share(operation.plan.shard(life.me.worker_id, stage), PLANES)
+            needed = share(operation.plan.shard(life.me.worker_id, stage), planes_of(copy.states[stage]))
             if not present(copy.states[stage]).covers(needed):  # lost since the holdings were stated
                 said = f"stage {stage} of step {at.step} is not whole any more"
                 life.during(operation, 0, self._refuse, said)
@@ -142,7 +146,7 @@ class Fetcher:
         if order.pieces is not None:  # perhaps more has been lost since the holdings were stated
             own = {k: without(self._held(operation, k), order.pieces.missing) for k in order.stages}
         dealt = bool(life.job.copies) and not isinstance(operation, do.Finish)
-        needs = {k: share(operation.plan.shard(life.me.worker_id, k), PLANES) for k in order.stages} if dealt else {}
+        needs = partial(_share, operation.plan if dealt else None, life.me.worker_id)
         taking = self._taking = SimTaking(
             life,
             order,
@@ -199,7 +203,7 @@ class Fetcher:
             if position.step or isinstance(operation, do.Fetch)
             else [k for k, givers in operation.sources.items() if not givers]
         )
-        first, parts = {k: life.state.first(k) for k in anew}, dict.fromkeys(lacking, PLANES)
+        first, parts = {k: life.state.first(k) for k in anew}, {k: planes_of(states[k]) for k in lacking}
         life.done(operation, do.Copied(records, gathers, first, parts))
 
 
@@ -248,6 +252,7 @@ class Follower:
         self.life = life
         self.feeds: list[_Feed] = []
         self.broken = ""
+        self._moved: set[int] = set()  # stages of which it has other segments than it follows
         life.install({do.OpenFeeds: self._open, do.CloseFeeds: lambda effect: self._stop()})
         life.install({do.Watch: lambda operation: self._look(), do.Adopt: self._adopt, do.Replay: self._replay})
 
@@ -271,7 +276,7 @@ class Follower:
                 {},
                 partial(self._ended, place),
                 partial(self._fed, place),
-                {} if plan is None else {k: share(plan.shard(me, k), PLANES) for k in stages},
+                partial(_share, plan, me),
             )
             self.feeds.append(_Feed(taking, len(donors) if joint else 1))
         for feed in self.feeds[:]:
@@ -280,7 +285,7 @@ class Follower:
     def _stop(self) -> None:
         for feed in self.feeds:
             feed.taking.close()
-        self.feeds, self.broken = [], ""
+        self.feeds, self.broken, self._moved = [], "", set()
 
     def _ended(self, place: int, how: moving.TookAll | moving.TookNothing) -> None:
         if isinstance(how, moving.TookNothing):
@@ -350,7 +355,7 @@ class Follower:
             raise AssertionError(f"{self.life.me}: nobody has offered {operation.position}")
         copy = SimCopy(operation.position, newest.records, states, tuple(sorted(effects.items())), newest.gathers)
         self.life.state.install(copy, only=True)
-        sizes = {k: PLANES for k, state in states.items() if None in state}
+        sizes = {k: planes_of(state) for k, state in states.items() if None in state}
         self.life.done(operation, do.Copied(newest.records, newest.gathers, sizes=sizes))
 
     def _apply(self, operation: do.Replay) -> None:
@@ -361,10 +366,18 @@ class Follower:
         if self.life.state.at != operation.step - 1:
             raise AssertionError(f"{self.life.me} at {self.life.state.at} is to replay {operation.step}")
         plan, me = operation.plan, self.life.me.worker_id
-        parts = {shard.stage for shard in plan.shards if shard.worker_id == me}
-        takes = {k: taken(plan, k, me) for k in gradients if k in parts}
+        parts = {shard.stage for shard in plan.shards if shard.worker_id == me} & gradients.keys()
+        stages, job = self.life.state.stages, self.life.job
+        grow = {k: job.grows(stages[k], operation.step) and not operation.outcome.nonfinite.left_out for k in parts}
+        self._moved |= {k for k, grows in grow.items() if grows}
+        takes = {k: NONE if k in self._moved else taken(plan, k, me, stages[k], grow[k]) for k in parts}
         self.life.state.apply(operation.outcome, operation.records, gradients, takes)
         self.life.done(operation, takes)
+
+
+def _share(plan: Plan | None, me: int, stage: int, of: Sizes) -> Extents:
+    """What a plan gives a worker of a stage; all without one."""
+    return WHOLE if plan is None else share(plan.shard(me, stage), of)
 
 
 def _joins(stages: tuple[int, ...], joint: Mapping[int, JointAsk], source: WorkerKey, leads: bool) -> tuple[Any, ...]:

@@ -45,6 +45,8 @@ _PHASES: dict[type[do.Operation], str] = {
     do.Reduce: "reducing",
     do.Update: "updating",
     do.Spread: "spreading",
+    do.SaveLast: "ending",
+    do.Finish: "ending",
 }
 
 
@@ -180,6 +182,7 @@ class SimState:
         self.records: Mapping[int, Record] = {}
         self.gradients: tuple[int, dict[int, SimReduced]] | None = None
         self.takes: dict[int, Extents] = {}
+        self.grew: set[int] = set()  # stages whose state the last update has made larger
         self.effects: dict[int, int] = {}
 
     def built_anew(self, stage: int) -> Blocks:
@@ -240,6 +243,7 @@ class SimState:
             lacking = [k for k, blocks in takes.items() if k in stages and not present(stages[k]).covers(blocks)]
             if lacking:
                 raise AssertionError(f"{self.me} lacks gradients of what it is to update of {lacking}: {gradients}")
+        self.grew = {k for k, state in stages.items() if len(state) > len(self.stages[k])}
         self.stages = stages
         self._check()
         self.effects[step] = self.checks.exact.effect(step)

@@ -11,8 +11,10 @@ The lowest bit of every value says whether the value descends from one in which 
 wrong for another reason are told apart from these.
 
 A stage's state is a few blocks in a few planes; an update of one depends on all. A lost block is None, and nothing can
-be computed from it. A block has one value per unit of the stage, and each unit is computed by itself: so the cut of the
-model changes no value, and a state written in one cut can be read in another.
+be computed from it. Where the optimizer's state is divided, that of the first parameters may come with an update in the
+middle of the job: the state has a block more from then on, and later ones have other numbers. A block has one value per
+unit of the stage, and each unit is computed by itself: so the cut of the model changes no value, and a state written in
+one cut can be read in another.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from everstep.base.errors import InvariantViolation
-from everstep.base.extents import Extents, Runs
+from everstep.base.extents import Extents, Runs, Sizes
 from everstep.base.plan import SEGMENTS, Plan
 from everstep.placement.shards import Takers, numbers_of_runs, runs_of_numbers, segment_holders
 from everstep.placement.tree import fold
@@ -32,6 +34,7 @@ BLOCKS = 3
 GRADIENT = -1
 INITIAL = 2
 PLANES = (("model", 2), ("optimizer/exp_avg", 2))
+_EARLY = (("model", 2), ("optimizer/exp_avg", 1))
 _DIVIDED = 2
 
 _MOST_KNOWN = 1 << 14
@@ -56,7 +59,9 @@ class SimJob:
     update of a block depends on all others; else on that of the other plane alone, the same block of the gradient, and
     the last one, which all take. frees: sums of lanes may be given back as soon as they have been added up. nonfinite:
     (step, lane) of losses that are not finite; `GRADIENT` as lane: the gradient alone is not. on_nonfinite,
-    nonfinite_limit: as in a config.
+    nonfinite_limit: as in a config. late: the first step with a gradient for the first of a state's parameters, whose
+    optimizer's state comes with the update; 0: it is there from the start. late_stage: the only one of which that is
+    so; -1: of all.
     """
 
     steps: int
@@ -73,6 +78,8 @@ class SimJob:
     on_nonfinite: str = "warn"
     nonfinite_limit: int = 0
     frees: bool = False
+    late: int = 0
+    late_stage: int = -1
 
     def strange(self, step: int) -> bool:
         """Whether something of a step is not finite."""
@@ -100,9 +107,13 @@ class SimJob:
     def cut(self, stages: int) -> SimJob:
         return replace(self, stages=stages, units=self.units or self.stages)
 
-    def parts(self) -> Iterator[tuple[int, int]]:
-        """Units that are held apart: (stage, block); only the first block of a state that is not dealt out."""
-        return ((k, block) for k in range(self.stages) for block in range(_N_BLOCKS if self.copies else 1))
+    def parts(self, states: Mapping[int, Blocks]) -> Iterator[tuple[int, int]]:
+        """What is held apart of a step's states: (stage, block); only the first block of one that is not dealt out."""
+        return ((k, block) for k, state in states.items() for block in range(len(state) if self.copies else 1))
+
+    def grows(self, state: Blocks, step: int) -> bool:
+        """Whether the update of a step, unless it is left out, makes a stage's state larger."""
+        return is_early(state) and step >= self.late
 
     def trained(self, state: Blocks) -> Blocks:
         """The part of a stage's state that lanes are computed from, and that all members have: they compare it."""
@@ -110,7 +121,9 @@ class SimJob:
 
     def updated(self, state: Blocks, step: int, gradient: SimReduced) -> Blocks:
         """The state of a stage after the step."""
-        return _update_apart(state, step, gradient) if self.copies else update(state, step, gradient)
+        if not self.copies:
+            return update(state, step, gradient)
+        return _update_apart(state, step, gradient, self.grows(state, step))
 
     def gathers(self, step: int) -> int:
         """Number of gathers that the application asks for at the state of `step`, besides the one that ends the job."""
@@ -124,8 +137,24 @@ def evaluates(job: SimJob, step: int) -> bool:
 
 def initial(job: SimJob, stage: int) -> Blocks:
     """State of a stage before any training."""
-    units = job.units_of(stage)
-    return tuple(tuple(INITIAL + 2 * unit + 100 * block for unit in units) for block in range(_N_BLOCKS))
+    units, late = job.units_of(stage), job.copies and job.late and job.late_stage in (-1, stage)
+    there = (block for block in range(_N_BLOCKS) if block != _DIVIDED or not late)
+    return tuple(tuple(INITIAL + 2 * unit + 100 * block for unit in units) for block in there)
+
+
+def is_early(state: Blocks) -> bool:
+    """Whether the first parameters have no optimizer's state yet."""
+    return len(state) < _N_BLOCKS
+
+
+def planes_of(state: Blocks) -> Sizes:
+    """Sizes of a state."""
+    return _EARLY if is_early(state) else PLANES
+
+
+def dealt(early: bool) -> dict[int, int]:
+    """Blocks of parameters that are dealt out, with the numbers of their optimizer's blocks; segment by segment."""
+    return {1: _DIVIDED} if early else {block: _DIVIDED + block for block in range(_DIVIDED)}
 
 
 def flipped(state: Blocks) -> Blocks:
@@ -144,18 +173,23 @@ def wrong(state: int | Blocks) -> bool:
 @lru_cache(maxsize=_MOST_KNOWN)
 def present(state: Blocks) -> Extents:
     """Blocks that are not lost."""
-    return Extents.numbered(PLANES, (k for k, block in enumerate(state) if block is not None))
+    return Extents.numbered(planes_of(state), (k for k, block in enumerate(state) if block is not None))
 
 
 def without(state: Blocks, lost: Extents) -> Blocks:
     """The state without these blocks."""
-    gone = {k for lo, hi in lost.spans(PLANES) for k in range(lo, hi)}
+    gone = {k for lo, hi in lost.spans(planes_of(state)) for k in range(lo, hi)}
     return tuple(None if k in gone else block for k, block in enumerate(state))
 
 
 @lru_cache(maxsize=_MOST_KNOWN)
 def merged(first: Blocks, second: Blocks) -> Blocks:
-    """Blocks that either state has."""
+    """Blocks that either state has. One of which nothing is here may have other sizes."""
+    if len(first) != len(second):
+        known = [state for state in (first, second) if any(block is not None for block in state)]
+        if len(known) > 1:
+            raise InvariantViolation(f"blocks of states of different sizes: {first} and {second}")
+        return known[0] if known else first
     return tuple(b if a is None else a for a, b in zip(first, second, strict=True))
 
 
@@ -172,7 +206,7 @@ def cut_anew(states: Mapping[int, Blocks], job: SimJob) -> dict[int, Blocks]:
     """States of all stages, as the stages of another cut of the model."""
     units = by_unit(states)
     return {
-        stage: tuple(tuple(units[unit][block][0] for unit in job.units_of(stage)) for block in range(_N_BLOCKS))  # type: ignore[index]
+        stage: tuple(tuple(units[unit][block][0] for unit in job.units_of(stage)) for block in range(len(units[0])))  # type: ignore[index]
         for stage in range(job.stages)
     }
 
@@ -239,19 +273,24 @@ def update(state: Blocks, step: int, gradient: SimReduced) -> Blocks:
 
 
 @lru_cache(maxsize=_MOST_KNOWN)
-def _update_apart(state: Blocks, step: int, gradient: SimReduced) -> Blocks:
-    """The same where a block of a plane depends on that of the other plane alone; of what is not there, nothing."""
-    after: list[UnitValues | None] = list(state)
-    for block in range(_DIVIDED):
-        own, beside = state[block], state[_DIVIDED + block]
+def _update_apart(state: Blocks, step: int, gradient: SimReduced, grows: bool) -> Blocks:
+    """The same where a block of a plane depends on that of the other plane alone; of what is not there, nothing. grows:
+    optimizer's state of the first parameters is made."""
+    early = is_early(state)
+    after: list[UnitValues | None] = [*state[:_DIVIDED], *(None,) * grows, *state[_DIVIDED:]]
+    kept = dealt(early)
+    for block, other in dealt(early and not grows).items():
+        own, beside = state[block], state[kept.get(block, block)]
         parts = own, beside, gradient[block], gradient[BLOCKS - 1]
         if None in parts:
-            after[block] = after[_DIVIDED + block] = None
+            after[block] = after[other] = None
             continue
         units = list(zip(*parts, strict=True))  # type: ignore[arg-type]
         bits = [int(any(value & 1 for value in unit)) for unit in units]
-        for at in (block, _DIVIDED + block):
-            after[at] = tuple(hash((unit, step, at)) & -2 | bit for unit, bit in zip(units, bits, strict=True))
+        for at, plane in ((block, 0), (other, _DIVIDED)):
+            after[at] = tuple(
+                hash((unit, step, plane + block)) & -2 | bit for unit, bit in zip(units, bits, strict=True)
+            )
     return tuple(after)
 
 
@@ -260,24 +299,34 @@ def segments_of(plan: Plan, stage: int) -> list[tuple[int, ...]]:
     return list(segment_holders(plan, stage, _DIVIDED))
 
 
-def taken(plan: Plan, stage: int, worker_id: int) -> Extents:
-    """Blocks that a worker's update makes."""
-    mine = [block for block, who in enumerate(segments_of(plan, stage)) if worker_id in who]
-    return Extents.numbered(PLANES, (at for block in mine for at in (block, _DIVIDED + block)))
+def holders_of(plan: Plan, stage: int, early: bool) -> dict[int, tuple[int, ...]]:
+    """Holders of each block of parameters that is dealt out, and of its optimizer's block, by the plan."""
+    return dict(zip(dealt(early), segments_of(plan, stage), strict=False))
 
 
-def segments_in(gradient: SimReduced) -> Runs | None:
+def taken(plan: Plan, stage: int, worker_id: int, state: Blocks, grows: bool) -> Extents:
+    """Blocks that a worker's update of a state makes. What gets its optimizer's state with it is updated by all."""
+    early = is_early(state)
+    others = {block for block, who in holders_of(plan, stage, early).items() if worker_id not in who}
+    after = dealt(early and not grows)
+    gone = others | {after[block] for block in others}
+    sizes = _EARLY if early and not grows else PLANES
+    return Extents.numbered(sizes, (n for n in range(sum(count for _, count in sizes)) if n not in gone))
+
+
+def segments_in(gradient: SimReduced, early: bool) -> Runs | None:
     """Segments whose blocks of a gradient are here, of all that a plan deals out; None: all."""
-    gone = {block for block in range(_DIVIDED) if gradient[block] is None}
+    gone = {segment for segment, block in enumerate(dealt(early)) if gradient[block] is None}
     return runs_of_numbers(n for n in range(SEGMENTS) if n not in gone) if gone else None
 
 
-def fed(gradient: SimReduced, joint: JointAsk | None) -> SimReduced:
+def fed(gradient: SimReduced, joint: JointAsk | None, early: bool) -> SimReduced:
     """The blocks of a gradient that a donor feeds."""
     if joint is None or joint.segments is None:
         return gradient
-    wanted = numbers_of_runs(joint.segments)
-    return tuple(v if (n in wanted if n < _DIVIDED else joint.rest) else None for n, v in enumerate(gradient))
+    wanted, apart = numbers_of_runs(joint.segments), list(dealt(early))
+    gives = [apart.index(n) in wanted if n in apart else joint.rest for n in range(BLOCKS)]
+    return tuple(value if there else None for value, there in zip(gradient, gives, strict=True))
 
 
 def joined(gradients: Sequence[SimReduced]) -> SimReduced:
@@ -285,14 +334,14 @@ def joined(gradients: Sequence[SimReduced]) -> SimReduced:
     return tuple(next((v for v in values if v is not None), None) for values in zip(*gradients, strict=True))
 
 
-def takers(plan: Plan, stage: int, step: int) -> Takers:
+def takers(plan: Plan, stage: int, step: int, early: bool) -> Takers:
     """Blocks of a step's gradient that each member of a stage's pool takes: all of the first one, which makes the
     optimizer's state."""
     pool = [seat.worker_id for seat in plan.pool(stage)]
     if not plan.divided or step == 1:
         return dict.fromkeys(pool, ((0, BLOCKS),))
-    held = segments_of(plan, stage)
-    return {i: runs_of_numbers(n for n in range(BLOCKS) if n >= len(held) or i in held[n]) for i in pool}
+    held = holders_of(plan, stage, early)
+    return {i: runs_of_numbers(n for n in range(BLOCKS) if n not in held or i in held[n]) for i in pool}
 
 
 def _updated(unit: Blocks, step: int, gradient: UnitValues) -> UnitValues:

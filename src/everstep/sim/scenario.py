@@ -303,11 +303,14 @@ class Simulation:
 
     def _check_told(self) -> None:
         """Check that the plan with which the job was completed has been told, if the coordinator heard that a member
-        has settled in it and lived to tell the end."""
+        has settled in it and lived to tell the end; and that the end has the members' last step."""
         told, agreement = self.control.site.last_generation, self.control.coordinator.machine.job.agreement
         last = agreement.plan.generation
         right = told >= last or not agreement.entered or "job_completed" not in self.control.fate.reports
         require(right, "P6", f"generation {last} completed the job, the newest that was told is {told}")
+        steps = [one["step"] for one in self.control.site.told if one["kind"] == "job_completed"]
+        ended_at = self.checks.exact.ended_at
+        require(set(steps) <= {ended_at}, "P6", f"the job was completed at step {ended_at}, and says {steps}")
 
     def _ended_by_an_act(self) -> bool:
         """Whether the job failed as one of the acts, or its rules, have it fail."""

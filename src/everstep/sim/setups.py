@@ -22,6 +22,8 @@ from everstep.sim.rules import USUAL, Rules, draw_rules, more_rules
 from everstep.sim.starving import draw_starved
 from everstep.sim.world import World
 
+_AT_THE_END = ("signal", "scale", "drain", "save", "kill", "coordinator", "freeze")
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -101,6 +103,14 @@ class Setup:
         faults = (*self.faults, one, *((second,) if rng.random() < 0.4 else ()))
         return replace(self, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
 
+    def with_ending(self, seed: int) -> Setup:
+        """The setup, now and then with commands and deaths while the job ends."""
+        rng = Random(f"ending {seed}")
+        if rng.random() > 0.15:
+            return self
+        drawn = (replace(draw_one(rng, 0, "ending"), kind=rng.choice(_AT_THE_END)) for _ in range(rng.choice((1, 2))))
+        return replace(self, faults=tuple(sorted((*self.faults, *drawn), key=lambda f: f.at_ms)))
+
     def with_operated(self, seed: int, horizon_ms: int) -> Setup:
         """The setup with people who ask for things, hosts that leave, and other rules."""
         rng = Random(f"operated {seed}")
@@ -141,6 +151,7 @@ class Setup:
         compared += f"; worker {self.differs} begins differently" if isinstance(self.differs, int) else ""
         compared += f"; {self.differs} computes otherwise" if isinstance(self.differs, WorkerKey) else ""
         compared += f"; {self.job.copies} copies of each segment" if self.job.copies else ""
+        compared += f"; a part of it comes in step {self.job.late}" if self.job.late else ""
         compared += f"; all loops are left after step {self.job.leaves_after}" if self.job.leaves_after else ""
         if self.job.nonfinite:
             compared += f"; not finite {sorted(self.job.nonfinite)}"
@@ -170,6 +181,12 @@ def _cut_anew(rng: Random, faults: Iterable[SimFault], job: SimJob) -> tuple[tup
     return tuple(drawn), replace(job, units=units) if cut else job
 
 
+def _grown_late(rng: Random, job: SimJob) -> SimJob:
+    """Now and then with a part of the optimizer's state that comes in a later step, in all stages or in one of them."""
+    late, one = rng.choice((0, rng.randint(2, job.steps))), rng.randrange(job.stages)
+    return replace(job, late=late, late_stage=-1 if job.units else rng.choice((-1, one)))
+
+
 def set_up(seed: int) -> Setup:
     """The setup of a seed."""
     rng = World(seed).rng
@@ -189,7 +206,7 @@ def set_up(seed: int) -> Setup:
     )
     chosen = chosen.with_state_of(rng.choice((-1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 40)
     more = chosen.with_more(seed, 60 + steps * 40).with_leaving(seed, 60 + steps * 40)
-    return more.with_starved(seed, 60 + steps * 40).with_odd(seed).with_nonfinite(seed)
+    return more.with_starved(seed, 60 + steps * 40).with_odd(seed).with_nonfinite(seed).with_ending(seed)
 
 
 def set_up_split(seed: int) -> Setup:
@@ -215,7 +232,7 @@ def set_up_split(seed: int) -> Setup:
     )
     chosen = chosen.with_state_of(rng.choice((-1, -1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 60)
     more = chosen.with_more(seed, 60 + steps * 60).with_leaving(seed, 60 + steps * 60)
-    return more.with_starved(seed, 60 + steps * 60).with_odd(seed).with_nonfinite(seed)
+    return more.with_starved(seed, 60 + steps * 60).with_odd(seed).with_nonfinite(seed).with_ending(seed)
 
 
 def set_up_sharded(seed: int) -> Setup:
@@ -223,6 +240,7 @@ def set_up_sharded(seed: int) -> Setup:
     segments."""
     chosen, rng = (set_up_split if seed % 3 == 0 else set_up)(seed), Random(f"sharded {seed}")
     job = replace(chosen.job, copies=rng.choice((1, 2, 2, 3)), frees=Random(f"frees {seed}").random() < 0.5)
+    job = _grown_late(Random(f"late {seed}"), job)
     faults = [fault for fault in chosen.faults if fault.kind != "flip"]
     faults += draw_holders(Random(f"holders {seed}"), 60 + job.steps * 50)
     at_last = tuple(sorted(faults, key=lambda f: f.at_ms))

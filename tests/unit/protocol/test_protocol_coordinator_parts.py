@@ -15,13 +15,17 @@ from everstep.base.strikes import Strike
 from everstep.cost.advice import step_ms
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator.arrivals import RETRY_MOST_NS, RETRY_NS, START_PATIENCE_NS, Healing, Quorum
+from everstep.protocol.coordinator.asked_checkpoints import Ending, Saving
 from everstep.protocol.coordinator.claims import ASK_AGAIN_NS, GIVE_UP_NS, MOST_SAID, Claims
 from everstep.protocol.coordinator.closed import ClosedDoors
 from everstep.protocol.coordinator.environment import Alarm, Environment
 from everstep.protocol.coordinator.joins import Move, _in_other_pool
-from everstep.protocol.coordinator.membership import Agent
+from everstep.protocol.coordinator.links import Links, Probes
+from everstep.protocol.coordinator.loops_left import Leaving
+from everstep.protocol.coordinator.membership import GRACE_MOST, Agent, Grace, Worker
 from everstep.protocol.coordinator.rendezvous_store import RendezvousStore
 from everstep.protocol.coordinator.requested_faults import MOST_ASKED, StruckBefore
+from everstep.protocol.coordinator.sharing import share
 from everstep.protocol.coordinator.spare_advice import SpareAdvice
 from everstep.protocol.coordinator.speeds import Speeds, by_speed
 from everstep.protocol.coordinator.types import HostRules, Report, Send
@@ -497,6 +501,65 @@ def test_the_coordinators_own_absence_is_no_absence_of_an_agent() -> None:
     assert one.away_ns(10 * S) == S
 
 
+def waiting_parts() -> list[Any]:
+    """Each part that waits for somebody, or judges a silence."""
+    env, nothing = environment(), SimpleNamespace()
+    saving = Saving(env, nothing, nothing, nothing, nothing)
+    saving.ending = Ending("interrupted", Why(Cause.REQUESTED, "stop"), 0, 3 * S)
+    links = Links(env, nothing, nothing, nothing)
+    detector = PhiDetector(floor_ns=S, ceiling_ns=2 * S, interval_ns=S, now_ns=S)
+    parts = [Claims(env), Grace(env), Quorum(env), saving, saving.leaving, links, links._probes, detector]
+    return [*parts, Worker(KEY)]
+
+
+SPANS = {"_floor_ns", "_ceiling_ns", "_least_mean_ns"}
+UNMOVED = {"ordered_ns"}
+"""Another time bounds it: that for which the worker's own progress has stood still."""
+
+
+@pytest.mark.parametrize("part", waiting_parts(), ids=lambda part: type(part).__name__)
+def test_no_moment_stays_when_the_coordinator_was_away(part: Any) -> None:
+    """Of a wait that is bounded by several, one that stays would end it too early."""
+    names = sorted(name for name in vars(part) if name.endswith("_ns") and name not in SPANS | UNMOVED)
+    assert names, "it has no moment"
+    for n, name in enumerate(names):
+        setattr(part, name, (n + 2) * S)
+    part.pardon(100 * S)
+    assert [getattr(part, name) for name in names] == [(n + 102) * S for n in range(len(names))], names
+
+
+def test_moments_of_parts_within_parts_are_moved_too() -> None:
+    by_type = {type(part): part for part in waiting_parts()}
+    saving, links = by_type[Saving], by_type[Links]
+    assert isinstance(saving.leaving, Leaving) and isinstance(links._probes, Probes)
+    saving.leaving._due_ns = links._probes.until_ns = 2 * S
+    saving.pardon(5 * S)
+    links.pardon(5 * S)
+    assert saving.leaving._due_ns == links._probes.until_ns == 7 * S
+    assert saving.ending is not None and saving.ending.until_ns == 8 * S
+
+
+def test_who_comes_back_gives_the_others_time_up_to_a_limit_from_the_start() -> None:
+    """Each of the three bounds decides once."""
+    env = environment(hosts=HostRules(grace_ns=2 * S))
+    grace = Grace(env)
+    grace.begin()
+    assert grace.until_ns == 3 * S and rings(env, Alarm.GRACE) == 3 * S
+    for now, until in ((2 * S, 4 * S), (3 * S, 5 * S), (3 * S - MS, 5 * S)):
+        env.advance(now)
+        grace.go_on()
+        assert grace.until_ns == until, "time from the last who came, and never less than before"
+    last = S + GRACE_MOST * 2 * S
+    while env.now < last - S // 2:
+        env.advance(min(grace.until_ns - 1, last - S // 2))
+        grace.go_on()
+        assert grace.until_ns == min(env.now + 2 * S, last)
+    assert grace.until_ns == last
+    env.advance(last)
+    grace.go_on()
+    assert grace.until_ns == last, "what is over does not begin anew"
+
+
 @pytest.mark.parametrize(("state", "draining"), [("no", False), ("wished", False), ("asked", True), ("told", True)])
 def test_who_only_wishes_to_leave_still_gets_slots(state: Any, draining: bool) -> None:
     one = agent(environment())
@@ -553,3 +616,10 @@ def test_a_spare_is_advised_once_when_places_stay_empty_for_long() -> None:
     env = environment()
     SpareAdvice(env).filled(1, 4, 0)
     assert not told(env), "nobody was lost"
+
+
+@pytest.mark.parametrize(("room", "expected"), [(3, "aaa"), (1, "abb"), (0, "bbb")])
+def test_a_slot_goes_where_the_map_says_as_long_as_there_is_room(room: int, expected: str) -> None:
+    named = {i: ("a",) for i in range(3)}
+    found = share(range(3), {}, (), {"a": room, "b": 9}, named, {})
+    assert "".join(found[i] for i in range(3)) == expected

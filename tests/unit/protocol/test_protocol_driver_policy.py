@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig, ObjectTierConfig, TierConfig
 from everstep.cost.save_interval import MOST_COST, automatic_interval
-from everstep.protocol.driver.policy import Due, SaveSchedule, best_of, kept
+from everstep.protocol.driver.policy import TIERS, Due, SaveSchedule, best_of, kept
 
 
 def due_steps(schedule: SaveSchedule, step_s: float, steps: int) -> dict[int, Due]:
@@ -56,6 +57,44 @@ def test_every_so_many_minutes_and_the_interval() -> None:
     assert {n: due.tiers for n, due in due_steps(SaveSchedule(timed, memory_every=5), 7.0, 7).items()} == {
         6: ("memory",)
     }
+
+
+RULES: dict[str, dict[str, float]] = {
+    "none": {},
+    "steps": {"every_steps": 3},
+    "minutes": {"every_minutes": 0.5},
+    "epochs": {"every_epochs": 2},
+}
+
+
+@pytest.mark.parametrize("rules", list(product(RULES, repeat=3)), ids="-".join)
+def test_each_tier_is_due_by_its_own_rule_alone(rules: tuple[str, str, str]) -> None:
+    """Without one, memory by its steps, the disk by the interval, and the object store with the disk."""
+    memory, disk, remote = (RULES[name] for name in rules)
+    schedule = SaveSchedule(
+        CheckpointConfig(
+            memory=MemoryTierConfig(**memory),  # type: ignore[arg-type]
+            disk=DiskTierConfig(**disk),  # type: ignore[arg-type]
+            object=ObjectTierConfig(url="s3://bucket/x", **remote),  # type: ignore[arg-type]
+            interval=70.0,
+        ),
+        memory_every=4,
+    )
+    last = dict.fromkeys(TIERS, 10.0)
+    for step in range(1, 31):
+        now_s, epochs, affordable = 10.0 * step, step // 5 if step % 5 == 0 else 0, step % 15 == 0
+        waited = {tier: now_s - last[tier] for tier in TIERS}
+        without = {"memory": step % 4 == 0, "disk": waited["disk"] >= 70, "object": False}
+        due = set()
+        for tier, rule in zip(TIERS, rules, strict=True):
+            ends = affordable and tier != "memory" and rule != "epochs"
+            ruled = {"steps": step % 3 == 0, "minutes": waited[tier] >= 30, "epochs": epochs > 0 and epochs % 2 == 0}
+            if ends or ruled.get(rule, without[tier]):
+                due.add(tier)
+        if "object" in due or ("disk" in due and rules[2] == "none"):
+            due |= {"disk", "object"}
+        assert set(schedule.due(step, now_s, epoch_end=affordable, epochs=epochs).tiers) == due, step
+        last |= dict.fromkeys(due, now_s)
 
 
 def test_epoch_ends_and_requests() -> None:

@@ -114,6 +114,18 @@ def test_one_death_among_thousands_is_said_in_few_bytes() -> None:
     assert all(one[0] is other[0] for one, other in zip(said, again, strict=True)), "made once for all"
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["", ":", "a", "a:", "a:0", "a:00", "a:080", "a:80", "[::1]:80", "a:-1", "a:+1", "a: 1", "a:\u0663", "a:65535"]
+    + [f"a:{'9' * digits}" for digits in (5, 6, 19, 20, 100)],
+)
+def test_any_address_arrives_as_it_was(address: str) -> None:
+    """A number of any length is no reason for a message that cannot be made."""
+    plan = _plan(1, [replace(_member(i), address=address) for i in range(3)])
+    said, _ = Frames().of(PlanNow(plan=plan), None)
+    assert _over_the_wire(said, Listener()) == [PlanNow(plan=plan)]
+
+
 def test_a_plan_that_was_told_is_not_told_again() -> None:
     plan, frames, end = _plan(4, [_member(0)]), Frames(), Listener()
     first, now = frames.of(PlanPrepared(plan=plan), None)
