@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from everstep.base.errors import ConfigError
 from everstep.exact.seeding import UnitSeeder
+from everstep.exact.working_copies import EntersUnit
 
 _HOOKS = {
     "_forward_pre_hooks": "a forward pre-hook",
@@ -151,7 +152,7 @@ def _of_torch(hook: Any) -> bool:
 
 def _own(hook: Any) -> bool:
     seeds = isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), UnitSeeder)
-    return seeds or isinstance(hook, BorderHook)
+    return seeds or isinstance(hook, BorderHook | EntersUnit)
 
 
 def _passed_over(name: str, what: str) -> ConfigError:
