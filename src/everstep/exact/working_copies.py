@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
 from everstep.exact.parameters import changed_in_lane
+from everstep.exact.shard_guard import OwnHook
 
 
 class _Swapped(NamedTuple):
@@ -79,7 +80,7 @@ class WorkingCopies:
         return given.to(self._parameters) if given.is_floating_point() else given
 
 
-class EntersUnit:
+class EntersUnit(OwnHook):
     """The hook that has a unit get its copies."""
 
     def __init__(self, copies: WorkingCopies) -> None:
