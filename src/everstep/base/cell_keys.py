@@ -50,9 +50,7 @@ class CellConfig:
         "no effect: parameters and the optimizer's state of workers with several processes are in the host's memory",
         choices=("none", "cpu"),
     )
-    prefetch: int = key(
-        1, "no effect: nothing is gathered ahead, because all processes read the same parameters in memory", low=0
-    )
+    prefetch: int = key(1, "no effect: nothing is gathered ahead of the unit that computes", low=0)
     reshard_after_forward: bool = key(
         True, "with cell.hosts: other hosts' parameters are here while a unit computes; false: for a whole step"
     )
@@ -114,7 +112,10 @@ def cell_notes(cell: CellConfig) -> list[str]:
     found = {
         "wrap": ("a worker of one process exchanges nothing", cell.ranks == 1),
         "offload": ("parameters and the optimizer's state are in the host's memory already", True),
-        "prefetch": (f"nothing is gathered: {shared}", True),
+        "prefetch": (
+            f"nothing is gathered: {shared}" if cell.hosts == 1 else "a unit's parameters come as it begins",
+            True,
+        ),
         "reshard_after_forward": (f"there are no copies to let go of: {shared}", cell.hosts == 1),
     }
     return [
