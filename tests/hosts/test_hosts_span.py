@@ -90,6 +90,15 @@ def test_batch_norm_and_evaluation(on_hosts: HostJobs, *, reshard: bool) -> None
 
 
 @pytest.mark.longer
+def test_narrow_copies_of_what_comes_from_the_other_host(on_hosts: HostJobs) -> None:
+    narrow = {"cell.precision": "parameters=bf16,reduction=bf16,buffers=bf16"}
+    settings = {**SPANS, **narrow}
+    job = on_hosts.head("--slots", "1", workers=1, steps=STEPS, settings=settings, task="Pictures")
+    on_hosts.agent(2, "--slots", "1")
+    on_hosts.jobs.check(job, "Pictures", {"steps": STEPS, **narrow})
+
+
+@pytest.mark.longer
 def test_shards_are_computed_within_each_host(on_hosts: HostJobs) -> None:
     settings = {"cell.fsdp": 2, "cell.tp": 2, "cell.hosts": 2, "hosts.min": 2}
     job = on_hosts.head("--slots", "1", workers=1, steps=STEPS, settings=settings, task="Sharded")

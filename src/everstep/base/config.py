@@ -13,8 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
+from everstep.base.cell_keys import MAX_RANKS
 from everstep.base.config_fields import Kind, convert, free, shown, variable
-from everstep.base.config_keys import MAX_RANKS, MAX_STAGES, MAX_WORKERS, NO_MPI, CellConfig, ZeroConfig
+from everstep.base.config_keys import MAX_STAGES, MAX_WORKERS, NO_MPI, ZeroConfig
 from everstep.base.config_keys import Config as Config
 from everstep.base.doors import check_private, is_loopback, parse_ports
 from everstep.base.errors import ConfigError, nearest
@@ -452,6 +453,7 @@ def _check_zero(config: Config) -> None:
 
 def _check_cell(config: Config) -> None:
     """A worker of several processes is on one host's CPUs, and shares one state there."""
+    _check_precision(config)
     _check_shards(config)
     _check_hosts_of_cell(config)
     name, n = config.cell.key, config.cell.ranks
@@ -482,6 +484,16 @@ def _check_cell(config: Config) -> None:
         )
 
 
+def _check_precision(config: Config) -> None:
+    """What autocast makes of values and what the copies are must be one type."""
+    own, types = config.cell.precision, config.cell.types
+    if own is not None and config.precision not in ("fp32", types.parameters):
+        raise ConfigError(
+            f"cell.precision: expected parameters={config.precision} with precision={config.precision}, got {own}: set "
+            "precision=fp32, which leaves it to cell.precision, or cell.precision=none"
+        )
+
+
 def _check_hosts_of_cell(config: Config) -> None:
     """Each host has as many processes as any other, and what computes a lane together is on one."""
     cell = config.cell
@@ -507,23 +519,6 @@ def _check_shards(config: Config) -> None:
         )
     if cell.sp and cell.shards == 1:
         raise ConfigError("cell.sp: expected cell.shards or cell.tp above 1, got 1 shard: set either, or cell.sp=false")
-
-
-def cell_notes(config: Config) -> list[str]:
-    """A sentence for each key of `cell.*` that is set and changes nothing here."""
-    cell, plain = config.cell, CellConfig()
-    shared = "parameters lie once in memory that all processes of a worker read"
-    found = {
-        "wrap": ("a worker of one process exchanges nothing", cell.ranks == 1),
-        "offload": ("parameters and the optimizer's state are in the host's memory already", True),
-        "prefetch": (f"nothing is gathered: {shared}", True),
-        "reshard_after_forward": (f"there are no copies to let go of: {shared}", cell.hosts == 1),
-    }
-    return [
-        f"cell.{name}={getattr(cell, name)} changes nothing here: {why}"
-        for name, (why, idle) in found.items()
-        if idle and getattr(cell, name) != getattr(plain, name)
-    ]
 
 
 def zero_notes(config: Config) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from everstep.base.cell_keys import CellConfig
 from everstep.base.config_fields import key
 from everstep.base.pipeline.schedule_table import KINDS
 
@@ -21,8 +22,6 @@ NO_MPI = (
     "transport=mpi is not available: an MPI world can neither lose nor gain a process; use transport=auto, which also "
     "works under mpirun"
 )
-MAX_RANKS = 32
-"""Most processes of a worker."""
 MAX_WORKERS, MAX_STAGES = 10**6, 10**5
 """More would be a slip of the hand, and lists of them would fill the memory."""
 SINKS = ("tensorboard", "wandb", "mlflow", "otel")
@@ -222,69 +221,6 @@ class ZeroConfig:
         False,
         "keep parameters (and gradients, unless sockets carry them) in that folder, too: for models larger than memory",
     )
-
-
-@dataclass(frozen=True)
-class CellConfig:
-    """Processes that serve as one worker. `shards` and `sp` alone change bits."""
-
-    fsdp: int = key(
-        1,
-        "processes of each worker, which divide its parameters, its optimizer's state and its lanes among them; when "
-        "one of them dies, all do",
-        low=1,
-        high=MAX_RANKS,
-    )
-    wrap: str = key(
-        "units",
-        "the processes of a worker exchange gradients unit by unit, or by modules with this many parameters in total",
-        pattern=r"units|[1-9]\d{0,11}",
-        example="units, or 1000000",
-    )
-    offload: str = key(
-        "none",
-        "no effect: parameters and the optimizer's state of workers with several processes are in the host's memory",
-        choices=("none", "cpu"),
-    )
-    prefetch: int = key(
-        1, "no effect: nothing is gathered ahead, because all processes read the same parameters in memory", low=0
-    )
-    reshard_after_forward: bool = key(
-        True, "with cell.hosts: other hosts' parameters are here while a unit computes; false: for a whole step"
-    )
-    tp: int = key(
-        1,
-        "processes that compute each lane together, each a part of cell.shards, which it must divide; changes no bit. "
-        "A worker has cell.fsdp x cell.tp processes",
-        low=1,
-        high=MAX_RANKS,
-    )
-    hosts: int = key(1, "hosts of each worker, each with as many of its processes; divides cell.fsdp", low=1, high=64)
-    shards: int = key(
-        1,
-        "virtual shards into which layers are cut, each computed alone; if unset: cell.tp of the job's first start",
-        low=1,
-        high=64,
-        numerics=True,
-    )
-    sp: bool = key(
-        False, "cut what lies between sharded layers, such as norms, along the sequence, by shards", numerics=True
-    )
-
-    @property
-    def least(self) -> int | None:
-        """Parameters of the modules that are exchanged at once; None: those of units."""
-        return None if self.wrap == "units" else int(self.wrap)
-
-    @property
-    def ranks(self) -> int:
-        """Processes of each worker."""
-        return self.fsdp * self.tp
-
-    @property
-    def key(self) -> str:
-        """The key that makes a worker one of several processes, for messages."""
-        return "cell.fsdp" if self.fsdp > 1 else "cell.tp"
 
 
 @dataclass(frozen=True)
@@ -598,3 +534,14 @@ class Config:
 
     task: Mapping[str, Any] = field(default_factory=dict)
     """The task's own options, `task.NAME`: anything."""
+
+    @property
+    def passes(self) -> str:
+        """The narrowest type of products in forward and backward passes."""
+        own = self.cell.types.parameters
+        return self.precision if own == "fp32" else own
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients pass through fp16, where small ones vanish."""
+        return self.passes == "fp16"

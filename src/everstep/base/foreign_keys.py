@@ -140,9 +140,9 @@ FOREIGN_KEYS = (
         ("seed",),
     ),
     ForeignKey(
-        "here it is precision, for workers of any number of processes: parameters, sums and buffers stay float32",
-        "cell.precision cell_precision param_dtype reduce_dtype buffer_dtype mp_policy",
-        ("precision",),
+        "here it is cell.precision: a type each for the parameters, the reduction and the buffers",
+        "cell_precision param_dtype reduce_dtype buffer_dtype mp_policy",
+        ("cell.precision",),
     ),
     ForeignKey("here it is precision=fp16", "fp16 half use_fp16 fp16_training", ("precision",)),
     ForeignKey("here it is precision=bf16", "bf16 use_bf16 bfloat16 bf16_training", ("precision",)),

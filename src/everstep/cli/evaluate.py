@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -25,12 +25,17 @@ from everstep.report.words import number_text
 from everstep.runtime.link.address import JOB_FILE
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from everstep.checkpoint.reader import Checkpoint
     from everstep.train.task import Task
 
-Give = Callable[["nn.Module"], None]
+
+class WeightsGiven(NamedTuple):
+    """Where weights come from. give: puts them into a model; file: that has them, which can be mapped, if one has."""
+
+    give: Callable[[nn.Module], None]
+    file: Path | None = None
 
 
 @click.command()
@@ -52,8 +57,8 @@ def command(task: str, source: Path, key_file: str | None, as_json: bool) -> int
     --from names, else the newest.
     """
     key = required_key(key_file)
-    with _weights(source, key, shown=not as_json) as (name, give):
-        metrics, samples = evaluate_task(task, source, give)
+    with _weights(source, key, shown=not as_json) as (name, weights):
+        metrics, samples = evaluate_task(task, source, weights)
     if as_json:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         told = {"task": task, "from": name, "split": "test", "samples": samples, "metrics": finite}
@@ -66,19 +71,19 @@ def command(task: str, source: Path, key_file: str | None, as_json: bool) -> int
 
 
 @contextmanager
-def _weights(source: Path, key: str | None, *, shown: bool) -> Iterator[tuple[str, Give]]:
+def _weights(source: Path, key: str | None, *, shown: bool) -> Iterator[tuple[str, WeightsGiven]]:
     """(name of the weights, what gives a model them); before that it tells the user who signed them."""
     if key is None and not _is_checkpoint(source):
         path = find_weights(source)
         _tell(f"{path}: a safetensors file has no signature", shown)
         read_weights(path)
-        yield str(path), partial(_from_file, path)
+        yield str(path), WeightsGiven(partial(_from_file, path), path)
         return
     place = find_place(str(source))
     found = choose(place)
     _tell(f"{found.name}: {origin_words(found)}", shown)
     with vouched(found, place.store, key) as checkpoint:
-        yield found.name, partial(_from_checkpoint, checkpoint)
+        yield found.name, WeightsGiven(partial(_from_checkpoint, checkpoint))
 
 
 def _tell(words: str, shown: bool) -> None:
@@ -92,8 +97,8 @@ def _is_checkpoint(source: Path) -> bool:
     return named or (source.is_dir() and not (source / "final").exists() and any(source.glob("step-*")))
 
 
-def evaluate_task(text: str, source: Path, give: Give) -> tuple[dict[str, float], int]:
-    """Metrics by name, and the number of samples behind them. give: puts the weights into the model.
+def evaluate_task(text: str, source: Path, weights: WeightsGiven) -> tuple[dict[str, float], int]:
+    """Metrics by name, and the number of samples behind them.
 
     Raises: ConfigError if the weights do not fit the task's model; TaskError if the task raises.
     """
@@ -112,9 +117,13 @@ def evaluate_task(text: str, source: Path, give: Give) -> tuple[dict[str, float]
     task = make_task(spec)
     task.config = _config(task, source)
     device = prepare_torch(task.config)
-    model = calling(task, "build_model").to(device)
+    by_unit = weights.file if task.config.meta_init and device.type == "cpu" else None
     try:
-        give(model)
+        if by_unit is not None:
+            model = _by_unit(task, by_unit)
+        else:
+            model = calling(task, "build_model").to(device)
+            weights.give(model)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     cut_into_shards(task, model, task.config)
@@ -154,14 +163,52 @@ def _config(task: Task, source: Path) -> Config:
     return effective_config(task.defaults, Request(()), script=True)
 
 
+def _by_unit(task: Task, weights: Path) -> nn.Module:
+    """The task's model, whose parameters are in a file, and in memory while their unit computes."""
+    import torch
+    from safetensors.torch import load_file
+
+    from everstep.exact.layout import aligned_like
+    from everstep.exact.shard_guard import OwnHook
+    from everstep.train.stage import build_by_module
+    from everstep.train.task import calling
+
+    class Moves(OwnHook):
+        def __init__(self, unit: nn.Module, *, here: bool) -> None:
+            self._own, self._here = [(p, p.data) for p in unit.parameters()], here
+
+        def __call__(self, *_: Any) -> None:
+            for parameter, mapped in self._own:
+                parameter.data = aligned_like(mapped).copy_(mapped) if self._here else mapped
+
+    read = load_file(weights)
+
+    def there(name: str, like: nn.Parameter) -> torch.Tensor | None:
+        found = read.get(name)
+        return found if found is not None and (found.shape, found.dtype) == (like.shape, like.dtype) else None
+
+    build = partial(calling, task, "build_model")
+    model, _ = build_by_module(build, task.units, task.config.seed, torch.device("cpu"), there=there)
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    _load(model, {name: t.clone() if name in buffers else t for name, t in read.items()}, assign=True)
+    for unit in task.units(model):
+        unit.register_forward_pre_hook(Moves(unit, here=True))
+        unit.register_forward_hook(Moves(unit, here=False), always_call=True)
+    return model
+
+
 def _from_file(weights: Path, model: nn.Module) -> None:
     from safetensors.torch import load_file
 
+    _load(model, load_file(weights))  # it maps the file, so the tensors take no memory of their own
+
+
+def _load(model: nn.Module, read: Mapping[str, Tensor], *, assign: bool = False) -> None:
     from everstep.exact.extra_state import from_file, is_extra
 
-    read = load_file(weights)  # it maps the file, so the tensors take no memory of their own
     try:
-        model.load_state_dict({name: from_file(t) if is_extra(name) else t for name, t in read.items()})
+        named = {name: from_file(t) if is_extra(name) else t for name, t in read.items()}
+        model.load_state_dict(named, assign=assign)
     except RuntimeError as error:
         said = " ".join(str(error).split())[:400]
         raise ConfigError(f"the weights do not fit the task's model: {said}") from None

@@ -15,7 +15,8 @@ from typing import Any
 import click
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import Config, cell_notes, load_config, pool_wish, read_layers, zero_notes
+from everstep.base.cell_keys import cell_notes
+from everstep.base.config import Config, load_config, pool_wish, read_layers, zero_notes
 from everstep.base.doors import at_port, is_loopback
 from everstep.base.errors import ConfigError
 from everstep.base.foreign import foreign_launcher
@@ -492,7 +493,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     opening = _opening(run_dir, found, start, aside, asked.is_script, invocation.begun.port)
     if config.hosts.mixed:
         opening.insert(0, "hosts.mixed: hosts with other kernels are admitted, so the result is no longer exact")
-    opening += [*invocation.notes, *zero_notes(config), *cell_notes(config), *probe.notes]
+    opening += [*invocation.notes, *zero_notes(config), *cell_notes(config.cell), *probe.notes]
     opening += [about_to_run(job)] if found.job is not None else []
     opening += [text for text in (owner_words(run_dir), warning, open_still) if text]
     return _launch(invocation, job, opening)

@@ -57,7 +57,9 @@ class LaneAccumulator:
         self._entries = [layout.entries[i] for i in mine]
         self._strides = [tuple(p.stride()) for p in self._params]
         self._bytes = [p.numel() * 4 for p in self._params]
-        self._narrow = [i for i, p in enumerate(self._params) if p.dtype != torch.float32]
+        self._rounds = layout.rounds
+        whole = self._rounds == torch.float32
+        self._narrow = [i for i, p in enumerate(self._params) if p.dtype != torch.float32 or not whole]
         self._statistics = LaneStatistics(layout, model, units)
         self._captured: dict[int, list[Tensor]] = {}
         self._watch: GradientWatch | None = GradientWatch(self._params)
@@ -173,7 +175,7 @@ class LaneAccumulator:
         check(self._buffer is not None, "begin() comes before enter()")
         views = self._views_of(self._buffer(path[0]))  # type: ignore[misc]
         lent = [None] * len(self._params) if self._loan is None else self._loan.lent
-        self._last = LastLane(path[0], siblings, lent, views, self._blocks, offer, self._lets_go)
+        self._last = LastLane(path[0], siblings, lent, views, self._blocks, offer, self._lets_go, self._rounds)
         self._last.listen(self._params, self._apart.difference(self._narrow))
         self._put_statistics(lane)
 
@@ -331,7 +333,7 @@ class LaneAccumulator:
             n = len(gradients)
             return [*loan.leaf[:n], *_add_in_place(loan.leaf[n:], [*statistics])] if statistics else loan.leaf
         fresh = self._own([g if lent is None else None for g, lent in zip(gradients, loan.lent, strict=True)])
-        return _add_in_place(loan.leaf, [*fresh, *statistics])
+        return self._add_in_place(loan.leaf, [*fresh, *statistics])
 
     def _complete(self, last: LastLane, loan: Loan | None, statistics: list[Tensor]) -> None:
         """Add up the gradients that were not final before; the node is complete afterwards."""
@@ -361,7 +363,7 @@ class LaneAccumulator:
         for i in self._narrow:
             gradient = leaf[i]
             if gradient is not None:
-                leaf[i] = gradient.float()
+                leaf[i] = gradient.to(self._rounds).float()
         self._unshare(leaf)
         return leaf
 
@@ -411,7 +413,7 @@ class LaneAccumulator:
             if at == 0:
                 self._finish(parent, *pair)
                 return
-            leaf = _add_in_place(*pair)
+            leaf = self._add_in_place(*pair)
             node = parent
         self._finish(node, leaf, None)
 
@@ -425,6 +427,18 @@ class LaneAccumulator:
         _copy_into(views, leaf)
         return [None if g is None else view for view, g in zip(views, leaf, strict=True)]
 
+    def _add_in_place(self, left: Leaf, right: Leaf) -> Leaf:
+        found = _add_in_place(left, right)
+        self._round(found)
+        return found
+
+    def _round(self, leaf: Leaf) -> None:
+        """Round the sums of gradients as the layout wants them."""
+        if self._rounds != torch.float32:
+            for value in leaf[: len(self._params)]:
+                if value is not None:
+                    value.copy_(value.to(self._rounds))
+
     def _finish(self, node: Node, left: Leaf, right: Leaf | None) -> None:
         check(self._buffer is not None, "begin() comes before add()")
         flat = self._buffer(node)  # type: ignore[misc]
@@ -433,6 +447,8 @@ class LaneAccumulator:
             _copy_into(views, left)
         else:
             _add_into(views, left, right)
+            both = zip(views, left, right, strict=True)
+            self._round([view if a is not None and b is not None else None for view, a, b in both])
         self._open.remove(node)
         present = [g is not None for g in left]
         if right is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from everstep.base.errors import TaskError
 from everstep.base.ports import Node, OnFinal
-from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, add_rounded
 from everstep.exact.lending import written_twice
 
 Name = Callable[[int], str]
@@ -76,10 +76,11 @@ class LastLane:
         blocks: BlockMap,
         offer: OnFinal,
         lets_go: bool = False,
+        rounds: torch.dtype = torch.float32,
     ) -> None:
         """siblings: the sums to the left of the lane, from the nearest one up to that of the node's left child. lent:
         tensors of the nearest sum that autograd itself adds to, by parameter. views: targets of the node's sums.
-        lets_go: a gradient that has been put is taken out of `.grad`."""
+        lets_go: a gradient that has been put is taken out of `.grad`. rounds: as in `GradientLayout`."""
         self.node = node
         self.siblings = siblings
         self._lefts = list(siblings.values())
@@ -87,7 +88,7 @@ class LastLane:
         self._views = views
         self._blocks = blocks
         self._offer = offer
-        self._lets_go = lets_go
+        self._lets_go, self._rounds = lets_go, rounds
         self._lacking = dict(blocks.count)
         self._present: list[bool | None] = [None] * len(views)
         self._seen: dict[int, _FinalGradient] = {}
@@ -111,7 +112,7 @@ class LastLane:
             return  # `add` will make it dense, or report the error
         with torch.no_grad():
             self._seen[i] = _FinalGradient(None if self._lets_go else gradient, gradient._version)
-            self.put(i, gradient.float())
+            self.put(i, gradient.to(self._rounds).float())
             if self._lets_go:
                 parameter.grad = None
             self.leave([i])
@@ -126,10 +127,12 @@ class LastLane:
         self._present[i] = value is not None
         if value is None:
             return
+        rounds = self._rounds if i < len(self._lent) else torch.float32
         for left in lefts[:-1]:
-            value = left.add_(value)
+            add_rounded(left, value, left, rounds)
+            value = left
         if lefts:
-            torch.add(lefts[-1], value, out=self._views[i])
+            add_rounded(lefts[-1], value, self._views[i], rounds)
         elif value is not self._views[i]:
             self._views[i].copy_(value)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -69,12 +70,14 @@ class UnitRange:
 
 @dataclass(frozen=True)
 class GradientLayout:
-    """The flat vector of one stage; `numel` is a multiple of `BLOCK_ELEMENTS`. frozen: names without a place in it."""
+    """The flat vector of one stage; `numel` is a multiple of `BLOCK_ELEMENTS`. frozen: names without a place in it.
+    rounds: to which parameters' gradients, and all sums of them, are rounded."""
 
     entries: tuple[Entry, ...]
     units: tuple[UnitRange, ...]
     numel: int
     frozen: tuple[str, ...] = ()
+    rounds: torch.dtype = torch.float32
 
     @property
     def n_blocks(self) -> int:
@@ -111,13 +114,23 @@ class GradientLayout:
                 stops.append(min(max(unit.params_stop, start), start + BLOCK_ELEMENTS))
         return tuple(stops)
 
+    def alike(self, start: int, stop: int) -> Iterator[tuple[int, int, torch.dtype]]:
+        """Cut a range where the type changes to which sums are rounded: running statistics are float32."""
+        if self.rounds == torch.float32:
+            yield start, stop, self.rounds
+            return
+        ends = sorted({end for unit in self.units for end in (unit.start, unit.params_stop) if start < end < stop})
+        for lo, hi in pairwise([start, *ends, stop]):
+            param = any(unit.start <= lo < unit.params_stop for unit in self.units)
+            yield lo, hi, self.rounds if param else torch.float32
+
     def fingerprint(self) -> str:
         """Equal for equal layouts: workers compare it before they exchange gradients. 32 hex digits."""
         rows = [(e.name, e.unit, e.kind, e.shape, e.offset, e.stride, e.dtype, e.tied_to) for e in self.entries]
         return digest_bytes("".join(map(repr, (*rows, (self.units, self.numel)))).encode())
 
     @staticmethod
-    def build(model: nn.Module, units: Sequence[nn.Module]) -> GradientLayout:
+    def build(model: nn.Module, units: Sequence[nn.Module], rounds: torch.dtype = torch.float32) -> GradientLayout:
         """Lay out every parameter that requires a gradient, and the running statistics.
 
         units: modules of the model, or wrappers that only join some, in order, without overlap; call `untie` with the
@@ -160,7 +173,14 @@ class GradientLayout:
             offset = round_up(stop, BLOCK_ELEMENTS)
         _refuse_uncovered(model, names, seen, {e.name for e in entries})
         frozen = tuple(names[id(p)] for p in model.parameters() if not p.requires_grad)
-        return GradientLayout(tuple(entries), tuple(ranges), offset, frozen)
+        return GradientLayout(tuple(entries), tuple(ranges), offset, frozen, rounds)
+
+
+def add_rounded(left: Tensor, right: Tensor, out: Tensor, rounds: torch.dtype) -> None:
+    """out = left + right, as the type has it. All are float32."""
+    torch.add(left, right, out=out)
+    if rounds != torch.float32:
+        out.copy_(out.to(rounds))
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -41,7 +41,7 @@ class ParameterWatch:
         """Check the parameters. Raises: Misused naming one that was changed or made, or has another gradient."""
         for (name, parameter), version in zip(self._named, self._versions, strict=False):
             if _version(parameter) != version:
-                raise _changed(name)
+                raise changed_in_lane(name)
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise Misused(f"parameter {name} has a sparse gradient, which is not summed exactly: use sparse=False")
             if parameter.requires_grad and id(parameter) in self._frozen:
@@ -56,7 +56,7 @@ class ParameterWatch:
     def _check_digests(self, digests: list[str]) -> None:
         for (name, parameter), digest in zip(self._named, digests, strict=True):
             if tensor_digest(parameter) != digest:
-                raise _changed(name)
+                raise changed_in_lane(name)
         known = {id(p) for _, p in self._named}
         for module in self._own:
             for name, parameter in module.named_parameters():
@@ -67,7 +67,8 @@ class ParameterWatch:
                     )
 
 
-def _changed(name: str) -> Misused:
+def changed_in_lane(name: str) -> Misused:
+    """Why a write to a parameter is refused while a lane is computed."""
     return Misused(
         f"parameter {name} was changed while a batch was computed (for example by max_norm, a write in forward, or an "
         "optimizer in a hook), so later batches would see the change: change it between steps, or in the optimizer"

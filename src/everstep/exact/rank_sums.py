@@ -24,7 +24,7 @@ from everstep.base.errors import TaskError
 from everstep.base.ports import Node
 from everstep.exact.accumulate import sparse_gradient
 from everstep.exact.lane_statistics import LaneStatistics
-from everstep.exact.layout import GradientLayout
+from everstep.exact.layout import GradientLayout, add_rounded
 from everstep.exact.lending import written_twice
 from everstep.exact.shard_plan import gather_gradients
 from everstep.exact.shard_sums import ShardMesh
@@ -224,9 +224,9 @@ class RankSums:
             for shard in mesh.mine:
                 pairs = zip(cut.views(into, shard, mesh.shards), cut.views(gradient, shard, mesh.shards), strict=True)
                 for view, own in pairs:
-                    view.copy_(own)
+                    view.copy_(own.to(self._layout.rounds))
         elif self._leads:
-            into.copy_(gradient)
+            into.copy_(gradient.to(self._layout.rounds))
         self._params[i].grad = None
         self._lane.moved.add(i)
 
@@ -266,13 +266,13 @@ class RankSums:
         for add in self._adds:
             left, right = rows[add.left], rows[add.right] if add.right is not None else bytes(last - first)
             rows[add.into] = bytes(a | b for a, b in zip(left, right, strict=True))
-            for start, stop, a, b in self._runs(entries, left, right, lo, hi):
+            for start, stop, a, b, rounds in self._runs(entries, left, right, lo, hi):
                 into = self._at(add.into, bounds.start, turn, start, stop)
                 one = self._at(add.left, bounds.start, turn, start, stop)
                 if not b or add.right is None:
                     into.copy_(one)
                 elif a:
-                    torch.add(one, self._at(add.right, bounds.start, turn, start, stop), out=into)
+                    add_rounded(one, self._at(add.right, bounds.start, turn, start, stop), into, rounds)
                 else:
                     into.copy_(self._at(add.right, bounds.start, turn, start, stop))
         for place, row in rows.items():
@@ -282,19 +282,21 @@ class RankSums:
 
     def _runs(
         self, entries: Sequence[int], left: bytes, right: bytes, lo: int, hi: int
-    ) -> list[tuple[int, int, int, int]]:
-        """Runs of elements in [lo, hi) where both sums are alike in what is there: (from, to, left, right)."""
-        found: list[tuple[int, int, int, int]] = []
+    ) -> list[tuple[int, int, int, int, torch.dtype]]:
+        """Runs of elements in [lo, hi) where both sums are alike in what is there and to which type they are rounded:
+        (from, to, left, right, type)."""
+        found: list[tuple[int, int, int, int, torch.dtype]] = []
         ends = self._layout.boundaries
         for i, a, b in zip(entries, left, right, strict=True):
             start, stop = max(self._layout.entries[i].offset, lo), min(ends[i], hi)
             stop = min(stop, self._units[self._unit_of[i]].stop)
             if start >= stop or not (a or b):
                 continue
-            if found and found[-1][1:] == (start, a, b):
-                found[-1] = (found[-1][0], stop, a, b)
+            rounds = self._layout.rounds if i in self._params else torch.float32
+            if found and found[-1][1:] == (start, a, b, rounds):
+                found[-1] = (found[-1][0], stop, a, b, rounds)
             else:
-                found.append((start, stop, a, b))
+                found.append((start, stop, a, b, rounds))
         return found
 
     def _at(self, place: SumPlace, unit_start: int, turn: int, start: int, stop: int) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from everstep.base.errors import check
 from everstep.base.ports import Node, OnFinal, Reduced
 from everstep.exact.accumulate import LaneAccumulator
-from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, add_rounded
 from everstep.placement.tree import cover, fold_order
 
 CHUNK_ELEMENTS = 32_768
@@ -62,7 +62,9 @@ def finish(layout: GradientLayout, n_lanes: int, parts: Sequence[NodePart], star
     nodes = tuple(part.node for part in parts)
     with torch.no_grad():
         scratch: list[Tensor] = []
-        for begin, end, present in _runs(layout, parts, start, stop):
+        runs = _runs(layout, parts, start, stop)
+        alike = ((*cut, present) for lo, hi, present in runs for cut in layout.alike(lo, hi))
+        for begin, end, rounds, present in alike:
             target = out[begin - start : end - start]
             program, used, registers = _program(n_lanes, nodes, present)
             if not used:
@@ -72,7 +74,7 @@ def finish(layout: GradientLayout, n_lanes: int, parts: Sequence[NodePart], star
             check(all(s.numel() == end - begin for s in sources), f"a part does not reach over {begin}..{end}")
             while len(scratch) < registers - 1:
                 scratch.append(torch.empty(CHUNK_ELEMENTS, dtype=out.dtype, device=out.device))
-            _execute(program, sources, target, scratch)
+            _execute(program, sources, target, scratch, rounds)
 
 
 def presence(parts: Iterable[NodePart]) -> bytes:
@@ -224,12 +226,14 @@ def _program(
     return tuple(additions), used, registers
 
 
-def _execute(program: Sequence[_Add], sources: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor]) -> None:
+def _execute(
+    program: Sequence[_Add], sources: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor], rounds: torch.dtype
+) -> None:
     if not program:
         out.copy_(sources[0])
         return
     if len(program) == 1:
-        torch.add(sources[program[0].left], sources[program[0].right], out=out)
+        add_rounded(sources[program[0].left], sources[program[0].right], out, rounds)
         return
     pieces = zip(out.unsafe_split(CHUNK_ELEMENTS), *(s.unsafe_split(CHUNK_ELEMENTS) for s in sources), strict=True)
     temporaries = list(scratch)
@@ -238,7 +242,7 @@ def _execute(program: Sequence[_Add], sources: Sequence[Tensor], out: Tensor, sc
             temporaries = [t[: target.numel()] for t in scratch]
         values = (*chunk, *reversed(temporaries), target)  # so that register -1 is the target, -2 the first scratch
         for add in program:
-            torch.add(values[add.left], values[add.right], out=values[add.out])
+            add_rounded(values[add.left], values[add.right], values[add.out], rounds)
 
 
 # ---- parameters that are used in several stages

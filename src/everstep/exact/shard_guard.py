@@ -32,8 +32,12 @@ CORRECT = "correct the plan, or set cell.tp=1 and cell.shards=1"
 """What to do where a plan does not fit its model."""
 
 
+class OwnHook:
+    """A hook of ours on a module, which shards do not pass over."""
+
+
 @dataclass(frozen=True)
-class BorderHook:
+class BorderHook(OwnHook):
     """A forward pre-hook of a unit, or with `after` a forward hook: has the hidden state that it takes, or gives, go
     through `act`. That is a tensor, or a tuple that begins with it."""
 
@@ -151,7 +155,7 @@ def _of_torch(hook: Any) -> bool:
 
 def _own(hook: Any) -> bool:
     seeds = isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), UnitSeeder)
-    return seeds or isinstance(hook, BorderHook)
+    return seeds or isinstance(hook, OwnHook)
 
 
 def _passed_over(name: str, what: str) -> ConfigError:

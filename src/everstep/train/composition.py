@@ -29,7 +29,7 @@ from everstep.exact.trees import bundle
 from everstep.placement.cuts import ModelCut
 from everstep.train.job_data import read_by_order
 from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
-from everstep.train.precision import autocast, prepare_torch
+from everstep.train.precision import computing, prepare_torch
 from everstep.train.stage import Parts, chosen_cut, refuse_hidden_ties
 from everstep.train.task import Task
 
@@ -79,7 +79,7 @@ def _look(whole: Parts, task: Task, batch: Any, config: Config, device: torch.de
     cut = chosen_cut(config, task, whole.model, unit_ms)
     refuse_hidden_ties(whole, cut, config.stages)
     output = check_units(whole, task.loss, batch, config, device, cut)
-    with ModelCall(whole.model) as call, autocast(config.precision, device):
+    with ModelCall(whole.model) as call, computing(config, device, whole.units):
         call.result(task.loss, batch, lambda: output)  # as the last stage runs it, on the units' output
     return SplitFacts(cut, unit_ms)
 
@@ -105,7 +105,7 @@ def check_units(
             seeder = UnitSeeder(whole.units, config.seed)
             try:
                 seeder.begin_lane(0, 0)
-                with autocast(config.precision, device):
+                with computing(config, device, whole.units):
                     output = forward(*args, **kwargs)
             finally:
                 seeder.end_lane()
@@ -154,7 +154,7 @@ def _time_units(
     x: Any = None
     for k, unit in enumerate(units):
         begin = _now(device)
-        with autocast(config.precision, device):
+        with computing(config, device, [unit]):
             out = unit(*args, **kwargs) if k == 0 else unit(x)
         if k == len(units) - 1:
             _backward(tensors_in(out))

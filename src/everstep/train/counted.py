@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.wrapping import wrapped
 from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.train.optimizer_kind import OptimizerKind, kind_of
+from everstep.train.precision import computing
 from everstep.train.stage import cut_into_shards
 from everstep.train.task import Task
 
@@ -187,8 +188,10 @@ def _of_forward(task: Task, model: nn.Module, micro_batch: int) -> tuple[int, in
             kept[place] = tensor  # held, so that no other storage gets its place
         return tensor
 
+    passes = computing(replace(task.config, precision="fp32"), torch.device("meta"), task.units(model))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), FlopCounterMode(display=False) as flops:
-        task.loss(model, batch)
+        with passes:
+            task.loss(model, batch)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), flops.get_total_flops()
 
 

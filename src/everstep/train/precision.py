@@ -7,22 +7,34 @@ The loss scaler's state is part of the training state and advances in the update
 from __future__ import annotations
 
 import contextlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from everstep.base.config import Config, device_of
 from everstep.base.errors import ConfigError
+from everstep.exact.working_copies import WorkingCopies
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """A fresh context for one lane's forward pass."""
-    if precision == "fp32":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=_DTYPES[precision], cache_enabled=False)
+def type_of(name: str) -> torch.dtype:
+    """torch's type of this name in the config."""
+    return _DTYPES[name]
+
+
+@contextlib.contextmanager
+def computing(config: Config, device: torch.device, units: Sequence[nn.Module]) -> Iterator[None]:
+    """A fresh context for one lane's forward pass through these units."""
+    types, precision = config.cell.types, config.precision
+    with contextlib.ExitStack() as stack:
+        if types.narrow:
+            stack.enter_context(WorkingCopies(units, _DTYPES[types.parameters], _DTYPES[types.buffers]))
+        if precision != "fp32":
+            stack.enter_context(torch.autocast(device.type, dtype=_DTYPES[precision], cache_enabled=False))
+        yield
 
 
 class LossScaler:

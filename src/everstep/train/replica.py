@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -39,7 +40,7 @@ from everstep.train.offload import memory_for
 from everstep.train.offload_parameters import ModelFile, parameter_files
 from everstep.train.optimizer_kind import NO_GRADIENT
 from everstep.train.optimizer_update import OptimizerUpdate, refuse_undivided
-from everstep.train.precision import LossScaler, autocast
+from everstep.train.precision import LossScaler, computing, type_of
 from everstep.train.stage import Parts, StageSpec
 from everstep.train.stage_lanes import LoopLane, StageLanes
 
@@ -88,14 +89,14 @@ class StageReplica:
             for parameter in parts.model.parameters():
                 files.take(parameter)
             files.watch(parts.units, list(parts.model.parameters()))
-        self.layout = GradientLayout.build(parts.model, parts.units)
+        self.layout = GradientLayout.build(parts.model, parts.units, type_of(config.cell.types.reduction))
         self.schedule = OwnSteps(parts.scheduler)
         self._config = config
-        self._scaler = scaler = LossScaler(config.precision == "fp16")
+        self._scaler = scaler = LossScaler(config.scales_loss)
         self.lanes = StageLanes(parts, config, device, spec, self.layout, scaler, loss, lambda: not self.update.proven)
         self._loop: LoopLane | None = None
         if not spec.is_split:
-            self._loop = LoopLane(self.lanes, parts.model, scaler, lambda: autocast(config.precision, device))
+            self._loop = LoopLane(self.lanes, parts.model, scaler, partial(computing, config, device, parts.units))
         self._trained = _leaves_by_optimizer(parts)
         self.handover = GradientHandOver(self.layout, parts.model, spec.ties)
         self._cell: UpdateTogether | None = None

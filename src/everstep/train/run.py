@@ -544,7 +544,7 @@ def gradient_norm_of(run: Run) -> float:
     """Norm of the newest step's gradient, before it was clipped; nan if it is not known (without clip_norm, or with a
     scaled loss)."""
     outcome, config = run._session.updates.outcome, run._session.view.config
-    if outcome is None or not outcome.weight or config.clip_norm is None or config.precision == "fp16":
+    if outcome is None or not outcome.weight or config.clip_norm is None or config.scales_loss:
         return math.nan
     return gradient_norm(outcome.sumsq, 1.0 / outcome.weight)
 

@@ -68,7 +68,7 @@ class Session:
         rendezvous = Rendezvous(link.tell)
         transport = _transport(link, rendezvous, device)
         publisher = Publisher(link.run_dir, link.me)
-        kernels = kernels_of(config.precision, device, config.threads)
+        kernels = kernels_of(config.passes, device, config.threads)
         at_hand = link, stages, data.order, data.position, driver, Cutter(transport.abort)
         view = WorkerView(*at_hand, publisher, transport, kernels)
         executor = Executor(driver, view.cutter, view.tick, lambda: link.row.end_asked, link.waits)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from everstep.script.loop_guard import no_gradient
 from everstep.train.logged_values import LaneTotals
 from everstep.train.model_call import Loss, ModelCall
 from everstep.train.part_pass import Lane, PartPass, SplitCall, computed_otherwise, derive, measured
-from everstep.train.precision import LossScaler, autocast
+from everstep.train.precision import LossScaler, computing
 from everstep.train.stage import Parts, StageSpec
 
 
@@ -73,7 +74,7 @@ class StageLanes:
                 BufferGuard(parts.model, modules, shared=config.workers + config.spares + config.cell.ranks > 2),
                 ParameterWatch(parts.model, units),
                 self.seeder,
-                lambda: autocast(config.precision, device),
+                partial(computing, config, device, units),
                 parts.mesh,
                 probing,
             )

@@ -6,7 +6,7 @@ import torch
 
 from everstep.data.batch import to_device
 from everstep.data.reading import first_samples
-from everstep.train.precision import autocast, resolve_device
+from everstep.train.precision import computing, resolve_device
 from everstep.train.task import Task
 
 
@@ -20,7 +20,7 @@ def lane_ends(task: Task, micro_batch: int) -> bool:
         device = resolve_device(config.device)
         model = task.build_model().to(device).train()
         batch = to_device(task.collate(first_samples(task.build_dataset("train"), micro_batch)), device)
-        with autocast(config.precision, device):
+        with computing(config, device, task.units(model)):
             loss = task.loss(model, batch)
         torch.autograd.backward(loss[0] if isinstance(loss, tuple) else loss)
     except (MemoryError, torch.OutOfMemoryError):

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from everstep.base.cell_keys import cell_notes
 from everstep.base.config import (
     FREE,
     Config,
-    cell_notes,
     describe,
     load_config,
     numerics,
@@ -345,14 +345,14 @@ def test_it_needs_the_standard_library_alone():
 
 def test_what_changes_nothing_in_a_cell_is_said_by_key() -> None:
     idle = {"cell.prefetch": 2, "cell.reshard_after_forward": "false", "cell.offload": "cpu", "cell.wrap": 1000}
-    said = cell_notes(load_config([("t", idle)]))
+    said = cell_notes(load_config([("t", idle)]).cell)
     assert [line.partition(" ")[0] for line in said] == [
         "cell.wrap=1000",
         "cell.offload=cpu",
         "cell.prefetch=2",
         "cell.reshard_after_forward=False",
     ]
-    assert cell_notes(load_config([("t", {"cell.fsdp": 2, "cell.wrap": 1000})])) == []
+    assert cell_notes(load_config([("t", {"cell.fsdp": 2, "cell.wrap": 1000})]).cell) == []
     for key, value in (("cell.wrap", "0"), ("cell.wrap", "layers"), ("cell.offload", "disk"), ("cell.prefetch", "-1")):
         with pytest.raises(ConfigError, match=key):
             load_config([("t", {key: value})])
@@ -371,3 +371,13 @@ def test_what_changes_nothing_in_a_cell_is_said_by_key() -> None:
 def test_keys_that_divide_nothing_are_told(values: dict[str, object], said: list[str]) -> None:
     notes = zero_notes(load_config([("t", values)]))
     assert len(notes) == len(said) and all(note.startswith(one) for note, one in zip(notes, said, strict=True))
+
+
+def test_types_of_passes_are_named_once_each_and_agree_with_autocast() -> None:
+    named = load_config([("t", {"cell.precision": "buffers=bf16,reduction=fp16"})])
+    assert named.cell.types == ("fp32", "fp16", "bf16") and named.passes == "fp32"
+    assert load_config([("t", {"cell.precision": "fp16"})]).scales_loss
+    assert load_config([("t", {"cell.precision": "bf16", "precision": "bf16"})]).passes == "bf16"
+    for wrong in ("bf8", "parameters=bf16,parameters=fp16", "weights=bf16", "parameters=bf16,"):
+        assert wrong in refused({"cell.precision": wrong})
+    assert "set precision=fp32" in refused({"cell.precision": "bf16", "precision": "fp16"})

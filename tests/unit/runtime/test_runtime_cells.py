@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from everstep.base.config_keys import MAX_RANKS
+from everstep.base.cell_keys import MAX_RANKS
 from everstep.base.errors import InvariantViolation, ProtocolError
 from everstep.base.plan import Rank
 from everstep.protocol.messages import WorkerLife

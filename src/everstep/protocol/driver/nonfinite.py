@@ -23,7 +23,7 @@ class NonfiniteRule:
 
     @staticmethod
     def of(config: Config) -> NonfiniteRule:
-        return NonfiniteRule(config.on_nonfinite, config.nonfinite_limit, config.precision == "fp16")
+        return NonfiniteRule(config.on_nonfinite, config.nonfinite_limit, config.scales_loss)
 
     @property
     def applies(self) -> bool:

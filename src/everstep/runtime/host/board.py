@@ -13,7 +13,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 
-from everstep.base.config_keys import MAX_RANKS
+from everstep.base.cell_keys import MAX_RANKS
 from everstep.base.errors import ConfigError, check
 
 ROW_BYTES = 512

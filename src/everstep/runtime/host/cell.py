@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from everstep.base.cause import Cause
-from everstep.base.config_keys import MAX_RANKS
+from everstep.base.cell_keys import MAX_RANKS
 from everstep.base.errors import EverstepError, ProtocolError, check
 from everstep.base.plan import Rank, WorkerKey
 from everstep.base.readable import readable

@@ -50,7 +50,7 @@ from typing import Any
 
 from everstep.base.below import APPEND, open_below
 from everstep.base.cause import Why
-from everstep.base.config_keys import MAX_RANKS
+from everstep.base.cell_keys import MAX_RANKS
 from everstep.base.errors import cause_of, one_line
 from everstep.runtime.host.board import Board
 from everstep.runtime.host.stacks import show_on_signal

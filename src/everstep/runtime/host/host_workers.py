@@ -14,8 +14,8 @@ from math import inf
 from typing import Any, Literal
 
 from everstep.base.cause import Cause, Why
+from everstep.base.cell_keys import MAX_RANKS
 from everstep.base.config import Config
-from everstep.base.config_keys import MAX_RANKS
 from everstep.base.errors import check
 from everstep.protocol.messages import WorkerLife
 from everstep.runtime.host.agent_link import AgentLink
