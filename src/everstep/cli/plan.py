@@ -179,8 +179,7 @@ def memory(task: str | None, as_json: bool, **asked: Any) -> int:
     stage, parameters = asked["stage"], known.model.parameters
     said: dict[str, Any] = {"parameters": parameters, "workers": known.workers, "hosts": asked["hosts"], "zero": stage}
     said |= {"copies": split.copies, "offload": asked["offload"], "lanes": known.lanes, "memory_bytes": room}
-    kind = known.optimizer and {"divides": str(known.optimizer.divides), "why": known.optimizer.why}
-    said |= {"optimizer": kind, "pp": known.stages}
+    said |= {"optimizer": _said_of(known.optimizer), "pp": known.stages}
     part = part_of_model(known.model, known.stages, -(-known.lanes // split.workers))
     paper = _Table("paper", _PAPER, answers_by_paper(part.parameters, split.workers, split.offload, room))
     ours = _Table("ours", _OURS, answers_of_ours(part, split, room))
@@ -253,6 +252,16 @@ def _runs(known: _Known, split: Split, offload: str) -> dict[int, HowItRuns]:
     each = -(-split.lanes // split.workers)
     found = {k: how_it_runs(one, each, offload=offload) for k, one in stages.items()}
     return {k: _with_optimizer(how, k, known.optimizer) for k, how in found.items()}
+
+
+def _said_of(kind: OptimizerKind | None) -> dict[str, str] | None:
+    if kind is None:
+        return None
+    stateless = kind.divides == "elements" and not kind.state_bytes
+    why = (
+        "but it keeps nothing for its parameters: in stages 1 and 2 each worker updates all" if stateless else kind.why
+    )
+    return {"divides": kind.divides, "why": why}
 
 
 def _with_optimizer(how: HowItRuns, stage: int, kind: OptimizerKind | None) -> HowItRuns:

@@ -51,6 +51,10 @@ class Model:
     undivided_parameters: int = 0
     undivided_bytes: float = 0.0
 
+    def divides(self, stage: int) -> bool:
+        """Whether a stage divides anything."""
+        return stage == 3 or (stage > 0 and self.undivided_parameters < self.parameters)
+
     def held(self, stage: int, part: float) -> tuple[float, float]:
         """Bytes of the optimizer's state, and of one whole gradient, of a worker that has this part of what is divided
         at a stage."""
@@ -145,14 +149,14 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
       stage 1 on, two of the own part, since blocks are finished early.
     - gradients: from stage 1 on, those normalised for one part of the update, which is made a little at a time.
     - staging: of a worker's part of a checkpoint, as far as it is allowed. snapshots: copies in memory.
-    Where all workers hold all parts, stages 1 and 2 divide nothing. Stage 2 gives the sums of a worker's last lane back
-    block by block as soon as they have been added up, so with one lane per worker few are held; on one host those that
-    wait for workers that are slower, half of them at the most. With several lanes, and where some hosts but not all
-    have several workers, the sums stay. In stage 3, parameters are split, too, within a cell of all workers, whose
-    members gather them unit by unit.
+    Where all workers hold all parts, or nothing can be divided, stages 1 and 2 divide nothing. Stage 2 gives the sums
+    of a worker's last lane back block by block as soon as they have been added up, so with one lane per worker few are
+    held; on one host those that wait for workers that are slower, half of them at the most. With several lanes, and
+    where some hosts but not all have several workers, the sums stay. In stage 3, parameters are split, too, within a
+    cell of all workers, whose members gather them unit by unit.
     """
     check(stage in STAGES, f"expected a stage from 0 to 3, got {stage}")
-    divided = stage > 0 and split.copies < split.workers
+    divided = model.divides(stage) and split.copies < split.workers
     part = split.copies / split.workers if divided else 1.0
     flat = 4.0 * model.parameters
     per_worker = -(-split.lanes // split.workers)
@@ -194,7 +198,7 @@ def of_recovery(model: Model, split: Split, stage: int) -> float:
     Where the optimizer's state is divided, one copies the parameters, and all together one worker's part of the rest.
     Otherwise each of those that it follows copies all, of which there are up to three. In files copies take none.
     """
-    divided = stage > 0 and split.copies < split.workers
+    divided = model.divides(stage) and split.copies < split.workers
     part = split.copies / split.workers if divided else 1.0
     state = model.parameter_bytes + model.held(stage, part)[0] + model.buffer_bytes
     followed = max(1, min(_MOST_FOLLOWED, split.workers - 1, int(state // _FROM_EACH_BYTES)))

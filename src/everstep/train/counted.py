@@ -129,7 +129,7 @@ def _optimizer_bytes(task: Task, parameters: list[nn.Parameter]) -> tuple[int, t
         parameter.grad = None
     divided = {*divided_parameters(optimizer, filter(divisible, parameters))}
     kept = {p: tensor_bytes(optimizer.state.get(p)) for p in parameters}
-    rest = [p for p in parameters if p not in divided and kept[p]]
+    rest = [p for p in parameters if p not in divided]
     return sum(kept.values()), (sum(p.numel() for p in rest), sum(kept[p] for p in rest))
 
 

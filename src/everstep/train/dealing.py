@@ -157,3 +157,7 @@ class Dealing:
         dealt = {k: self._view.stages[k].update.dealt or self.of(number, k) for k in self._mine(plan)}
         self._moved |= {k for k, one in dealt.items() if one is not None and k not in self._making and one.moved}
         return {k: WHOLE if one is None else NONE if k in self._moved else one.made() for k, one in dealt.items()}
+
+    def forget(self) -> None:
+        """The state has jumped: a joiner has copied its parts, anew perhaps."""
+        self._moved = set()

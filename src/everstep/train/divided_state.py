@@ -30,10 +30,14 @@ class DividedState(defaultdict[Tensor, Any]):
     Elements whose state other workers hold are zeros here: any other code is refused."""
 
     def __init__(self, optimizer: Optimizer, stepping: Callable[[], bool]) -> None:
-        """Holds what the optimizer's state holds now. stepping: whether the optimizer is being stepped."""
-        super().__init__(dict, optimizer.state)
+        """Holds what the optimizer's state holds now. Whoever has that mapping under another name, which is not kept up
+        from here on, finds this one in it. stepping: whether the optimizer is being stepped."""
+        before = optimizer.state
+        super().__init__(dict, before)
         self._name, self._stepping = type(optimizer).__name__, stepping
         self._own = frozenset(kind.__module__ for kind in type(optimizer).__mro__)
+        for group in optimizer.param_groups:
+            before.update(dict.fromkeys(group["params"], self))
 
     def look(self) -> None:
         """Raises: ConfigError if the caller's caller may not see it."""
@@ -44,7 +48,7 @@ class DividedState(defaultdict[Tensor, Any]):
                 "optimizer.state: keep what it needs of it in a tensor of its own, or set zero.stage=0"
             )
 
-    __getitem__, __iter__, get, items, values, setdefault, pop, clear = (  # type: ignore[assignment]
+    __getitem__, __iter__, __contains__, get, items, values, setdefault, pop, clear = (  # type: ignore[assignment]
         _looked_at(getattr(defaultdict, name))
-        for name in ("__getitem__", "__iter__", "get", "items", "values", "setdefault", "pop", "clear")
+        for name in ("__getitem__", "__iter__", "__contains__", "get", "items", "values", "setdefault", "pop", "clear")
     )

@@ -338,6 +338,7 @@ class Transfers:
         newest = next(offer for offer in self._offers if offer.position == operation.position)
         self._offers.sort(key=lambda offer: offer.position)
         sizes = _sizes(self._offers)
+        self._updates.forget()
         while self._offers:
             self._load(self._offers.pop(0))
         self._arrive(newest)

@@ -215,8 +215,9 @@ class Updates:
         self._view.link.log.at(number)
 
     def forget(self) -> None:
-        """The state has jumped: drop reduced gradients of other steps."""
+        """The state has jumped: drop reduced gradients of other steps, and what was known of the one before."""
         self._reduced = {}
+        self._dealing.forget()
 
     # ---- effects
 
@@ -279,7 +280,7 @@ class Updates:
             else:
                 replica.lanes.discard()
         if effect.undone:  # it is done again, from the same state
-            self.forget()
+            self._reduced = {}
 
     def _tell_progress(self, number: int, step_ms: float, committed_unix_ns: int = 0) -> None:
         self._view.link.tell(self._view.driver.progress(number, step_ms, committed_unix_ns))

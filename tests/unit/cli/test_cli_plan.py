@@ -157,7 +157,14 @@ def test_a_stage_that_the_optimizer_does_not_allow_does_not_run_and_saves_nothin
         "    def build_optimizer(self, params):\n        return torch.optim.Adam(params)\n"
         "    def build_model(self):\n"
         "        model = super().build_model()\n        model[0].to(torch.bfloat16)\n        return model\n"
+        "class Plain(registry.load('mlp-digits')):\n"
+        "    def build_optimizer(self, params):\n        return torch.optim.SGD(params, lr=0.1)\n"
     )
+    found = planned(capsys, f"{task}:Plain", "--workers", "4", "--copies", "1")
+    bytes_of = {k: one["per_worker_bytes"] for k, one in found["stages"].items()}
+    assert bytes_of["1"] == bytes_of["2"] == bytes_of["0"] and found["stages"]["2"]["runs"]
+    assert "keeps nothing for its parameters" in found["optimizer"]["why"]
+
     found = planned(capsys, f"{task}:Noisy", "--workers", "4")
     assert found["optimizer"]["divides"] == "nothing"
     bytes_of = {k: one["per_worker_bytes"]["optimizer"] for k, one in found["stages"].items()}

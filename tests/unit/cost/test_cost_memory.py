@@ -121,6 +121,15 @@ def test_where_every_worker_holds_every_part_nothing_is_divided() -> None:
         assert [one.device for one in divided] == [replicated.device] * 2
 
 
+def test_where_an_optimizer_keeps_nothing_stages_1_and_2_divide_nothing() -> None:
+    """All update all, for which they need all gradients."""
+    plain = Model(BILLION, 4.0 * BILLION, 0.0, undivided_parameters=BILLION)
+    replicated, *divided, split_up = (of_ours(plain, Split(4, 4, copies=1), k) for k in STAGES)
+    assert [one.device for one in divided] == [replicated.device] * 2
+    assert split_up.total < replicated.total
+    assert of_recovery(plain, Split(4, copies=1), 2) == of_recovery(plain, Split(4, copies=1), 0)
+
+
 def test_what_is_offloaded_is_the_hosts() -> None:
     usage = of_ours(adam(BILLION), Split(4, offload=True), 1)
     assert (usage.device["optimizer"], usage.host["optimizer"]) == (0, 4 * BILLION)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,9 +18,13 @@ from everstep.base.plan import Plan
 from everstep.base.ports import Portion
 from everstep.exact.pieces import PieceUpdate
 from everstep.placement.shards import share
-from everstep.protocol.step_types import Holds, Takes
+from everstep.protocol.driver import operations as do
+from everstep.protocol.step_types import Holds, Key, Takes
 from everstep.train.dealing import Dealing
+from everstep.train.heal import ReceivedOffer
 from everstep.train.optimizer_kind import OptimizerKind
+from everstep.train.transfers import Transfers
+from everstep.train.updates import Updates
 
 Mail = defaultdict[tuple[int, int, int, int, int], SimpleQueue[Any]]
 """By source, taker, step, stage and number of the portion."""
@@ -180,6 +185,24 @@ def test_a_joiner_has_nothing_from_a_step_on_that_moves_segments() -> None:
     dealer.dealing.follow(plan, 6)
     dealer.update_part(6)
     assert dealer.dealing.followed(plan, 6) == {0: dealer.update.dealt.made()}
+
+
+def test_a_joiner_that_copies_its_part_anew_has_it_whatever_the_copy_before_became() -> None:
+    """Its first donors were lost after segments had moved: all would wait while a member with nothing copies all."""
+    dealer, plan = Dealer(0, defaultdict(SimpleQueue)), plan_of(2, 1)
+    updates: Any = Updates(*(MagicMock() for _ in range(5)), dealer.dealing)  # type: ignore[arg-type]
+    transfers = Transfers(MagicMock(stages={}, me=0), updates, *(MagicMock() for _ in range(4)))  # type: ignore[arg-type]
+    for number in (1, 2, 3, 4):
+        dealer.member.late = number < 3
+        dealer.dealing.follow(plan, number)
+        dealer.update_part(number)
+        has = dealer.dealing.followed(plan, number)[0]
+        if number == 3:
+            assert has == Extents()
+            transfers._offers = [ReceivedOffer(position=Key(3, 0), application=b"", states={})]
+            transfers.adopt(do.Adopt(1, 2, Key(3, 0), (0,), ()))
+        else:
+            assert has == dealer.update.dealt.made() != Extents()
 
 
 def test_after_the_exchange_memory_of_what_others_hold_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,29 @@ def test_a_loop_that_reads_it_is_refused(read: Callable[[nn.Parameter, Optimizer
         read(parameter, optimizer)
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda parameter, before: before[parameter]["exp_avg"],
+        lambda parameter, before: before[parameter].get("exp_avg"),
+        lambda _, before: [kept["exp_avg"] for kept in before.values() if "exp_avg" in kept],
+        lambda _, before: [value for kept in before.values() for value in kept.values()],
+    ],
+)
+def test_so_is_one_that_has_the_state_of_before_under_a_name_of_its_own(
+    read: Callable[[nn.Parameter, Any], Any],
+) -> None:
+    """An undivided optimizer goes on filling that: here the loop would read what nobody fills."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    before = optimizer.state
+    optimizer.state = DividedState(optimizer, lambda: True)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(ConfigError, match=r"AdamW.*zero\.stage=0"):
+        read(parameter, before)
+
+
 def test_the_optimizer_goes_on_with_it() -> None:
     parameter, optimizer = divided(lambda parameters: torch.optim.AdamW(parameters, lr=0.1))
     plain = nn.Parameter(torch.ones(3))
