@@ -11,14 +11,15 @@ from everstep.base.domains import WIDTHS, Domains
 DomainsOf = Mapping[int, Domains]
 """Labels of workers, by worker id; a missing worker's domains are unknown."""
 _Path = tuple[str, ...]
-_HOST = WIDTHS.index("host") + 1
+_HOST = WIDTHS.index("host")
 
 
 @lru_cache(maxsize=4096)
-def _path(domains: Domains) -> _Path:
-    """Name of the domain at each width, "" where there is none: domains lie inside one another."""
+def _paths(domains: Domains) -> tuple[_Path, ...]:
+    """Name of the domain at each width down to each one, "" where there is none: domains lie inside one another."""
     labels = dict(domains)
-    return tuple(labels.get(kind, "") for kind in WIDTHS)
+    names = tuple(labels.get(kind, "") for kind in WIDTHS)
+    return tuple(names[:depth] for depth in range(1, len(names) + 1))
 
 
 def prefixes(domains: Domains) -> list[Domains]:
@@ -37,13 +38,11 @@ class Crowd:
 
     def add(self, domains: Domains) -> None:
         """Count one more worker, who is in these domains."""
-        path = _path(domains)
-        self._counts.update(path[:depth] for depth in range(1, len(path) + 1))
+        self._counts.update(_paths(domains))
 
     def near(self, domains: Domains) -> tuple[int, ...]:
         """Number of counted workers that would die with a worker in these domains, the widest first."""
-        path = _path(domains)
-        return tuple(self._counts[path[:depth]] for depth in range(1, len(path) + 1))
+        return tuple([self._counts[path] for path in _paths(domains)])
 
     def near_worker(self, worker_id: int) -> tuple[int, ...]:
         """Result of `near` for a worker whose domains are known."""
@@ -55,12 +54,12 @@ def hosts_in_order(worker_ids: Iterable[int], domains: DomainsOf) -> list[list[i
     first worker comes first."""
     hosts: dict[_Path, list[int]] = {}
     for i in sorted(worker_ids):
-        hosts.setdefault(_path(domains.get(i, ()))[:_HOST], []).append(i)
+        hosts.setdefault(_paths(domains.get(i, ()))[_HOST], []).append(i)
     first: dict[_Path, int] = {}  # by domain; hosts come in the order of their first workers
     for path, there in hosts.items():
-        for depth in range(1, _HOST + 1):
+        for depth in range(1, len(path) + 1):
             first.setdefault(path[:depth], there[0])
-    return [hosts[path] for path in sorted(hosts, key=lambda p: [first[p[:depth]] for depth in range(1, _HOST + 1)])]
+    return [hosts[path] for path in sorted(hosts, key=lambda p: [first[p[:depth]] for depth in range(1, len(p) + 1)])]
 
 
 def dealt(worker_ids: Iterable[int], pools: int, domains: DomainsOf) -> list[list[int]]:

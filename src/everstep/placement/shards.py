@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from everstep.base.errors import check
@@ -242,18 +243,20 @@ def spread(
     held = [[i for i in dict.fromkeys(who) if i in known][:copies] for who in before[:segments]]
     held += [[] for _ in range(segments - len(held))]
     room = _rooms(held, copies, ids, domains)
+    crowd = cache(lambda others: Crowd(others, domains))  # hundreds of segments have few sets of holders
+    nearness = cache(lambda others, i: crowd(others).near_worker(i))
     for i in ids:
         if room[i] < 0:
             # Segments that no other worker gives away: otherwise a single worker that comes could not take them all.
-            most = [(len(who), _nearness(i, who, domains), s) for s, who in enumerate(held) if i in who]
+            most = [(len(who), nearness(frozenset(who) - {i}, i), s) for s, who in enumerate(held) if i in who]
             for *_, given in heapq.nlargest(-room[i], most):
                 held[given].remove(i)
     room = _rooms(held, copies, ids, domains)
     lacking = [who for who in held if len(who) < copies]
     for who in lacking:
         while len(who) < copies and (free := [i for i in ids if room[i] > 0 and i not in who]):
-            crowd = Crowd(who, domains)
-            taker = min(free, key=lambda i: (crowd.near_worker(i), -room[i], i))
+            others = frozenset(who)
+            taker = min(free, key=lambda i: (nearness(others, i), -room[i], i))
             who.append(taker)
             room[taker] -= 1
     for who in lacking:
@@ -270,10 +273,6 @@ def _rooms(held: Sequence[Sequence[int]], copies: int, ids: Sequence[int], domai
     place = {i: k for there in hosts_in_order(ids, domains) for k, i in enumerate(there)}
     order = sorted(ids, key=lambda i: (-has[i], place[i], i))
     return {i: size + (k < larger) - has[i] for k, i in enumerate(order)}
-
-
-def _nearness(worker_id: int, holders: Sequence[int], domains: DomainsOf) -> tuple[int, ...]:
-    return Crowd((i for i in holders if i != worker_id), domains).near_worker(worker_id)
 
 
 def _exchange(who: list[int], held: Sequence[list[int]], room: dict[int, int]) -> None:

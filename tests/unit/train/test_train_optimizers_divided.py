@@ -18,6 +18,13 @@ from odd_optimizers import ODD
 from sampling import mostly_longer
 
 ELSEWHERE = {"LBFGS", "SparseAdam", "Optimizer"}  # refused before, for what they need
+DIVIDING = cases.ELEMENTS | cases.MATRICES
+SEVERAL_AT_ONCE = ("SGD foreach", "Adam foreach", "Adafactor foreach")
+
+
+def not_by_loop(name: str) -> bool:
+    """On a processor torch loops by itself, unless it is asked for something else."""
+    return not name.endswith(" loop") or name == "SGD loop"
 
 
 def divides(name: str) -> str:
@@ -29,14 +36,16 @@ def test_all_optimizers_of_torch_are_looked_at() -> None:
     assert there - ELSEWHERE <= {name.split()[0] for name in cases.ALL}
 
 
-@pytest.mark.parametrize("name", cases.ALL)
+@pytest.mark.parametrize("name", mostly_longer(cases.ALL, not_by_loop))
 def test_which_can_be_divided_is_known_before_and_seen_in_the_first_updates(name: str) -> None:
     kinds = cases.found(cases.ALL[name])
     assert [kind.divides for kind in kinds] == [divides(name)] * 3, kinds
     assert all(kind.allows(kinds[0]) for kind in kinds)
 
 
-@pytest.mark.parametrize("name", cases.ELEMENTS | cases.MATRICES)
+@pytest.mark.parametrize(
+    "name", mostly_longer(DIVIDING, lambda name: name in SEVERAL_AT_ONCE or not name.endswith((" foreach", " loop")))
+)
 @pytest.mark.parametrize(("members", "copies"), [pytest.param(3, 1, marks=pytest.mark.longer), (4, 2)])
 def test_members_that_divide_the_state_have_the_bits_of_one(name: str, members: int, copies: int) -> None:
     make = cases.ALL[name]
