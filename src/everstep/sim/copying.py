@@ -347,8 +347,8 @@ class SimDonor:
                     self.life.soon(0, 5 * MS if shelf else 0, self._head, asker)
                 case giver.FeedStep(asker, stages):
                     step, records, gradients = item
-                    given = {k: fed(gradients[k], asker.joint, is_early(self.life.state.stages[k])) for k in stages}
-                    asker.items.append(("step", step, records, given))
+                    parts = {k: fed(gradients[k], asker.joint, is_early(self.life.state.stages[k])) for k in stages}
+                    asker.items.append(("step", step, records, parts))
                     self._pass(asker)
                 case giver.EndAsker(asker):
                     asker.connection.close(self.life)

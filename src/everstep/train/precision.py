@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,13 +29,19 @@ def type_of(name: str) -> torch.dtype:
 @contextlib.contextmanager
 def computing(config: Config, device: torch.device, units: Sequence[nn.Module]) -> Iterator[None]:
     """A fresh context for one lane's forward pass through these units."""
-    types, precision = config.cell.types, config.precision
+    types = config.cell.types
     with contextlib.ExitStack() as stack:
         if types.narrow:
             stack.enter_context(WorkingCopies(units, _DTYPES[types.parameters], _DTYPES[types.buffers]))
-        if precision != "fp32":
-            stack.enter_context(torch.autocast(device.type, dtype=_DTYPES[precision], cache_enabled=False))
+        stack.enter_context(autocast(config.precision, device))
         yield
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """A fresh context in which torch computes with this precision where that is safe."""
+    if precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=_DTYPES[precision], cache_enabled=False)
 
 
 class LossScaler:
