@@ -620,6 +620,6 @@ def test_a_spare_is_advised_once_when_places_stay_empty_for_long() -> None:
 
 @pytest.mark.parametrize(("room", "expected"), [(3, "aaa"), (1, "abb"), (0, "bbb")])
 def test_a_slot_goes_where_the_map_says_as_long_as_there_is_room(room: int, expected: str) -> None:
-    named = {i: ("a",) for i in range(3)}
+    named = dict.fromkeys(range(3), ("a",))
     found = share(range(3), {}, (), {"a": room, "b": 9}, named, {})
     assert "".join(found[i] for i in range(3)) == expected
