@@ -125,7 +125,7 @@ LATE = Setup(
     hosts=2,
     min_workers=1,
     on_failure="replace",
-    job=SimJob(steps=6, lanes=4, write_every=1, copies=1, late=3),
+    job=SimJob(steps=6, lanes=4, write_every=1, copies=1, late=(3, -1)),
     faults=(),
 )
 """In step 3 a part of the optimizer's state comes, which moves segments."""

@@ -347,7 +347,8 @@ class SimDonor:
                     self.life.soon(0, 5 * MS if shelf else 0, self._head, asker)
                 case giver.FeedStep(asker, stages):
                     step, records, gradients = item
-                    parts = {k: fed(gradients[k], asker.joint, is_early(self.life.state.stages[k])) for k in stages}
+                    early = {k: is_early(self.life.state.stages[k]) for k in stages}
+                    parts = {k: fed(gradients[k], asker.joint, early[k]) for k in stages}
                     asker.items.append(("step", step, records, parts))
                     self._pass(asker)
                 case giver.EndAsker(asker):

@@ -59,9 +59,9 @@ class SimJob:
     update of a block depends on all others; else on that of the other plane alone, the same block of the gradient, and
     the last one, which all take. frees: sums of lanes may be given back as soon as they have been added up. nonfinite:
     (step, lane) of losses that are not finite; `GRADIENT` as lane: the gradient alone is not. on_nonfinite,
-    nonfinite_limit: as in a config. late: the first step with a gradient for the first of a state's parameters, whose
-    optimizer's state comes with the update; 0: it is there from the start. late_stage: the only one of which that is
-    so; -1: of all.
+    nonfinite_limit: as in a config. late: (step, stage): the first step with a gradient
+    for the first of a state's parameters, whose optimizer's state comes with that update, and the only stage of which
+    that is so, -1: of all; step 0: it is there from the start.
     """
 
     steps: int
@@ -78,8 +78,7 @@ class SimJob:
     on_nonfinite: str = "warn"
     nonfinite_limit: int = 0
     frees: bool = False
-    late: int = 0
-    late_stage: int = -1
+    late: tuple[int, int] = (0, -1)
 
     def strange(self, step: int) -> bool:
         """Whether something of a step is not finite."""
@@ -113,7 +112,7 @@ class SimJob:
 
     def grows(self, state: Blocks, step: int) -> bool:
         """Whether the update of a step, unless it is left out, makes a stage's state larger."""
-        return is_early(state) and step >= self.late
+        return is_early(state) and step >= self.late[0]
 
     def trained(self, state: Blocks) -> Blocks:
         """The part of a stage's state that lanes are computed from, and that all members have: they compare it."""
@@ -137,7 +136,7 @@ def evaluates(job: SimJob, step: int) -> bool:
 
 def initial(job: SimJob, stage: int) -> Blocks:
     """State of a stage before any training."""
-    units, late = job.units_of(stage), job.copies and job.late and job.late_stage in (-1, stage)
+    units, late = job.units_of(stage), job.copies and job.late[0] and job.late[1] in (-1, stage)
     there = (block for block in range(_N_BLOCKS) if block != _DIVIDED or not late)
     return tuple(tuple(INITIAL + 2 * unit + 100 * block for unit in units) for block in there)
 

@@ -151,7 +151,7 @@ class Setup:
         compared += f"; worker {self.differs} begins differently" if isinstance(self.differs, int) else ""
         compared += f"; {self.differs} computes otherwise" if isinstance(self.differs, WorkerKey) else ""
         compared += f"; {self.job.copies} copies of each segment" if self.job.copies else ""
-        compared += f"; a part of it comes in step {self.job.late}" if self.job.late else ""
+        compared += f"; a part of it comes in step {self.job.late[0]}" if self.job.late[0] else ""
         compared += f"; all loops are left after step {self.job.leaves_after}" if self.job.leaves_after else ""
         if self.job.nonfinite:
             compared += f"; not finite {sorted(self.job.nonfinite)}"
@@ -184,7 +184,7 @@ def _cut_anew(rng: Random, faults: Iterable[SimFault], job: SimJob) -> tuple[tup
 def _grown_late(rng: Random, job: SimJob) -> SimJob:
     """Now and then with a part of the optimizer's state that comes in a later step, in all stages or in one of them."""
     late, one = rng.choice((0, rng.randint(2, job.steps))), rng.randrange(job.stages)
-    return replace(job, late=late, late_stage=-1 if job.units else rng.choice((-1, one)))
+    return replace(job, late=(late, -1 if job.units else rng.choice((-1, one))))
 
 
 def set_up(seed: int) -> Setup:
