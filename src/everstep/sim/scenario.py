@@ -243,7 +243,7 @@ class Simulation:
             right = {k: present(state) for k, state in w.state.stages.items() if not wrong(state)}
             held = w.driver.machine.holding()
             found[w.me] = {(w.state.at, part) for part in self._parts(right)}
-            if held.gradient_step in tops:
+            if held.gradient_step > w.state.at and held.gradient_step in tops:
                 takes = {k: blocks for k, blocks in held.gradients.items() if not blocks - right.get(k, NONE)}
                 found[w.me] |= {(held.gradient_step, part) for part in self._parts(takes)}
         return found
