@@ -544,4 +544,4 @@ class Config:
     @property
     def scales_loss(self) -> bool:
         """Whether gradients pass through fp16, where small ones vanish."""
-        return self.passes == "fp16"
+        return "fp16" in (self.passes, self.cell.types.reduction)

@@ -190,7 +190,9 @@ def _by_unit(task: Task, weights: Path) -> nn.Module:
     build = partial(calling, task, "build_model")
     model, _ = build_by_module(build, task.units, task.config.seed, torch.device("cpu"), there=there)
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    _load(model, {name: t.clone() if name in buffers else t for name, t in read.items()}, assign=True)
+    own = {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+    typed = {name: t.to(own[name].dtype) if name in own else t for name, t in read.items()}
+    _load(model, {name: t.clone() if name in buffers else t for name, t in typed.items()}, assign=True)
     for unit in task.units(model):
         unit.register_forward_pre_hook(Moves(unit, here=True))
         unit.register_forward_hook(Moves(unit, here=False), always_call=True)

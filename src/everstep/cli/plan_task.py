@@ -83,7 +83,7 @@ def read_task_question(task: str, asked: Mapping[str, Any]) -> TaskQuestion:
     found = count_task(made, config.micro_batch)
     if not found.forward_flops:
         raise ConfigError(f"the operations of {task} cannot be counted: {'; '.join(found.assumed) or 'there are none'}")
-    dtype = config.precision if asked["dtype"] is None else asked["dtype"]
+    dtype = config.passes if asked["dtype"] is None else asked["dtype"]
     if dtype not in fleet.device.peak:
         raise ConfigError(
             f"--dtype: expected one of {', '.join(fleet.device.peak)} on {fleet.device.name}, got {dtype[:40]!r}"

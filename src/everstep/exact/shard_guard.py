@@ -65,6 +65,8 @@ class CutModules:
         modules = list(named)
         self._owner = owner
         self._seen = [(name, module, self._kind(module)) for name, module in modules]
+        named_parameters = [(f"{n}.{key}", p) for n, module in modules for key, p in module._parameters.items()]
+        self._own = [(name, p) for name, p in named_parameters if p is not None]
         for name, module in modules:
             tensor = next((key for key, value in vars(module).items() if isinstance(value, Tensor)), None)
             own = {"forward", *((method,) if method and module is owner else ())}.intersection(vars(module))
@@ -88,6 +90,9 @@ class CutModules:
                     "modules and parameters that it had; change it in build_model, or set cell.tp=1 and cell.shards=1"
                 )
             refuse_tensor_hooks(name, module)
+        for name, parameter in self._own:  # narrow copies may stand in their places
+            if parameter._backward_hooks:
+                raise _passed_over(name, "a hook on its gradient")
 
     def _kind(self, module: nn.Module) -> tuple[Any, ...]:
         """What makes a module what it is, apart from values. The owner's own forward pass is ours by the second look,

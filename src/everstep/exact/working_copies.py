@@ -32,8 +32,9 @@ class WorkingCopies:
     own, which torch wants in float32."""
 
     def __init__(self, units: Iterable[nn.Module], parameters: torch.dtype, buffers: torch.dtype) -> None:
-        """parameters: type of the copies, and of what goes into each unit."""
+        """parameters: type of the copies, and of what goes into each unit. `entered`: whether any has been called."""
         self._units, self._parameters, self._buffers = units, parameters, buffers
+        self.entered = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._swapped: list[_Swapped] = []
 
@@ -62,14 +63,15 @@ class WorkingCopies:
     def enter(self, unit: nn.Module, given: Any) -> Any:
         """A unit's forward pass begins, with these arguments: returns those that it is to have."""
         copies: dict[int, Tensor] = {}
-        before = len(self._swapped)
+        before, self.entered = len(self._swapped), True
         for name, module in unit.named_modules():
             if isinstance(module, _NormBase):
                 continue
             for table, dtype in ((module._parameters, self._parameters), (module._buffers, self._buffers)):
                 for key, own in table.items():
                     if own is not None and own.dtype == torch.float32 != dtype:
-                        copy = copies.setdefault(id(own), own.to(dtype))
+                        with torch.inference_mode(False), torch.enable_grad():  # a later call may want gradients
+                            copy = copies.setdefault(id(own), own.to(dtype))
                         full = f"{name}.{key}".removeprefix(".")
                         self._swapped.append(_Swapped(full, table, key, own, copy, copy._version))
         for one in self._swapped[before:]:

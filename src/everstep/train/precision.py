@@ -27,14 +27,12 @@ def type_of(name: str) -> torch.dtype:
 
 
 @contextlib.contextmanager
-def computing(config: Config, device: torch.device, units: Sequence[nn.Module]) -> Iterator[None]:
-    """A fresh context for one lane's forward pass through these units."""
+def computing(config: Config, device: torch.device, units: Sequence[nn.Module]) -> Iterator[WorkingCopies | None]:
+    """A fresh context for one lane's forward pass through these units; its target is their copies, if they have any."""
     types = config.cell.types
-    with contextlib.ExitStack() as stack:
-        if types.narrow:
-            stack.enter_context(WorkingCopies(units, _DTYPES[types.parameters], _DTYPES[types.buffers]))
-        stack.enter_context(autocast(config.precision, device))
-        yield
+    copies = WorkingCopies(units, _DTYPES[types.parameters], _DTYPES[types.buffers]) if types.narrow else None
+    with copies or contextlib.nullcontext(), autocast(config.precision, device):
+        yield copies
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:

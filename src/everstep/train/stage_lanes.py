@@ -328,7 +328,7 @@ class LoopLane:
         """
         if self._totals is None:
             raise Misused("step.backward(loss) was called outside `for batch in step:`: call it for each batch there")
-        self._end_autocast()
+        self._end_autocast(looks=not self._totals.calls)
         scaled, value, weighed = measured(loss, weight, share)
         self._totals.add(value, weighed)
         if self._totals.calls == 2 and not self._several:
@@ -386,8 +386,8 @@ class LoopLane:
 
     def again(self) -> None:
         """Enter the lane again; its results are thrown away, and the guard puts the buffers back."""
-        self._pass.watch.look()
         self._first = self._digest()
+        self._pass.watch.look()
         self._pass.guard.forget_lanes()
         for parameter in self._model.parameters():
             parameter.grad = None
@@ -430,13 +430,19 @@ class LoopLane:
         return f"{named_digest([*named, *buffers, *self._pass.guard.extras()])} {loss.hex()}"
 
     def _begin_autocast(self) -> None:
-        self._autocast = self._autocast_of()
-        self._autocast.__enter__()
+        context = self._autocast_of()
+        self._autocast = context, context.__enter__()
 
-    def _end_autocast(self) -> None:
+    def _end_autocast(self, *, looks: bool = False) -> None:
+        """looks: at whether the forward pass has called any unit, if these are to have copies. Raises: Misused."""
         if self._autocast is not None:
-            self._autocast.__exit__(None, None, None)
-            self._autocast = None
+            (context, copies), self._autocast = self._autocast, None
+            context.__exit__(None, None, None)
+            if looks and copies is not None and not copies.entered:
+                raise Misused(
+                    "cell.precision: the loop called none of the model's units, which get narrow copies when they are "
+                    "called: name those that it calls, as units=[...] of join or in Task.units, or use precision="
+                )
 
 
 def batch_digest(batch: Any) -> str:
