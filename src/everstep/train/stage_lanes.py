@@ -386,8 +386,9 @@ class LoopLane:
 
     def again(self) -> None:
         """Enter the lane again; its results are thrown away, and the guard puts the buffers back."""
-        self._first = self._digest()
+        self._end_autocast()
         self._pass.watch.look()
+        self._first = self._digest()
         self._pass.guard.forget_lanes()
         for parameter in self._model.parameters():
             parameter.grad = None

@@ -71,7 +71,7 @@ class EarlyServer:
     def __init__(self) -> None:
         self.let = 0
 
-    def hand_over(self, threads: int) -> Handed:
+    def hand_over(self, threads: int, preload: tuple[str, ...]) -> Handed:
         return Handed(31, 32, 4711, "", {"threads": threads})
 
     def let_go(self) -> None:
