@@ -13,26 +13,34 @@ from everstep.cli.early_server import PRELOAD, start_early, take_early
 from everstep.cli.main import run_command
 from everstep.runtime.process import children
 
+BEFORE: list[int] = []
+"""Children of this process that other tests have left."""
+
 
 @pytest.fixture
 def context() -> Iterator[click.Context]:
+    BEFORE[:] = children()
     with click.Context(click.Command("run")) as made:
         yield made
-    assert children() == []
+    assert started() == []
+
+
+def started() -> list[int]:
+    return [pid for pid in children() if pid not in BEFORE]
 
 
 def test_the_server_that_was_started_is_taken(context: click.Context) -> None:
     start_early(context, ["script.py"])
-    (pid,) = children()
+    (pid,) = started()
     server = take_early(1, ())
     assert server.hand_over(1, PRELOAD).pid == pid
-    assert children() == [pid]
+    assert started() == [pid]
 
 
 def test_one_that_has_imported_what_the_job_must_not_is_replaced(context: click.Context) -> None:
     start_early(context, ["script.py"])
     server = take_early(1, ())
-    (pid,) = children()
+    (pid,) = started()
     server.import_packages(["json:"])
     assert server.hand_over(1, PRELOAD).pid != pid
     server.close()
@@ -41,13 +49,13 @@ def test_one_that_has_imported_what_the_job_must_not_is_replaced(context: click.
 def test_another_number_of_threads_needs_another_server(context: click.Context) -> None:
     start_early(context, ["script.py"])
     take_early(2, ())
-    assert children() == []
+    assert started() == []
 
 
 @pytest.mark.parametrize("option", ["--help", "--dry-run", "--rank=1"])
 def test_a_command_that_begins_no_job_starts_none(context: click.Context, option: str) -> None:
     start_early(context, ["script.py", option])
-    assert children() == []
+    assert started() == []
 
 
 def test_nor_do_completion_and_a_process_of_another_launcher(
@@ -59,18 +67,18 @@ def test_nor_do_completion_and_a_process_of_another_launcher(
     for name, value in {"TORCHELASTIC_RUN_ID": "a", "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     start_early(context, ["script.py"])
-    assert children() == []
+    assert started() == []
 
 
 def test_it_knows_no_secrets(context: click.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SECRET_VARIABLES:
         monkeypatch.setenv(name, "hidden-from-workers")
     start_early(context, ["script.py"])
-    (pid,) = children()
+    (pid,) = started()
     assert b"hidden-from-workers" not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def test_a_command_that_is_refused_leaves_no_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["run", "no-such-task", "--workers", "0"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    assert children() == []
+    assert started() == []
