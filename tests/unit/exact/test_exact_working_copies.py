@@ -12,7 +12,7 @@ from everstep.exact.working_copies import WorkingCopies
 @pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
 def test_a_first_call_without_gradients_takes_none_from_later_ones(first: type) -> None:
     unit = nn.Linear(4, 2)
-    with WorkingCopies([unit], torch.bfloat16, torch.bfloat16) as _:
+    with WorkingCopies([unit], torch.bfloat16, torch.bfloat16):
         with first():
             unit(torch.ones(1, 4))
         loss = unit(torch.ones(1, 4)).sum()
