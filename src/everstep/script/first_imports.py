@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
 import sysconfig
 import warnings
@@ -20,6 +21,9 @@ from pathlib import Path
 from everstep.base.given import read_given
 
 SHARED_PACKAGES = ("transformers", "peft", "accelerate")
+COMPILER = "torch._dynamo:config"
+"""Which compiles, and which checkpoints of `torch.utils` ask for their settings. No life needs it otherwise."""
+_MAY_COMPILE = re.compile(rb"(?<!\bre)\.compile\b|utils\.checkpoint")
 _HARMLESS = {"__future__", "everstep", "numpy", "torch"}
 _INSTALLED = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
 
@@ -27,13 +31,15 @@ _INSTALLED = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
 def first_imports(path: Path) -> tuple[str, ...]:
     """ "module:" or "module:name" for each, in order; () for a file that cannot be read, which fails when it is run."""
     try:
+        text = read_given(path, links=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(read_given(path, links=True))
+            tree = ast.parse(text)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return ()
     found = tuple(dict.fromkeys(_of(tree)))
-    return found if found and not _hides(path.resolve().parent) else ()
+    own = (COMPILER,) if _MAY_COMPILE.search(text) else ()
+    return (*own, *found) if found and not _hides(path.resolve().parent) else own
 
 
 def _of(tree: ast.Module) -> Iterator[str]:

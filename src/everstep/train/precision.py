@@ -16,6 +16,7 @@ from torch import nn
 
 from everstep.base.config import Config, device_of
 from everstep.base.errors import ConfigError
+from everstep.exact.lazy_dynamo import use_deterministic_algorithms
 from everstep.exact.working_copies import WorkingCopies
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,7 +103,7 @@ def prepare_torch(config: Config, worker_id: int = 0, cell_rank: int = 0) -> tor
     """
     torch.set_num_threads(config.threads)
     torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    use_deterministic_algorithms()
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     device = resolve_device(device_of(config, worker_id, cell_rank))
     if device.index is not None:

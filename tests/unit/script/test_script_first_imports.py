@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.script.first_imports import first_imports
+from everstep.script.first_imports import COMPILER, first_imports
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 FOUND = "from transformers import GPT2Config, GPT2LMHeadModel as G"
@@ -29,6 +29,10 @@ FOUND = "from transformers import GPT2Config, GPT2LMHeadModel as G"
         ("import peft\nimport beside\nimport transformers", ("peft:",)),
         ("import sklearn\nimport transformers", ()),
         ("not python", ()),
+        ("import re, torch\npattern = re.compile('a')\ntorch.save(model, 'checkpoint')", ()),
+        ("import torch\nmodel = torch.compile(Net())", (COMPILER,)),
+        ("import torch\n@torch.compile\ndef loss(a): return a", (COMPILER,)),
+        ("import peft\nfrom torch.utils.checkpoint import checkpoint", (COMPILER, "peft:")),
     ],
 )
 def test_only_what_the_script_would_find_first(tmp_path: Path, text: str, expected: tuple[str, ...]) -> None:

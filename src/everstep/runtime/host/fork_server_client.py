@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MODULE = "everstep.runtime.host.fork_server"
 DEFAULT_PRELOAD = (
-    "torch._dynamo",  # first, for the forks that are called meanwhile: an optimizer imports it, which takes 1 s
+    "everstep.exact.lazy_dynamo",  # first: its import of torch takes longest, and any other may import torch._dynamo
     "torch",
     "numpy",
     "torch.utils.data",
