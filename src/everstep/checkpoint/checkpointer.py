@@ -302,10 +302,12 @@ class Checkpointer:
         expected: the step that the job goes on from, 0 for none.
 
         Raises: ConfigError for a checkpoint of another model, or (unless checkpoint.allow_mismatch) of other
-        settings. PartsAway if it, or parts of it, are on hosts that are not there, and no newer one is found.
+        settings. PartsAway if it, or parts of it, are on hosts that are not there, and no newer one is found. StoreError
+        if none can be read, but the job goes on from one.
         """
         found: list[int] = []
         before: int | None = None if limit is None else limit + 1
+        wanted = expected > 0 and (limit is None or expected <= limit)
         try:
             while len(found) < most:
                 step = max((s for s in steps_in(self.store) if before is None or s < before), default=-1)
@@ -324,10 +326,10 @@ class Checkpointer:
                     self._sound.add(step)
                 found.append(step)
                 before = step
-        except StoreError as error:  # what cannot be read is not there; a start from nothing says so
-            if isinstance(error, PartsAway) and not found:
+        except StoreError as error:
+            if not found and (wanted or isinstance(error, PartsAway)):
                 raise
-        if expected and not found and (limit is None or expected <= limit):
+        if wanted and not found:
             self._seek(expected)
         return tuple(sorted(found))
 

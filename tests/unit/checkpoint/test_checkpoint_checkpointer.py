@@ -17,7 +17,7 @@ import torch
 from checkpoint_saving import advance, identity_of, make_state
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
-from everstep.base.errors import CheckpointCorrupt, ConfigError
+from everstep.base.errors import CheckpointCorrupt, ConfigError, StoreError
 from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Member, Plan, Rank, Seat
 from everstep.checkpoint import checkpointer, part
@@ -207,6 +207,22 @@ def test_damaged_ones_are_passed_over(start: Callable[..., Job]) -> None:
     with pytest.raises(CheckpointCorrupt, match="truncated"):
         job.workers[1].load(1, {0: job.states[0]})
     assert job.workers[1].restorable() == ()
+
+
+def test_one_that_cannot_be_read_is_not_taken_for_none(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start(1)
+    job.save(1)
+    job.wait_told(1)
+
+    def broken(*_: object) -> bytes:
+        raise StoreError("cannot read manifest.json: Input/output error")
+
+    monkeypatch.setattr(DirectoryStore, "read", broken)
+    with pytest.raises(StoreError, match="Input/output error"):
+        job.workers[0].restorable(expected=1)
+    assert job.workers[0].restorable() == job.workers[0].restorable(limit=0, expected=1) == ()
 
 
 def test_of_another_job(start: Callable[..., Job]) -> None:
