@@ -342,7 +342,10 @@ def read_job(run_dir: Path, *, joined: bool = True) -> JobFile:
             lane_digest=str(data.get("lane_digest", "")),
         )
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{run_dir} is not a run directory: there is no {JOB_FILE}") from None
+        why = f"there is no {JOB_FILE}"
+        if (run_dir / DATASET_FILE).is_file():
+            why += ", since its script ran by itself: only jobs of `everstep run` have one"
+        raise ConfigError(f"{run_dir} is not a run directory: {why}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
