@@ -27,6 +27,7 @@ JOBS = {
     "transformer-text": ("transformer-text", "--steps", "6"),
     "plain loop": (str(ROOT / "examples" / "plain_loop.py"),),
 }
+PATIENCE_S = 1200
 CHAOS = "kill:target=worker:1,at=3"
 MACHINE = """
 import platform, torch
@@ -73,7 +74,7 @@ def needed() -> list[str]:
 
 
 def digest(python: str, job: str, workers: int, run_dir: Path) -> str:
-    """The digest of a job's final state. Raises: SystemExit if it failed."""
+    """The digest of a job's final state. Raises: SystemExit if it failed, or does not end."""
     shutil.rmtree(run_dir, ignore_errors=True)
     command = [
         python,
@@ -88,7 +89,12 @@ def digest(python: str, job: str, workers: int, run_dir: Path) -> str:
         str(run_dir),
     ]
     command += [*JOBS[job][1:], *(["--chaos", CHAOS] if workers > 1 else [])]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""}, timeout=PATIENCE_S
+        )
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"{job} with {workers} workers runs after {PATIENCE_S} s: see {run_dir}") from None
     if done.returncode:
         raise SystemExit(
             f"{job} with {workers} workers ended with {done.returncode}:\n{done.stdout[-1500:]}{done.stderr[-1500:]}"
