@@ -92,7 +92,7 @@ CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, uv
         "render",
     }
     | {"list_commands", "get_command", "resolve_command", "format_commands"}
-    | {"generate_trace_id", "generate_span_id", "on_end", "graph_break"}
+    | {"generate_trace_id", "generate_span_id", "on_end"}
     | {"create_module"}  # by importlib; the rest by transformers.Trainer
     | {"_build_accelerator_args", "is_local_process_zero", "prediction_step"}
     | {"evaluation_loop", "_save_checkpoint"}

@@ -302,8 +302,8 @@ class Checkpointer:
         expected: the step that the job goes on from, 0 for none.
 
         Raises: ConfigError for a checkpoint of another model, or (unless checkpoint.allow_mismatch) of other
-        settings. PartsAway if it, or parts of it, are on hosts that are not there, and no newer one is found. StoreError
-        if none can be read, but the job goes on from one.
+        settings. PartsAway if it, or parts of it, are on hosts that are not there, and no newer one is found.
+        StoreError if none can be read, but the job goes on from one.
         """
         found: list[int] = []
         before: int | None = None if limit is None else limit + 1

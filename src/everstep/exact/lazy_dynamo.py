@@ -1,75 +1,75 @@
-"""torch._dynamo, imported when something needs it. Importing this module puts a stand-in in its place.
+"""Optimizers that do not import torch._dynamo. Importing this module changes those of torch so, in this process.
 
-Every optimizer of torch imports torch._dynamo, in `add_param_group` and in `step`, for two functions that do nothing
-unless something is being compiled; `torch.use_deterministic_algorithms` imports it for a setting of its compiler. That
-takes about as long as importing torch itself, and a job that compiles nothing needs none of it.
+Every optimizer imports it when it is made and when it updates, for two functions that do nothing unless something is
+being compiled; `torch.use_deterministic_algorithms` imports it for a setting of its compiler. That takes about as long
+as importing torch itself. Once anything else has imported it, all is as torch made it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable
-from importlib.util import find_spec, module_from_spec
-from types import ModuleType
+from functools import update_wrapper
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-_NAME = "torch._dynamo"
-_LOCK = threading.RLock()
-_disabled: list[Callable[..., Any]] = []
-
-
-class _Unloaded(ModuleType):
-    """The module before it is executed. It is executed, in place, when it is asked for any other name."""
-
-    def graph_break(self, msg: str = "") -> None:
-        """Divide what is being compiled: there is nothing."""
-
-    def disable(self, fn: Callable[..., Any], recursive: bool = True, *, wrapping: bool = True) -> Callable[..., Any]:
-        """`fn`, which nothing compiles. torch keeps the answer with the function, until the module is loaded."""
-        _disabled.append(fn)
-        return fn
-
-    def __getattr__(self, name: str) -> Any:
-        with _LOCK:
-            if type(self) is _Unloaded:
-                self._load(name)
-        return getattr(self, name)
-
-    def _load(self, name: str) -> None:
-        spec = self.__spec__
-        if spec is None or spec.loader is None or "__path__" in vars(self):
-            raise AttributeError(f"module {_NAME!r} has no attribute {name!r} while it is being loaded")
-        self.__path__ = spec.submodule_search_locations or []
-        try:
-            spec.loader.exec_module(self)
-        except BaseException:
-            del self.__path__
-            raise
-        self.__class__ = ModuleType  # type: ignore[assignment]
-        for fn in _disabled:
-            vars(fn).pop("__dynamo_disable", None)
+_DYNAMO = "torch._dynamo"
+_NOT_COMPILED = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
+_STEP_USES = {_DYNAMO, "cast", "Optimizer", "is_grad_enabled", "set_grad_enabled", "defaults", "_dynamo", "graph_break"}
+"""Names in the wrapper of torch's steps. One with others does something else, and stays."""
 
 
 def use_deterministic_algorithms() -> None:
     """torch's function of that name, with warnings only. Its compiler reads the variable when it is imported."""
-    if isinstance(sys.modules[_NAME], _Unloaded):
+    if "torch._inductor.config" in sys.modules:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    else:
         os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
         torch._C._set_deterministic_algorithms(True, warn_only=True)
-    else:
-        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def _put_off() -> None:
-    spec = find_spec(_NAME)
-    if _NAME not in sys.modules and spec is not None:
-        module = module_from_spec(spec)
-        del module.__path__  # asked for by each import of a submodule, which loads the module
-        module.__class__ = _Unloaded
-        sys.modules[_NAME] = torch._dynamo = module
+def _put_off(method: Callable[..., Any]) -> None:
+    """Let a method that is never compiled find what it would ask torch._dynamo for: `torch._compile` keeps that with
+    the method's function."""
+    function: Any = getattr(method, "__wrapped__", None)
+
+    def until_loaded(*args: Any, **kwargs: Any) -> Any:
+        if _DYNAMO not in sys.modules:
+            return function(*args, **kwargs)
+        vars(function).pop("__dynamo_disable", None)
+        return method(*args, **kwargs)
+
+    if function is not None:
+        vars(function).setdefault("__dynamo_disable", until_loaded)
 
 
-_put_off()
+def _plain(step: Callable[..., Any], update: Callable[..., Any]) -> Callable[..., Any]:
+    """A class's `step`, which torch has wrapped around the update, without the import."""
+
+    def until_loaded(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if _DYNAMO in sys.modules:
+            return step(self, *args, **kwargs)
+        enabled = torch.is_grad_enabled()
+        try:
+            torch.set_grad_enabled(self.defaults["differentiable"])
+            return update(self, *args, **kwargs)
+        finally:
+            torch.set_grad_enabled(enabled)
+
+    return update_wrapper(until_loaded, update)
+
+
+def _without_dynamo() -> None:
+    for name in _NOT_COMPILED:
+        _put_off(getattr(Optimizer, name))
+    for kind in vars(torch.optim).values():
+        step = vars(kind).get("step") if isinstance(kind, type) and issubclass(kind, Optimizer) else None
+        if step is not None and set(step.__code__.co_names) == _STEP_USES:
+            kind.step = _plain(step, step.__wrapped__)  # type: ignore[attr-defined]
+
+
+if _DYNAMO not in sys.modules:
+    _without_dynamo()

@@ -5,8 +5,23 @@ from __future__ import annotations
 import subprocess
 import sys
 
-LIVES = """
-import os, sys, threading
+KINDS = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "Adafactor",
+)
+LIVES = f"""
+KINDS = {KINDS}
+import os, sys
 import torch
 
 if os.fork() == 0:
@@ -21,52 +36,45 @@ assert os.wait()[1] == 0, "loaded before"
 
 from everstep.exact import lazy_dynamo
 
-def loaded():
-    return type(sys.modules["torch._dynamo"]).__name__ == "module" and "torch._dynamo.eval_frame" in sys.modules
-
+torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 lazy_dynamo.use_deterministic_algorithms()
-model(torch.ones(3, 4)).sum().backward()
-optimizer.step()
-optimizer.zero_grad()
-optimizer.load_state_dict(optimizer.state_dict())
-assert torch.are_deterministic_algorithms_enabled() and not loaded()
+kinds = [getattr(torch.optim, name) for name in KINDS]
+optimizers = [kind(model.parameters(), lr=0.1) for kind in kinds]
+
+def updates():
+    for optimizer in optimizers:
+        loss = model(torch.ones(3, 4)).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step(lambda: model(torch.ones(3, 4)).sum().backward())
+        optimizer.zero_grad()
+        assert torch.is_grad_enabled()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+before = [parameter.detach().clone() for parameter in model.parameters()]
+lazy = updates()
+assert torch.are_deterministic_algorithms_enabled()
+assert "torch._dynamo" not in sys.modules and "torch._inductor" not in sys.modules
 kept = torch.optim.Optimizer.state_dict.__wrapped__
-assert "__dynamo_disable" in vars(kept)
+assert vars(kept)["__dynamo_disable"].__module__ == lazy_dynamo.__name__
 
-def in_threads():
-    threads = [threading.Thread(target=lambda: torch._dynamo.config.verbose) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-def check(way):
-    global torch
-    if way == "a submodule":
-        import torch._dynamo.testing
-        assert torch._dynamo.testing.CompileCounter
-    if way == "the compiler":
-        import torch._inductor
-    if way == "threads":
-        in_threads()
-    if way == "compiling":
-        compiled = torch.compile(model, backend="eager")
-        assert torch.equal(compiled(torch.ones(3, 4)), model(torch.ones(3, 4)))
-    assert loaded()
-    assert "__dynamo_disable" not in vars(kept)
-    from torch._inductor import config
-    assert config.deterministic
-    assert torch.is_deterministic_algorithms_warn_only_enabled()
-    assert optimizer.state_dict()["state"] and vars(kept)["__dynamo_disable"] is not kept
-    optimizer.step()
-
-for way in ("a submodule", "the compiler", "threads", "compiling"):
-    if os.fork() == 0:
-        check(way)
-        os._exit(0)
-    assert os.wait()[1] == 0, way
+import torch._dynamo.testing
+from torch._inductor import config
+assert torch._dynamo.config is torch._dynamo.eval_frame.config is sys.modules["torch._dynamo.config"]
+assert config.deterministic and torch.is_deterministic_algorithms_warn_only_enabled()
+with torch.no_grad():
+    for parameter, old in zip(model.parameters(), before):
+        parameter.copy_(old)
+optimizers = [kind(model.parameters(), lr=0.1) for kind in kinds]
+assert all(map(torch.equal, updates(), lazy))
+assert "disable" in repr(vars(kept)["__dynamo_disable"]).lower()
+compiled = torch.compile(model, backend="eager")
+assert torch.equal(compiled(torch.ones(3, 4)), model(torch.ones(3, 4)))
+optimizers[0].step()
 """
 
 
