@@ -11,9 +11,10 @@ from typing import Any
 
 __version__ = "0.2.0.dev0"
 
-__all__ = ["TarShards", "Task", "TokenFile", "__version__", "join", "state"]
+__all__ = ["PictureFolder", "TarShards", "Task", "TokenFile", "__version__", "join", "state"]
 
 _MODULES = {
+    "PictureFolder": "everstep.data.folder",
     "TarShards": "everstep.data.tar_shards",
     "Task": "everstep.train.task",
     "TokenFile": "everstep.data.token_file",

@@ -76,12 +76,12 @@ def check(spec: TaskSpec, argv: tuple[str, ...], steps: int, max_seconds: float)
 
 def _check(spec: TaskSpec, argv: tuple[str, ...], steps: int, max_seconds: float, folder: str) -> dict[str, Any]:
     task, began_s = spec.canonical, time.monotonic()
-    question = {"task": task, "argv": argv, "folder": folder, "steps": steps, "max_seconds": max_seconds}
+    question = {"task": task, "argv": argv, "folder": folder, "steps": steps, "until_s": began_s + max_seconds}
     with closing(EarlyForkServer(1, PRELOAD)) as server:
         server.start()
         server.import_packages(packages_of(spec))  # once for all lives
         try:
-            said: dict[str, Any] = server.call(f"{__name__}:answer", question)
+            said: dict[str, Any] = server.call(f"{__name__}:answer", question, began_s + max_seconds)
         except ForkEnded as error:
             raise ConfigError(f"{spec.text} cannot be rehearsed: its process ended ({error})") from None
     if said["note"]:
@@ -111,7 +111,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         what, body = life_of(question)
     except ConfigError as error:
         return _report(spec, Judgement(refused=str(error)))
-    limit_s = float(question["max_seconds"])
+    limit_s = max(1.0, question["until_s"] - time.monotonic())
     trials = Trials(what, body, lambda piece, life: _apart(question, piece, life), limit_s)
     rehearsal = Rehearsal(what, body, limit_s, deaths=trials.deaths)
     with closing(trials), closing(rehearsal):

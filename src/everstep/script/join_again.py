@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import everstep
 from everstep.script.flow_items import MISSING
 from everstep.script.flow_sources import SyntaxTrees
 
@@ -88,7 +89,10 @@ class _Reader:
     def _is_join(self, func: ast.expr, depth: int) -> bool:
         if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name):
             module = self._names.get(func.value.id)
-            return isinstance(module, ModuleType) and getattr(module, func.attr, None) is self._joins
+            if not isinstance(module, ModuleType):
+                return False
+            name = func.attr
+            return (getattr(module, name, None) if module is everstep else vars(module).get(name)) is self._joins
         called = self._names.get(func.id) if isinstance(func, ast.Name) else None
         if called is self._joins:
             return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +40,8 @@ ONCE = (
     "args = SimpleNamespace(mode='a')\ntrain(1)\nargs.mode = 'b'\nif args.mode == 'a':\n    train(2)",
     "train(1)\nif len('a') == 1:\n    sys.exit()\ntrain(2)",
     "join(1)\n', '.join(['a', 'b'])",
+    "join(1)\nif len('a') == 2:\n    pass\ndone = package.pipeline",
+    "join(1)\ntry:\n    package.pipeline()\nexcept ImportError:\n    pass",
     "train(1)\n\n\ndef other():\n    train(2)",
 )
 
@@ -52,7 +54,12 @@ def found(folder: Path, text: str) -> list[int]:
         lines.append(second_call(sys._getframe(1), join))
         return []
 
-    names = {"join": join, "SimpleNamespace": SimpleNamespace, "__name__": "s", "__file__": str(script)}
+    def lazy(name: str) -> Any:
+        raise ImportError(f"{name} needs what is not there")
+
+    package = ModuleType("package")
+    vars(package)["__getattr__"] = lazy
+    names = {"join": join, "package": package, "SimpleNamespace": SimpleNamespace, "__name__": "s", "__file__": str(script)}
     script.write_text(HEAD + text + "\n")
     try:
         exec(compile(script.read_text(), str(script), "exec"), names)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -122,14 +124,15 @@ class ForkServerClient:
         if ask_about(self.watch, self.pid, now_s) and self.ready:
             self._ask(op="ping")
 
-    def call(self, entry: str, question: Any) -> Any:
+    def call(self, entry: str, question: Any, until_s: float = math.inf) -> Any:
         """Answer of "module:function" from a fork of the server. Waits, so only for use before there are workers.
+        until_s: monotonic time until which it may import.
 
-        Raises: ForkEnded if there is no answer.
+        Raises: ForkEnded if there is no answer, or it still imports then.
         """
         self._ask(op="call", entry=entry, question=question)
         answers: list[Any] = []
-        while messages := self.receive(whole=True):
+        while messages := self._heard(until_s):
             for message in messages:  # the answer comes before the end
                 if message["op"] == "answer":
                     answers.append(message["answer"])
@@ -139,6 +142,12 @@ class ForkServerClient:
                     raise ForkEnded(why_ended(os.waitstatus_to_exitcode(message["status"])).reason)
         code = self._process.wait() if self._process is not None else 0
         raise ForkEnded(f"the fork server: {why_ended(code).reason}")
+
+    def _heard(self, until_s: float) -> list[dict[str, Any]]:
+        limit_s = None if self.ready or until_s == math.inf else until_s - time.monotonic()
+        if not readable([self.fd], limit_s):
+            raise ForkEnded("imports took all the time there was")
+        return self.receive(whole=True)
 
     def import_packages(self, names: Sequence[str]) -> None:
         """Have it import packages of the user's, before anything is asked of it."""
@@ -212,9 +221,9 @@ class EarlyForkServer:
         self._board_fd = -1
         self._client: ForkServerClient | None = None
 
-    def call(self, entry: str, question: Any) -> Any:
+    def call(self, entry: str, question: Any, until_s: float = math.inf) -> Any:
         """As `ForkServerClient.call`; starts the server."""
-        return self._started().call(entry, question)
+        return self._started().call(entry, question, until_s)
 
     def start(self) -> None:
         """Start the server now."""
