@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 
 import pytest
 
-from everstep.runtime.host.fork_server_client import EarlyForkServer
+from everstep.runtime.host.fork_server_client import EarlyForkServer, ForkEnded
 
 MODULES = {
     "clean_package": "what = 1",
@@ -53,3 +54,12 @@ def test_a_server_that_is_started_again_knows_them(tmp_path: Path, monkeypatch: 
         server.start()
         assert server.call("package_probe:answer", "clean_package") is not None
         assert server.call("package_probe:answer", "clean_package")[0]
+
+
+def test_a_package_whose_import_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "endless_package.py").write_text("import threading\nthreading.Event().wait()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with contextlib.closing(EarlyForkServer(1, ("json",))) as server:
+        server.import_packages(["endless_package:"])
+        with pytest.raises(ForkEnded, match="imports took all the time"):
+            server.call("json:loads", "1", time.monotonic())

@@ -40,7 +40,6 @@ ONCE = (
     "args = SimpleNamespace(mode='a')\ntrain(1)\nargs.mode = 'b'\nif args.mode == 'a':\n    train(2)",
     "train(1)\nif len('a') == 1:\n    sys.exit()\ntrain(2)",
     "join(1)\n', '.join(['a', 'b'])",
-    "join(1)\nif len('a') == 2:\n    pass\ndone = package.pipeline",
     "join(1)\ntry:\n    package.pipeline()\nexcept ImportError:\n    pass",
     "train(1)\n\n\ndef other():\n    train(2)",
 )
