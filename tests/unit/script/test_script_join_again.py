@@ -58,7 +58,13 @@ def found(folder: Path, text: str) -> list[int]:
 
     package = ModuleType("package")
     vars(package)["__getattr__"] = lazy
-    names = {"join": join, "package": package, "SimpleNamespace": SimpleNamespace, "__name__": "s", "__file__": str(script)}
+    names = {
+        "join": join,
+        "package": package,
+        "__name__": "s",
+        "__file__": str(script),
+        "SimpleNamespace": SimpleNamespace,
+    }
     script.write_text(HEAD + text + "\n")
     try:
         exec(compile(script.read_text(), str(script), "exec"), names)
