@@ -99,6 +99,15 @@ def test_narrow_copies_of_what_comes_from_the_other_host(on_hosts: HostJobs) -> 
 
 
 @pytest.mark.longer
+def test_a_last_round_that_only_one_host_computes(on_hosts: HostJobs) -> None:
+    """It adds to what both have made in the first one."""
+    settings = {**SPANS, "lanes": 6}
+    job = on_hosts.head("--slots", "1", workers=1, steps=STEPS, settings=settings, task="Matrices")
+    on_hosts.agent(2, "--slots", "1")
+    on_hosts.jobs.check(job, "Matrices", {"steps": STEPS, "lanes": 6})
+
+
+@pytest.mark.longer
 def test_shards_are_computed_within_each_host(on_hosts: HostJobs) -> None:
     settings = {"cell.fsdp": 2, "cell.tp": 2, "cell.hosts": 2, "hosts.min": 2}
     job = on_hosts.head("--slots", "1", workers=1, steps=STEPS, settings=settings, task="Sharded")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -148,6 +148,71 @@ def test_sums_have_the_bits_of_one_process(lanes: list[int], wrap: int | None) -
         assert found[node][0] == row
         assert all(torch.equal(a, b) for a, b in zip(found[node][1], tensors, strict=True))
     assert all(parameter.grad is None for one in ranks for parameter in one.model.parameters())
+
+
+class Apart:
+    """Shelves of ranks on hosts of their own: what another has made is here once it was brought."""
+
+    def __init__(self, one: Rank, all_of_them: dict[int, Apart]) -> None:
+        self.rank, self._store, self._all = one.memory.rank, one.store, all_of_them
+        self._all[self.rank] = self
+        size = one.layout.numel
+        self._boxes = [[torch.full((size,), torch.nan) for _ in range(2)] for _ in range(RANKS)]
+        self._rows = [[torch.zeros(len(one.layout.entries), dtype=torch.uint8) for _ in range(2)] for _ in range(RANKS)]
+        self._slots = [torch.full((size,), torch.nan) for _ in range(LANES)]
+
+    def box(self, seat: int, turn: int) -> Tensor:
+        return self._boxes[seat][turn]
+
+    def row(self, rank: int, turn: int) -> Tensor:
+        return self._rows[rank][turn]
+
+    def slot(self, number: int) -> Tensor:
+        return self._slots[number]
+
+    def meet(self, point: int, ranks: Sequence[int]) -> None:
+        self._store.meet(point, ranks)
+
+    def bring(self, turn: int, seats: Iterable[int], ranks: Sequence[int], start: int, stop: int) -> None:
+        for rank in ranks:
+            self._rows[rank][turn].copy_(self._all[rank].row(rank, turn))
+        for seat in seats:
+            self._boxes[seat][turn][start:stop] = self._all[seat].box(seat, turn)[start:stop]
+
+    def bring_sum(self, number: int, rank: int, start: int, stop: int) -> None:
+        self._slots[number][start:stop] = self._all[rank].slot(number)[start:stop]
+
+
+@pytest.mark.parametrize("lanes", [list(range(6)), [0, 1, 2, 3], [1, 2, 4, 5], [0, 1, 2, 3, 5], [3]])
+def test_sums_of_ranks_that_share_no_memory(lanes: list[int]) -> None:
+    """A last round has fewer ranks: they take over what more have made; what they leave stays where it is."""
+    apart: dict[int, Apart] = {}
+    ready = threading.Barrier(RANKS)
+
+    def act(one: Rank) -> None:
+        own = Apart(one, apart)
+        one.sums = RankSums(one.layout, one.model, LANES, own, one.places.units, whole_first=False)
+        ready.wait(60.0)
+        point = 0
+        one.start()
+        one.sums.begin(lanes, fresh=True)
+        for turn in rounds(lanes, RANKS):
+            point += 1
+            one.store.meet(point, range(RANKS))
+            one.sums.round(turn, point)
+            if one.memory.rank < len(turn):
+                one.lane(one.sums, turn[one.memory.rank])
+            point += one.sums.points
+        one.store.meet(point + 1, range(RANKS))
+
+    ranks, raised = in_threads(act)
+    assert not raised, raised
+    expected = alone(lanes)
+    found = {node: (row, there(ranks[0].layout, row, flat)) for node, row, flat in ranks[0].sums.results()}
+    assert found.keys() == expected.keys()
+    for node, (row, tensors) in expected.items():
+        assert found[node][0] == row
+        assert all(torch.equal(a, b) for a, b in zip(found[node][1], tensors, strict=True))
 
 
 def test_a_lane_that_does_not_count_takes_part_and_leaves_nothing() -> None:
