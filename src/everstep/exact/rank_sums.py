@@ -8,7 +8,8 @@ last to the first.
 
 A unit is final when each of its parameters has had its gradient, or when the backward pass is over: so where a lane
 does not use a parameter, its unit and those before it wait for the end. Absent gradients stay absent: each box has a
-byte for each entry.
+byte for each entry. Ranks that compute a lane together put the gradient of a parameter that is not cut into that byte,
+too, as a sum of its bits, once in each step: it must be the same at all of them.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class RankSums:
         self._folding = Folding(())
         self._rows: dict[int, bytearray] = {}
         self._lane = _LaneUnderWay(())
+        self._compares = False
         self._captured: dict[int, list[Tensor]] = {}
         self._counted: frozenset[int] = frozenset()
         self._adds: list[Add] = []
@@ -113,6 +115,7 @@ class RankSums:
         statistics are those that it starts from."""
         self._folding, self._rows = Folding(cover(lanes, self._n_lanes)), {}
         self._adds, self._makers = [], {}
+        self._compares = self._degree > 1
         self._counted, self._captured = frozenset(lanes), {}
         if fresh:
             self._statistics.begin_step()
@@ -176,6 +179,7 @@ class RankSums:
                 self._move_all(self._order[self._lane.at])
                 self._exchange()
         self.dismiss()
+        self._compares = False
         self._captured.pop(lane, None)
         self._lane = _LaneUnderWay(())
 
@@ -249,14 +253,14 @@ class RankSums:
         elif self._leads:
             into.copy_(gradient.to(self._layout.rounds))
         self._params[i].grad = None
-        self._lane.moved.add(i)
+        self._lane.moved[i] = 1 + 2 * (_sum_of_bits(gradient) % 127 if self._compares and cut is None else 0)
 
     def _exchange(self) -> None:
         """The present unit is in this rank's box: add it up with the others, and come to the next one."""
         lane, shelves = self._lane, self._shelves
         unit, turn = self._order[lane.at], lane.at % 2
         mine, entries = shelves.row(shelves.rank, turn), self._entries[unit]
-        there = [i in lane.moved if i in self._params else True for i in entries]
+        there = [lane.moved.get(i, 0) if i in self._params else 1 for i in entries]
         mine[entries[0] : entries[-1] + 1] = torch.tensor(there, dtype=torch.uint8)
         box, start = shelves.box(self._seat, turn), self._units[unit].start
         for region, value in zip(self._statistics.regions, self._captured.get(lane.number, ()), strict=False):
@@ -278,12 +282,10 @@ class RankSums:
         first, last = entries[0], entries[-1] + 1
         by_rank = [bytes(self._shelves.row(rank, turn)[first:last].tolist()) for rank in self._ranks]
         for rank in self._ranks:
-            if by_rank[rank] != by_rank[rank // self._degree * self._degree]:
-                raise TaskError(
-                    "cell.tp: the processes that computed a lane together have gradients of different parameters: let "
-                    "the loss use the same ones for every shard"
-                )
-        rows = {SumPlace("box", seat): row for seat, row in enumerate(by_rank[:: self._degree])}
+            self._compare(entries, by_rank[rank], by_rank[rank // self._degree * self._degree])
+        rows = {
+            SumPlace("box", seat): bytes(byte & 1 for byte in row) for seat, row in enumerate(by_rank[:: self._degree])
+        }
         rows |= {SumPlace("slot", slot): bytes(row[first:last]) for slot, row in self._rows.items()}
         lo, hi = part_of(bounds.start, bounds.stop, len(self._ranks), self._shelves.rank)
         for add in self._adds:
@@ -302,6 +304,20 @@ class RankSums:
             if place.kind == "slot":
                 whole = self._rows.setdefault(place.number, bytearray(len(self._layout.entries)))
                 whole[first:last] = row
+
+    def _compare(self, entries: Sequence[int], row: bytes, first: bytes) -> None:
+        """Compare what two ranks of a seat have of these entries. Raises: TaskError."""
+        for i, own, others in zip(entries, row, first, strict=True):
+            if own != others and own and others:
+                raise TaskError(
+                    f"cell.tp: {self._layout.entries[i].name} is not cut, but processes that compute a lane together "
+                    "have different gradients of it: let the plan cut it, or add up over the shards what reaches it"
+                )
+            if own != others:
+                raise TaskError(
+                    "cell.tp: the processes that computed a lane together have gradients of different parameters: let "
+                    "the loss use the same ones for every shard"
+                )
 
     def _runs(
         self, entries: Sequence[int], left: bytes, right: bytes, lo: int, hi: int
@@ -329,16 +345,21 @@ class RankSums:
 
 
 class _LaneUnderWay:
-    """A lane between `enter` and `add`. at: of the units in their order, the one that is next. fired, moved: entries
-    whose gradients were final, and those that are in a box."""
+    """A lane between `enter` and `add`. at: of the units in their order, the one that is next. fired: entries whose
+    gradients were final. moved: those that are in a box, each with its byte of the row."""
 
     def __init__(self, hooks: Iterable[torch.utils.hooks.RemovableHandle], number: int = -1) -> None:
         self.at, self.number = 0, number
         self.fired: set[int] = set()
-        self.moved: set[int] = set()
+        self.moved: dict[int, int] = {}
         self._hooks = list(hooks)
 
     def end(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(tensor.contiguous().view(kinds[tensor.element_size()]).sum(dtype=torch.int64))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everstep.base.config import Config, load_config
 from everstep.base.errors import ConfigError, TaskError
@@ -129,9 +129,16 @@ def test_sums_of_lanes_that_ranks_compute_together_have_the_bits_of_one_process(
                 assert torch.equal(found[node][1][entry.offset : entry.stop], flat[entry.offset : entry.stop]), entry
 
 
-def test_ranks_whose_lanes_use_different_parameters_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda weight: weight.requires_grad_(False), "different parameters"),
+        (lambda weight: weight.register_hook(lambda gradient: gradient * 1.5), "norm1.weight is not cut, but"),
+    ],
+)
+def test_ranks_whose_gradients_differ_are_refused(change: Callable[[nn.Parameter], Any], words: str) -> None:
     ranks = _ranks()
-    ranks[1].model.blocks[0].norm1.weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    change(ranks[1].model.blocks[0].norm1.weight)  # type: ignore[index, union-attr, arg-type]
 
     def run(number: int) -> None:
         try:
@@ -140,7 +147,7 @@ def test_ranks_whose_lanes_use_different_parameters_are_refused() -> None:
             ranks[number].memory.break_pass()
 
     raised = in_threads(len(ranks), run)
-    assert any(isinstance(error, TaskError) and "different parameters" in str(error) for error in raised), raised
+    assert any(isinstance(error, TaskError) and words in str(error) for error in raised), raised
 
 
 def test_gradients_are_brought_together() -> None:
