@@ -123,7 +123,8 @@ def _api() -> str:
     ]
     parts += [".. autoclass:: everstep.train.run.Step()", "   :members: backward, log, loss, metrics, epochs_over"]
     parts += [".. autoclass:: everstep.Task", "   :members:", "   :member-order: bysource"]
-    parts += [".. autoclass:: everstep.TokenFile", ".. autoclass:: everstep.TarShards"]
+    kinds = ("TokenFile", "TarShards", "PictureFolder")
+    parts += [f".. autoclass:: everstep.{kind}" for kind in kinds]
     parts += [f".. autoclass:: everstep.integrations.{name}" for name in INTEGRATIONS]
     parts += ["```", ""]
     return "# API\n\nWhat a script or a task uses of Everstep.\n\n" + "\n".join(parts)

@@ -50,9 +50,9 @@ class CellConfig:
         "no effect: parameters and the optimizer's state of workers with several processes are in the host's memory",
         choices=("none", "cpu"),
     )
-    prefetch: int = key(1, "no effect: nothing is gathered ahead of the unit that computes", low=0)
+    prefetch: int = key(1, "no effect, known from FSDP: nothing is gathered ahead of the unit that computes", low=0)
     reshard_after_forward: bool = key(
-        True, "with cell.hosts: other hosts' parameters are here while a unit computes; false: for a whole step"
+        True, "with cell.hosts: drop other hosts' parameters after each unit; false: keep them for the whole step"
     )
     tp: int = key(
         1,
@@ -70,7 +70,7 @@ class CellConfig:
         numerics=True,
     )
     sp: bool = key(
-        False, "cut what lies between sharded layers, such as norms, along the sequence, by shards", numerics=True
+        False, "sequence parallelism: split activations between sharded layers along the sequence", numerics=True
     )
 
     precision: str | None = key(

@@ -219,7 +219,8 @@ class ZeroConfig:
     )
     offload_params: bool = key(
         False,
-        "keep parameters (and gradients, unless sockets carry them) in that folder, too: for models larger than memory",
+        "keep parameters in the folder of zero.offload, too, and gradients if all workers are on one host: for models "
+        "larger than memory",
     )
 
 
@@ -457,8 +458,8 @@ class Config:
     )
     hang_first_s: float = key(
         600.0,
-        "replaces hang_limit_s where a worker may compile (the first step of a life, an evaluation, a new shape under "
-        "torch.compile) and shows life; a worker that shows no life for 60 s hangs",
+        "hang limit while a worker may be compiling (first step of a life, evaluation, new shape under torch.compile); "
+        "without a sign of life for 60 s it counts as hung anyway",
         above=0,
     )
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
@@ -496,7 +497,7 @@ class Config:
         choices=("none", "linear", "sqrt"),
         numerics=True,
     )
-    lr_warmup_steps: int = key(100, "steps until a changed learning rate is reached", low=0, numerics=True)
+    lr_warmup_steps: int = key(100, "steps over which a changed learning rate is phased in", low=0, numerics=True)
 
     stages: int = key(1, "parts the model is split into", low=1)
     pool: int | None = key(None, "workers per stage, all active: workers = stages x pool", low=1)
@@ -506,9 +507,8 @@ class Config:
     )
     cut: Any = key(  # noqa: RUF009
         "auto",
-        "where the model is cut. auto: as map or Task.cuts say, else counted; counted: balanced by the units' "
-        "parameters; measured: balanced by their time for one lane, taken once before the start; or the units per "
-        "part: [4, 4, 2]",
+        "where the model is cut. auto: by map, else Task.cuts, else counted; counted: balance the units' parameters; "
+        "measured: balance their times, measured for one lane before the start; or the units of each part: [4, 4, 2]",
     )
     schedule: str = key("1f1b", "order of forward and backward passes in a pipeline", choices=tuple(KINDS))
     chunks: int = key(1, "parts of the model per stage, for schedules that allow several", low=1)
@@ -524,9 +524,9 @@ class Config:
     chaos: str = key("", "faults to inject, as for --chaos")
     emulate_compute_ms: float = key(
         0.0,
-        "pretend to have another device. With stages, a wait of this many milliseconds replaces each forward pass of a "
-        "lane through a stage (backward: twice that), and nothing is learnt; without stages, a lane is computed, and "
-        "takes at least three times as long as that",
+        "for benchmarks: pretend to have another device. With stages, wait this many milliseconds in place of each "
+        "forward pass of a lane through a stage (backward: twice that), and train nothing; without stages, stretch "
+        "each lane to at least three times that",
         low=0,
     )
     env: Mapping[str, str] = field(default_factory=dict)

@@ -232,8 +232,8 @@ def _behind(facts: Facts, now: Now, most: str = "") -> str:
 def _starting(facts: Facts, now: Now) -> Headline | None:
     began_ns = facts.condition.started_ns
     if not facts.counts:
-        refused = Headline("warning", "It has not begun: nothing was told.")
-        return Headline("good", "Starting: nothing has been told yet.") if now.running else refused
+        refused = Headline("warning", "The job has not started: it wrote no events.")
+        return Headline("good", "Starting: no events so far.") if now.running else refused
     if began_ns is None and facts.course.last_step_ns:
         return None
     if facts.incidents.open is not None or facts.condition.state == "waiting":
@@ -264,7 +264,7 @@ def _finishing(facts: Facts, now: Now) -> Headline | None:
         return None
     took_s = _s(facts.course.last_step_ns, now) if facts.course.last_step_ns else 0.0
     level = "warning" if took_s > _BEYOND_HELP_S else "good"
-    return Headline(level, f"All {now.total} steps are done; what is left is to write the results, for {span(took_s)}.")
+    return Headline(level, f"All {now.total} steps are done; writing the results for {span(took_s)}.")
 
 
 # ---- it does not train
@@ -340,7 +340,7 @@ def _cure(incident: Incident, facts: Facts, now: Now) -> str:
         waits = span(_s(incident.begin_ns, now))
         return f"{incident.brief} for {waits}{f' ({reasons})' if reasons else ''}, and is evicted if it stays so"
     if incident.planned_ns is None:
-        return f"{incident.brief} {ago}, and who takes its work is being decided"
+        return f"{incident.brief} {ago}, and a new plan is being made"
     if facts.course.redo_to:
         return f"doing steps {facts.course.step + 1} to {facts.course.redo_to} again since {incident.brief} {ago}"
     did = ", ".join(text for text in incident.done)
@@ -364,7 +364,7 @@ def _blame(facts: Facts, now: Now) -> str:
 def _help(level: str, incident: Incident | None) -> str:
     if level == "bad":
         return "It does not seem to go on by itself: look at the logs of the workers."
-    return "" if incident is not None else "Who hangs is evicted, once it is sure."
+    return "" if incident is not None else "A worker that hangs is evicted when its time limit is over."
 
 
 # ---- it trains, but
@@ -384,7 +384,7 @@ def _again(facts: Facts, now: Now) -> Headline | None:
     passed_s = _s(began_ns, now)
     due_s = (facts.course.redo_to - facts.course.step + 1) * (facts.course.pace.usual_s or 0.0)
     late = passed_s > max(_BEYOND_HELP_S, 4 * due_s)
-    return Headline("bad" if late else "warning", text, f"That takes {span(passed_s)} already." if late else "")
+    return Headline("bad" if late else "warning", text, f"This has taken {span(passed_s)} so far." if late else "")
 
 
 def _strange(facts: Facts, now: Now) -> Headline | None:
@@ -423,7 +423,7 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
     if _is_full(now):
         return Headline(
             "warning",
-            f"The disk is full ({_free(now)} left): training goes on, and what it tells waits in memory.",
+            f"The disk is full ({_free(now)} left): training goes on, and its events wait in memory.",
             "Free some space.",
         )
     tried = (tier.tried for tier in facts.checkpoints.tiers.values())

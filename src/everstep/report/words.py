@@ -244,7 +244,7 @@ def _checkpoint(event: Event, why: str) -> str:
 
 def _no_checkpoint(event: Event, why: str) -> str:
     of = f"checkpoint of step {event.get('step')}{_tier(event)}"
-    return f"{of} left to the next one{why}" if checkpoint_result(event) == "skipped" else f"no {of}{why}"
+    return f"{of} skipped, the next one replaces it{why}" if checkpoint_result(event) == "skipped" else f"no {of}{why}"
 
 
 def _tier(event: Event) -> str:

@@ -186,8 +186,8 @@ class CellStore:
         frame = frame_of(tensors, meta)
         if frame.size > _HOP_BYTES:
             raise ConfigError(
-                f"{_HOP_BYTES} bytes are the most that a lane of a worker of several processes may take from stage to "
-                f"stage, got {frame.size}: make micro_batch smaller, or cut the model elsewhere"
+                f"cell.fsdp: expected at most {_HOP_BYTES} bytes of a lane between two stages, got {frame.size}: make "
+                "micro_batch smaller, or cut the model elsewhere"
             )
         frame.fill(self.memory.tensor(self.places.hops[seat][way], torch.uint8)[: frame.size], tensors)
 

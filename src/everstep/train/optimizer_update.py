@@ -361,8 +361,8 @@ def refuse_in_cell(optimizer: Optimizer, seed: int, *, unfit: bool = True) -> No
         )
     if not kind.follows:
         raise ConfigError(
-            f"cell.fsdp: expected an optimizer that updates parameters of no elements, too, as a process may have none "
-            f"of one, got {name}, which keeps nothing for them: set cell.fsdp=1"
+            "cell.fsdp: expected an optimizer that keeps state for a parameter of no elements, too, as a process may "
+            f"have no part of one, got {name}: set cell.fsdp=1"
         )
     values = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
     if kind.at_once or any(isinstance(value, Tensor) for value in values):

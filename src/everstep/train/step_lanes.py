@@ -144,7 +144,7 @@ class Lanes:
             if not inexact(view.config):
                 remedy = "put them back, go on inexactly with --set numerics.changed=warn, or begin again with --fresh"
                 others += " (__getstate__ may leave out of an object what differs in each life)"
-                raise ConfigError(f"{others}, so this job would not end as if nothing had happened: {remedy}")
+                raise ConfigError(f"{others}, so the result would differ from an undisturbed run: {remedy}")
             view.publisher.emit("warning", step=after, cause=Cause.NONDETERMINISTIC, reason=others)
         if cost := view.position.cost(after):
             view.publisher.emit("warning", step=after, cause=Cause.SLOW, reason=cost)

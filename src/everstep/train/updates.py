@@ -251,7 +251,7 @@ class Updates:
             return
         text = (
             f"step {step} had the loss {then!r} when it was done before, and has {now!r} now that it is repeated from "
-            "a checkpoint, so this job would not end as if nothing had happened: its script, data, environment or "
+            "a checkpoint, so the result would differ from an undisturbed run: its script, data, environment or "
             "device has changed, or its loop carries what join does not (everstep check SCRIPT names it)"
         )
         if not inexact(view.config):

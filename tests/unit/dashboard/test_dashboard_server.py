@@ -699,7 +699,7 @@ def test_a_start_that_was_refused_is_none(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text('{"task": "t", "argv": [], "config": {"steps": 9}}')
     shown, status = shown_of(tmp_path)["head"], read_status(tmp_path)
     assert shown["headline"] == status["headline"]
-    assert shown["headline"]["text"] == "It has not begun: nothing was told."
+    assert shown["headline"]["text"] == "The job has not started: it wrote no events."
     row = list_row(History(tmp_path).load(), False, Notes())
     assert row["state"] == shown["state"] == status["state"] == "interrupted"
     assert row["said"]["level"] == shown["headline"]["level"] == "warning"

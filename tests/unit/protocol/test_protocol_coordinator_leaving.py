@@ -37,7 +37,7 @@ def test_where_one_leaves_and_others_go_on_the_job_ends_with_a_checkpoint() -> N
     assert world.plan is not None and world.plan.generation == 1, "they may follow"
     world.wait(S)
     assert world.plan.generation == 2 and world.plan.cause is Cause.LEFT
-    assert world.plan.reason == "worker 1 left the loop after step 4: the others are asked"
+    assert world.plan.reason == "worker 1 left the loop after step 4: asking whether the others did, too"
     entered(world, 0, "on")
     entered(world, 1, "left")
     assert world.plan.generation == 3 and world.plan.save, "it is saved first"

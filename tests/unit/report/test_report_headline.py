@@ -221,7 +221,7 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         8,
         {"phases": {0: "reduce", 1: "forward", 2: "reduce", 3: "agree"}},
         "warning",
-        ("No step for 2 s (usually 0.3 s): the others wait for worker 1 (forward)", "Who hangs is evicted"),
+        ("No step for 2 s (usually 0.3 s): the others wait for worker 1 (forward)", "A worker that hangs is evicted"),
     ),
     "a hang": (
         [*trained(), SUSPECTED],
@@ -280,7 +280,7 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "bad",
         ("No step for 34 s", "the coordinator does not answer", "It does not seem to go on by itself"),
     ),
-    "disk full": (trained(), 5.8, {"free_bytes": 4096}, "warning", ("The disk is full (4 kB left)", "waits in memory")),
+    "disk full": (trained(), 5.8, {"free_bytes": 4096}, "warning", ("The disk is full (4 kB left)", "wait in memory")),
     "disk full, nothing is told": (
         trained(),
         9,
@@ -477,7 +477,7 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
     "starting": (trained()[:3], 3, {}, "good", ("Starting for 3 s: 2 of 4 workers are ready.",)),
     "the first step": (trained()[:6], 4, {}, "good", ("step 1, the first one",)),
     "starting for ever": (trained()[:3], 300, {}, "warning", ("Starting for 5m00s",)),
-    "nothing at all": ([], 0, {}, "good", ("nothing has been told",)),
+    "nothing at all": ([], 0, {}, "good", ("no events so far",)),
     "a script by itself": (SCRIPT, 8, ALONE, "good", ("Step 10 of 60, last heard of 2 s ago.",)),
     "a script by itself, not heard of for long": (
         SCRIPT,
@@ -502,7 +502,13 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "good",
         ("No fault so far.",),
     ),
-    "a start that was refused": ([], 0, {"running": False}, "warning", ("It has not begun: nothing was told.",)),
+    "a start that was refused": (
+        [],
+        0,
+        {"running": False},
+        "warning",
+        ("The job has not started: it wrote no events.",),
+    ),
     "finished, without events": ([], 0, {"running": False, "finished": True}, "good", ("Its events are gone",)),
 }
 

@@ -200,7 +200,7 @@ def test_lives_are_named_where_they_are_not_the_first() -> None:
 def test_a_checkpoint_that_was_skipped_is_no_failure() -> None:
     said = {"tier": "disk", "step": 5, "reason": "worker 1 left"}
     left = sentence(event("checkpoint_skipped", 1, **said, cause="busy"))
-    assert left == "checkpoint of step 5 on disk left to the next one: worker 1 left"
+    assert left == "checkpoint of step 5 on disk skipped, the next one replaces it: worker 1 left"
     failed = sentence(event("checkpoint_failed", 1, **said, cause="disk"))
     assert failed == "no checkpoint of step 5 on disk: worker 1 left"
 

@@ -265,7 +265,7 @@ def test_what_lanes_hand_on_keeps_its_form(way: int) -> None:
 def test_what_is_too_large_to_be_handed_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     head = Rank(0, hops=True)
     monkeypatch.setattr("everstep.train.cell_store._HOP_BYTES", 1000)
-    with pytest.raises(ConfigError, match=r"1000 bytes are the most that a lane .* got 4"):
+    with pytest.raises(ConfigError, match=r"expected at most 1000 bytes of a lane .* got 4"):
         head.store.put_hop(0, CAME, bundle(torch.zeros(1000), lambda: "it"))
 
 

@@ -76,7 +76,7 @@ class Likeness:
                 "bring the same files and packages to all hosts; to go on with code that was edited while the job ran, "
                 "stop the job and run it again"
             )
-            return Why(Cause.CONFIG, f"host {host}: its code is not the job's: {words}: {remedy}")
+            return Why(Cause.CONFIG, f"host {host}: it runs other code than the job: {words}: {remedy}")
         new = said.beyond(self._code)
         if new.files or new.packages:
             changed = new.unlike(self._env.config.hosts.alike.before, "now", "when it ran last")

@@ -61,7 +61,7 @@ class Leaving:
         if not agreement.broken and len(agreement.entered) == len(agreement.plan.members):
             step = max(self._left[key] for key in left)
             agreement.break_off(
-                Why(Cause.LEFT, f"{_named(left)} left the loop after step {step}: the others are asked")
+                Why(Cause.LEFT, f"{_named(left)} left the loop after step {step}: asking whether the others did, too")
             )
 
     def pardon(self, gap_ns: int) -> None:
