@@ -46,6 +46,8 @@ def test_rooms_are_named_for_what_lives_there() -> None:
 
 def test_files_are_named_for_what_lies_there() -> None:
     assert not list(rules.files_without_name(source.module for source in rules.all_sources()))
+    tests = [path.stem for path in Path(__file__).parents[1].rglob("test_*.py")]
+    assert len(tests) > 100 and not list(rules.files_without_name(tests))
 
 
 def test_no_dead_files() -> None:

@@ -16,7 +16,7 @@ from coordinator_harness import MS, S, World, drop
 from everstep.base.cause import Cause
 from everstep.base.plan import Plan
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator.types import Close, Knock, Knows, Persist, Report, Send
+from everstep.protocol.coordinator.types import Close, Knows, Persist, ProbePort, Report, Send
 
 TRACES = sorted(Path(__file__).parent.glob("coordinator_*.txt"))
 
@@ -70,7 +70,7 @@ def effect_text(effect: Any) -> str | None:
             return f"{connection} has generation {plan.generation}"
         case Close(connection, reason):
             return f"close {connection}: {reason}"
-        case Knock(key, address):
+        case ProbePort(key, address):
             return f"knock at {address}, of {key}"
         case Report(kind, fields):
             who = f" {fields['worker_id']}" if fields.get("worker_id") is not None else ""

@@ -19,7 +19,7 @@ _LOST_BY_PLACES = (Cause.HOST_LOST, Cause.LINK, Cause.SILENT, Cause.KILLED, Caus
 
 
 @dataclass(frozen=True)
-class Struck:
+class HitTarget:
     """One strike. `outcome`: the job's reaction; `recovery_s`: from the fault to the next committed step.
 
     recovery_s is None if nobody had to recover (a short pause, a lost connection).
@@ -39,7 +39,7 @@ class FaultAccount:
     """A job's faults. `told`: by kind, the events that give a cause. `steps_redone`: because a whole pool was lost.
     `state`: completed, failed, or not over."""
 
-    struck: list[Struck] = field(default_factory=list)
+    struck: list[HitTarget] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     told: dict[str, list[JobEvent]] = field(default_factory=dict)
     recoveries_s: list[float] = field(default_factory=list)
@@ -122,9 +122,9 @@ def _is_ours(event: JobEvent) -> bool:
     return times and all(isinstance(number, int) and abs(number) < 1 << 63 for number in numbers)
 
 
-def _struck(event: JobEvent, later: Sequence[JobEvent]) -> Struck:
+def _struck(event: JobEvent, later: Sequence[JobEvent]) -> HitTarget:
     outcome, recovery_s = _outcome(event, later)
-    return Struck(
+    return HitTarget(
         str(event.get("fault")),
         str(event.get("target")),
         event.get("worker_id"),

@@ -302,7 +302,7 @@ class Scatter:
         for k, lo, hi in pieces_of(self._entries, index):
             offset = self._entries[k].offset
             found.append(memoryview(bytearray(lo - at)))
-            for view, send in self._memory.landing(self._targets[k][lo - offset : hi - offset]):
+            for view, send in self._memory.destinations(self._targets[k][lo - offset : hi - offset]):
                 found.append(view)
                 sends.append(send)
             at = hi

@@ -151,7 +151,7 @@ class Snapshot:
         return arena[entry.offset : entry.stop]
 
 
-class StandingState:
+class StateInPlace:
     """The state itself, for others to read until it changes. Thread-safe: `wait` comes before that, and what is read
     afterwards is not there."""
 

@@ -43,7 +43,7 @@ from everstep.exact.jsonable import decode, encode
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, memory_of, round_up
 from everstep.exact.recollect import Collected, Recollection, encode_further, encode_groups
 from everstep.exact.settings import Settings
-from everstep.exact.snapshot import Snapshot, SnapshotMemory, StandingState
+from everstep.exact.snapshot import Snapshot, SnapshotMemory, StateInPlace
 from everstep.exact.state_memory import StateMemory
 from everstep.placement.shards import ends_of
 
@@ -206,12 +206,12 @@ class ModelState:
         arena, self._arena = self._arena, None
         return Snapshot(entries, tensors, values, self.outline, now, arena, self._take_back, self.memory, spans)
 
-    def standing(self, *, shared: bool = True) -> StandingState:
-        """The state as it lies, until its next update. shared: as of `StandingState`."""
+    def standing(self, *, shared: bool = True) -> StateInPlace:
+        """The state as it lies, until its next update. shared: as of `StateInPlace`."""
         entries, tensors, values, now = self.live_tensors()
         changing = {k: tensors[k].detach().clone() for k in now}  # lanes change buffers meanwhile
         found = [changing.get(k, tensor) for k, tensor in enumerate(tensors)]
-        return StandingState(Image.of_tensors(entries, found, values, self.outline, self.memory), shared)
+        return StateInPlace(Image.of_tensors(entries, found, values, self.outline, self.memory), shared)
 
     def live_tensors(
         self, settings: bool = True

@@ -15,7 +15,7 @@ from everstep.exact.layout import aligned_like
 
 HeldBlock = memoryview | Callable[[], memoryview]
 """Bytes, or what reads them where they lie."""
-Landing = tuple[memoryview, Callable[[], None]]
+Destination = tuple[memoryview, Callable[[], None]]
 """Memory that is written, and what is to be called then."""
 
 
@@ -28,7 +28,7 @@ class OtherHosts(Protocol):
     def whole(self, tensor: Tensor) -> Tensor:
         """A tensor, of which some may lie there: itself, or a copy."""
 
-    def landing(self, view: memoryview) -> list[Landing]:
+    def destinations(self, view: memoryview) -> list[Destination]:
         """As `StateMemory.landing`."""
 
     def copies(self, arena: Tensor) -> CopiesThere:
@@ -84,9 +84,9 @@ class StateMemory:
         """The content of a tensor of the state, wherever it lies."""
         return tensor if self.others is None else self.others.whole(tensor)
 
-    def landing(self, view: memoryview) -> list[Landing]:
+    def destinations(self, view: memoryview) -> list[Destination]:
         """Where bytes are written that are to come into this memory."""
-        return [(view, _nothing)] if self.others is None else self.others.landing(view)
+        return [(view, _nothing)] if self.others is None else self.others.destinations(view)
 
     def changes(self) -> None:
         """All of the state is about to be another one."""

@@ -20,10 +20,10 @@ from everstep.protocol.coordinator.types import (
     CoordinatorEffect,
     CoordinatorEvent,
     Disconnected,
-    Knock,
-    Knocked,
     Knows,
     Persist,
+    PortProbed,
+    ProbePort,
     Received,
     Remember,
     Report,
@@ -168,8 +168,8 @@ class SimCoordinator(Process):
                 if effect.foul:  # else the coordinator has forgotten it already
                     self.world.seen["connections", "foul"] += 1
                     self.later(0, self.feed, Disconnected(name))
-            case Knock(key=key):
-                self.soon(MS, 5 * MS, self._knocked, key)
+            case ProbePort(key=key):
+                self.soon(MS, 5 * MS, self._port_probed, key)
             case Remember(facts=facts):
                 self.control.site.facts.update(facts)
             case Report(kind=kind, fields=fields):
@@ -179,12 +179,12 @@ class SimCoordinator(Process):
                 told = timed(fields, self.world.now_ns) if kind == "recovery_completed" else fields
                 self.control.site.tell(kind, **{"time_unix_ns": self.world.now_ns, **told})
 
-    def _knocked(self, key: WorkerKey) -> None:
+    def _port_probed(self, key: WorkerKey) -> None:
         """Report the answer of this worker's host, if it can be heard."""
         worker = self.control.workers.get(key)
         if worker is not None and self.world.reachable(self.host, worker.host):
-            self.world.seen["hosts", "knocked"] += 1
-            self.feed(Knocked(key, worker.alive))
+            self.world.seen["hosts", "port_probed"] += 1
+            self.feed(PortProbed(key, worker.alive))
 
     def _set_timer(self) -> None:
         at = self.machine.next_deadline_ns

@@ -64,7 +64,7 @@ class SimCandidate(SimCoordinator):
         if self._candidate.deposed(now) and not self.unaware:
             self._stand_down("its lease is over")
             return
-        self._knock_at_holder()
+        self._probe_holder()
         request = self._candidate.request(now)
         if request is not None:
             self.world.seen["lease", "deposed"] += isinstance(request, Depose)
@@ -72,11 +72,11 @@ class SimCandidate(SimCoordinator):
         else:
             self.later(max(MS, self._candidate.due_ns - now), self._turn)
 
-    def _knock_at_holder(self) -> None:
+    def _probe_holder(self) -> None:
         """Check whether anybody listens at the holder's address."""
         holder = self._candidate.holder
         if holder is not None and not self.serves:
-            self._candidate.knocked(self.world.now_ns, holder.where, self._leased.listens(self.host, holder.where))
+            self._candidate.port_probed(self.world.now_ns, holder.where, self._leased.listens(self.host, holder.where))
 
     def _lease_answered(self, answer: StoreAnswer) -> None:
         self._candidate.answered(self.world.now_ns, answer)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from everstep.base.errors import CheckpointCorrupt
 from everstep.exact.digest import digest_with
-from everstep.exact.state_memory import HeldBlock, Landing
+from everstep.exact.state_memory import Destination, HeldBlock
 from everstep.parallel.cell_memory import CellMemory, SharedPlace
 from everstep.runtime.host.cell_doors import CellPlan, PartLines
 
@@ -92,7 +92,7 @@ class NoOthers:
         """What the optimizer keeps for a parameter has this place, and nothing of it is here yet. runs: of elements, by
         rank."""
 
-    def landing(self, view: memoryview) -> list[Landing]:
+    def destinations(self, view: memoryview) -> list[Destination]:
         """Where bytes are written that are to come into this memory: there, or, where that lies elsewhere, in memory of
         their own, which is sent."""
         return [(view, _nothing)]
@@ -237,10 +237,10 @@ class OtherParts(NoOthers):
                 self._lines.read(part, first, data[first - start : last - start])
         return data
 
-    def landing(self, view: memoryview) -> list[Landing]:
+    def destinations(self, view: memoryview) -> list[Destination]:
         if not len(view):
             return [(view, _nothing)]
-        at, found = _address(view) - self._memory.address, list[Landing]()
+        at, found = _address(view) - self._memory.address, list[Destination]()
         for part, first, last in self.runs(at, at + len(view)):
             if part == self.plan.part:
                 found.append((view[first - at : last - at], _nothing))

@@ -114,7 +114,7 @@ class CellUpdate:
 
     def _write(self, value: Tensor, to: Tensor) -> None:
         data, at = bytes_of(value), 0
-        for view, send in self._store.others.landing(bytes_of(to)):
+        for view, send in self._store.others.destinations(bytes_of(to)):
             view[:] = data[at : at + len(view)]
             at += len(view)
             send()

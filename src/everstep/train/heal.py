@@ -31,7 +31,7 @@ from everstep.exact.digest import bytes_of, digest_bytes, tensor_of_bytes
 from everstep.exact.image import Image, sealed, sizes_of
 from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.exact.reduce import TiePlace
-from everstep.exact.snapshot import StandingState
+from everstep.exact.snapshot import StateInPlace
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.moving import giver
@@ -268,7 +268,7 @@ class Donor:
 
     def unshelve(self, kind: giver.ShelfKind) -> None:
         """No worker needs that shelf any more."""
-        standing = [one for one in _readable([self._shelves.get(kind)]) if isinstance(one, StandingState)]
+        standing = [one for one in _readable([self._shelves.get(kind)]) if isinstance(one, StateInPlace)]
         self._tell(giver.ShelfEmptied(kind))
         for one in standing:
             one.release()
@@ -284,7 +284,7 @@ class Donor:
         with self._lock:
             offers = [*(asker.offer for asker in self._giver.giving), *self._shelves.values()]
         for readable in _readable(offers):
-            if not (stays and isinstance(readable, StandingState)):
+            if not (stays and isinstance(readable, StateInPlace)):
                 readable.wait()
 
     # ---- handler threads

@@ -448,7 +448,7 @@ class Copier:
         size = max(0, self._view.stages.expected_bytes) * len(stages)
         return share(size, sources, most=most, least_bytes=LEAST_BYTES)
 
-    def knock(self, members: Iterable[Member]) -> None:
+    def reach(self, members: Iterable[Member]) -> None:
         """Look whether a member of each other host can be reached: who cannot reach all would keep all from going on.
 
         Raises: CollectiveAborted naming one that cannot be.

@@ -20,7 +20,7 @@ from everstep.base.plan import Plan
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.vault import StageState
 from everstep.exact.image import sizes_of
-from everstep.exact.snapshot import Snapshot, StandingState
+from everstep.exact.snapshot import Snapshot, StateInPlace
 from everstep.placement.shards import fed_blocks, share
 from everstep.protocol.driver import operations as do
 from everstep.protocol.moving.giver import AskerCame
@@ -143,7 +143,7 @@ class Transfers:
         self,
         effect: do.Shelve | do.OfferFeeds,
         there: Mapping[int, Extents],
-        readable: Callable[[StageReplica, Extents], Snapshot | StandingState],
+        readable: Callable[[StageReplica, Extents], Snapshot | StateInPlace],
     ) -> Offer:
         """Offer of the state as it is, but for the loop's: its taker enters the loop's body right after the update.
         there: blocks that are here, by stage."""
@@ -307,7 +307,7 @@ class Transfers:
         stages = [stage for _, wanted in operation.groups for stage in wanted]
         view.stages.want(stages)
         view.stages.keep(stages)
-        self.copier.knock(donor for donors, _ in operation.groups for donor in donors)
+        self.copier.reach(donor for donors, _ in operation.groups for donor in donors)
         joint = operation.joint or ({},) * len(operation.groups)
         for (donors, wanted), asks in zip(operation.groups, joint, strict=True):
             taking = self.copier.follow(operation.generation, donors, wanted, operation.plan, asks)
@@ -390,14 +390,14 @@ def _snapshot(replica: StageReplica, there: Extents) -> Snapshot:
     return snapshot
 
 
-def _shelved(replica: StageReplica, there: Extents) -> Snapshot | StandingState:
+def _shelved(replica: StageReplica, there: Extents) -> Snapshot | StateInPlace:
     """Nothing changes the state before all members have copied what they lack, so they need no copy of it where other
     threads can read it."""
     near = replica.state.memory.others is None and all(p.device.type == "cpu" for p in replica.everything)
     return _standing(replica, there) if near else _snapshot(replica, there)
 
 
-def _standing(replica: StageReplica, there: Extents, *, shared: bool = True) -> StandingState:
+def _standing(replica: StageReplica, there: Extents, *, shared: bool = True) -> StateInPlace:
     replica.lanes.settle_buffers()
     return replica.state.standing(shared=shared)
 

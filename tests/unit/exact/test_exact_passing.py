@@ -13,7 +13,7 @@ from everstep.base.errors import CheckpointCorrupt, InvariantViolation
 from everstep.exact.digest import bytes_of
 from everstep.exact.image import Image
 from everstep.exact.passing import PassingState
-from everstep.exact.snapshot import StandingState
+from everstep.exact.snapshot import StateInPlace
 from everstep.exact.state import ModelState
 from everstep.exact.state_memory import StateMemory
 
@@ -84,7 +84,7 @@ def test_who_hashes_a_standing_state_gives_up_when_it_is_to_change(monkeypatch: 
             others[0].start()
             assert standing._over.wait(60.0)
 
-    standing = StandingState(Image(whole.entries, whole._data, whole.values, whole.outline, Notices()))
+    standing = StateInPlace(Image(whole.entries, whole._data, whole.values, whole.outline, Notices()))
     with pytest.raises(CheckpointCorrupt, match="has changed"):
         standing.manifest()
     others[0].join(60.0)

@@ -24,7 +24,7 @@ from everstep.protocol.coordinator.links import Links, Probes
 from everstep.protocol.coordinator.loops_left import Leaving
 from everstep.protocol.coordinator.membership import GRACE_MOST, Agent, Grace, Worker
 from everstep.protocol.coordinator.rendezvous_store import RendezvousStore
-from everstep.protocol.coordinator.requested_faults import MOST_ASKED, StruckBefore
+from everstep.protocol.coordinator.requested_faults import MOST_ASKED, EarlierTargets
 from everstep.protocol.coordinator.sharing import share
 from everstep.protocol.coordinator.spare_advice import SpareAdvice
 from everstep.protocol.coordinator.speeds import Speeds, by_speed
@@ -216,7 +216,7 @@ def strike(index: int) -> Strike:
 
 def test_a_fault_strikes_once_and_of_many_that_were_asked_for_the_newest_are_known() -> None:
     scripted = strike(1)
-    struck = StruckBefore(environment(hosts=HostRules(strikes=(scripted,))))
+    struck = EarlierTargets(environment(hosts=HostRules(strikes=(scripted,))))
     assert struck.first(1) and not struck.first(1) and struck.first(2)
     struck.replay(5)
     assert not struck.first(5)

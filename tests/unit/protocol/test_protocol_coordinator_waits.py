@@ -18,7 +18,7 @@ from everstep.protocol.coordinator.environment import Environment
 from everstep.protocol.coordinator.joins import Move, _moves
 from everstep.protocol.coordinator.links import APART_NS, Links
 from everstep.protocol.coordinator.sharing import share
-from everstep.protocol.coordinator.types import HostRules, Knocked
+from everstep.protocol.coordinator.types import HostRules, PortProbed
 from everstep.protocol.following import PlanAsked
 
 # ---- the start
@@ -195,15 +195,15 @@ def test_what_a_kernel_said_before_a_worker_was_back_counts_no_more() -> None:
         world.wait(MS)
 
     lose()
-    world.handle(Knocked(WorkerKey(2, 0), False))
+    world.handle(PortProbed(WorkerKey(2, 0), False))
     world.agent(2, 3, name="a2", host="a2")
     for i in (2, 3):
         world.hello(i, plan=world.plan)
     world.wait(S)
     lose()
-    world.handle(Knocked(WorkerKey(3, 0), False))
+    world.handle(PortProbed(WorkerKey(3, 0), False))
     assert world.plan is not None and world.plan.generation == 1
-    world.handle(Knocked(WorkerKey(2, 0), False))
+    world.handle(PortProbed(WorkerKey(2, 0), False))
     assert world.plan.generation == 2
 
 

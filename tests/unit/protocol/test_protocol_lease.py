@@ -144,11 +144,11 @@ GONE_NS = int(GONE_PART * 2 * SECOND_NS)
 
 
 def standing_by(holder: Holder = THERE, *, listens: bool | None = True) -> Candidate:
-    """One that has looked once, and knocked."""
+    """One that has looked once, and probed the port."""
     candidate = Candidate("me", {}, ttl_s=2)
     candidate.request(0)
     candidate.answered(0, HolderSeen(holder))
-    candidate.knocked(0, holder.where, listens)
+    candidate.port_probed(0, holder.where, listens)
     return candidate
 
 
@@ -164,7 +164,7 @@ def asked_until(candidate: Candidate, end_ns: int, holder: Holder = THERE) -> li
 
 def test_a_holder_that_is_gone_is_deposed_when_its_job_had_time_to_start_it_again() -> None:
     candidate = standing_by()
-    candidate.knocked(100, THERE.where, listens=False)
+    candidate.port_probed(100, THERE.where, listens=False)
     assert set(asked_until(candidate, GONE_NS)) == {Look()}
     assert not candidate.sudden
     now_ns = GONE_NS + SECOND_NS // 10
@@ -177,7 +177,7 @@ def test_a_holder_that_is_gone_is_deposed_when_its_job_had_time_to_start_it_agai
 
 def test_to_depose_is_asked_again_after_a_look_when_it_was_not_answered() -> None:
     candidate = standing_by()
-    candidate.knocked(100, THERE.where, listens=False)
+    candidate.port_probed(100, THERE.where, listens=False)
     asked_until(candidate, GONE_NS)
     later = asked_until(candidate, GONE_NS + SECOND_NS)
     first = later.index(Depose(3))
@@ -187,32 +187,32 @@ def test_to_depose_is_asked_again_after_a_look_when_it_was_not_answered() -> Non
 @pytest.mark.parametrize("said", [True, None])
 def test_who_answers_meanwhile_or_may_is_not_gone(said: bool | None) -> None:
     candidate = standing_by()
-    candidate.knocked(100, THERE.where, listens=False)
-    candidate.knocked(GONE_NS - 100, THERE.where, said)
-    candidate.knocked(GONE_NS, THERE.where, listens=False)
+    candidate.port_probed(100, THERE.where, listens=False)
+    candidate.port_probed(GONE_NS - 100, THERE.where, said)
+    candidate.port_probed(GONE_NS, THERE.where, listens=False)
     assert set(asked_until(candidate, 2 * GONE_NS - 100)) == {Look()}
 
 
 def test_who_was_never_seen_to_listen_may_be_about_to() -> None:
     for listens in (None, False):
         candidate = standing_by(listens=listens)
-        candidate.knocked(100, THERE.where, listens=False)
+        candidate.port_probed(100, THERE.where, listens=False)
         assert set(asked_until(candidate, 4 * GONE_NS)) == {Look()}
 
 
 def test_the_next_life_of_a_holder_is_another_place() -> None:
     candidate = standing_by()
-    candidate.knocked(100, THERE.where, listens=False)
+    candidate.port_probed(100, THERE.where, listens=False)
     assert set(asked_until(candidate, 2 * GONE_NS, MOVED)) == {Look()}
-    candidate.knocked(2 * GONE_NS, THERE.where, listens=False)
-    candidate.knocked(2 * GONE_NS, MOVED.where, listens=False)
+    candidate.port_probed(2 * GONE_NS, THERE.where, listens=False)
+    candidate.port_probed(2 * GONE_NS, MOVED.where, listens=False)
     assert set(asked_until(candidate, 6 * GONE_NS, MOVED)) == {Look()}
 
 
 def test_a_lease_that_ends_by_itself_after_that_was_sudden_too_and_others_are_not() -> None:
     for listens, sudden in ((False, True), (None, False), (True, False)):
         candidate = standing_by()
-        candidate.knocked(100, THERE.where, listens)
+        candidate.port_probed(100, THERE.where, listens)
         candidate.request(candidate.due_ns)
         candidate.answered(candidate.due_ns, HolderSeen(None))
         assert candidate.sudden is sudden
@@ -221,8 +221,8 @@ def test_a_lease_that_ends_by_itself_after_that_was_sudden_too_and_others_are_no
 def test_a_holder_that_lives_is_deposed_by_the_store_alone() -> None:
     """Something on the way may refuse what the holder would not: it hears that when it prolongs its lease."""
     candidate = led(0)
-    candidate.knocked(0, MINE.where, listens=True)
-    candidate.knocked(1, MINE.where, listens=False)
+    candidate.port_probed(0, MINE.where, listens=True)
+    candidate.port_probed(1, MINE.where, listens=False)
     assert candidate.request(candidate.due_ns) == Renew(7)
     candidate.answered(candidate.due_ns, Renewed(0))
     assert candidate.deposed(candidate.due_ns)

@@ -135,7 +135,7 @@ def test_what_the_head_loads_goes_to_who_holds_it(parts: list[Part]) -> None:
     head.elsewhere.let_go()
     for place, value in ((PARAMETERS, 7.0), (STATE, 8.0)):
         with memoryview(head.memory.memory)[place.offset : place.offset + place.size] as view:
-            for into, send in head.elsewhere.landing(view):
+            for into, send in head.elsewhere.destinations(view):
                 into[:] = torch.full((len(into) // 4,), value).numpy().tobytes()
                 send()
                 into.release()

@@ -13,7 +13,7 @@ from divided_members import DividedMember
 from everstep.base.errors import CheckpointCorrupt
 from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import SEGMENTS, Member, Plan, Seat, Shard
-from everstep.exact.snapshot import Snapshot, StandingState
+from everstep.exact.snapshot import Snapshot, StateInPlace
 from everstep.placement.shards import fed_blocks, share
 from everstep.protocol.driver import operations as do
 from everstep.protocol.moving.giver import AskerCame, JointAsk
@@ -90,7 +90,7 @@ def test_members_that_settle_read_the_state_where_it_lies_until_all_have_what_th
     transfers, donor, state = holder()
     transfers.shelve(do.Shelve(3, Key(1, 0), {}, {}, transfers._view.driver.machine.held, stands=True))
     ((standing, there),) = donor._shelves["settle"].held[0]
-    assert isinstance(standing, StandingState) and there == transfers._view.driver.machine.held[0]
+    assert isinstance(standing, StateInPlace) and there == transfers._view.driver.machine.held[0]
     donor.busy_snapshot(stays=True)  # this worker fills what it lacks itself
     before = standing.manifest()["blocks"]
     assert before == state.manifest()["blocks"] and bytes(standing.read_block(0)) == bytes(state.read_block(0))

@@ -183,7 +183,7 @@ class Joining(Mover):
             return item
 
         monkeypatch.setattr(Copier, "follow", follow)
-        monkeypatch.setattr(Copier, "knock", lambda copier, whom: self.calls.append(("knock", *whom)))
+        monkeypatch.setattr(Copier, "reach", lambda copier, whom: self.calls.append(("reach", *whom)))
         monkeypatch.setattr(heal, "next_item", next_item)
         self.donors = tuple(Member(10 + n, 0, "host") for n in range(len(feeds)))
         self.groups = tuple(((donor,), feed.order.stages) for donor, feed in zip(self.donors, feeds, strict=True))
@@ -199,7 +199,7 @@ def test_who_joins_has_the_stages_that_it_asks_for_and_no_others(monkeypatch) ->
     joining = Joining(monkeypatch, Followed(Key(4, 0), (1,)), Followed(Key(5, 1), (2,), changed=("mean",)))
     assert joining.open() == (Key(4, 0), Key(5, 1))
     assert list(joining.stages) == [1, 2]
-    assert joining.said("knock") == [joining.donors]
+    assert joining.said("reach") == [joining.donors]
     assert joining.said("follow") == [(6, (joining.donors[0],), (1,)), (6, (joining.donors[1],), (2,))]
     assert joining.said("phase") == [("heal", 0, None)]
     assert joining.said("loop.refuse") == [

@@ -91,7 +91,7 @@ ALARMS: dict[Alarm, Callable[[JobState, Any], None]] = {
     Alarm.GRACE: liveness.grace_due,
     Alarm.HOSTS: awaited_hosts.hosts_due,
     Alarm.JOINS: lambda job, about: job.env.change(),
-    Alarm.KNOCK: port_checks.knock_due,
+    Alarm.PROBE_PORT: port_checks.port_probe_due,
     Alarm.LEFT: lambda job, about: job.saving.leaving.due(),
     Alarm.LINKS: workers.links_due,
     Alarm.QUORUM: plans.quorum_due,
@@ -136,7 +136,7 @@ EVENTS: dict[type, Callable[[JobState, Any], None]] = {
     types.Connected: lambda job, event: job.env.connected(event.connection, event.role, event.who),
     types.Received: received,
     types.Disconnected: liveness.disconnected,
-    types.Knocked: port_checks.knocked,
+    types.PortProbed: port_checks.port_probed,
     types.Tick: lambda job, event: None,
 }
 

@@ -14,9 +14,9 @@ from everstep.protocol.coordinator.types import (
     Close,
     CoordinatorConfig,
     CoordinatorEffect,
-    Knock,
     Knows,
     Persist,
+    ProbePort,
     Remember,
     Report,
     Send,
@@ -49,7 +49,7 @@ class Alarm(IntEnum):
     GRACE = auto()  # the time to come back after the coordinator's restart may be over
     HOSTS = auto()  # hosts may have been waited for in vain
     JOINS = auto()  # joiners have been waited for long enough, or one may try again
-    KNOCK = auto()  # hosts that have lost all connections may be back, or dead
+    PROBE_PORT = auto()  # hosts that have lost all connections may be back, or dead
     LEFT = auto()  # all had the time to leave their loops after the same step
     LINKS = auto()  # all who have lost a peer had the time to say so
     QUORUM = auto()  # workers may have been waited for in vain
@@ -191,9 +191,9 @@ class Environment:
             if connection.role not in PEOPLE:
                 self.send(name, message)
 
-    def knock(self, key: WorkerKey, address: str) -> None:
+    def probe_port(self, key: WorkerKey, address: str) -> None:
         """Have this worker's port checked."""
-        self._effects.append(Knock(key, address))
+        self._effects.append(ProbePort(key, address))
 
     def close(self, connection: str | None, reason: str, *, foul: bool = False) -> None:
         """End a connection, if it is open. foul: because of a bad message; the rest of the coordinator sees an

@@ -15,7 +15,7 @@ from everstep.protocol.coordinator.links import Links
 from everstep.protocol.coordinator.membership import Agents, Membership
 from everstep.protocol.coordinator.profiles import Profiling
 from everstep.protocol.coordinator.rendezvous_store import RendezvousStore
-from everstep.protocol.coordinator.requested_faults import StruckBefore
+from everstep.protocol.coordinator.requested_faults import EarlierTargets
 from everstep.protocol.coordinator.slots import Slots
 from everstep.protocol.coordinator.speeds import Speeds
 from everstep.protocol.coordinator.types import CoordinatorConfig
@@ -39,7 +39,7 @@ class JobState:
         self.saving = Saving(env, membership, agreement, progress, self.quorum)
         self.profiling = Profiling(env, membership, agreement, progress)
         self.store = RendezvousStore(env)
-        self.struck = StruckBefore(env)
+        self.struck = EarlierTargets(env)
 
     @property
     def version(self) -> tuple[int, ...]:

@@ -383,7 +383,7 @@ def disconnected(job: JobState, event: Disconnected) -> None:
     if agent is not None and agent.connection == name:
         agent.leave(job.env.now)
         alarms.set(Alarm.AGENT, job.env.now + job.env.config.hosts.reconnect_ns, agent.agent_id)
-        alarms.set(Alarm.KNOCK, job.env.now + KNOCK_NS)
+        alarms.set(Alarm.PROBE_PORT, job.env.now + KNOCK_NS)
     if connection.worker is not None:
         if not job.agents.run(connection.worker):
             job.slots.empty(connection.worker.worker_id)
@@ -395,7 +395,7 @@ def disconnected(job: JobState, event: Disconnected) -> None:
             alarms.set(Alarm.GONE, job.env.now + SECOND_NS, worker.key.worker_id)
             own = job.agents.of(worker)
             if own is not None and own.left_ns is not None:  # it may have been the last that its host was heard by
-                alarms.set(Alarm.KNOCK, job.env.now + KNOCK_NS)
+                alarms.set(Alarm.PROBE_PORT, job.env.now + KNOCK_NS)
                 alarms.set(Alarm.AGENT, max(own.left_ns + job.env.config.hosts.reconnect_ns, job.env.now), own.agent_id)
 
 
@@ -471,7 +471,7 @@ def grace_due(job: JobState, about: Any) -> None:
 
 def expect_agents(job: JobState) -> None:
     """After a restart the agents of the journal are expected back; they speak for the workers that they ran."""
-    job.env.alarms.set(Alarm.KNOCK, job.env.now + KNOCK_NS)
+    job.env.alarms.set(Alarm.PROBE_PORT, job.env.now + KNOCK_NS)
     for worker_id, agent_id in job.slots.grants.agents():
         job.slots.runs(worker_id, agent_id)
     for worker_id, worker in sorted(job.membership.workers.items()):

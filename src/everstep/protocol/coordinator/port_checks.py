@@ -14,26 +14,26 @@ from everstep.protocol.coordinator.environment import MILLISECOND_NS, Alarm
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.liveness import give_up_host
 from everstep.protocol.coordinator.membership import Agent, Worker
-from everstep.protocol.coordinator.types import Knocked
+from everstep.protocol.coordinator.types import PortProbed
 
 AGAIN_NS = 200 * MILLISECOND_NS
 MOST_HOSTS = 16
 """Lost hosts checked at once: of thousands that come back after a restart hardly one is lost."""
 
 
-def knock_due(job: JobState, about: Any) -> None:
+def port_probe_due(job: JobState, about: Any) -> None:
     """Check the ports of lost hosts, repeatedly, until they are back or given up."""
     lost = _lost(job)
     job.agents.closed.only({worker.key for _, workers in lost for worker in workers})
     for _, workers in lost[:MOST_HOSTS]:
         for worker in workers:
             if worker.member is not None:
-                job.env.knock(worker.key, worker.member.address)
+                job.env.probe_port(worker.key, worker.member.address)
     if lost or job.membership.in_grace:
-        job.env.alarms.set(Alarm.KNOCK, job.env.now + AGAIN_NS)
+        job.env.alarms.set(Alarm.PROBE_PORT, job.env.now + AGAIN_NS)
 
 
-def knocked(job: JobState, event: Knocked) -> None:
+def port_probed(job: JobState, event: PortProbed) -> None:
     """Take the kernel's answer about a worker's port."""
     if job.progress.ended is not None or not job.agents.closed.answer(event.key, event.listens):
         return

@@ -12,7 +12,7 @@ from everstep.protocol.coordinator.environment import Environment
 MOST_ASKED = 1000
 
 
-class StruckBefore:
+class EarlierTargets:
     """Each fault strikes once in a job, however often workers repeat its step."""
 
     def __init__(self, env: Environment) -> None:

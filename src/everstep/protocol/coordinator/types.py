@@ -129,14 +129,14 @@ class Tick(NamedTuple):
     """Time has passed; also sent when `next_deadline_ns` is reached."""
 
 
-class Knocked(NamedTuple):
+class PortProbed(NamedTuple):
     """A kernel's answer about a worker's port. listens: whether the port is open; None: there was no answer."""
 
     key: WorkerKey
     listens: bool | None
 
 
-CoordinatorEvent = Connected | Disconnected | Received | Tick | Knocked
+CoordinatorEvent = Connected | Disconnected | Received | Tick | PortProbed
 
 # ---- effects
 
@@ -162,8 +162,8 @@ class Close(NamedTuple):
     foul: bool = False
 
 
-class Knock(NamedTuple):
-    """Check whether this worker's port is open; answered by `Knocked`, or not at all."""
+class ProbePort(NamedTuple):
+    """Check whether this worker's port is open; answered by `PortProbed`, or not at all."""
 
     key: WorkerKey
     address: str
@@ -189,4 +189,4 @@ class Knows(NamedTuple):
     plan: Plan
 
 
-CoordinatorEffect = Persist | Send | Close | Report | Remember | Knows | Knock
+CoordinatorEffect = Persist | Send | Close | Report | Remember | Knows | ProbePort

@@ -30,7 +30,7 @@ from everstep.protocol.driver.last_save import LastSave
 from everstep.protocol.driver.machine_effects import MachineEffects
 from everstep.protocol.driver.machine_queue import MachineQueue
 from everstep.protocol.driver.operation_ends import OperationEnds
-from everstep.protocol.driver.outbox import Standing
+from everstep.protocol.driver.outbox import Situation
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_phases import Phase
 
@@ -43,7 +43,7 @@ class Driver:
     def __init__(self, config: DriverConfig, machine: StepMachine) -> None:
         self.config = config
         self.machine = machine
-        self.standing = Standing()
+        self.standing = Situation()
         self._parts = parts = DriverParts(config, machine)
         self._queue = queue = MachineQueue(machine, parts.stepper)
         self._effects = effects = MachineEffects(parts, queue)
@@ -96,7 +96,7 @@ class Driver:
         out.times.tick(now_ns)
         self._events.get(type(event), self._asked)(event)
         self._advance()
-        self.standing = Standing(machine.step, machine.stages, machine.plan, machine.prepared, out.standing)
+        self.standing = Situation(machine.step, machine.stages, machine.plan, machine.prepared, out.standing)
         return out.drain()
 
     def _heard_of(self) -> dict[type, Callable[[Any], object]]:

@@ -18,7 +18,7 @@ from everstep.protocol.driver.records import ends
 from everstep.protocol.step_types import Key, Record
 
 
-class Standing(msgspec.Struct, frozen=True):
+class Situation(msgspec.Struct, frozen=True):
     """Facts for a coordinator that has missed messages: messages to repeat, and facts for the hello.
 
     step, stages: the state that this worker has completely. plan: the newest plan that it follows. prepared:

@@ -100,7 +100,7 @@ class Candidate:
         else:
             self.due_ns = now_ns + _AGAIN_NS
 
-    def knocked(self, now_ns: int, where: JournalEntry, listens: bool | None) -> None:
+    def port_probed(self, now_ns: int, where: JournalEntry, listens: bool | None) -> None:
         """Whether the holder's port is open, by the kernel of its host; None: it does not say."""
         if self.holder is None or where != self.holder.where or self._lease:
             return

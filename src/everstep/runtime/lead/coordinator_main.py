@@ -36,8 +36,8 @@ from everstep.protocol.coordinator.types import (
     CoordinatorEffect,
     CoordinatorEvent,
     Disconnected,
-    Knock,
     Knows,
+    ProbePort,
     Received,
     Remember,
     Report,
@@ -82,7 +82,7 @@ from everstep.runtime.link import listening, wire
 from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, TOKEN_FILE, address_of, remember
 from everstep.runtime.link.handshake import Ends, Greeter, Seals, keys_of
 from everstep.runtime.link.head_facts import answer
-from everstep.runtime.link.listener_probe import Knocker
+from everstep.runtime.link.listener_probe import PortProber
 from everstep.runtime.link.tls import Tls, TlsPipe, shown_by
 from everstep.runtime.link.unproven_connections import Complaints, Strangers
 from everstep.runtime.process import die_with_parent, raise_descriptor_limit
@@ -190,7 +190,7 @@ class ControlServer:
         self._complaints = Complaints(lambda text: self.warn(Why(Cause.REFUSED, text)))
         self._late: asyncio.TimerHandle | None = None
         self._looking: asyncio.TimerHandle | None = None
-        self._knocker = Knocker(self.handle)
+        self._prober = PortProber(self.handle)
         run_dir = events.path.parent
         self.standbys = StandbyHosts(run_dir, word_in(run_dir), self._send, lambda: self.files.looked())
         self.files = HeadFiles(run_dir, self.standbys.told)
@@ -224,8 +224,8 @@ class ControlServer:
                 if foul and name in self.connections:
                     self.refuse(self.connections[name].peer, reason)
                 self._end(name)
-            case Knock():
-                self._knocker.knock(effect)
+            case ProbePort():
+                self._prober.probe_port(effect)
             case Remember(facts):
                 remember(self.events.path.parent, facts)
                 self.switchboard.remember(facts)

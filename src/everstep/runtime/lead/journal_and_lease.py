@@ -231,10 +231,10 @@ class Tenure:
     async def win(self, deposed: Callable[[str], None]) -> int:
         """Wait for the lease, however long it takes. Returns the term; the lease is renewed from then on."""
         self._deposed = deposed
-        knocking = asyncio.get_running_loop().create_task(self._knock())
+        probing = asyncio.get_running_loop().create_task(self._probe_port())
         while not self._candidate.holds(now_ns()):
             await self._turn()
-        knocking.cancel()
+        probing.cancel()
         self._task = asyncio.get_running_loop().create_task(self._keep())
         return self._candidate.term
 
@@ -264,14 +264,14 @@ class Tenure:
         if self._candidate.term and self._candidate.holder is not None:
             await self._etcd.resign(self._candidate.holder.lease)
 
-    async def _knock(self) -> None:
+    async def _probe_port(self) -> None:
         """Try again and again whether the holder's process still lives, by connecting to its host."""
         while True:
             holder = self._candidate.holder
             if holder is not None and holder.where:
                 with contextlib.suppress(ProtocolError):  # the look at the lease reports that
                     there = checked_where(holder.where)
-                    self._candidate.knocked(now_ns(), holder.where, await listens(there["host"], there["port"]))
+                    self._candidate.port_probed(now_ns(), holder.where, await listens(there["host"], there["port"]))
             await asyncio.sleep(_KNOCK_S)
 
     async def _keep(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from everstep.base.doors import host_of, split_at_port
 from everstep.base.plan import WorkerKey
-from everstep.protocol.coordinator.types import Knock, Knocked
+from everstep.protocol.coordinator.types import PortProbed, ProbePort
 
 KNOCK_S = 0.5
 
@@ -25,20 +25,20 @@ async def listens(host: str, port: int, within_s: float = KNOCK_S) -> bool | Non
     return True
 
 
-class Knocker:
-    """Knocks at addresses that the coordinator names. heard: called in the loop with the result."""
+class PortProber:
+    """Probes the ports that the coordinator names. heard: called in the loop with the result."""
 
-    def __init__(self, heard: Callable[[Knocked], None]) -> None:
+    def __init__(self, heard: Callable[[PortProbed], None]) -> None:
         self._heard = heard
-        self._knocking: dict[WorkerKey, asyncio.Task[None]] = {}
+        self._probing: dict[WorkerKey, asyncio.Task[None]] = {}
 
-    def knock(self, effect: Knock) -> None:
-        """Knock at an address, unless a knock there is under way."""
-        if effect.key not in self._knocking:
-            self._knocking[effect.key] = asyncio.get_running_loop().create_task(self._knock(effect))
+    def probe_port(self, effect: ProbePort) -> None:
+        """Probe an address, unless that is under way."""
+        if effect.key not in self._probing:
+            self._probing[effect.key] = asyncio.get_running_loop().create_task(self._probe_port(effect))
 
-    async def _knock(self, effect: Knock) -> None:
+    async def _probe_port(self, effect: ProbePort) -> None:
         known = host_of(effect.address)
         found = await listens(*split_at_port(effect.address)) if known else None
-        del self._knocking[effect.key]
-        self._heard(Knocked(effect.key, found))
+        del self._probing[effect.key]
+        self._heard(PortProbed(effect.key, found))

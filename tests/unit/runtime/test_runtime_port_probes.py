@@ -6,8 +6,8 @@ import asyncio
 import socket
 
 from everstep.base.plan import WorkerKey
-from everstep.protocol.coordinator.types import Knock, Knocked
-from everstep.runtime.link.listener_probe import Knocker, listens
+from everstep.protocol.coordinator.types import PortProbed, ProbePort
+from everstep.runtime.link.listener_probe import PortProber, listens
 
 
 def test_a_port_at_which_somebody_listens_one_that_was_given_back_and_one_behind_which_nothing_answers() -> None:
@@ -30,18 +30,18 @@ def test_a_port_at_which_somebody_listens_one_that_was_given_back_and_one_behind
 
 
 def test_doors_are_named_by_what_others_say_and_each_is_knocked_at_once_at_a_time() -> None:
-    heard: list[Knocked] = []
+    heard: list[PortProbed] = []
 
-    async def knock() -> None:
-        knocker = Knocker(heard.append)
+    async def probe_port() -> None:
+        knocker = PortProber(heard.append)
         with socket.create_server(("127.0.0.1", 0)) as there:
             for worker_id, address in enumerate(
                 (f"127.0.0.1:{there.getsockname()[1]}", "", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:-1")
             ):
                 for _ in range(3):
-                    knocker.knock(Knock(WorkerKey(worker_id, 0), address))
+                    knocker.probe_port(ProbePort(WorkerKey(worker_id, 0), address))
             while len(heard) < 5:
                 await asyncio.sleep(0.001)
 
-    asyncio.run(asyncio.wait_for(knock(), 60))
+    asyncio.run(asyncio.wait_for(probe_port(), 60))
     assert {found.key.worker_id: found.listens for found in heard} == {0: True, 1: None, 2: None, 3: None, 4: None}
