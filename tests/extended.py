@@ -56,6 +56,14 @@ def halved(folder: str) -> list[str]:
     return [path.name for path in files if re.search(r"\bimport .*\bseeds\b", path.read_text())]
 
 
+def random_ones(folder: str) -> list[Part]:
+    """Files whose examples are drawn anew each time, with twice as many as in `make test`."""
+    return [
+        more(f"{folder}/{path.name}", EVERSTEP_TEST_ALL_SEEDS="1")
+        for path in sorted((ROOT / "tests" / folder).glob("test_*.py"))
+    ]
+
+
 def more(file: str, **environment: str) -> Part:
     """One file of tests, with more of the same than in `make test`."""
     return Part(f"{Path(file).stem}-more", (*PYTEST, "-m", "", f"tests/{file}"), environment)
@@ -73,6 +81,7 @@ TIERS = {
     "release": [more("release/test_release_dist.py"), Part("site", ("docs/site/make_site.py",))],
     **{folder: longer(folder) for folder in ("integration", "chaos", "e2e", "hosts", "engines", "split")},
     "sim-tests": [*longer("sim"), *(more(f"sim/{name}", EVERSTEP_TEST_ALL_SEEDS="1") for name in halved("sim"))],
+    "property": random_ones("property"),
     "unit": [part for folder in sorted((ROOT / "tests" / "unit").iterdir()) for part in longer(f"unit/{folder.name}")],
 }
 AT_ONCE = {"sim": os.cpu_count() or 1, "integration": 2, "chaos": 2, "e2e": 2}  # jobs have several processes each

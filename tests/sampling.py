@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+_ALL = "EVERSTEP_TEST_ALL_SEEDS" in os.environ
+
 
 def needs(*packages: str) -> pytest.MarkDecorator:
     """For a file whose jobs import these packages: unlike `importorskip`, this process does not."""
@@ -28,5 +30,15 @@ def _longer(value: Any) -> Any:
 
 def seeds(count: int, first: int = 0) -> range:
     """Seeds of a scenario of the simulator: half as many in `make test` as in `make extended`."""
-    whole = "EVERSTEP_TEST_ALL_SEEDS" in os.environ
-    return range(first, first + (count if whole else count // 2))
+    return range(first, first + (count if _ALL else count // 2))
+
+
+def thinned(cases: Iterable[Any], n: int) -> list[Any]:
+    """All cases in `make extended`, each n-th of them in `make test`. Take an n that has no factor in common with the
+    number of values of the innermost parameter of a product: then each value of each parameter is met."""
+    return list(cases)[:: 1 if _ALL else n]
+
+
+def examples(count: int = 100) -> int:
+    """Examples of a property, which are others each time: half as many in `make test` as in `make extended`."""
+    return count if _ALL else count // 2

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not instal
 TOKEN = "a-token-for-the-tests"
 WIDTHS = {"phone": 390, "tablet": 768, "wide": 1440}
 CAUGHT = 60_000
+STEPS = 30
+SHRINKS = ("--workers", "3", "--set", "on_failure=shrink")
 
 
 class Dashboard:
@@ -76,14 +78,21 @@ class Page:
 
 
 @pytest.fixture(scope="module")
-def over(tmp_path_factory: pytest.TempPathFactory, small_task: str, browser: Any) -> Iterator[Path]:
-    """A run of 3 workers whose leader is killed while the page looks on; then it is over."""
+def over(tmp_path_factory: pytest.TempPathFactory, small_task: str) -> Path:
+    """A run of 3 workers whose leader was killed; it is over."""
     run_dir = tmp_path_factory.mktemp("jobs") / "watched"
+    chaos = ("--chaos", "kill:target=leader:0,at=10")
+    done = everstep("run", small_task, "--run-dir", run_dir, *SHRINKS, "--steps", str(STEPS), *chaos)
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+@pytest.mark.longer
+def test_a_page_looks_on_until_the_job_is_over(small_task: str, browser: Any, run_dir: Path) -> None:
     hold = run_dir.with_name("hold")
     hold.touch()
     pace = {"E2E_LANE_S": "0.4", "E2E_HOLD": str(hold)}
-    options = ("--workers", "3", "--steps", "300", "--set", "on_failure=shrink", "--dashboard")
-    with Running(small_task, "--run-dir", run_dir, *options, **pace) as job:
+    with Running(small_task, "--run-dir", run_dir, *SHRINKS, "--steps", "300", "--dashboard", **pace) as job:
         job.wait_for(lambda e: e["kind"] == "job_started")
         dashboard = Dashboard(run_dir)
         view = Page(browser, dashboard.owners)
@@ -99,7 +108,6 @@ def over(tmp_path_factory: pytest.TempPathFactory, small_task: str, browser: Any
         finally:
             view.close()
             dashboard.close()
-    yield run_dir
 
 
 def watch(view: Page, job: Running) -> None:
@@ -313,7 +321,7 @@ def test_a_chart_is_saved_and_a_link_keeps_zoom_and_moment(dashboard: Dashboard,
     with page.expect_download() as download:
         loss.get_by_role("button", name="Loss as CSV").click()
     lines = Path(download.value.path()).read_text().splitlines()
-    assert (lines[0], len(lines)) == ("step,loss", 31)
+    assert (lines[0], len(lines)) == ("step,loss", STEPS + 1)
     with page.expect_download() as download:
         loss.get_by_role("button", name="Loss as PNG").click()
     assert Path(download.value.path()).read_bytes()[:4] == b"\x89PNG"
@@ -346,25 +354,25 @@ def test_a_chart_is_saved_and_a_link_keeps_zoom_and_moment(dashboard: Dashboard,
 def test_a_job_is_hurt_and_stopped_from_the_page(small_task: str, browser: Any, run_dir: Path) -> None:
     hold = run_dir.with_name("hold")
     hold.touch()
-    pace = {"E2E_LANE_S": "0.03", "E2E_HOLD": str(hold)}
-    options = ("--workers", "2", "--steps", "100000", "--set", "on_failure=shrink")
-    with Running(small_task, "--run-dir", run_dir, *options, **pace) as job:
+    pace = {"E2E_LANE_S": "0.2", "E2E_HOLD": str(hold)}  # a step that is shown costs more than one that is made
+    with Running(small_task, "--run-dir", run_dir, *SHRINKS, "--steps", "100000", **pace) as job:
         job.wait_for_step(1)
         dashboard = Dashboard(run_dir)
         view = Page(browser, dashboard.owners)
         page = view.page
         try:
-            view.worker(0).click()
+            watch(view, job)
+            view.worker(1).click()
             page.get_by_role("button", name="Profile 5 steps").click()
             sync_api.expect(page.locator("#drawer-answer")).to_contain_text("are recorded", timeout=CAUGHT)
             sync_api.expect(page.locator("#drawer-traces a")).to_have_count(1, timeout=CAUGHT)
             with page.expect_download() as download:
                 page.locator("#drawer-traces a").click()
-            assert download.value.suggested_filename.endswith("worker-0.json.gz")
+            assert download.value.suggested_filename.endswith("worker-1.json.gz")
             page.keyboard.press("Escape")
-            view.worker(1).click()
+            view.worker(2).click()
             twice(page.locator("#drawer"), "Kill")
-            view.expect_state(1, "dead")
+            view.expect_state(2, "dead")
             sync_api.expect(page.locator("#drawer-state")).to_have_text("dead")
             page.locator("#drawer-close").click()
             tokens = [run_dir / "token", run_dir / "token-operate"]
@@ -398,6 +406,7 @@ def test_actions_of_a_public_page_are_locked_without_the_token(over: Path, brows
     dashboard = Dashboard(over, public=True)
     view = Page(browser, dashboard.address)
     sync_api.expect(view.page.locator("#state")).to_have_text("completed")
+    sync_api.expect(view.page.locator("#ledger")).to_contain_text("Clean")
     sync_api.expect(view.page.locator("#actions")).to_be_hidden()
     view.page.locator("#token").fill("wrong")
     view.page.get_by_role("button", name="Unlock").click()
@@ -527,7 +536,7 @@ def test_a_folder_of_runs_is_sorted_noted_and_compared(over: Path, browser: Any,
         for other in ("steps=31", "steps=3"):  # the whole value counts
             page.locator("#run-filter").fill(other)
             sync_api.expect(names).to_have_count(0)
-        page.locator("#run-filter").fill("STEPS=300 completed")
+        page.locator("#run-filter").fill(f"STEPS={STEPS} completed")
         sync_api.expect(names).to_have_text(["c", "b", "a"])
         page.locator("#run-filter").fill("")
         assert page.url.endswith("?run=a&run=b&run=c")

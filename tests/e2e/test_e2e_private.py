@@ -133,10 +133,10 @@ def said(job: Running, what: str) -> str:
 def test_a_job_is_its_owners_alone(base: Path, small_task: str) -> None:
     run_dir, hold = base / "runs" / "mine", base / "hold"
     hold.touch()
-    options = ["--workers", "2", "--run-dir", run_dir, "--steps", "200", "--dashboard", "--metrics"]
+    options = ["--workers", "2", "--run-dir", run_dir, "--steps", "40", "--dashboard", "--metrics"]
     for setting in ("checkpoint.disk.every_steps=2", "metrics.interval_s=0.1", "logs.max_mb=0.001", f"sinks={SINKS}"):
         options += ["--set", setting]
-    with Running(small_task, *options, E2E_LANE_S="0.1", E2E_HOLD=str(hold)) as job:
+    with Running(small_task, *options, E2E_LANE_S="1", E2E_HOLD=str(hold)) as job:
         job.wait_for(lambda event: event["kind"] == "checkpoint_completed")
         page, metrics = said(job, "dashboard"), said(job, "metrics")
         assert wide(run_dir.parent) == []
@@ -153,7 +153,8 @@ def test_a_job_is_its_owners_alone(base: Path, small_task: str) -> None:
         took = strangers_take([str(run_dir / "lock")], addresses, 0)  # who owns it, without the token
         assert took == [str(run_dir / "lock")]
         hold.unlink()
-        assert job.end()[0] == 0
+        code, _, errors = job.end()
+        assert code == 0 and f"to look again: everstep dashboard {run_dir}" in errors, errors
     assert wide(run_dir.parent) == []
 
 

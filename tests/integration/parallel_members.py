@@ -199,7 +199,7 @@ class Crew:
         self.folder = folder
         self.members: dict[int, Member] = {}
         self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed"])
+        self._context.set_forkserver_preload(["torch", "torch.distributed", "everstep.parallel.staged"])
         self._processes: dict[int, Any] = {}
         self._connections: dict[int, Connection] = {}
 

@@ -4,5 +4,7 @@ from __future__ import annotations
 
 import hypothesis
 
-hypothesis.settings.register_profile("everstep", deadline=None)
+from sampling import examples
+
+hypothesis.settings.register_profile("everstep", deadline=None, max_examples=examples())
 hypothesis.settings.load_profile("everstep")

@@ -20,6 +20,7 @@ from everstep.checkpoint.reader import open_checkpoint
 from everstep.checkpoint.store import DirectoryStore
 from exchange_cases import write_step
 from foreign_checkpoints import Body, body_of, signed, text_of
+from sampling import examples
 
 SCALARS: st.SearchStrategy[Any] = (
     st.none()
@@ -85,7 +86,7 @@ def plain(text: bytes) -> str:
     return json.dumps(json.loads(text)["body"], sort_keys=True)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_any_manifest_is_accepted_as_itself_or_refused(folder: Path, data: st.DataObject) -> None:
     body = mutate(json.loads((folder / "body.json").read_text()), data)

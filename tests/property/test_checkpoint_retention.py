@@ -16,6 +16,7 @@ from everstep.checkpoint.reader import newest_complete, open_checkpoint, set_asi
 from everstep.checkpoint.retention import apply
 from everstep.checkpoint.store import DirectoryStore
 from everstep.exact.state import ModelState
+from sampling import examples
 
 BLOCKS = 5
 rules = st.builds(
@@ -31,7 +32,7 @@ others = st.tuples(st.sampled_from(["prune", "pin", "unpin", "aside"]), st.integ
 
 
 @given(st.lists(st.one_of(saves, saves, saves, others), min_size=2, max_size=12))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_kept_checkpoints_stay_whole(operations: list[tuple]) -> None:  # type: ignore[type-arg]
     model = Tensors({f"block{k}": (256, 256) for k in range(BLOCKS)})
     state = ModelState(model)

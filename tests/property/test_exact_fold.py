@@ -15,6 +15,7 @@ from everstep.base.ports import Node
 from everstep.exact.layout import GradientLayout
 from everstep.exact.reduce import NodePart, finish, merge_presence, presence
 from everstep.placement.tree import cover, fold
+from sampling import examples
 
 
 @lru_cache(maxsize=1)
@@ -33,7 +34,7 @@ def naive(layout: GradientLayout, lanes: dict[int, torch.Tensor], rows: dict[int
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_finish_equals_the_naive_fold(data: st.DataObject) -> None:
     layout = small_layout()
     n_lanes = data.draw(st.integers(1, 9))

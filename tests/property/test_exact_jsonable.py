@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.exact.jsonable import canonical, decode, encode
+from sampling import examples
 
 KEYS = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False))
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.binary(max_size=8))
@@ -49,7 +50,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @given(VALUES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_round_trip(value: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}
     node = encode(value, "x", tensors)

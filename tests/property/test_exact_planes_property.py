@@ -14,6 +14,7 @@ from everstep.exact.digest import bytes_of, digest_bytes
 from everstep.exact.image import BLOCK_BYTES, Plane, plane_at, planes_of, rows_of, runs_of
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.state import ModelState
+from sampling import examples
 
 SIZES = st.sampled_from([0, 1, 3, 16, 17, 4_000, 65_535, 65_536, 65_537, 131_072, 140_000])
 DTYPES = st.sampled_from([torch.float32, torch.float32, torch.bfloat16])
@@ -66,7 +67,7 @@ def elements(plane: Plane, image: bytes, start: int, count: int) -> bytes:
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(state=states())
 def test_element_e_of_the_gradient_is_element_e_of_every_plane(state: ModelState) -> None:
     manifest = state.manifest()
@@ -115,7 +116,7 @@ def _check_image(manifest: dict[str, Any], image: bytes) -> None:
     assert first == len(manifest["entries"])
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(state=states())
 def test_runs_of_a_plane_are_those_of_its_grid(state: ModelState) -> None:
     manifest = state.manifest()

@@ -12,6 +12,7 @@ from everstep.placement.domain_spread import Crowd, dealt, farthest, hosts_in_or
 from everstep.placement.lanes import place
 from everstep.placement.tiers import folded
 from everstep.placement.tree import cover
+from sampling import examples
 
 
 def hosts_of_racks(racks: list[list[int]]) -> dict[int, Domains]:
@@ -40,7 +41,7 @@ racks = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1
 
 
 @given(racks, st.integers(1, 5))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_each_domain_has_as_equal_a_share_in_each_pool_as_can_be(sizes, pools):
     domains = hosts_of_racks(sizes)
     assume(len(domains) >= pools)
@@ -53,7 +54,7 @@ def test_each_domain_has_as_equal_a_share_in_each_pool_as_can_be(sizes, pools):
 
 
 @given(st.integers(2, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_with_k_domains_and_redundancy_below_k_no_domain_s_death_loses_a_stage(k, stages, hosts, per_host, data):
     """As many workers in each domain, of which each pool has redundancy + 1."""
     redundancy = data.draw(st.integers(1, k - 1))
@@ -80,7 +81,7 @@ def test_with_k_domains_and_redundancy_below_k_no_domain_s_death_loses_a_stage(k
 
 
 @given(racks, st.integers(1, 3), st.integers(0, 2), st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_hosts_that_go_and_come_move_nobody_who_stays(sizes, stages, redundancy, data):
     workers = stages * (redundancy + 1)
     domains = hosts_of_racks(sizes)
@@ -107,7 +108,7 @@ def test_hosts_that_go_and_come_move_nobody_who_stays(sizes, stages, redundancy,
 
 
 @given(racks, st.integers(1, 3), st.integers(0, 8))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_lanes_of_a_host_are_one_run_in_each_pool(sizes, stages, more):
     domains = hosts_of_racks(sizes)
     assume(len(domains) >= stages)
@@ -123,7 +124,7 @@ def test_lanes_of_a_host_are_one_run_in_each_pool(sizes, stages, more):
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 9))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_no_other_even_sizes_would_send_fewer_sums_between_hosts(sizes, more):
     """The naive oracle: every way to say who has one lane more."""
     domains = hosts_of_racks([sizes])

@@ -9,6 +9,7 @@ from everstep.base.plan import Seat
 from everstep.base.pool_wish import PoolWish, make_wish
 from everstep.placement.cuts import balance
 from everstep.placement.lanes import place
+from sampling import examples
 
 
 def stages_of(seats: tuple[Seat, ...]) -> dict[int, set[int]]:
@@ -38,7 +39,7 @@ def jobs(draw):
 
 
 @given(jobs(), st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_repairs_cover_every_stage_and_move_only_who_has_to(job, data):
     lanes, stages, workers, wish = job
     seats = place(range(workers), lanes, stages=stages, wish=wish)

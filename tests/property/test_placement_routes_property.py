@@ -9,6 +9,7 @@ from everstep.base.pipeline.schedule_table import KINDS
 from everstep.base.plan import Member, Plan, Seat
 from everstep.placement.routes import holder, ops, turns
 from everstep.placement.schedules import PipeOp, schedule
+from sampling import examples
 
 
 def plan_of(seats, lanes, stages) -> Plan:
@@ -59,7 +60,7 @@ def play(lists: dict[int, tuple[PipeOp, ...]], parts: int, lanes_of=lambda worke
 
 
 @given(plans(), kinds, st.booleans(), st.data())
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_nobody_waits_for_ever_and_all_is_done_once(plan, kind_chunks, recompute, data):
     kind, chunks = kind_chunks
     lanes = sorted(data.draw(st.sets(st.integers(0, plan.lanes - 1))))
@@ -86,7 +87,7 @@ def test_nobody_waits_for_ever_and_all_is_done_once(plan, kind_chunks, recompute
 
 
 @given(plans(), kinds, st.integers(2, 4), st.sets(st.integers(0, 8)))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_workers_that_do_several_lanes_at_a_time_do_not_wait_for_ever(plan, kind_chunks, at_once, wanted):
     kind, chunks = kind_chunks
     lanes = sorted(lane for lane in wanted if lane < plan.lanes)

@@ -23,6 +23,7 @@ from everstep.placement.shards import (
     spread,
     writers,
 )
+from sampling import examples
 
 sizes = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(lambda n: tuple((f"p{k}", s) for k, s in enumerate(n)))
 ids = st.sets(st.integers(0, 40), min_size=1, max_size=20)
@@ -138,7 +139,7 @@ def moved(found, before):
 
 
 @given(st.integers(0, 70), st.integers(1, 3), ids, st.integers(1, 4), st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_segments_are_spread_evenly_and_few_move(segments, copies, members, n_hosts, data):
     domains = hosts(range(41), n_hosts)
     held = spread(segments, copies, members, domains)

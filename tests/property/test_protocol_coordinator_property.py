@@ -19,6 +19,7 @@ from coordinator_harness import MS, S, World, drop
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator.types import Connected, Disconnected, Received, Tick
+from sampling import examples
 
 ids = st.integers(0, 3)
 lives = st.integers(0, 2)
@@ -95,7 +96,7 @@ def nothing_was_missed(world: World) -> None:
     assert coordinator.job.env.take_effects() == []
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(["replace", "shrink", "wait"]),
     st.lists(st.tuples(st.sampled_from([0, 1, 300, 3000]), any_event, st.booleans()), max_size=60),
@@ -228,7 +229,7 @@ faults = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(["replace", "wait"]),
     st.integers(1, 4),

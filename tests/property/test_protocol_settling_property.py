@@ -12,6 +12,7 @@ from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Member, Plan, Seat, Shard
 from everstep.protocol.settling import Settlement, settle
 from everstep.protocol.step_types import Holding, Key, Record
+from sampling import examples
 
 OF = (("model", 2), ("exp_avg", 2))
 ALL = frozenset(range(4))
@@ -113,7 +114,7 @@ def own(settled: Settlement, holdings: Mapping[int, Holding], worker_id: int, st
     return has(holdings[worker_id], stage, settled.target.step, rolled=rolled)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(cases())
 def test_everybody_gets_what_it_lacks_of_whoever_has_it_and_nothing_else(case):
     plan, holdings = case
@@ -143,7 +144,7 @@ def test_everybody_gets_what_it_lacks_of_whoever_has_it_and_nothing_else(case):
                 assert all(i in settled.serves[j] for j in donors)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(cases())
 def test_nobody_goes_back_further_than_it_must(case):
     plan, holdings = case
@@ -153,7 +154,7 @@ def test_nobody_goes_back_further_than_it_must(case):
     assert settle(plan, holdings) == settled
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(cases())
 def test_with_whole_stages_there_is_nothing_in_pieces(case):
     plan, holdings = case

@@ -15,6 +15,8 @@ from everstep.protocol import messages as m
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "protocol"))
 from coordinator_harness import S, World, drop, member
 
+from sampling import examples
+
 SLOTS = 3
 NAMES = ("a", "b", "c")
 
@@ -192,7 +194,7 @@ def actions() -> st.SearchStrategy[tuple[str, str, int]]:
     return st.tuples(whats, st.sampled_from(NAMES), st.integers(0, SLOTS - 1))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(actions(), max_size=40))
 @example(
     [("join", "a", 0), ("join", "b", 0), ("join", "c", 0), ("drain", "a", 0), ("restart", "a", 0), ("wait", "a", 0)]

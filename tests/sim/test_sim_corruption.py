@@ -134,14 +134,14 @@ def drifting(which: str, workers: int = 3, rewindable: bool = True, *faults: Sim
 @pytest.mark.parametrize("rewindable", [True, False])
 @pytest.mark.parametrize("setup", [{}, {"workers": 2}, {"write_every": 2}, {"stages": 2, "workers": 4}], ids=str)
 def test_a_script_that_changes_the_leaders_state_ends_the_job(setup, rewindable):
-    for seed in range(6):
+    for seed in seeds(6):
         outcome = simulate(seed, setup=drifting("leader", rewindable=rewindable, **setup))
         assert outcome.ok and drifted(outcome), outcome
         assert "job_completed" not in outcome.reports
 
 
 def test_a_script_that_changes_the_state_of_who_was_healed_ends_the_job_at_its_first_step():
-    outcomes = [simulate(seed, setup=drifting("healed", 3, True, SimFault("kill", 60, pick=1))) for seed in range(12)]
+    outcomes = [simulate(seed, setup=drifting("healed", 3, True, SimFault("kill", 60, pick=1))) for seed in seeds(12)]
     assert all(o.ok for o in outcomes) and any(drifted(o) for o in outcomes)
     assert all(drifted(o) or o.unnoticed or not o.flipped for o in outcomes), "all begin again, and drift alike"
 
@@ -163,7 +163,7 @@ def test_a_script_that_sets_the_leaders_model_alone_ends_the_job(workers, fault,
         return AgreePayload(sections)
 
     monkeypatch.setattr(Reduction, "_payload", set_otherwise)
-    for seed in range(6):
+    for seed in seeds(6):
         setup = quiet(workers, SimJob(8, 6, 4), 100, *fault)
         outcome = simulate(seed, setup=setup)
         assert outcome.ok and drifted(outcome), outcome
@@ -173,9 +173,9 @@ def test_a_script_that_sets_the_leaders_model_alone_ends_the_job(workers, fault,
 def test_a_second_flip_before_all_have_come_as_far_is_taken_for_drift():
     """Of hardware that fails twice within so few steps as of a script: nobody can tell."""
     twice = quiet(3, SimJob(9, 6, 4), 4, FLIP, SimFault("flip", 430))
-    outcomes = [simulate(seed, setup=twice) for seed in range(12)]
+    outcomes = [simulate(seed, setup=twice) for seed in seeds(12)]
     assert all(o.ok for o in outcomes) and any(drifted(o) for o in outcomes)
-    assert not any(drifted(o) for o in runs("the outvoted worker alone knows"))
+    assert not any(drifted(o) for o in runs("the outvoted worker alone knows", len(seeds(24))))
 
 
 # ---- the checks see what they are to see

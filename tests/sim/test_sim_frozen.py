@@ -17,6 +17,7 @@ from everstep.sim.rules import USUAL
 from everstep.sim.scenario import Simulation
 from everstep.sim.setups import Setup, set_up, set_up_leased, set_up_split
 from everstep.sim.world import MS
+from sampling import seeds
 
 SPANS_MS = (20, 150, 450, 700, 1600, 5000, 30_000)
 """Shorter than a heartbeat; about as long as the limits of silence; and so long that the coordinator sees that it was
@@ -56,7 +57,7 @@ def given_up(one: Simulation) -> dict[WorkerKey, int]:
 @pytest.mark.parametrize("for_ms", SPANS_MS)
 @pytest.mark.parametrize("draw", [set_up, set_up_split, set_up_leased])
 def test_nobody_who_lives_is_given_up(draw: Callable[[int], Setup], for_ms: int) -> None:
-    for seed in range(6):
+    for seed in seeds(6):
         at_ms = Random(seed * 1000 + for_ms).randint(1, 400)
         one = ran(seed, draw, SimFault("coordinator_freeze", at_ms, for_ms=for_ms))
         assert given_up(one) == {}, (seed, at_ms)
@@ -65,7 +66,7 @@ def test_nobody_who_lives_is_given_up(draw: Callable[[int], Setup], for_ms: int)
 @pytest.mark.parametrize("for_ms", SPANS_MS)
 @pytest.mark.parametrize("draw", [set_up, set_up_leased])
 def test_where_some_died_meanwhile_nobody_else_is_given_up(draw: Callable[[int], Setup], for_ms: int) -> None:
-    for seed in range(6):
+    for seed in seeds(6):
         chance = Random(seed * 1000 + for_ms)
         at_ms, pick = chance.randint(60, 250), chance.randint(0, 99)
         kills = [SimFault("kill", at_ms + chance.randint(-20, min(for_ms, 100)), pick=pick + k) for k in range(2)]

@@ -50,7 +50,7 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_promises_hold(name: str) -> None:
-    failed = [str(o) for o in (under(SCENARIOS[name], seed) for seed in range(6)) if not o.ok]
+    failed = [str(o) for o in (under(SCENARIOS[name], seed) for seed in seeds(6)) if not o.ok]
     assert not failed, failed[0]
 
 
@@ -102,10 +102,10 @@ def foreign(seed: int) -> Setup:
 
 
 def test_hosts_that_compute_otherwise_never_train_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes = [simulate(seed, setup=foreign(seed)) for seed in range(12)]
+    outcomes = [simulate(seed, setup=foreign(seed)) for seed in seeds(12)]
     failed = [str(outcome) for outcome in outcomes if not outcome.ok]
     assert not failed, failed[0]
-    assert sum(outcome.seen["hosts", "refused"] for outcome in outcomes) > 6
+    assert sum(outcome.seen["hosts", "refused"] for outcome in outcomes) > len(outcomes) // 2
     monkeypatch.setattr(Likeness, "kernels", lambda self, said, host: None)
     assert any("have other kernels" in simulate(seed, setup=foreign(seed)).problem for seed in range(3))
 
@@ -126,10 +126,10 @@ def test_no_bit_of_lives_that_compute_otherwise_gets_into_a_step(monkeypatch: py
 
 
 def test_nor_into_any_stage_of_a_split_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes = [simulate(seed, setup=odd(seed, set_up_split)) for seed in range(40)]
+    outcomes = [simulate(seed, setup=odd(seed, set_up_split)) for seed in seeds(40)]
     failed = [str(outcome) for outcome in outcomes if not outcome.ok]
     assert not failed, failed[0]
-    assert sum(outcome.reports.get("probe_done", 0) for outcome in outcomes) > 10
+    assert sum(outcome.reports.get("probe_done", 0) for outcome in outcomes) > len(outcomes) // 8
     monkeypatch.setattr(Probing, "judge", lambda self, outcome, me: None)
     assert any("P1" in simulate(seed, setup=odd(seed, set_up_split)).problem for seed in range(12))
 

@@ -16,8 +16,9 @@ from everstep.sim.faults import SimFault
 from everstep.sim.model import GRADIENT, SimJob, undisturbed
 from everstep.sim.scenario import NONFINITE, Verdict, simulate
 from everstep.sim.setups import Setup, set_up, set_up_split
+from sampling import seeds
 
-SEEDS = range(8)
+SEEDS = seeds(8)
 ROW = frozenset({(4, 1), (5, GRADIENT), (6, 0), (6, 3)})
 KILLS = (SimFault("kill", 60, "agreeing", 4, 300, 1), SimFault("kill", 60, "updating", 13, 0, 2, same=True))
 

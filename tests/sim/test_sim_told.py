@@ -67,7 +67,7 @@ def key_of(event: Event) -> WorkerKey:
     return WorkerKey(event["worker_id"], event["incarnation"])
 
 
-@pytest.mark.parametrize("start", mostly_longer(range(0, 50, 10), lambda start: start < 30))
+@pytest.mark.parametrize("start", mostly_longer(range(0, 50, 10), lambda start: start < 20))
 @pytest.mark.parametrize("draw", [set_up, set_up_split, set_up_leased, set_up_operated])
 def test_what_is_told_is_what_has_happened(draw: Callable[[int], Setup], start: int) -> None:
     for seed in range(start, start + 10):

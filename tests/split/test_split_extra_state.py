@@ -19,6 +19,7 @@ from everstep import Task
 from everstep.exact.extra_state import pack
 from everstep.exact.topology import select
 from everstep.train.replica import StageReplica
+from sampling import mostly_longer
 
 VALUES: dict[str, Any] = {"lanes": 4, "micro_batch": 2}
 SAVES = {"checkpoint": {"disk": {"every_steps": 2}}}
@@ -95,7 +96,7 @@ def facts(model: Keeper) -> list[bytes]:
     return [f"{name} {t.detach().numpy().tobytes()!r}".encode() for name, t in named]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", mostly_longer(SHAPES, lambda shape: shape in ("none", "bytes", "dict", "tensor")))
 def test_a_job_goes_on_from_a_checkpoint_with_the_extra_state_of_root_and_nested_modules(
     shape: str, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ import everstep
 from everstep.base import exit_codes
 from everstep.base.cause import Cause
 from everstep.base.config import describe, load_config
+from everstep.cli import run
 from everstep.cli.config_file import read_config_file
 from everstep.cli.main import COMMANDS, cli
+from everstep.runtime.host.fork_server_client import EarlyForkServer
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs" / "site"))
@@ -86,8 +89,25 @@ def test_there_is_a_config_for_each_way() -> None:
     assert {path.stem for path in CONFIGS} == local | {"kubernetes", "ray", "slurm"}
 
 
+class Lasting(EarlyForkServer):
+    """Outlives the commands that ask it: each new one would import torch."""
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def fork_server() -> Iterator[EarlyForkServer]:
+    server = Lasting(1, ("torch",))
+    yield server
+    EarlyForkServer.close(server)
+
+
 @pytest.mark.parametrize("name", ["data_parallel", "fsdp", "pipeline", "tensor_parallel", "three_d", "zero"])
-def test_a_job_can_be_placed_by_its_config(name: str) -> None:
+def test_a_job_can_be_placed_by_its_config(
+    name: str, fork_server: EarlyForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "take_early", lambda threads, preload: fork_server)
     command = ["run", "transformer-text", "--config", str(ROOT / "configs" / f"{name}.yaml"), "--dry-run"]
     done = CliRunner().invoke(cli, command)
     assert done.exit_code == 0 and "global batch" in done.output, done.output

@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 from torch import optim
 
 import optimizers_divided as cases
-from everstep.train.optimizer_kind import expected_kind
+from everstep.train.optimizer_kind import OptimizerKind, expected_kind
 from odd_optimizers import ODD
 from sampling import mostly_longer
 
@@ -22,9 +23,15 @@ DIVIDING = cases.ELEMENTS | cases.MATRICES
 SEVERAL_AT_ONCE = ("SGD foreach", "Adam foreach", "Adafactor foreach")
 
 
-def not_by_loop(name: str) -> bool:
+def usual(name: str) -> bool:
     """On a processor torch loops by itself, unless it is asked for something else."""
-    return not name.endswith(" loop") or name == "SGD loop"
+    return name in SEVERAL_AT_ONCE or name == "SGD loop" or not name.endswith((" foreach", " loop"))
+
+
+@cache
+def kinds_of(name: str) -> list[OptimizerKind]:
+    """Its kind before the first update, at it, and after it."""
+    return cases.found(cases.ALL[name])
 
 
 def divides(name: str) -> str:
@@ -36,21 +43,17 @@ def test_all_optimizers_of_torch_are_looked_at() -> None:
     assert there - ELSEWHERE <= {name.split()[0] for name in cases.ALL}
 
 
-@pytest.mark.parametrize("name", mostly_longer(cases.ALL, not_by_loop))
+@pytest.mark.parametrize("name", mostly_longer(cases.ALL, usual))
 def test_which_can_be_divided_is_known_before_and_seen_in_the_first_updates(name: str) -> None:
-    kinds = cases.found(cases.ALL[name])
+    kinds = kinds_of(name)
     assert [kind.divides for kind in kinds] == [divides(name)] * 3, kinds
     assert all(kind.allows(kinds[0]) for kind in kinds)
 
 
-@pytest.mark.parametrize(
-    "name", mostly_longer(DIVIDING, lambda name: name in SEVERAL_AT_ONCE or not name.endswith((" foreach", " loop")))
-)
+@pytest.mark.parametrize("name", mostly_longer(DIVIDING, lambda name: usual(name) and name != "SGD loop"))
 @pytest.mark.parametrize(("members", "copies"), [pytest.param(3, 1, marks=pytest.mark.longer), (4, 2)])
 def test_members_that_divide_the_state_have_the_bits_of_one(name: str, members: int, copies: int) -> None:
-    make = cases.ALL[name]
-    kind = cases.found(make)[0]
-    assert cases.ends_alike(make, kind, members, copies)
+    assert cases.ends_alike(cases.ALL[name], kinds_of(name)[0], members, copies)
 
 
 @pytest.mark.longer
