@@ -145,8 +145,8 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
 
     - lanes: the sums of its lanes, one flat gradient for each complete subtree, and gradients under way. The update's
       gradients lie where those were, if it needs all of them; between hosts, what has left is still in `.grad`.
-    - results: reduced gradients. The workers of one host hold them once, in parts; elsewhere each has its own. From
-      stage 1 on, two of the own part, since blocks are finished early.
+    - results: reduced gradients. The workers of one host hold them once, whoever updates with them; elsewhere each has
+      its own, from stage 1 on two of the own part, since blocks that come early may not overwrite those of a step.
     - gradients: from stage 1 on, those normalised for one part of the update, which is made a little at a time.
     - staging: of a worker's part of a checkpoint, as far as it is allowed. snapshots: copies in memory.
     Where all workers hold all parts, or nothing can be divided, stages 1 and 2 divide nothing. Stage 2 gives the sums
@@ -171,7 +171,7 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
         "gradients": min(flat * part, _AT_ONCE_BYTES) if divided else 0.0,
         "optimizer": 0.0 if split.offload else optimizer,
         "lanes": waiting if by_unit else flat * split.nodes + under_way,
-        "results": 2 * own if divided else flat / (split.workers if split.hosts == 1 else 1),
+        "results": flat / split.workers if split.hosts == 1 else 2 * own if divided else flat,
         "buffers": model.buffer_bytes,
         "activations": model.activation_bytes,
         "process": model.fixed_bytes,

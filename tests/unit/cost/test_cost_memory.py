@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,6 +96,28 @@ def test_of_gradients_that_are_given_back_few_are_held() -> None:
     assert [lanes(2, hosts) for hosts in (1, 4, 2)] == [2, 0, 8]
     assert [lanes(1, hosts) for hosts in (1, 4, 2)] == [4, 8, 8]
     assert [lanes(stage, 1, 8) for stage in (1, 2)] == [4, 4]
+
+
+def test_workers_of_one_host_hold_reduced_gradients_once_whoever_updates_with_them() -> None:
+    """Bytes per parameter; on several hosts two of the own part, and all where nothing is divided."""
+
+    def results(stage: int, copies: int, hosts: int = 1) -> float:
+        split = Split(4, copies=copies, hosts=hosts)
+        return of_ours(adam(BILLION), split, stage).device["results"] / BILLION
+
+    assert {results(stage, copies) for stage in (0, 1, 2) for copies in (1, 2, 3)} == {1}
+    assert [results(2, copies, 4) for copies in (1, 2)] == [2, 4] and results(0, 1, 4) == 4
+
+
+@pytest.mark.parametrize(("workers", "measured"), [(2, 1173), (4, 1531)])
+def test_a_job_of_divided_gradients_whose_state_lies_in_files_holds_what_was_measured(
+    workers: int, measured: float
+) -> None:
+    """MiB of a whole job of 25.4M parameters, Adam, 8 lanes, one copy, by bench/memory.py."""
+    fixed = memory.WORKER_BYTES + memory.JOB_BYTES / workers
+    model = replace(adam(25_400_000), activation_bytes=20.3e6, fixed_bytes=fixed)
+    split = Split(workers, 8, most_nodes(workers, 8), copies=1, offload=True)
+    assert workers * of_ours(model, split, 2).total / 2**20 == pytest.approx(measured, rel=0.1)
 
 
 def test_a_recovery_copies_one_workers_part_of_a_divided_state_and_all_of_another() -> None:
