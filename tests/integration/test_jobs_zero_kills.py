@@ -139,12 +139,22 @@ def test_holders_one_two_and_the_leader_die_while_a_worker_gets_its_part(
     pace = [{"kind": "worker_joined", "count": workers + len(lost) + sum(map(len, lost.values()))}]
     how = {"numerics": NUMERICS, "settings": SETTINGS | placed(settings, tmp_path)}
     job = jobs.start(task, workers=workers, chaos="; ".join(faults), pace=pace, lane_s=0.15, **how)
+    gone: set[int] = set()
     for number, of in enumerate(lost.values()):
         job.wait_for("fault_injected", lambda event, n=number: healing(job) > n)  # type: ignore[misc]
-        for pid in [job.pid_of(who) for who in of]:
+        lives = {life_of(job, who, gone) for who in of}
+        for pid in lives:
             os.kill(pid, signal.SIGKILL)
+        gone |= lives
     assert job.end() == 0, job.account()
     same(jobs.reference(task, NUMERICS), job)
+
+
+def life_of(job: Job, who: int, gone: set[int]) -> int:
+    """A worker's process, once it is not one that is gone: one heal may be held up twice, so soon after each other that
+    the worker has not come again."""
+    job.wait_for("worker_joined", lambda event: job.pid_of(who) not in gone, worker_id=who)
+    return job.pid_of(who)
 
 
 def healing(job: Job) -> int:

@@ -188,7 +188,7 @@ def memory(task: str | None, as_json: bool, **asked: Any) -> int:
     mine = splits if splits_something(asked) else None
     if named and splits is None and splits_something(asked):
         raise ConfigError(f"--params: {NOT_NEAR} for a split, got {known.model.parameters}: leave the split out")
-    runs = _runs(known, split, asked["offload"])
+    runs = _runs(known, split, asked)
     cell = _cell(part, split, known)
     if as_json:
         about = None if cell is None else {**asdict(cell), "total_bytes": cell.total, "source": _OURS}
@@ -246,11 +246,13 @@ def _split(known: _Known, asked: Mapping[str, Any]) -> Split:
     return Split(workers, lanes, nodes, copies, offload, asked["hosts"], staged, kept, apart, all_of_it)
 
 
-def _runs(known: _Known, split: Split, offload: str) -> dict[int, HowItRuns]:
-    """Whether jobs run each stage of ZeRO. offload: as a config has it."""
+def _runs(known: _Known, split: Split, asked: Mapping[str, Any]) -> dict[int, HowItRuns]:
+    """Whether jobs run each stage of ZeRO."""
+    plain, given = asdict(ZeroConfig(offload="none")), {key: asked[name] for _, name, key in _ZERO_OPTIONS[1:]}
+    zero = {f"zero.{key}": value for key, value in given.items() if value not in (None, plain[key])}
     stages = {k: ParallelSplit(pp=known.stages, dp=split.workers, zero=k) for k in STAGES}
     each = -(-split.lanes // split.workers)
-    found = {k: how_it_runs(one, each, offload=offload) for k, one in stages.items()}
+    found = {k: how_it_runs(one, each, zero=zero) for k, one in stages.items()}
     return {k: _with_optimizer(how, k, known.optimizer) for k, how in found.items()}
 
 

@@ -5,6 +5,7 @@ The checks of a job's own config decide, so a plan says nothing else than `evers
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from everstep.base.config import load_config
@@ -33,16 +34,17 @@ class HowItRuns(NamedTuple):
 
 
 def how_it_runs(
-    split: ParallelSplit, micro_batches: int = 1, dtype: str = "fp32", *, offload: str = "none", cpu: bool = True
+    split: ParallelSplit, micro_batches: int = 1, dtype: str = "fp32", *, zero: Mapping[str, Any] = {}, cpu: bool = True
 ) -> HowItRuns:
-    """The job that runs a split, on GPUs if these do, else on CPUs. cpu: whether there may be such.
+    """The job that runs a split, on GPUs if these do, else on CPUs. zero: keys of `zero` that it has beside its stage.
+    cpu: whether there may be such a job.
 
     Stage 3 of ZeRO is a worker of as many processes, which divide parameters, too; `cell.tp` is tensor parallelism.
     """
     lacking = _lacking(split, dtype)
     if lacking:
         return HowItRuns(None, lacking)
-    config = _config_of(split, micro_batches, offload)
+    config = _config_of(split, micro_batches, zero)
     why_not = _refused(config | {"device": "cuda"})
     if why_not and cpu:
         config, why_not = config | {"device": "cpu"}, _refused(config)
@@ -64,7 +66,7 @@ def _lacking(split: ParallelSplit, dtype: str) -> str:
     return ""
 
 
-def _config_of(split: ParallelSplit, micro_batches: int, offload: str) -> dict[str, Any]:
+def _config_of(split: ParallelSplit, micro_batches: int, zero: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of the job that would run a split, without those that are as by default."""
     pool, fsdp = (1, split.dp) if split.zero == 3 else (split.dp, 1)
     config: dict[str, Any] = {
@@ -83,9 +85,7 @@ def _config_of(split: ParallelSplit, micro_batches: int, offload: str) -> dict[s
         config["cell.sp"] = True
     if split.zero in (1, 2):
         config["zero.stage"] = split.zero
-    if offload != "none":
-        config["zero.offload"] = offload
-    return config
+    return config | {key: value for key, value in zero.items() if key != "zero.copies" or split.zero in (1, 2)}
 
 
 def _refused(config: dict[str, Any]) -> str:

@@ -157,7 +157,7 @@ def splits_of(
             "total_bytes": round(usage.total),
             "fits": None if room is None else usage.total <= room,
             "max_model_size": None if room is None else usage.largest(room, shape.parameters),
-            **how_it_runs(split, count, offload="cpu" if offload else "none").about(),
+            **how_it_runs(split, count, zero={"zero.offload": "cpu"} if offload else {}).about(),
         }
 
     found = {name: needs(split, offload) for name, (split, offload) in usual_splits(shape, base).items()}

@@ -16,8 +16,9 @@ from everstep.base.errors import check
 
 STAGES = (0, 1, 2, 3)
 GB = 10**9
-_AT_ONCE_BYTES = 4.0 * (1 << 18)
-"""Gradients of one part of an update, where each worker updates a part of the model."""
+AT_ONCE_ELEMENTS, OFFLOADED_ELEMENTS = 1 << 18, 1 << 22
+"""As of `train.optimizer_update`: elements that are updated at once where each worker updates a part of the model, and
+where it updates all and the optimizer's state lies elsewhere."""
 _MOST_FOLLOWED, _FROM_EACH_BYTES = 3, 1 << 26
 """As of `train.taking`: workers that a new one follows at the most, and what each of several gives at least."""
 _IN_USE_BYTES = float(1 << 26)
@@ -145,9 +146,10 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
 
     - lanes: the sums of its lanes, one flat gradient for each complete subtree, and gradients under way. The update's
       gradients lie where those were, if it needs all of them; between hosts, what has left is still in `.grad`.
-    - results: reduced gradients. The workers of one host hold them once, in parts; elsewhere each has its own. From
-      stage 1 on, two of the own part, since blocks are finished early.
+    - results: reduced gradients. The workers of one host hold them once, whoever updates with them; elsewhere each has
+      its own, from stage 1 on two of the own part, since blocks that come early may not overwrite those of a step.
     - gradients: from stage 1 on, those normalised for one part of the update, which is made a little at a time.
+    - optimizer: of a state that lies elsewhere, that of one part of the update.
     - staging: of a worker's part of a checkpoint, as far as it is allowed. snapshots: copies in memory.
     Where all workers hold all parts, or nothing can be divided, stages 1 and 2 divide nothing. Stage 2 gives the sums
     of a worker's last lane back block by block as soon as they have been added up, so with one lane per worker few are
@@ -166,12 +168,14 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
     waiting = flat / 2 if split.hosts == 1 else 0.0
     optimizer, own = model.held(stage, part)
     staging = min(split.staging, (model.parameter_bytes + model.optimizer_bytes + model.buffer_bytes) / split.workers)
+    at_once = AT_ONCE_ELEMENTS if divided else OFFLOADED_ELEMENTS
+    in_use = min(optimizer, model.optimizer_bytes / model.parameters * at_once)
     device = {
         "parameters": model.parameter_bytes / (split.workers if stage == 3 else 1),
-        "gradients": min(flat * part, _AT_ONCE_BYTES) if divided else 0.0,
-        "optimizer": 0.0 if split.offload else optimizer,
+        "gradients": min(flat * part, 4.0 * at_once) if divided else 0.0,
+        "optimizer": in_use if split.offload else optimizer,
         "lanes": waiting if by_unit else flat * split.nodes + under_way,
-        "results": 2 * own if divided else flat / (split.workers if split.hosts == 1 else 1),
+        "results": flat / split.workers if split.hosts == 1 else 2 * own if divided else flat,
         "buffers": model.buffer_bytes,
         "activations": model.activation_bytes,
         "process": model.fixed_bytes,
@@ -182,6 +186,7 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
         deeper = flat * max(0, math.ceil(math.log2(per_worker)) - 1)
         host["lanes"] -= deeper
         device |= {"parameters": min(model.parameter_bytes, _IN_USE_BYTES), "lanes": deeper, "results": 0.0}
+        device["optimizer"] = 0.0  # what is in use of it then takes the place of parameters and gradients
         device["gradients"] = min(flat, _IN_USE_BYTES)
     if staging:
         (host if split.host_apart else device)["staging"] = staging

@@ -104,10 +104,10 @@ class OptimizerUpdate:
         self, step: int, seed: int, dealt: Dealt | None, pieces: Ranges | None, give: Callable[[Ranges], None]
     ) -> None:
         began, optimizer, memory = time.monotonic(), self._optimizer, self._memory
-        self.dealt = dealt
+        self.dealt, looks = dealt, self._looks_now(step)
         if isinstance(memory, ModelFile):
             self._refuse_hooks("zero.offload_params", "gradients are put into place for one part after the other")
-            if not self.proven or self._looks_now(step):  # at these parameters, below
+            if not self.proven or looks:  # at these parameters, below
                 tried = tried_of(optimizer, known=self._known)
                 give(_whole(chain.from_iterable((*sample_of(optimizer), *tried))))
         probe = (
@@ -136,6 +136,8 @@ class OptimizerUpdate:
         self.proven = True
         memory.let_go()
         if isinstance(memory, FarMemory):
+            if looks:
+                give_freed_memory_back()  # in which the first update has made the state, before it moved
             self._judge(began, time.monotonic())
 
     def _each(self, optimizers: OptimizerSet, step: int, seed: int) -> None:

@@ -298,6 +298,17 @@ def test_what_the_job_is_told_counts_as_the_options_do(
     assert told == planned(capsys, *asked, *options) != planned(capsys, *asked)
 
 
+def test_the_job_that_runs_a_stage_is_named_with_all_that_was_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    def runs(*options: str) -> list[dict[str, object] | None]:
+        stages = planned(capsys, "--params", "1B", "--workers", "8", *options)["ours"]["stages"].values()
+        return [found and {k: v for k, v in found.items() if "zero" in k} for found in (x["runs_with"] for x in stages)]
+
+    assert runs("--copies", "1")[:3] == [{}, *({"zero.stage": stage, "zero.copies": 1} for stage in (1, 2))]
+    assert runs()[:3] == runs("--copies", "2")[:3] == [{}, {"zero.stage": 1}, {"zero.stage": 2}]
+    files = {"zero.offload": "/disk", "zero.offload_params": True}
+    assert runs("--offload", "/disk", "--offload-params") == [files, None, None, None]
+
+
 TASKS = """
 import torch
 import everstep

@@ -56,8 +56,8 @@ def test_what_does_not_run_says_why(split: ParallelSplit, why: str) -> None:
 
 
 def test_offload_and_types_of_numbers() -> None:
-    whole = how_it_runs(ParallelSplit(dp=2), offload="cpu").config
+    whole = how_it_runs(ParallelSplit(dp=2), zero={"zero.offload": "cpu"}).config
     assert whole is not None and whole["zero.offload"] == "cpu" and "device" not in whole
-    divided = how_it_runs(ParallelSplit(dp=2, zero=1), offload="/disk").config
+    divided = how_it_runs(ParallelSplit(dp=2, zero=1), zero={"zero.offload": "/disk"}).config
     assert divided is not None and divided["zero.offload"] == "/disk" and divided["zero.stage"] == 1
     assert "float32" in how_it_runs(ParallelSplit(dp=2), dtype="bf16").why_not

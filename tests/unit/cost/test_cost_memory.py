@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +26,7 @@ from everstep.cost.memory import (
 )
 from everstep.placement.tree import cover
 from everstep.train import taking
+from everstep.train.optimizer_update import DIVIDED_ELEMENTS, PART_ELEMENTS
 
 BILLION = 10**9
 
@@ -96,6 +99,26 @@ def test_of_gradients_that_are_given_back_few_are_held() -> None:
     assert [lanes(stage, 1, 8) for stage in (1, 2)] == [4, 4]
 
 
+def test_workers_of_one_host_hold_reduced_gradients_once_whoever_updates_with_them() -> None:
+    """Bytes per parameter; on several hosts two of the own part, and all where nothing is divided."""
+
+    def results(stage: int, copies: int, hosts: int = 1) -> float:
+        split = Split(4, copies=copies, hosts=hosts)
+        return of_ours(adam(BILLION), split, stage).device["results"] / BILLION
+
+    assert {results(stage, copies) for stage in (0, 1, 2) for copies in (1, 2, 3)} == {1}
+    assert [results(2, copies, 4) for copies in (1, 2)] == [2, 4] and results(0, 1, 4) == 4
+
+
+@pytest.mark.parametrize(("stage", "workers", "measured"), [(2, 2, 1173), (2, 4, 1531)])
+def test_a_job_whose_state_lies_in_files_holds_what_was_measured(stage: int, workers: int, measured: float) -> None:
+    """MiB of a whole job of 25.4M parameters, Adam, 8 lanes, one copy, by bench/memory.py."""
+    fixed = memory.WORKER_BYTES + memory.JOB_BYTES / workers
+    model = replace(adam(25_400_000), activation_bytes=20.3e6, fixed_bytes=fixed)
+    split = Split(workers, 8, most_nodes(workers, 8), copies=1, offload=True)
+    assert workers * of_ours(model, split, stage).total / 2**20 == pytest.approx(measured, rel=0.1)
+
+
 def test_a_recovery_copies_one_workers_part_of_a_divided_state_and_all_of_another() -> None:
     """Bytes per parameter: at those who give, and at the one that gets it."""
 
@@ -131,8 +154,13 @@ def test_where_an_optimizer_keeps_nothing_stages_1_and_2_divide_nothing() -> Non
 
 
 def test_what_is_offloaded_is_the_hosts() -> None:
-    usage = of_ours(adam(BILLION), Split(4, offload=True), 1)
-    assert (usage.device["optimizer"], usage.host["optimizer"]) == (0, 4 * BILLION)
+    """But for what of it is in use at a time."""
+    for stage, elements in ((0, PART_ELEMENTS), (1, DIVIDED_ELEMENTS)):
+        usage = of_ours(adam(BILLION), Split(4, offload=True), stage)
+        assert (usage.device["optimizer"], usage.host["optimizer"]) == (8 * elements, 8 * BILLION / (1 + stage))
+    assert of_ours(adam(10**6), Split(4, offload=True), 0).device["optimizer"] == 8 * 10**6
+    in_files = of_ours(adam(BILLION), Split(4, offload=True, offload_params=True), 0)
+    assert in_files.device["optimizer"] == 0, "parameters and gradients are not in use in an update"
     assert by_paper(BILLION, 4, 0, offload=True).host["optimizer"] == 12 * BILLION
     found = answers_of_ours(adam(BILLION), Split(4, offload=True), None)
     assert found[0].baseline_memory_gb > found[0].zero_memory_gb

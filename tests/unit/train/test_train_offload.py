@@ -340,6 +340,18 @@ def test_copies_on_which_updates_are_tried_take_no_memory_afterwards(tmp_path: P
     assert _anonymous_mb() - before < 24
 
 
+def test_memory_in_which_the_state_is_made_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_update, "PART_ELEMENTS", 1 << 20)
+    keep_freed_memory()
+    trained = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+    update = OptimizerUpdate(AdamW(trained.parameters()), StateFile(tmp_path))
+    update.prove()
+    gradients(trained, 1)
+    before = _anonymous_mb()
+    update.make(1, 1)
+    assert _anonymous_mb() - before < 8
+
+
 class AtOnce(torch.optim.SGD):
     """Counts its updates in its group."""
 
