@@ -98,6 +98,7 @@ class RankSums:
         self._captured: dict[int, list[Tensor]] = {}
         self._counted: frozenset[int] = frozenset()
         self._adds: list[Add] = []
+        self._elsewhere: dict[int, int] = {}
         self._ranks: Sequence[int] = ()
         self._point = 0
 
@@ -122,7 +123,9 @@ class RankSums:
         """A round begins. lanes: by seat, None for one that does not count, but takes part. point: before the first at
         which the ranks meet in it."""
         self._ranks, self._point = range(len(lanes) * self._degree), point
-        self._adds = self._folding.round(lanes)
+        before, self._adds = self._folding.seats, self._folding.round(lanes)
+        read = {place.number for add in self._adds for place in add[1:] if place is not None and place.kind == "slot"}
+        self._elsewhere = {slot: before[slot] for slot in sorted(read) if before.get(slot, len(lanes)) != len(lanes)}
 
     def enter(self, lane: int) -> None:
         """The lane's passes come next. Without this call all of its gradients stay in `.grad` until `add`."""
@@ -181,8 +184,7 @@ class RankSums:
         found = sorted(self._folding.slots.items())
         for _, slot in found:
             for unit in self._units:
-                for rank in self._ranks:
-                    self._shelves.bring_sum(slot, rank, *part_of(unit.start, unit.stop, len(self._ranks), rank))
+                self._bring_sum(slot, self._folding.seats[slot], unit, unit.start, unit.stop)
         return [(node, bytes(self._rows[slot]), self._shelves.slot(slot)) for node, slot in found]
 
     # ---- one lane
@@ -246,8 +248,16 @@ class RankSums:
         seats = {place.number for add in self._adds for place in add[1:] if place is not None and place.kind == "box"}
         lo, hi = part_of(self._units[unit].start, self._units[unit].stop, len(self._ranks), shelves.rank)
         shelves.bring(turn, sorted(seats), self._ranks, lo - start, hi - start)
+        for slot, count in self._elsewhere.items():  # its ranges were others than this round's
+            self._bring_sum(slot, count, self._units[unit], lo, hi)
         self._fold(unit, turn)
         lane.at += 1
+
+    def _bring_sum(self, slot: int, seats: int, unit: Wrapped, lo: int, hi: int) -> None:
+        """Have here these elements of a slot, which the ranks of so many seats have made."""
+        for rank in range(seats * self._degree):
+            first, last = part_of(unit.start, unit.stop, seats * self._degree, rank)
+            self._shelves.bring_sum(slot, rank, max(first, lo), min(last, hi))
 
     def _fold(self, unit: int, turn: int) -> None:
         """Make the round's additions, of this rank's range of a unit."""

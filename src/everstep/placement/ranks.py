@@ -68,6 +68,8 @@ class Folding:
         self._top = {lane: top for top in tops for lane in range(*top)}
         self.slots: dict[Node, int] = {}
         """Complete subtrees, and the slots that hold their sums."""
+        self.seats: dict[int, int] = {}
+        """How many seats had a place in the round that has made what is in a slot."""
 
     def round(self, lanes: Sequence[int | None]) -> list[Add]:
         """The additions of a round, in order. lanes: by seat, None for one that does not count. Afterwards the boxes
@@ -93,6 +95,7 @@ class Folding:
             if at.kind == "box":
                 self.slots[node] = slot = self._free()
                 _end_in(adds, at, SumPlace("slot", slot))
+        self.seats = self.seats | {add.into.number: len(lanes) for add in adds if add.into.kind == "slot"}
         return adds
 
     def _free(self) -> int:

@@ -17,9 +17,10 @@ from everstep.exact.layout import GradientLayout, align_parameters, untie
 from everstep.exact.pieces import PieceUpdate
 from everstep.exact.rank_sums import RankSums
 from everstep.exact.trees import bundle
-from everstep.parallel.cell_memory import CellMemory
+from everstep.parallel.cell_memory import CellMemory, SharedPlace
 from everstep.placement.ranks import rounds
 from everstep.placement.tree import cover
+from everstep.train.cell_elsewhere import NoOthers
 from everstep.train.cell_store import CAME, GOES, CellPlaces, CellStore
 from everstep.train.cell_update import CellUpdate
 
@@ -83,11 +84,37 @@ class Rank:
         sums.add(lane)
 
 
-def in_threads(act: Callable[[Rank], None], wrap: int | None = None) -> tuple[list[Rank], list[BaseException]]:
-    """All ranks at once; what they raised."""
+class Apart(NoOthers):
+    """Each rank has a memory of its own, as if it were on a host of its own."""
+
+    def __init__(self, own: CellMemory, memories: list[CellMemory]) -> None:
+        self._own, self._memories = own, memories
+        others = [memory for memory in memories if memory is not own]
+        own.tell_with(lambda index, value: [memory.receive(index, value) for memory in others] and None)
+
+    def bring(self, rank: int, offset: int, size: int) -> None:
+        if size > 0 and self._memories[rank] is not self._own:
+            source = self._memories[rank].tensor(SharedPlace(offset, size), torch.uint8)
+            self._own.tensor(SharedPlace(offset, size), torch.uint8).copy_(source)
+
+
+def in_threads(
+    act: Callable[[Rank], None], wrap: int | None = None, *, apart: bool = False
+) -> tuple[list[Rank], list[BaseException]]:
+    """All ranks at once; what they raised. apart: as if each were on a host of its own."""
     head = Rank(0, wrap=wrap)
     threads = torch.get_num_threads()
-    ranks, raised = [head, *(Rank(k, head.memory, wrap) for k in range(1, RANKS))], []
+    raised: list[BaseException] = []
+    memories = [CellMemory.create(head.places.size, k) if apart else head.memory for k in range(RANKS)]
+    ranks = (
+        [Rank(k, memories[k], wrap) for k in range(RANKS)]
+        if apart
+        else [head, *(Rank(k, head.memory, wrap) for k in range(1, RANKS))]
+    )
+    for one in ranks if apart else ():
+        one.store.others = Apart(one.memory, [other.memory for other in ranks])
+        for parameter, same in zip(one.model.parameters(), head.model.parameters(), strict=True):
+            parameter.data.copy_(same.detach())
 
     def run(one: Rank) -> None:
         torch.set_num_threads(threads)  # a new thread has another number, and bits depend on it
@@ -119,10 +146,12 @@ def there(layout: GradientLayout, row: bytes, flat: Tensor) -> list[Tensor]:
     return [flat[e.offset : e.stop].clone() for e, is_there in zip(layout.entries, row, strict=True) if is_there]
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("wrap", [None, 50])
-@pytest.mark.parametrize("lanes", [list(range(6)), [0, 1, 2, 3], [1, 2, 4, 5], [3]])
-def test_sums_have_the_bits_of_one_process(lanes: list[int], wrap: int | None) -> None:
-    """Twice: the first lane of a head is another case. By units, and by modules of some size."""
+@pytest.mark.parametrize("lanes", [list(range(6)), [0, 1, 2, 3], [1, 2, 4, 5], [0, 1, 2, 3, 5], [3]])
+def test_sums_have_the_bits_of_one_process(lanes: list[int], wrap: int | None, *, apart: bool) -> None:
+    """Twice: the first lane of a head is another case. By units, and by modules of some size. On several hosts the ranks
+    of a last round that is not full take over ranges from the others."""
 
     def act(one: Rank) -> None:
         point = 0
@@ -139,7 +168,7 @@ def test_sums_have_the_bits_of_one_process(lanes: list[int], wrap: int | None) -
             point += 1
             one.store.meet(point, range(RANKS))
 
-    ranks, raised = in_threads(act, wrap)
+    ranks, raised = in_threads(act, wrap, apart=apart)
     assert not raised, raised
     expected = alone(lanes)
     found = {node: (row, there(ranks[0].layout, row, flat)) for node, row, flat in ranks[0].sums.results()}
