@@ -150,8 +150,8 @@ def there(layout: GradientLayout, row: bytes, flat: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("wrap", [None, 50])
 @pytest.mark.parametrize("lanes", [list(range(6)), [0, 1, 2, 3], [1, 2, 4, 5], [0, 1, 2, 3, 5], [3]])
 def test_sums_have_the_bits_of_one_process(lanes: list[int], wrap: int | None, *, apart: bool) -> None:
-    """Twice: the first lane of a head is another case. By units, and by modules of some size. On several hosts the ranks
-    of a last round that is not full take over ranges from the others."""
+    """Twice: the first lane of a head is another case. By units, and by modules of some size. On several hosts the
+    ranks of a last round that is not full take over ranges from the others."""
 
     def act(one: Rank) -> None:
         point = 0
