@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hosts_harness import HostJobs
@@ -68,6 +69,40 @@ def test_a_host_that_is_lost_is_replaced_by_another_while_a_second_worker_goes_o
     on_hosts.agent(2, "--slots", "1")
     on_hosts.check(job)
     assert len(job.of_kind("worker_evicted")) == 1, job.account()
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize(
+    ("each", "hosts", "settings"),
+    [(1, 2, {"on_failure": "shrink"}), (2, 2, {"quorum_wait_s": 25}), (1, 3, {"on_failure": "shrink"})],
+)
+def test_a_worker_whose_host_is_not_replaced_goes_on_with_the_hosts_that_are_left(
+    on_hosts: HostJobs, each: int, hosts: int, settings: dict[str, Any]
+) -> None:
+    """By on_failure at once, else before the job would be given up."""
+    spans = {"cell.fsdp": each * hosts, "cell.hosts": hosts, "hosts.min": hosts, "checkpoint.disk.every_steps": 3}
+    settings = {**spans, **settings}
+    job = on_hosts.head("--slots", "1", workers=1, steps=STEPS, settings=settings, until=[{"kind": "cell_shrunk"}])
+    for number in range(2, hosts + 1):
+        on_hosts.agent(number, "--slots", "1")
+    job.wait_for("step_committed", step=4)
+    on_hosts.net.hosts[hosts - 1].kill()
+    shrunk = job.wait_for("cell_shrunk")
+    on_hosts.check(job)
+    assert (shrunk["worker_id"], shrunk["ranks"]) == (0, each * (hosts - 1)), job.account()
+    assert f"{hosts - 1} of the {hosts} hosts that each worker has are left" in shrunk["reason"], job.account()
+    sizes = [len(e.get("pids", [0])) for e in job.of_kind("worker_joined")]
+    assert sizes == [each * hosts, each * (hosts - 1)], job.account()
+
+
+@pytest.mark.longer
+def test_lanes_that_the_hosts_do_not_divide(on_hosts: HostJobs) -> None:
+    """Those that compute in a last round which is not full take over what the others have added up."""
+    settings = {"cell.fsdp": 3, "cell.hosts": 3, "hosts.min": 3}
+    job = on_hosts.head("--slots", "1", workers=1, steps=STEPS, settings=settings)
+    on_hosts.agent(2, "--slots", "1")
+    on_hosts.agent(3, "--slots", "1")
+    on_hosts.check(job)
 
 
 @pytest.mark.longer

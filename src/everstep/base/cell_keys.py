@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from everstep.base.config_fields import key
@@ -98,6 +98,10 @@ class CellConfig:
     def ranks(self) -> int:
         """Processes of each worker."""
         return self.fsdp * self.tp
+
+    def over(self, hosts: int) -> CellConfig:
+        """The same over so many hosts, each with as many processes as now."""
+        return replace(self, fsdp=self.fsdp // self.hosts * hosts, hosts=hosts)
 
     @property
     def key(self) -> str:

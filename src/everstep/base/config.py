@@ -502,11 +502,6 @@ def _check_hosts_of_cell(config: Config) -> None:
             f"cell.hosts: expected a divisor of cell.fsdp={cell.fsdp}, got {cell.hosts}: each host has as many of a "
             f"worker's processes as any other; set cell.fsdp to a multiple of {cell.hosts}"
         )
-    if cell.hosts > 1 and config.on_failure == "shrink":
-        raise ConfigError(
-            f"cell.hosts: expected 1 with on_failure=shrink, got {cell.hosts}: a worker on several hosts is replaced "
-            "when it loses one; set on_failure=replace"
-        )
 
 
 def _check_shards(config: Config) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -32,10 +33,11 @@ if TYPE_CHECKING:
 
 
 class WeightsGiven(NamedTuple):
-    """Where weights come from. give: puts them into a model; file: that has them, which can be mapped, if one has."""
+    """Where weights come from. give: puts them into a model, tensor by tensor. on_disk: tensors by name that lie on a
+    disk, and take no memory of their own."""
 
     give: Callable[[nn.Module], None]
-    file: Path | None = None
+    on_disk: Callable[[], Mapping[str, Tensor]]
 
 
 @click.command()
@@ -77,13 +79,13 @@ def _weights(source: Path, key: str | None, *, shown: bool) -> Iterator[tuple[st
         path = find_weights(source)
         _tell(f"{path}: a safetensors file has no signature", shown)
         read_weights(path)
-        yield str(path), WeightsGiven(partial(_from_file, path), path)
+        yield str(path), WeightsGiven(lambda model: _load(model, _mapped(path)), partial(_mapped, path))
         return
     place = find_place(str(source))
     found = choose(place)
     _tell(f"{found.name}: {origin_words(found)}", shown)
     with vouched(found, place.store, key) as checkpoint:
-        yield found.name, WeightsGiven(partial(_from_checkpoint, checkpoint))
+        yield found.name, WeightsGiven(partial(_from_checkpoint, checkpoint), partial(_put_aside, checkpoint))
 
 
 def _tell(words: str, shown: bool) -> None:
@@ -117,10 +119,9 @@ def evaluate_task(text: str, source: Path, weights: WeightsGiven) -> tuple[dict[
     task = make_task(spec)
     task.config = _config(task, source)
     device = prepare_torch(task.config)
-    by_unit = weights.file if task.config.meta_init and device.type == "cpu" else None
     try:
-        if by_unit is not None:
-            model = _by_unit(task, by_unit)
+        if task.config.meta_init and device.type == "cpu":
+            model = _by_unit(task, weights.on_disk())
         else:
             model = calling(task, "build_model").to(device)
             weights.give(model)
@@ -163,10 +164,9 @@ def _config(task: Task, source: Path) -> Config:
     return effective_config(task.defaults, Request(()), script=True)
 
 
-def _by_unit(task: Task, weights: Path) -> nn.Module:
-    """The task's model, whose parameters are in a file, and in memory while their unit computes."""
+def _by_unit(task: Task, read: Mapping[str, Tensor]) -> nn.Module:
+    """The task's model, whose parameters are these on a disk, and in memory while their unit computes."""
     import torch
-    from safetensors.torch import load_file
 
     from everstep.exact.layout import aligned_like
     from everstep.exact.shard_guard import OwnHook
@@ -180,8 +180,6 @@ def _by_unit(task: Task, weights: Path) -> nn.Module:
         def __call__(self, *_: Any) -> None:
             for parameter, mapped in self._own:
                 parameter.data = aligned_like(mapped).copy_(mapped) if self._here else mapped
-
-    read = load_file(weights)
 
     def there(name: str, like: nn.Parameter) -> torch.Tensor | None:
         found = read.get(name)
@@ -199,10 +197,17 @@ def _by_unit(task: Task, weights: Path) -> nn.Module:
     return model
 
 
-def _from_file(weights: Path, model: nn.Module) -> None:
+def _mapped(weights: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    _load(model, load_file(weights))  # it maps the file, so the tensors take no memory of their own
+    return load_file(weights)  # it maps the file, so the tensors take no memory of their own
+
+
+def _put_aside(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """A checkpoint's tensors, each byte verified once, in a file without a name where temporary files are."""
+    from everstep.checkpoint.interchange import read_weights
+
+    return read_weights(checkpoint, aside=Path(tempfile.gettempdir())).model
 
 
 def _load(model: nn.Module, read: Mapping[str, Tensor], *, assign: bool = False) -> None:

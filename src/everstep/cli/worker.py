@@ -6,6 +6,7 @@ Here and not in `train`, because faults and the naming of tasks are above it.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from everstep.base.config import Config
@@ -51,10 +52,14 @@ def main(context: WorkerContext) -> int:
         plan = search.find(Board.attach(context.board_fd).row(context.worker_id).tick)
         if plan is None:
             return 0 if search.over.is_set() else AGAIN_CODE
+        context = replace(context, cell_hosts=len(plan.doors))
         if plan.part:
             return run_deputy(context, plan, search, None if is_script else lambda now: load_task(context.task, now))
         search.leave()
-        deputies = Deputies(plan, search.door, context.call_peer)
+        if context.cell_hosts > 1:
+            deputies = Deputies(plan, search.door, context.call_peer)
+        else:
+            search.door.close()
     events = EventLog(context.run_path / EVENTS_FILE)
     injector = Injector(parse(config.chaos), context.run_path, context.key, events.write, config.seed)
 

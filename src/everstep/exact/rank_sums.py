@@ -100,8 +100,7 @@ class RankSums:
         self._captured: dict[int, list[Tensor]] = {}
         self._counted: frozenset[int] = frozenset()
         self._adds: list[Add] = []
-        self._earlier: list[int] = []
-        self._makers: dict[int, int] = {}
+        self._elsewhere: dict[int, int] = {}
         self._ranks: Sequence[int] = ()
         self._point = 0
 
@@ -114,9 +113,8 @@ class RankSums:
         """These lanes come next, and nothing of others counts any more. fresh: so does a step, and the model's running
         statistics are those that it starts from."""
         self._folding, self._rows = Folding(cover(lanes, self._n_lanes)), {}
-        self._adds, self._makers = [], {}
-        self._compares = self._degree > 1
         self._counted, self._captured = frozenset(lanes), {}
+        self._compares = self._degree > 1
         if fresh:
             self._statistics.begin_step()
 
@@ -127,18 +125,10 @@ class RankSums:
     def round(self, lanes: Sequence[int | None], point: int) -> None:
         """A round begins. lanes: by seat, None for one that does not count, but takes part. point: before the first at
         which the ranks meet in it."""
-        self._end_round()
         self._ranks, self._point = range(len(lanes) * self._degree), point
-        self._adds, self._earlier = self._folding.round(lanes), []
-        made: set[int] = set()
-        for add in self._adds:
-            taken = {one.number for one in add[1:] if one is not None and one.kind == "slot"} - made
-            self._earlier += sorted(slot for slot in taken if self._makers[slot] != len(self._ranks))
-            made |= {add.into.number} if add.into.kind == "slot" else set()
-
-    def _end_round(self) -> None:
-        """Note how many ranks have made each sum: a last round may have fewer."""
-        self._makers |= {add.into.number: len(self._ranks) for add in self._adds if add.into.kind == "slot"}
+        before, self._adds = self._folding.seats, self._folding.round(lanes)
+        read = {place.number for add in self._adds for place in add[1:] if place is not None and place.kind == "slot"}
+        self._elsewhere = {slot: before[slot] for slot in sorted(read) if before.get(slot, len(lanes)) != len(lanes)}
 
     def enter(self, lane: int) -> None:
         """The lane's passes come next. Without this call all of its gradients stay in `.grad` until `add`."""
@@ -195,20 +185,11 @@ class RankSums:
 
     def results(self) -> list[tuple[Node, bytes, Tensor]]:
         """The sums: complete subtrees, their presence by entry, and the slots that hold them."""
-        self._end_round()
-        self._adds, found = [], sorted(self._folding.slots.items())
+        found = sorted(self._folding.slots.items())
         for _, slot in found:
             for unit in self._units:
-                self._bring_sum(slot, unit, unit.start, unit.stop)
+                self._bring_sum(slot, self._folding.seats[slot], unit, unit.start, unit.stop)
         return [(node, bytes(self._rows[slot]), self._shelves.slot(slot)) for node, slot in found]
-
-    def _bring_sum(self, slot: int, unit: Wrapped, lo: int, hi: int) -> None:
-        """Have here what a slot holds of a unit in [lo, hi), from all who have made some of it."""
-        makers = self._makers[slot]
-        for rank in range(makers):
-            start, stop = part_of(unit.start, unit.stop, makers, rank)
-            if max(start, lo) < min(stop, hi):
-                self._shelves.bring_sum(slot, rank, max(start, lo), min(stop, hi))
 
     # ---- one lane
 
@@ -271,10 +252,16 @@ class RankSums:
         seats = {place.number for add in self._adds for place in add[1:] if place is not None and place.kind == "box"}
         lo, hi = part_of(self._units[unit].start, self._units[unit].stop, len(self._ranks), shelves.rank)
         shelves.bring(turn, sorted(seats), self._ranks, lo - start, hi - start)
-        for slot in self._earlier:
-            self._bring_sum(slot, self._units[unit], lo, hi)
+        for slot, count in self._elsewhere.items():  # its ranges were others than this round's
+            self._bring_sum(slot, count, self._units[unit], lo, hi)
         self._fold(unit, turn)
         lane.at += 1
+
+    def _bring_sum(self, slot: int, seats: int, unit: Wrapped, lo: int, hi: int) -> None:
+        """Have here these elements of a slot, which the ranks of so many seats have made."""
+        for rank in range(seats * self._degree):
+            first, last = part_of(unit.start, unit.stop, seats * self._degree, rank)
+            self._shelves.bring_sum(slot, rank, max(first, lo), min(last, hi))
 
     def _fold(self, unit: int, turn: int) -> None:
         """Make the round's additions, of this rank's range of a unit."""

@@ -38,3 +38,8 @@ def shapes_of(shape: CellShape, shards: int) -> tuple[CellShape, ...]:
     while (smaller := smaller_shape(found[-1], shards)) is not None:
         found.append(smaller)
     return tuple(found)
+
+
+def shapes_over(shape: CellShape, hosts: int) -> tuple[CellShape, ...]:
+    """The shape of a worker over so many hosts, and those over fewer, down to one. Each host has as many processes."""
+    return tuple(CellShape(shape.fsdp // hosts * count, shape.tp) for count in range(hosts, 0, -1))

@@ -68,6 +68,8 @@ class Folding:
         self._top = {lane: top for top in tops for lane in range(*top)}
         self.slots: dict[Node, int] = {}
         """Complete subtrees, and the slots that hold their sums."""
+        self.seats: dict[int, int] = {}
+        """How many seats had a place in the round that has made what is in a slot."""
 
     def round(self, lanes: Sequence[int | None]) -> list[Add]:
         """The additions of a round, in order. lanes: by seat, None for one that does not count. Afterwards the boxes
@@ -93,6 +95,7 @@ class Folding:
             if at.kind == "box":
                 self.slots[node] = slot = self._free()
                 _end_in(adds, at, SumPlace("slot", slot))
+        self.seats = self.seats | {add.into.number: len(lanes) for add in adds if add.into.kind == "slot"}
         return adds
 
     def _free(self) -> int:
@@ -110,8 +113,10 @@ def most_slots(lanes: Sequence[int], n_lanes: int, ranks: int) -> int:
 
 
 def _end_in(adds: list[Add], at: SumPlace, slot: SumPlace) -> None:
-    """Put into a slot what would otherwise lie in a box."""
+    """Put into a slot what would otherwise lie in a box: at once, unless a later addition takes what is in the slot."""
     for k in range(len(adds) - 1, -1, -1):
+        if slot in adds[k][1:]:
+            break
         if adds[k].into == at:
             adds[k] = adds[k]._replace(into=slot)
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -123,7 +124,8 @@ class CellLimb:
         return {}
 
     def _lines(self, stage: int, parts: Sequence[Any]) -> PartLines | None:
-        """Connections to the other parts of this worker, if it spans hosts."""
+        """Connections to the other parts of this worker, if it spans hosts, of which there may be fewer than hosts."""
+        self._config = replace(self._config, cell=self._config.cell.over(len(parts[1]) if parts else 1))
         if not parts:
             return None
         name, doors, part = parts

@@ -209,10 +209,6 @@ def test_unknown_keys_in_nested_form_and_of_any_type():
         ({"cell.fsdp": 9}, "cell.fsdp: expected at most 8 for 8 lanes, got 9"),
         ({"cell.hosts": 2}, "cell.hosts: expected a divisor of cell.fsdp=1, got 2"),
         ({"cell.fsdp": 3, "cell.hosts": 2}, "cell.hosts: expected a divisor of cell.fsdp=3, got 2"),
-        (
-            {"cell.fsdp": 2, "cell.hosts": 2, "on_failure": "shrink"},
-            "cell.hosts: expected 1 with on_failure=shrink, got 2",
-        ),
         ({"zero.stage": 1, "device": "cuda"}, "zero.stage: expected 0 with device cuda, got 1"),
         (
             {"zero.stage": 1, "zero.offload": "/disk/", "zero.offload_params": True},

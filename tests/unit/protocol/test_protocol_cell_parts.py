@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from coordinator_harness import CONFIG, World, drop, member
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
+from everstep.placement.cell_shapes import CellShape, shapes_over
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator.cell_parts import matched
 from everstep.protocol.messages_base import CellFormed, CellPart, CellSought
@@ -33,9 +36,9 @@ def test_no_cell_has_two_parts_on_a_host_and_none_is_left_that_could_be(hosts: d
 class Parts:
     """Hosts with room for one part each, which begin to look for others."""
 
-    def __init__(self, hosts: int, **config: Any) -> None:
-        rules = replace(CONFIG.hosts, span=2)
-        self.world = World(**{"workers": 1, "slots": 2, "hosts": rules, **config})
+    def __init__(self, hosts: int, span: int = 2, **config: Any) -> None:
+        rules = replace(CONFIG.hosts, span=span, cells=shapes_over(CellShape(2 * span), span))
+        self.world = World(**{"workers": 1, "slots": span, "hosts": rules, **config})
         for i in range(hosts):
             self.world.connect(f"a{i}", "agent")
             self.world.say(f"a{i}", m.AgentHello(agent_id=f"a{i}", host=f"a{i}", workers=[], slots=0, room=1))
@@ -103,6 +106,79 @@ def test_a_part_that_dies_ends_the_others_and_a_host_with_room_takes_its_place()
     parts.world.exited(0, agent="a0")
     parts.looks(0, 0, 1)
     assert parts.cell(parts.looks(2, 2)) == [WorkerKey(0, 1), WorkerKey(2, 0)]
+
+
+def test_of_three_parts_each_ends_once() -> None:
+    parts = Parts(3, span=3)
+    for i in range(3):
+        parts.looks(i, i)
+    parts.ready(0, 0)
+    parts.world.clear()
+    parts.world.exited(2, agent="a2")
+    assert sorted(k.worker_id for k in parts.world.messages(m.KillWorker)) == [0, 1]
+
+
+def lost(hosts: int, **config: Any) -> Parts:
+    """A worker over so many hosts runs, and loses the last one."""
+    parts = Parts(hosts, span=hosts, quorum_wait_ns=60 * S, **config)
+    for i in range(hosts):
+        parts.looks(i, i)
+    parts.ready(0, 0)
+    parts.world.clear()
+    for name in (f"a{hosts - 1}", f"p{hosts - 1}.0"):
+        drop(parts.world, name)
+    parts.world.wait(2 * S)
+    for i in range(hosts - 1):
+        parts.world.exited(i, agent=f"a{i}")
+    return parts
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_a_host_that_nobody_replaces_leaves_a_worker_over_fewer(hosts: int) -> None:
+    """Before the job would be given up; and a later coordinator knows it."""
+    parts = lost(hosts)
+    names = [parts.looks(i, i, 1) for i in range(hosts - 1)]
+    assert not parts.world.messages(CellFormed) and "cell_shrunk" not in parts.world.kinds()
+    parts.world.wait(60 * S)
+    assert parts.cell(names[0]) == [WorkerKey(i, 1) for i in range(hosts - 1)]
+    shrunk = parts.world.report("cell_shrunk")
+    assert (shrunk["worker_id"], shrunk["ranks"], shrunk["cause"]) == (0, 2 * (hosts - 1), Cause.HOST_LOST)
+    assert f"{hosts - 1} of the {hosts} hosts that each worker has are left" in shrunk["reason"]
+    parts.ready(0, 0, 1)
+    assert parts.world.coordinator.job.agreement.plan.members[0].key == WorkerKey(0, 1)
+    assert parts.world.restart().coordinator.job.slots.cells.hosts == hosts - 1
+
+
+def test_it_is_so_at_once_where_on_failure_says_so() -> None:
+    parts = lost(2, on_failure="shrink")
+    assert parts.world.report("cell_shrunk")["ranks"] == 2
+    assert parts.cell(parts.looks(0, 0, 1)) == [WorkerKey(0, 1)]
+
+
+def test_so_does_a_slot_that_is_given_up() -> None:
+    """As where lives die again and again on one of the hosts."""
+    parts = Parts(2)
+    for i in range(2):
+        parts.looks(i, i)
+    parts.ready(0, 0)
+    for i in (1, 0):
+        parts.world.exited(i, agent=f"a{i}")
+    parts.world.say("a1", m.SlotLost(agent_id="a1", worker_id=1, cause=Cause.CRASH_LOOP, reason="it died again"))
+    assert parts.world.report("cell_shrunk")["ranks"] == 2
+    assert parts.cell(parts.looks(0, 0, 1)) == [WorkerKey(0, 1)]
+    assert parts.world.coordinator.job.progress.ended is None
+
+
+def test_a_host_that_comes_in_time_is_taken() -> None:
+    parts = lost(2)
+    parts.looks(0, 0, 1)
+    parts.world.connect("a9", "agent")
+    parts.world.say("a9", m.AgentHello(agent_id="a9", host="a9", workers=[], slots=0, room=1))
+    parts.world.started(1, 1, "a9")
+    parts.world.connect("p1.1", "worker")
+    parts.world.say("p1.1", CellSought(worker_id=1, incarnation=1, address="a9:1"))
+    assert parts.cell("p1.1") == [WorkerKey(0, 1), WorkerKey(1, 1)]
+    assert "cell_shrunk" not in parts.world.kinds()
 
 
 def test_the_head_that_dies_ends_its_parts() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +17,10 @@ from everstep.exact.layout import GradientLayout, align_parameters, untie
 from everstep.exact.pieces import PieceUpdate
 from everstep.exact.rank_sums import RankSums
 from everstep.exact.trees import bundle
-from everstep.parallel.cell_memory import CellMemory
+from everstep.parallel.cell_memory import CellMemory, SharedPlace
 from everstep.placement.ranks import rounds
 from everstep.placement.tree import cover
+from everstep.train.cell_elsewhere import NoOthers
 from everstep.train.cell_store import CAME, GOES, CellPlaces, CellStore
 from everstep.train.cell_update import CellUpdate
 
@@ -83,11 +84,37 @@ class Rank:
         sums.add(lane)
 
 
-def in_threads(act: Callable[[Rank], None], wrap: int | None = None) -> tuple[list[Rank], list[BaseException]]:
-    """All ranks at once; what they raised."""
+class Apart(NoOthers):
+    """Each rank has a memory of its own, as if it were on a host of its own."""
+
+    def __init__(self, own: CellMemory, memories: list[CellMemory]) -> None:
+        self._own, self._memories = own, memories
+        others = [memory for memory in memories if memory is not own]
+        own.tell_with(lambda index, value: [memory.receive(index, value) for memory in others] and None)
+
+    def bring(self, rank: int, offset: int, size: int) -> None:
+        if size > 0 and self._memories[rank] is not self._own:
+            source = self._memories[rank].tensor(SharedPlace(offset, size), torch.uint8)
+            self._own.tensor(SharedPlace(offset, size), torch.uint8).copy_(source)
+
+
+def in_threads(
+    act: Callable[[Rank], None], wrap: int | None = None, *, apart: bool = False
+) -> tuple[list[Rank], list[BaseException]]:
+    """All ranks at once; what they raised. apart: as if each were on a host of its own."""
     head = Rank(0, wrap=wrap)
     threads = torch.get_num_threads()
-    ranks, raised = [head, *(Rank(k, head.memory, wrap) for k in range(1, RANKS))], []
+    raised: list[BaseException] = []
+    memories = [CellMemory.create(head.places.size, k) if apart else head.memory for k in range(RANKS)]
+    ranks = (
+        [Rank(k, memories[k], wrap) for k in range(RANKS)]
+        if apart
+        else [head, *(Rank(k, head.memory, wrap) for k in range(1, RANKS))]
+    )
+    for one in ranks if apart else ():
+        one.store.others = Apart(one.memory, [other.memory for other in ranks])
+        for parameter, same in zip(one.model.parameters(), head.model.parameters(), strict=True):
+            parameter.data.copy_(same.detach())
 
     def run(one: Rank) -> None:
         torch.set_num_threads(threads)  # a new thread has another number, and bits depend on it
@@ -119,10 +146,12 @@ def there(layout: GradientLayout, row: bytes, flat: Tensor) -> list[Tensor]:
     return [flat[e.offset : e.stop].clone() for e, is_there in zip(layout.entries, row, strict=True) if is_there]
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("wrap", [None, 50])
-@pytest.mark.parametrize("lanes", [list(range(6)), [0, 1, 2, 3], [1, 2, 4, 5], [3]])
-def test_sums_have_the_bits_of_one_process(lanes: list[int], wrap: int | None) -> None:
-    """Twice: the first lane of a head is another case. By units, and by modules of some size."""
+@pytest.mark.parametrize("lanes", [list(range(6)), [0, 1, 2, 3], [1, 2, 4, 5], [0, 1, 2, 3, 5], [3]])
+def test_sums_have_the_bits_of_one_process(lanes: list[int], wrap: int | None, *, apart: bool) -> None:
+    """Twice: the first lane of a head is another case. By units, and by modules of some size. On several hosts the
+    ranks of a last round that is not full take over ranges from the others."""
 
     def act(one: Rank) -> None:
         point = 0
@@ -139,7 +168,7 @@ def test_sums_have_the_bits_of_one_process(lanes: list[int], wrap: int | None) -
             point += 1
             one.store.meet(point, range(RANKS))
 
-    ranks, raised = in_threads(act, wrap)
+    ranks, raised = in_threads(act, wrap, apart=apart)
     assert not raised, raised
     expected = alone(lanes)
     found = {node: (row, there(ranks[0].layout, row, flat)) for node, row, flat in ranks[0].sums.results()}
@@ -148,71 +177,6 @@ def test_sums_have_the_bits_of_one_process(lanes: list[int], wrap: int | None) -
         assert found[node][0] == row
         assert all(torch.equal(a, b) for a, b in zip(found[node][1], tensors, strict=True))
     assert all(parameter.grad is None for one in ranks for parameter in one.model.parameters())
-
-
-class Apart:
-    """Shelves of ranks on hosts of their own: what another has made is here once it was brought."""
-
-    def __init__(self, one: Rank, all_of_them: dict[int, Apart]) -> None:
-        self.rank, self._store, self._all = one.memory.rank, one.store, all_of_them
-        self._all[self.rank] = self
-        size = one.layout.numel
-        self._boxes = [[torch.full((size,), torch.nan) for _ in range(2)] for _ in range(RANKS)]
-        self._rows = [[torch.zeros(len(one.layout.entries), dtype=torch.uint8) for _ in range(2)] for _ in range(RANKS)]
-        self._slots = [torch.full((size,), torch.nan) for _ in range(LANES)]
-
-    def box(self, seat: int, turn: int) -> Tensor:
-        return self._boxes[seat][turn]
-
-    def row(self, rank: int, turn: int) -> Tensor:
-        return self._rows[rank][turn]
-
-    def slot(self, number: int) -> Tensor:
-        return self._slots[number]
-
-    def meet(self, point: int, ranks: Sequence[int]) -> None:
-        self._store.meet(point, ranks)
-
-    def bring(self, turn: int, seats: Iterable[int], ranks: Sequence[int], start: int, stop: int) -> None:
-        for rank in ranks:
-            self._rows[rank][turn].copy_(self._all[rank].row(rank, turn))
-        for seat in seats:
-            self._boxes[seat][turn][start:stop] = self._all[seat].box(seat, turn)[start:stop]
-
-    def bring_sum(self, number: int, rank: int, start: int, stop: int) -> None:
-        self._slots[number][start:stop] = self._all[rank].slot(number)[start:stop]
-
-
-@pytest.mark.parametrize("lanes", [list(range(6)), [0, 1, 2, 3], [1, 2, 4, 5], [0, 1, 2, 3, 5], [3]])
-def test_sums_of_ranks_that_share_no_memory(lanes: list[int]) -> None:
-    """A last round has fewer ranks: they take over what more have made; what they leave stays where it is."""
-    apart: dict[int, Apart] = {}
-    ready = threading.Barrier(RANKS)
-
-    def act(one: Rank) -> None:
-        own = Apart(one, apart)
-        one.sums = RankSums(one.layout, one.model, LANES, own, one.places.units, whole_first=False)
-        ready.wait(60.0)
-        point = 0
-        one.start()
-        one.sums.begin(lanes, fresh=True)
-        for turn in rounds(lanes, RANKS):
-            point += 1
-            one.store.meet(point, range(RANKS))
-            one.sums.round(turn, point)
-            if one.memory.rank < len(turn):
-                one.lane(one.sums, turn[one.memory.rank])
-            point += one.sums.points
-        one.store.meet(point + 1, range(RANKS))
-
-    ranks, raised = in_threads(act)
-    assert not raised, raised
-    expected = alone(lanes)
-    found = {node: (row, there(ranks[0].layout, row, flat)) for node, row, flat in ranks[0].sums.results()}
-    assert found.keys() == expected.keys()
-    for node, (row, tensors) in expected.items():
-        assert found[node][0] == row
-        assert all(torch.equal(a, b) for a, b in zip(found[node][1], tensors, strict=True))
 
 
 def test_a_lane_that_does_not_count_takes_part_and_leaves_nothing() -> None:

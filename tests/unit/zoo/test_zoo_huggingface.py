@@ -160,7 +160,8 @@ def test_an_evaluation_takes_few_samples_at_once(
         if by_command:
             patch.setattr(evaluate, "make_task", lambda spec: task)
             patch.setattr(evaluate, "_config", lambda task, source: task.config)
-            evaluate.evaluate_task(f"hf:{tmp_path / 'model'}", tmp_path, evaluate.WeightsGiven(lambda model: None))
+            given = evaluate.WeightsGiven(pytest.fail, lambda: task.build_model().state_dict())
+            evaluate.evaluate_task(f"hf:{tmp_path / 'model'}", tmp_path, given)
         else:
             model, samples = task.build_model(), task.build_dataset("train")
             optimizer = task.build_optimizer(model.parameters())

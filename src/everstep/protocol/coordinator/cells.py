@@ -15,19 +15,22 @@ from everstep.protocol.coordinator.environment import Environment
 
 class Cells:
     """The shape of each worker's next life. The first of the config's shapes is that of all workers, until theirs is
-    made smaller. version: grows when it is."""
+    made smaller. version: grows when it is. hosts: of each next life."""
 
     def __init__(self, env: Environment) -> None:
         self.version = 0
+        self.hosts = env.config.hosts.span
         self._env = env
         self._shapes: dict[int, CellShape] = {}
 
     def shape(self, worker_id: int) -> CellShape:
-        shapes = self._env.config.hosts.cells
-        return self._shapes.get(worker_id, shapes[0] if shapes else CellShape())
+        rules = self._env.config.hosts
+        return self._shapes.get(worker_id, rules.cells[rules.span - self.hosts] if rules.cells else CellShape())
 
     def smaller(self, worker_id: int) -> CellShape | None:
-        """The shape that comes after it; None if there is none."""
+        """The shape that comes after it on the same host; None if there is none."""
+        if self._env.config.hosts.span > 1:
+            return None
         now = self.shape(worker_id).ranks
         return next((shape for shape in self._env.config.hosts.cells if shape.ranks < now), None)
 
@@ -43,6 +46,17 @@ class Cells:
         if shape is None or self.shrunk_below(worker_id, ranks):
             return
         self._shapes[worker_id], self.version = shape, self.version + 1
+        self._say(worker_id, before, why, step)
+
+    def narrow(self, hosts: int, worker_ids: Iterable[int], why: Why, step: int) -> None:
+        """No worker can have more hosts than so many: give the next lives of all no more, and say so of these."""
+        self._env.change()
+        before, self.hosts = self.hosts, hosts
+        for worker_id in worker_ids:
+            self._say(worker_id, self._env.config.hosts.cells[self._env.config.hosts.span - before], why, step)
+
+    def _say(self, worker_id: int, before: CellShape, why: Why, step: int) -> None:
+        shape = self.shape(worker_id)
         self._env.persist("cell", worker_id=worker_id, ranks=shape.ranks, cause=why.cause, reason=why.reason)
         said = f"{shape} in place of {before}, to the same bits: {why.reason}"
         about = {"worker_id": worker_id, "ranks": shape.ranks, "step": step}
@@ -54,6 +68,9 @@ class Cells:
 
     def replay(self, worker_id: int, ranks: int) -> None:
         """An earlier life of the coordinator has made a cell smaller."""
-        found = next((shape for shape in self._env.config.hosts.cells if shape.ranks == ranks), None)
-        if found is not None:
+        rules = self._env.config.hosts
+        found = next((shape for shape in rules.cells if shape.ranks == ranks), None)
+        if found is not None and rules.span > 1:
+            self.hosts = rules.span - rules.cells.index(found)
+        elif found is not None:
             self._shapes[worker_id] = found

@@ -17,6 +17,7 @@ from everstep.protocol.coordinator.environment import MILLISECOND_NS, SECOND_NS,
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.coordinator.permits import spoken_for
+from everstep.protocol.coordinator.plans import narrow_cells
 from everstep.protocol.coordinator.profiles import STANDSTILL_NS
 from everstep.protocol.coordinator.types import Disconnected
 from everstep.protocol.coordinator.workers import (
@@ -143,7 +144,7 @@ def slot_lost(job: JobState, agent: Agent, message: m.SlotLost) -> None:
             slots.cells.shrink(message.worker_id, message.ranks, given, job.progress.step)
             agent.repeat_slots()
         return
-    if slots.lose(message.worker_id, agent.agent_id, given) and not _end_without_slots(job):
+    if slots.lose(message.worker_id, agent.agent_id, given) and not narrow_cells(job) and not _end_without_slots(job):
         why = Why(message.cause, f"its slot was given up: {message.reason}")
         job.env.report("warning", why, worker_id=message.worker_id)
 

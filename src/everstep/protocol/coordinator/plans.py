@@ -435,6 +435,20 @@ def _held_step(job: JobState, worker: Worker) -> int:
     return worker.step if followed(job, worker) and not parts else 0
 
 
+def narrow_cells(job: JobState) -> bool:
+    """Where fewer hosts are left than each worker has: have its next life on those. Returns whether it is so."""
+    agreement, cells = job.agreement, job.slots.cells
+    if not agreement.broken or job.membership.in_grace or cells.hosts == 1:
+        return False
+    hosts = sum(not agent.draining and job.slots.left(name) > 0 for name, agent in job.agents.known.items())
+    if not 0 < hosts < cells.hosts:
+        return False
+    why = agreement.broken[0]
+    left = Why(why.cause, f"{hosts} of the {cells.hosts} hosts that each worker has are left: {why.reason}")
+    cells.narrow(hosts, agreement.plan.worker_ids, left, job.progress.step)
+    return True
+
+
 def quorum_due(job: JobState, about: Any) -> None:
     """Give up if too few workers came for too long; members that are left save their state first."""
     agreement, waiting = job.agreement, job.quorum.waiting
@@ -442,6 +456,9 @@ def quorum_due(job: JobState, about: Any) -> None:
         return
     if job.quorum.patient and len(candidates(job)) >= job.slots.least:  # enough came; the others get a little time
         job.quorum.look_again()
+        return
+    if job.saving.ending is None and narrow_cells(job):
+        job.quorum.begin()
         return
     waited_s = job.env.config.quorum_wait_ns / 1e9
     came = f"{len(candidates(job))} of {job.slots.expected()} workers came"

@@ -64,7 +64,7 @@ class Slots:
         """Number of slots (of this agent, if one is given) that were not given up; without one, of workers that these
         make."""
         there = sum(agent_id in (None, self._owners.get(i)) for i in self.ids() - set(self.lost))
-        return there if agent_id is not None else there // self._env.config.hosts.span
+        return there if agent_id is not None else there // self.cells.hosts
 
     def expected(self) -> int:
         """Number of members that there can be: the target, or fewer if slots were given up."""

@@ -16,7 +16,7 @@ from everstep.protocol.coordinator.environment import SECOND_NS, Alarm, describe
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.links import WINDOW_NS
 from everstep.protocol.coordinator.membership import Agent, Worker
-from everstep.protocol.coordinator.plans import announce, announce_late, order
+from everstep.protocol.coordinator.plans import announce, announce_late, narrow_cells, order
 from everstep.protocol.following import PlanShown
 from everstep.protocol.messages_base import CellPart, CellSought
 
@@ -125,7 +125,9 @@ def form_cells(job: JobState) -> None:
         agent = job.agents.of(worker)
         if agent is not None and not agent.draining and not job.agents.out_of_touch(worker):
             found[worker.key] = agent.agent_id
-    job.slots.parts.form(found, job.env.config.hosts.span)
+    if job.env.config.on_failure == "shrink":
+        narrow_cells(job)
+    job.slots.parts.form(found, job.slots.cells.hosts)
 
 
 def imported(job: JobState, worker: Worker, message: m.Imported) -> None:
@@ -504,12 +506,14 @@ def evict(
 
 def _end_parts(job: JobState, worker: Worker, why: Why) -> None:
     """A life is over: so are the other parts of its worker, if that spans hosts."""
-    for other in job.membership.living(job.slots.parts.over(worker.key)):
-        evict(job, other, lost_with(worker.key, why, job.agents.shown_host(worker)), kill=True)
+    for key in job.slots.parts.over(worker.key):
+        other = job.membership.alive(key)
+        if other is not None:  # else one of the others has ended it
+            evict(job, other, lost_with(worker.key, why, job.agents.shown_host(worker)), kill=True)
 
 
 def _shrink(job: JobState, key: WorkerKey, cause: Cause) -> None:
-    slots, shrinks = job.slots, job.env.config.on_failure == "shrink"
+    slots, shrinks = job.slots, job.env.config.on_failure == "shrink" and job.env.config.hosts.span == 1
     others = slots.ids() - {key.worker_id}
     enough = slots.target > slots.least and len(others - set(slots.lost)) >= slots.least  # else it has to come back
     smaller = cause != Cause.HOST_LOST and shrinks_cell(job, key.worker_id)  # nobody is there who could start it

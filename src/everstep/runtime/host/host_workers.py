@@ -390,7 +390,7 @@ class Slot:
             self.state = "left"
             return None
         self.state = "lost"
-        if config.on_failure == "shrink" and not again:
+        if config.on_failure == "shrink" and config.cell.hosts == 1 and not again:
             rest = ", so it is not started again" if self.ranks == 1 else ""
             return Why(why.cause, f"{why.reason}; on_failure is 'shrink'{rest}")
         if ready:

@@ -14,7 +14,7 @@ from everstep.base.config import Config, inexact, pool_wish
 from everstep.base.stage_map import devices_of, hosts_of, parse_map
 from everstep.base.strikes import Strike
 from everstep.observe.events import EventLog, last_committed_step, told_lately
-from everstep.placement.cell_shapes import CellShape, shapes_of
+from everstep.placement.cell_shapes import CellShape, shapes_of, shapes_over
 from everstep.protocol.coordinator.types import (
     Alike,
     CoordinatorConfig,
@@ -46,7 +46,7 @@ def coordinator_config(
 ) -> CoordinatorConfig:
     """The coordinator's view of the job's config. term: as `HostRules` has it. strikes: scripted faults of hosts and
     links. job: as job.json says it. sudden: as `Candidate` has it."""
-    beat, shapes = config.heartbeat, shapes_of(CellShape(config.cell.fsdp, config.cell.tp), config.cell.shards)
+    beat, cell, shape = config.heartbeat, config.cell, CellShape(config.cell.fsdp, config.cell.tp)
     # A successor was not there before the old lease ended: hosts had that time, too, or get it now.
     lacks_s = config.control.lease_s * (1 - GONE_PART) if sudden else 0.0
     return CoordinatorConfig(
@@ -75,7 +75,7 @@ def coordinator_config(
             strikes=tuple(strikes),
             term=term,
             hang_first_ns=int(config.hang_first_s * 1e9),
-            cells=shapes if config.cell.hosts == 1 else shapes[:1],
+            cells=shapes_of(shape, cell.shards) if cell.hosts == 1 else shapes_over(shape, cell.hosts),
             span=config.cell.hosts,
             alike=Alike(
                 read_kernels(job.get("numerics")),

@@ -32,7 +32,8 @@ class WorkerContext:
     coordinator restarts. `board_fd`: of the progress board, where the row is that of `worker_id`. `config` is the
     effective config as `base.config.to_dict` makes it. `argv` are the task's own arguments. `cell_rank`, `cell_size`:
     rank of this process in its worker, 0 for the head, and the number of ranks; `cell_fds`: its ends of the sockets
-    between head and limbs, the head's from rank 1 on. `local_rank`, `local_size`: rank of this slot among the slots of
+    between head and limbs, the head's from rank 1 on; `cell_hosts`: hosts of this worker, 0 if it is not known yet or
+    one. `local_rank`, `local_size`: rank of this slot among the slots of
     its host, and their number. `apart`: run_dir is not the job's own, but that of this host; `around`: as `Joining` has
     it.
     """
@@ -53,6 +54,7 @@ class WorkerContext:
     peer_token: str = ""
     address: str = ""
     tls: dict[str, Any] | None = None
+    cell_hosts: int = 0
     local_rank: int = 0
     local_size: int = 1
     apart: bool = False
@@ -102,7 +104,9 @@ class WorkerContext:
         """The effective config, with the shape that this worker's cell has. Raises: ConfigError."""
         config = load_config([("job.json", self.config)])
         cell = config.cell
-        for shape in () if cell.hosts > 1 else shapes_of(CellShape(cell.fsdp, cell.tp), cell.shards):
+        if cell.hosts > 1:
+            return replace(config, cell=cell.over(self.cell_hosts or cell.hosts))
+        for shape in shapes_of(CellShape(cell.fsdp, cell.tp), cell.shards):
             if shape.ranks == self.cell_size < cell.ranks:
                 return replace(config, cell=replace(cell, **shape._asdict()))
         return config
