@@ -328,6 +328,30 @@ class Gate(DirectoryStore):
             yield draft
 
 
+def test_what_began_is_known_until_the_disk_has_it_however_many_updates_come(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, draft = threading.Event(), DirectoryStore.draft
+
+    @contextmanager
+    def slow(self: DirectoryStore, name: str) -> Iterator[Draft]:
+        opened.wait(60.0)
+        with draft(self, name) as found:
+            yield found
+
+    monkeypatch.setattr(DirectoryStore, "draft", slow)
+    job = start(2)
+    job.save(1)
+    for seed in (1, 2):
+        job.update(seed)
+        assert not any(worker.drain(0.0) for worker in job.workers)
+    for worker in reversed(job.workers):
+        worker.start(Extent(2, DISK), {0: job.states[1]}, job.plan)
+    assert "still being written" in job.wait_told(2)[1][1]["reason"], "not two at once"
+    opened.set()
+    assert all(worker.drain(60.0) for worker in reversed(job.workers))
+
+
 @pytest.mark.parametrize("updates", [1, 3])
 @pytest.mark.parametrize("limit_blocks", [100, 3])
 def test_updates_before_the_disk_is_ready(tmp_path: Path, limit_blocks: int, updates: int) -> None:

@@ -241,3 +241,11 @@ def test_all_divide_the_optimizers_state_alike_and_the_job_remembers_how() -> No
     reason = world.report("worker_evicted")["reason"]
     assert world.coordinator.job.slots.lost.keys() == {1}
     assert "optimizer of stage 1 can be divided by nothing, this job's by elements" in reason and "zero.stage" in reason
+
+
+def test_where_too_few_are_left_without_the_odd_one_the_job_ends_and_nothing_begins_anew() -> None:
+    world = begun(min_workers=2)
+    before = world.plan
+    differ(world, 1)
+    assert world.over().exit_code == 2 and "another gradient" in world.over().reason
+    assert world.plan == before

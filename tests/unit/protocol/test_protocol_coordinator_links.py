@@ -104,6 +104,26 @@ def test_accusations_are_void_once_a_death_explains_them():
     assert world.plan.generation == 2
 
 
+def test_accusations_of_whom_the_plan_does_not_know_are_void() -> None:
+    world = running()
+    world.fault(0, 1, 7)
+    world.no_death()
+    assert world.plan.generation == 1 and not world.messages(m.KillWorker)
+
+
+def test_members_that_have_all_lost_the_coordinator_do_not_all_leave_for_a_link() -> None:
+    world = running(2)
+    world.fault(0, 1, 1)
+    world.no_death()
+    for i in (0, 1):
+        world.entered(i, 2, 3)
+    world.fault(0, 2, 1)
+    for i in (0, 1):
+        drop(world, f"w{i}.0")
+    world.no_death()
+    assert world.plan.worker_ids == (0,)
+
+
 def test_smallest_cover():
     assert smallest_cover([(0, 1), (0, 2), (0, 3)], {}) == (0,)
     assert smallest_cover([(0, 1)], {0: 1, 1: 1}) == (1,)

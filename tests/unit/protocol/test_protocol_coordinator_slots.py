@@ -309,6 +309,20 @@ def test_a_foreign_life_that_does_not_leave_is_killed_again_and_again() -> None:
     assert [(k.worker_id, k.incarnation, k.cause) for k in killed] == [(1, 3, Cause.REPLACED)] * 2
 
 
+def test_a_host_that_no_longer_lists_a_life_of_the_same_number_says_nothing_of_the_one_elsewhere() -> None:
+    """Else the slot's right life would be evicted once the host that counted for itself is back without its own."""
+    world = lives_of_one_agent()
+    job = world.coordinator.job
+    job.slots.grants.replay(1, Grant("a2", "a2", "", first=3))
+    job.membership.remove(WorkerKey(1, 0), Why(Cause.HOST_LOST, "host a1 is silent"))
+    world.agent((1, 3), name="a2", host="a2")
+    world.agent(0, (1, 3))
+    assert WorkerKey(1, 3) in job.agents.known["a1"].lives
+    world.agent(0)
+    (right,) = job.membership.living([WorkerKey(1, 3)])
+    assert right.agent_id == "a2"
+
+
 def test_a_job_that_shrinks_counts_no_slot_that_was_given_up_among_those_that_are_left() -> None:
     """Else nobody would be left in the end whom anybody starts."""
     world = World(workers=3, on_failure="shrink")

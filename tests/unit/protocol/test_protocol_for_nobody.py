@@ -80,6 +80,17 @@ def test_a_life_that_is_over_is_sent_no_ticket() -> None:
     assert not job.healing.joins and not job.env.take_effects()
 
 
+def test_who_says_hello_with_the_plan_that_leaves_it_out_leaves_and_is_ordered_nothing_more() -> None:
+    world = running()
+    assert world.command("drain", worker_id=2).ok
+    prepared = world.prepared
+    assert prepared is not None and prepared.worker_ids == (0, 1)
+    world.clear()
+    name = world.hello(2, plan=prepared, step=3)
+    assert world.plan is not None and world.plan.generation == prepared.generation
+    assert [m.Dismissed] == [type(message) for to, message in world.sent if to == name]
+
+
 def test_no_speeds_are_known_while_a_member_is_dead() -> None:
     world = running(2)
     plan, job = world.plan, world.coordinator.job

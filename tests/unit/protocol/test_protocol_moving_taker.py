@@ -20,6 +20,7 @@ from everstep.protocol.moving.taker import (
     TakerEffect,
     TookAll,
     TookNothing,
+    following,
     orders,
 )
 from everstep.protocol.step_types import Key, Pieces
@@ -159,6 +160,16 @@ def test_who_follows_asks_a_few_at_the_moment_at_which_one_was_reached():
         TookAll(),
     ]
     assert take(FOLLOW, *told, SourceLost(B, "dead")) == [], "the one that is followed gives the rest"
+
+
+def test_who_have_parts_are_all_followed_and_who_has_all_alone():
+    assert following((0,), (A, B, C), 2, in_parts=False) == FOLLOW
+    parts = following((0,), (A, B), 1, in_parts=True)
+    assert take(parts) == [ReachSource(A, True), ReachSource(B, True)]
+    told = [SourceReached(A), SourceReached(B), offered(A, HALF), offered(B, REST)]
+    assert take(parts, *told) == [FindBlocks((A, B))]
+    came = [BlocksCame(A, Chunk(0, HALF)), BlocksCame(B, Chunk(0, REST))]
+    assert take(parts, *told, WANTED, *came) == [LeaveSource(A, True), LeaveSource(B, True), TookAll()]
 
 
 def test_nobody_takes_the_place_of_one_that_is_followed():

@@ -15,6 +15,7 @@ from everstep.base.extents import Extents
 from everstep.base.plan import Member, Plan, Rank, Seat, Shard
 from everstep.placement.lanes import place
 from everstep.protocol.messages import AnyMessage, Heal, PlanNow, PlanPrepared, PlanTold, Pong, decode, encode
+from everstep.protocol.messages_base import FilePiece, FilePieces, FilesHeld
 from everstep.protocol.telling import Listener, heard, stand_in, told
 from everstep.runtime.link.wire import Frames, inflate
 
@@ -249,3 +250,23 @@ def test_columns_that_do_not_fit_together_are_refused(wrong: dict[str, list[int]
     columns = msgspec.structs.replace(saying.columns, **wrong)
     with pytest.raises(ProtocolError, match="fit together"):
         heard(msgspec.structs.replace(saying, columns=columns), None)
+
+
+@pytest.mark.parametrize(
+    ("held", "number", "rest", "all_there"),
+    [
+        ({"a": 7, "b": 2}, 3, False, True),
+        ({"a": 7, "b": 2, "c": 1}, 3, False, True),
+        ({"a": 7, "b": 2}, 3, True, False),
+        ({"a": 7, "b": 2}, 2, False, False),
+        ({"a": 6, "b": 2}, 3, False, False),
+        ({"a": 8, "b": 2}, 3, False, False),
+        ({"a": 7}, 3, False, False),
+    ],
+)
+def test_a_directory_is_there_with_all_bytes_of_the_last_pieces(
+    held: dict[str, int], number: int, rest: bool, all_there: bool
+) -> None:
+    pieces = [FilePiece(path="a", version="1", at=4, data=b"abc"), FilePiece(path="b", version="1", at=2)]
+    sent = FilePieces(source="s", number=3, pieces=pieces, rest=rest)
+    assert FilesHeld(number=number, held=held).has_all(sent) == all_there

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hypothesis.strategies as st
+from hypothesis import given
+
 from everstep.report.pace import Pace
 
 
@@ -23,3 +26,13 @@ def test_slow_steps_in_a_row_are_the_speed_and_single_ones_are_not() -> None:
     assert lasting == [True] * 3 + [False] * 17 + [True], "the median alone would know after 16 of them"
     assert sum(late([*usual, *([3.0, 0.3] * 8)])) == 8
     assert late([*usual, 3.0, 3.0, 3.0, 0.3, 3.0])[-1], "it is fast again"
+
+
+@given(st.lists(st.integers(0, 5), max_size=8), st.none() | st.integers(0, 5))
+def test_whatever_times_are_told_rates_are_positive_or_unknown(times: list[int], overdue: int | None) -> None:
+    """Hosts have clocks of their own, and some are told late."""
+    pace = Pace()
+    for step, time_ns in enumerate(times, 1):
+        pace.commit(time_ns, step, 8, clean=True)
+    rates = [pace.samples_per_s(overdue), pace.samples_per_s(), pace.eta_s(len(times), 100), pace.usual_s]
+    assert all(rate is None or rate > 0 for rate in rates)

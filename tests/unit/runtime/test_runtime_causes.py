@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config, to_dict
 from everstep.runtime import process
+from everstep.runtime.host import fork_server
 from everstep.runtime.link.context import WorkerContext
 from everstep.runtime.process import MemoryKills, why_ended
 
@@ -103,3 +105,41 @@ def test_last_words_keep_their_cause(tmp_path: Path) -> None:
     for spoilt in ("not JSON", "[]", '{"reason": "x"}', '"x"'):
         context.last_words_path.write_text(spoilt)
         assert context.read_last_words() is None
+
+
+WAYS: dict[str, tuple[Any, int, Cause | None]] = {
+    "nothing": (None, 0, None),
+    "a number": (3, 3, None),
+    "something else": ("done", 0, None),
+    "exit": (SystemExit(), 0, None),
+    "exit with a number": (SystemExit(5), 5, None),
+    "exit with words": (SystemExit("no data"), 1, None),
+    "an error": (ValueError("no data"), 1, Cause.EXCEPTION),
+    "no memory": (MemoryError(), 1, Cause.OOM),
+}
+"""What an entry point returns or raises, the exit code of its process, and the cause in its last words."""
+
+
+def entry(context: WorkerContext) -> Any:
+    way = WAYS[context.task][0]
+    if isinstance(way, BaseException):
+        raise way
+    return way
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_how_an_entry_point_ends_is_the_exit_code_and_errors_are_last_words(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[None] = []
+    monkeypatch.setattr(fork_server, "_leave_in_order", lambda: left.append(None))
+    (tmp_path / "logs").mkdir()
+    _, code, cause = WAYS[way]
+    context = WorkerContext(str(tmp_path), 3, 0, "h", "", "", -1, {}, way)
+    assert fork_server.run_entry(f"{__name__}:entry", context) == code and left == [None]
+    said = context.read_last_words()
+    assert (None if said is None else said.cause) == cause
+    if cause is not None:
+        context.write_last_words(Why(Cause.CONFIG, "it has said it better itself"))
+        fork_server.run_entry(f"{__name__}:entry", context)
+        assert context.read_last_words() == Why(Cause.CONFIG, "it has said it better itself")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from everstep.protocol.messages import FilePiece, FilePieces
 from everstep.runtime.files.file_receiver import FileReceiver, append_at
@@ -77,6 +80,22 @@ def test_another_version_begins_anew_and_leaves_the_file_until_it_is_whole(at: R
     assert at.whole(0, b"", version=VERSION) == 200
     assert at.whole(100, other[100:], version=version) == 200
     assert (at.folder / "parts/a.bin").read_bytes() == other
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 4), st.integers(0, 4)), max_size=12))
+def test_of_whichever_version_pieces_come_what_is_held_are_its_first_bytes(come: list[tuple[int, int, int]]) -> None:
+    """come: a version, and the piece of it that comes, in quarters of the file: any order, twice, both mixed."""
+    versions = [DATA, DATA[::-1]]
+    digests = [hashlib.blake2b(data, digest_size=16).hexdigest() for data in versions]
+    with tempfile.TemporaryDirectory() as folder:
+        at = Receiving(Path(folder))
+        for k, first, last in come:
+            held = at.whole(50 * first, versions[k][50 * first : 50 * last], version=digests[k])
+            whole = held == len(DATA)
+            path = at.folder / ("parts/a.bin" if whole else "parts/.a.bin.partial")
+            there = path.read_bytes() if path.exists() else b""
+            assert held is not None and there == versions[k][:held]
+            assert not whole or at.receiver.versions == {"parts/a.bin": digests[k]}
 
 
 def test_no_more_comes_than_a_file_is_said_to_have(at: Receiving) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from everstep.base.plan import Member
 from everstep.protocol.coordinator.environment import MILLISECOND_NS, Alarm
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.liveness import give_up_host
@@ -24,11 +25,10 @@ MOST_HOSTS = 16
 def port_probe_due(job: JobState, about: Any) -> None:
     """Check the ports of lost hosts, repeatedly, until they are back or given up."""
     lost = _lost(job)
-    job.agents.closed.only({worker.key for _, workers in lost for worker in workers})
-    for _, workers in lost[:MOST_HOSTS]:
-        for worker in workers:
-            if worker.member is not None:
-                job.env.probe_port(worker.key, worker.member.address)
+    job.agents.closed.only({member.key for _, members in lost for member in members})
+    for _, members in lost[:MOST_HOSTS]:
+        for member in members:
+            job.env.probe_port(member.key, member.address)
     if lost or job.membership.in_grace:
         job.env.alarms.set(Alarm.PROBE_PORT, job.env.now + AGAIN_NS)
 
@@ -39,14 +39,14 @@ def port_probed(job: JobState, event: PortProbed) -> None:
         return
     worker = job.membership.alive(event.key)
     agent = None if worker is None else job.agents.of(worker)
-    for lost, workers in _lost(job) if agent is not None else []:
-        if lost is agent and all(job.agents.closed.has(one.key) for one in workers):
+    for lost, members in _lost(job) if agent is not None else []:
+        if lost is agent and all(job.agents.closed.has(member.key) for member in members):
             text = "none of its processes has a connection, and the ports of its workers are closed"
             give_up_host(job, lost, text, "is gone")
             return
 
 
-def _lost(job: JobState) -> list[tuple[Agent, list[Worker]]]:
+def _lost(job: JobState) -> list[tuple[Agent, list[Member]]]:
     """Agents without a connection, and their workers, if none of these has one either and all had a port; empty if
     nothing else is heard: then the coordinator is cut off."""
     known = job.agents.known
@@ -58,7 +58,7 @@ def _lost(job: JobState) -> list[tuple[Agent, list[Worker]]]:
         if agent is not None and agent.connection is None:
             theirs.setdefault(agent.agent_id, []).append(worker)
     return [
-        (known[name], workers)
+        (known[name], [w.member for w in workers if w.member is not None])
         for name, workers in sorted(theirs.items())
         if all(w.connection is None and w.member is not None and w.member.address for w in workers)
     ]

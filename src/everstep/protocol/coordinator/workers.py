@@ -197,8 +197,6 @@ def _go_on(job: JobState, worker: Worker, hello: m.WorkerHello) -> None:
     if known is not None:
         follow(job, known.generation)
     adopting.held(job, worker, hello.prepared)
-    if job.membership.alive(worker.key) is None:
-        return
     plan, prepared = agreement.plan, agreement.prepared
     if plan.has(worker.key) and known is plan:
         announce_late(job)

@@ -240,9 +240,8 @@ class Stepper:
             return Differs(why, outcome.step, sound, frozenset(), False, self._generation)
         if found.ends:  # all that was computed since the last probe may be wrong
             self._out.put(do.Invalidate(found.sound, first=mine == min(found.workers)))
-        sound = found.sound if found.ends else outcome.step - 1
         why = Why(Cause.NONDETERMINISTIC, found.reason)
-        return Differs(why, outcome.step, sound, frozenset(found.odd), False, self._generation, found)
+        return Differs(why, outcome.step, found.sound, frozenset(found.odd), False, self._generation, found)
 
     def _compare(self, said: Statements) -> Differs | None:
         machine, fresh = self._machine, self._comparing.fresh
