@@ -23,11 +23,12 @@ _MOST_FOLLOWED, _FROM_EACH_BYTES = 3, 1 << 26
 """As of `train.taking`: workers that a new one follows at the most, and what each of several gives at least."""
 _IN_USE_BYTES = float(1 << 26)
 """Bytes in use at a time of parameters that lie in files, and of their gradients."""
-WORKER_BYTES, JOB_BYTES, SHARED_BYTES = 48_000_000, 455_000_000, 233_000_000
+WORKER_BYTES, JOB_BYTES, SHARED_BYTES = 48_000_000, 385_000_000, 163_000_000
 """Memory of Python and torch: of each worker beside what it shares with the others; of a job's other processes; and
 what of the latter the workers of a host share with their fork server.
 Source: bench/memory.py with a model of 0.1M parameters, 2 and 4 workers; what a job has more at its peak by four jobs
-of 12.6M and 25M parameters, 2 to 4 workers (84 to 111 MiB). Torch 2.13 on Linux, x86-64, November 2026."""
+of 12.6M and 25M parameters, 2 to 4 workers (84 to 111 MiB), less the 70 MB of torch._dynamo, which is imported where
+something compiles. Torch 2.13 on Linux, x86-64, November 2026."""
 
 
 PEAK_BYTES = 140_000_000

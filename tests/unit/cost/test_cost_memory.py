@@ -72,11 +72,15 @@ def test_lanes_of_a_worker_make_as_many_nodes_as_its_tree_has(workers: int, lane
     assert most_nodes(workers, lanes) == max(len(cover(run, lanes)) for run in runs)
 
 
+DYNAMO_BYTES = 70e6
+"""Of torch._dynamo, which workers shared with their fork server when this was measured, and do not have any more."""
+
+
 def test_a_running_worker_of_three_stages_holds_what_was_measured() -> None:
     """A job of 12.6M parameters, Adam, 4 lanes: the fullest worker's PSS by the snapshots that it has."""
     for snapshots, measured in ((0, 237e6), (2, 343e6), (4, 449e6), (6, 554e6)):
         split = Split(1, 4, snapshots=snapshots)
-        assert of_running(adam(4_200_000), split, 0, 3).total == pytest.approx(measured, rel=0.1)
+        assert of_running(adam(4_200_000), split, 0, 3).total == pytest.approx(measured - DYNAMO_BYTES / 4, rel=0.1)
     apart = of_ours(adam(BILLION), Split(2, snapshots=1, host_apart=True), 0)
     assert "snapshots" not in apart.device and apart.host["snapshots"] == 12 * BILLION
 
@@ -85,6 +89,7 @@ def test_a_running_worker_of_three_stages_holds_what_was_measured() -> None:
 def test_a_running_worker_holds_what_was_measured(workers: int, measured: float) -> None:
     """Jobs of 12.6M parameters, Adam, 8 lanes, data parallel on one host: the fullest worker's PSS."""
     split = Split(workers, 8, most_nodes(workers, 8))
+    measured -= DYNAMO_BYTES / (1 + workers)
     assert of_running(adam(12_600_000), split, 0, workers).total == pytest.approx(measured, rel=0.1)
 
 
@@ -110,7 +115,7 @@ def test_workers_of_one_host_hold_reduced_gradients_once_whoever_updates_with_th
     assert [results(2, copies, 4) for copies in (1, 2)] == [2, 4] and results(0, 1, 4) == 4
 
 
-@pytest.mark.parametrize(("stage", "workers", "measured"), [(2, 2, 1173), (2, 4, 1531)])
+@pytest.mark.parametrize(("stage", "workers", "measured"), [(2, 2, 1123), (2, 4, 1461)])
 def test_a_job_whose_state_lies_in_files_holds_what_was_measured(stage: int, workers: int, measured: float) -> None:
     """MiB of a whole job of 25.4M parameters, Adam, 8 lanes, one copy, by bench/memory.py."""
     fixed = memory.WORKER_BYTES + memory.JOB_BYTES / workers
