@@ -145,8 +145,9 @@ def by_paper(parameters: int, workers: int, stage: int, offload: bool = False) -
 def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
     """Bytes of a worker of this product.
 
-    - lanes: the sums of its lanes, one flat gradient for each complete subtree, and gradients under way. The update's
-      gradients lie where those were, if it needs all of them; between hosts, what has left is still in `.grad`.
+    - lanes: the sums of its lanes, one flat gradient for each complete subtree, and gradients under way (half of them,
+      as measured, at stage 1 on one host). The update's gradients lie where those were, if it needs all of them; between
+      hosts, what has left is still in `.grad`.
     - results: reduced gradients. The workers of one host hold them once, whoever updates with them; elsewhere each has
       its own, from stage 1 on two of the own part, since blocks that come early may not overwrite those of a step.
     - gradients: from stage 1 on, those normalised for one part of the update, which is made a little at a time.
@@ -163,7 +164,7 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
     part = split.copies / split.workers if divided else 1.0
     flat = 4.0 * model.parameters
     per_worker = -(-split.lanes // split.workers)
-    least = 0 if divided and split.hosts == 1 else 1
+    least = 1.0 if split.hosts > 1 or not divided else 0.5 if stage == 1 else 0.0
     under_way = flat * max(least, math.ceil(math.log2(per_worker)) - 1)
     by_unit = divided and stage >= 2 and per_worker == 1 and split.hosts in (1, split.workers)
     waiting = flat / 2 if split.hosts == 1 else 0.0

@@ -100,8 +100,8 @@ def test_of_gradients_that_are_given_back_few_are_held() -> None:
         return of_ours(adam(BILLION), Split(4, of, copies=1, hosts=hosts), stage).device["lanes"] / BILLION
 
     assert [lanes(2, hosts) for hosts in (1, 4, 2)] == [2, 0, 8]
-    assert [lanes(1, hosts) for hosts in (1, 4, 2)] == [4, 8, 8]
-    assert [lanes(stage, 1, 8) for stage in (1, 2)] == [4, 4]
+    assert [lanes(1, hosts) for hosts in (1, 4, 2)] == [6, 8, 8]
+    assert [lanes(stage, 1, 8) for stage in (1, 2)] == [6, 4]
 
 
 def test_workers_of_one_host_hold_reduced_gradients_once_whoever_updates_with_them() -> None:
