@@ -146,8 +146,8 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
     """Bytes of a worker of this product.
 
     - lanes: the sums of its lanes, one flat gradient for each complete subtree, and gradients under way (half of them,
-      as measured, at stage 1 on one host). The update's gradients lie where those were, if it needs all of them; between
-      hosts, what has left is still in `.grad`.
+      as measured, at stage 1 on one host). The update's gradients lie where those were, if it needs all; between hosts,
+      what has left is still in `.grad`.
     - results: reduced gradients. The workers of one host hold them once, whoever updates with them; elsewhere each has
       its own, from stage 1 on two of the own part, since blocks that come early may not overwrite those of a step.
     - gradients: from stage 1 on, those normalised for one part of the update, which is made a little at a time.
