@@ -353,6 +353,10 @@ def test_what_changes_nothing_in_a_cell_is_said_by_key() -> None:
         "cell.reshard_after_forward=False",
     ]
     assert cell_notes(load_config([("t", {"cell.fsdp": 2, "cell.wrap": 1000})]).cell) == []
+    spans = {"cell.fsdp": 2, "cell.hosts": 2, "cell.reshard_after_forward": False}
+    assert cell_notes(load_config([("t", spans)]).cell) == []
+    (told,) = cell_notes(load_config([("t", {**spans, "cell.shards": 2})]).cell)
+    assert told.startswith("cell.reshard_after_forward=False changes nothing here: with cell.shards=2, other hosts'")
     for key, value in (("cell.wrap", "0"), ("cell.wrap", "layers"), ("cell.offload", "disk"), ("cell.prefetch", "-1")):
         with pytest.raises(ConfigError, match=key):
             load_config([("t", {key: value})])
