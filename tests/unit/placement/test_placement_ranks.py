@@ -34,7 +34,7 @@ def test_sums_are_those_of_the_tree(ranks: int, lanes: range | tuple[int, ...]) 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 32])
 @pytest.mark.parametrize("sizes", [[10, 5000, 1, 123456, 2048], [3], [], [1024, 1024], [7000] * 9])
 def test_each_element_is_updated_once(ranks: int, sizes: list[int]) -> None:
-    found = update_ranges(sizes, ranks)
+    found = update_ranges([[(0, size)] for size in sizes], ranks)
     for number, size in enumerate(sizes):
         runs = sorted(run for of in found for run in of[number])
         assert [0, *(stop for _, stop in runs)] == [*(first for first, _ in runs), size]
