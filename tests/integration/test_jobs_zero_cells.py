@@ -44,6 +44,27 @@ class Large(Pictures):
     def build_optimizer(self, params):
         return torch.optim.{optimizer}
 
+NOW = []
+
+class Late(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 700), nn.Tanh(), nn.Linear(700, 400), nn.Linear(400, 10))
+        self.side, self.never = nn.Linear(64, 3000), nn.Linear(64, 3000)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.body(x) + self.side(x).mean(1, keepdim=True) if NOW[-1].last_epoch > 9 else self.body(x)
+
+class Later(Large):
+    # some parameters get gradients, and so their state, from a later step on
+    def build_model(self):
+        return nn.Sequential(Late())
+
+    def build_scheduler(self, optimizer):
+        NOW.append(torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7))
+        return NOW[-1]
+
 class Shards(Sharded):
     def build_model(self):
         return Transformer(TransformerConfig(61, 8, 2, 128, 4, 0.2))
@@ -162,6 +183,25 @@ def test_state_from_the_start_and_none_at_all(jobs: Jobs, tmp_path: Path, optimi
     task = f"{written(tmp_path, optimizer)}:Large"
     chaos = "kill:target=worker:1/1,at=5,phase=update"
     jobs.run(task, workers=3, numerics={"steps": 12}, settings=cells(), chaos=chaos, pace=[healed(1)])
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("copies", [1, 2])
+def test_parameters_that_get_their_state_later(jobs: Jobs, file: Path, copies: int) -> None:
+    """From then on segments are elsewhere."""
+    chaos = "kill:target=worker:1/1,at=9,phase=update; kill:target=worker:2,at=13,phase=update"
+    settings = cells(**{"zero.copies": copies})
+    jobs.run(f"{file}:Later", workers=3, numerics={"steps": 18}, settings=settings, chaos=chaos, pace=[healed(2)])
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("snapshots", [False, True])
+def test_cells_of_unlike_sizes_divide_it(jobs: Jobs, file: Path, *, snapshots: bool) -> None:
+    settings = cells(**{"cell.fsdp": 3, "max_restarts": 0, "zero.copies": 2, "verify_every": 4})
+    settings |= {"checkpoint.memory.every_steps": 2} if snapshots else {}
+    chaos = "kill:target=worker:1/1,at=4,phase=forward"
+    job = jobs.run(f"{file}:Large", workers=3, settings=settings, chaos=chaos, pace=[healed(1)])
+    assert [(event["worker_id"], event["fsdp"]) for event in job.of_kind("cell_shrunk")] == [(1, 2)], job.account()
 
 
 @pytest.mark.longer
