@@ -73,7 +73,7 @@ class StateMemory:
         self,
         others: OtherHosts | None,
         room: Callable[[Tensor, str], Tensor | None],
-        release: Callable[[Tensor, Sequence[tuple[int, int]]], None],
+        release: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None,
     ) -> None:
         """From now on other processes have it, too, and these hosts hold a part of it. room, release: as of the
         methods."""
