@@ -11,6 +11,8 @@ that it can be run in parts, each with `ddp` if it is to be compared with that:
 - divided-one, gradients-one: with one lane per worker, the state divided so, and the gradients, too (`zero.stage=2`);
 - gradients: as divided, and the gradients, too, with all lanes (`zero.stage=2`);
 - cell: one worker of as many processes, which divide parameters and state (`cell.fsdp`);
+- cells, cells-divided, cells-gradients: as many workers of two processes each, which divide parameters and state, and
+  whose workers divide the state, or the gradients, too (`zero.stage`, one copy);
 - offloaded: replicated, with that state in a file (`zero.offload`, in a temporary folder);
 - gradients-offloaded: `gradients`, with what each worker holds of that state in a file;
 - in-files: parameters and gradients there, too (`zero.offload_params`);
@@ -54,6 +56,8 @@ DIVIDED = {"zero.stage": "1", "zero.copies": "1"}
 GRADIENTS = {"zero.stage": "2", "zero.copies": "1"}
 FILE = {"zero.offload": "{name}/offload"}
 CELL = {"cell.fsdp": "{workers}", "cell.wrap": "200000"}
+CELLS = {"cell.fsdp": "2", "cell.wrap": "200000"}
+_CELLS = ("--set", "cell.fsdp=2", "--set", "cell.wrap=200000")
 ONE = {"lanes": "{workers}"}
 _ONE = ("--copies", "1")
 _LANES = ("--lanes", "{workers}")
@@ -67,6 +71,9 @@ MODES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "gradients-offloaded": (GRADIENTS | FILE, (*_ONE, "--zero", "2", "--offload", "./disk")),
     "in-files": (FILE | {"zero.offload_params": "true"}, ("--offload", "./disk", "--offload-params")),
     "cell": (CELL, ("--set", "cell.fsdp={workers}", "--set", "cell.wrap=200000")),
+    "cells": (CELLS, _CELLS),
+    "cells-divided": (CELLS | DIVIDED, (*_CELLS, *_ONE, "--zero", "1")),
+    "cells-gradients": (CELLS | GRADIENTS, (*_CELLS, *_ONE, "--zero", "2")),
 }
 """Settings of a job, and options of `plan memory` for it."""
 TO_DDP = {"replicated": {2: 1.15, 4: 1.0}, "divided-one": {4: 0.75}, "gradients-one": {4: 0.6}}

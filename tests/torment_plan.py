@@ -36,7 +36,8 @@ PLACED: tuple[dict[str, Any], ...] = (
     {"zero.offload": f"{tempfile.gettempdir()}/everstep-torment-offload"},
     {"zero.offload": f"{tempfile.gettempdir()}/everstep-torment-offload", "zero.offload_params": "true"},
 )  # fmt: skip
-"""Where the optimizer's state lies, and with stage 2 the gradients; the last three are of jobs that are not split."""
+"""Where the optimizer's state lies, and with stage 2 the gradients; the last three are of jobs that are not split, the
+first four also of workers of several processes."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,8 @@ def _settings(rng: random.Random, task: str, split: bool, cells: bool) -> dict[s
         found |= {"cell.wrap": 300} if rng.random() < 0.4 else {}
     elif rng.random() < 0.05:
         found["batch"] = "per_worker"
-    if rng.random() < 0.5 and "batch" not in found and not cells:
-        found |= rng.choice(PLACED if not split else PLACED[:-3])
+    if rng.random() < 0.5 and "batch" not in found:
+        found |= rng.choice(PLACED[:4] if cells else PLACED if not split else PLACED[:-3])
     if rng.random() < 0.15:
         found["checkpoint.staging_mb"] = rng.choice((0, 1))
     return found

@@ -100,6 +100,8 @@ WAYS = [
     {"zero.stage": 2, "zero.copies": 1, "stages": 2},
     {"zero.stage": 2, "zero.copies": 2},
     {"zero.stage": 2, "zero.copies": 3, "zero.offload": "{far}"},
+    {"zero.stage": 1, "zero.copies": 2, "cell.fsdp": 2},
+    {"zero.stage": 2, "zero.copies": 1, "cell.fsdp": 2},
 ]
 
 

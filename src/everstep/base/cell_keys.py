@@ -113,6 +113,9 @@ def cell_notes(cell: CellConfig) -> list[str]:
     """A sentence for each key of `cell.*` that is set and changes nothing here."""
     plain = CellConfig()
     shared = "parameters lie once in memory that all processes of a worker read"
+    kept = f"there are no copies to let go of: {shared}"
+    if cell.hosts > 1:
+        kept = f"with cell.shards={cell.shards}, other hosts' parameters are here for a whole step in any case"
     found = {
         "wrap": ("a worker of one process exchanges nothing", cell.ranks == 1),
         "offload": ("parameters and the optimizer's state are in the host's memory already", True),
@@ -120,7 +123,7 @@ def cell_notes(cell: CellConfig) -> list[str]:
             f"nothing is gathered: {shared}" if cell.hosts == 1 else "a unit's parameters come as it begins",
             True,
         ),
-        "reshard_after_forward": (f"there are no copies to let go of: {shared}", cell.hosts == 1),
+        "reshard_after_forward": (kept, cell.hosts == 1 or cell.shards > 1),
     }
     return [
         f"cell.{name}={getattr(cell, name)} changes nothing here: {why}"

@@ -463,7 +463,6 @@ def _check_cell(config: Config) -> None:
     for other, expected, got, why in (
         ("device", "cpu", config.device, "its processes share parameters in the memory of the host"),
         ("chunks", "1", config.chunks, "its processes add up a stage's gradients in one backward pass"),
-        ("zero.stage", "0", config.zero.stage, "its processes divide the optimizer's state already"),
         ("zero.offload", "none", config.zero.offload or "none", "its processes share the optimizer's state in memory"),
         ("batch", "constant", config.batch, "which lanes a process computes must not change what they are"),
     ):
@@ -501,6 +500,11 @@ def _check_hosts_of_cell(config: Config) -> None:
         raise ConfigError(
             f"cell.hosts: expected a divisor of cell.fsdp={cell.fsdp}, got {cell.hosts}: each host has as many of a "
             f"worker's processes as any other; set cell.fsdp to a multiple of {cell.hosts}"
+        )
+    if cell.hosts > 1 and config.zero.stage:
+        raise ConfigError(
+            f"cell.hosts: expected 1 with zero.stage={config.zero.stage}, got {cell.hosts}: each host of a worker has "
+            "its own part of the optimizer's state already; set zero.stage=0, or cell.hosts=1"
         )
 
 

@@ -189,7 +189,7 @@ def memory(task: str | None, as_json: bool, **asked: Any) -> int:
     if named and splits is None and splits_something(asked):
         raise ConfigError(f"--params: {NOT_NEAR} for a split, got {known.model.parameters}: leave the split out")
     runs = _runs(known, split, asked)
-    cell = _cell(part, split, known)
+    cell = _cell(part, split, known, stage)
     if as_json:
         about = None if cell is None else {**asdict(cell), "total_bytes": cell.total, "source": _OURS}
         print(json.dumps({**_to_dict(said, *tables, runs, assumed, mine), "usual": splits, "cell": about}))
@@ -280,8 +280,8 @@ def _with_optimizer(how: HowItRuns, stage: int, kind: OptimizerKind | None) -> H
     return how
 
 
-def _cell(model: Model, split: Split, known: _Known) -> CellMemoryUse | None:
-    """Memory of each process, for workers of several processes; None for others."""
+def _cell(model: Model, split: Split, known: _Known, stage: int) -> CellMemoryUse | None:
+    """Memory of each process at a stage of ZeRO, for workers of several processes; None for others."""
     cell, lanes = known.config.cell, split.lanes
     if cell.ranks == 1:
         return None
@@ -289,7 +289,8 @@ def _cell(model: Model, split: Split, known: _Known) -> CellMemoryUse | None:
     sums = max(most_slots(run, lanes, cell.fsdp) for run in runs)
     whole = not cell.reshard_after_forward or cell.shards > 1
     gathered = round(model.parameter_bytes) if whole else known.unit
-    return of_cell(model, split, cell.ranks, known.exchanged, sums, cell.tp, known.shards, cell.hosts, gathered)
+    shape = cell.tp, known.shards, cell.hosts, gathered
+    return of_cell(model, split, cell.ranks, known.exchanged, sums, *shape, stage)
 
 
 def _cell_lines(cell: CellMemoryUse, config: Config, room: int | None) -> list[str]:

@@ -260,6 +260,7 @@ def of_cell(
     shards: int = 0,
     hosts: int = 1,
     gathered: int = 0,
+    stage: int = 0,
 ) -> CellMemoryUse:
     """Bytes of a process where each worker is so many of them (`cell.fsdp`, `cell.tp`). degree: of these compute each
     lane together.
@@ -270,23 +271,28 @@ def of_cell(
     2 and 4 (once each, on a loaded machine), 1 to 8 % less than is counted.
     - exchange: two boxes of what is exchanged, for those who compute a lane together, and as much in each `.grad`.
     - lanes: the sums, once for all. first: the first lane, computed twice, is whole in the head's `.grad`, or in that
-      of each process that computes a lane with others.
+      of each process that computes a lane with others. In later steps the head hands sums over to other workers, which
+      takes as much; in stage 2 half of it, as for `of_ours`.
     - shards: two boxes for each, shared, and what has come of all of them.
     - hosts: that each worker is on; a process on its head's host is counted, where the sums are. gathered: of the
       parameters that are computed with at a time, of which other hosts' come here (elsewhere).
-    - gradients: of a process's own part, for its update; results: reduced ones, as for `of_ours` on one host.
+    - gradients: of one part of an update, which each process makes a little at a time; results: reduced ones, on one
+      host. In stages 1 and 2 a worker has its part of the optimizer's state and of these, which its processes divide.
     """
     check(ranks >= 1, f"expected at least one process in a worker, got {ranks}")
     flat, each = 4.0 * model.parameters, ranks / hosts
+    divided = stage in (1, 2) and model.divides(stage) and split.copies < split.workers
+    optimizer, own = model.held(stage, split.copies / split.workers if divided else 1.0)
+    first = flat if degree > 1 else flat / (each * (2 if divided and stage == 2 else 1))
     found = {
         "parameters": model.parameter_bytes / ranks,
         "elsewhere": gathered * (1.0 - 1.0 / hosts) / each,
-        "optimizer": model.optimizer_bytes / ranks,
+        "optimizer": optimizer / ranks,
         "exchange": exchanged * (1.0 + 2.0 / degree),
         "lanes": flat * sums / each,
-        "gradients": flat / ranks,
-        "first": flat if degree > 1 else flat / each,
-        "results": flat / (split.workers * each),
+        "gradients": min(own / ranks, _AT_ONCE_BYTES),
+        "first": first,
+        "results": (own if divided else flat / split.workers) / each,
         "buffers": model.buffer_bytes * (1 + 1 / each),
         "activations": model.activation_bytes,
         "shards": shards * (1.0 + 2.0 / degree) if degree > 1 else 0.0,

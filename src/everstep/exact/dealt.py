@@ -26,7 +26,6 @@ from everstep.exact.image import MODEL, Outline
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.pieces import Ranges
 from everstep.exact.state import ModelState
-from everstep.exact.state_memory import give_back
 from everstep.placement.shards import SegmentBlocks, divided_planes, ends_of, runs_of_numbers, segment_holders
 
 
@@ -185,7 +184,7 @@ class Dealt:
         for one in self._placed:
             for value in kept.get(one.parameter, {}).values():
                 if isinstance(value, Tensor) and value.shape == one.parameter.shape and value.is_contiguous():
-                    give_back(value, one.within(mine))
+                    self._state.memory.release(value, one.within(mine))
 
     def spread(self) -> Extents:
         """Blocks that it has once the parameters that others have updated have come, too."""

@@ -67,14 +67,25 @@ class StateMemory:
     where = "the device's memory"
     others: OtherHosts | None = None
     _room: Callable[[Tensor, str], Tensor | None] | None = None
+    _release: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None
 
-    def share(self, others: OtherHosts | None, room: Callable[[Tensor, str], Tensor | None]) -> None:
-        """From now on other processes have it, too, and these hosts hold a part of it. room: as of the method."""
-        self.others, self._room = others, room
+    def share(
+        self,
+        others: OtherHosts | None,
+        room: Callable[[Tensor, str], Tensor | None],
+        release: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None,
+    ) -> None:
+        """From now on other processes have it, too, and these hosts hold a part of it. room, release: as of the
+        methods."""
+        self.others, self._room, self._release = others, room, release
 
     def room(self, parameter: Tensor, key: str) -> Tensor | None:
         """Where what an optimizer keeps for a parameter, under this key, has its place; None if any will do."""
         return None if self._room is None else self._room(parameter, key)
+
+    def release(self, tensor: Tensor, kept: Sequence[tuple[int, int]]) -> None:
+        """`give_back` of a tensor of the state."""
+        (self._release or give_back)(tensor, kept)
 
     def there(self, view: memoryview) -> memoryview:
         """The content of this memory, wherever it lies."""

@@ -27,21 +27,21 @@ def part_of(start: int, stop: int, parts: int, part: int) -> tuple[int, int]:
     return first, min(first + size, stop)
 
 
-def update_ranges(sizes: Sequence[int], ranks: int) -> list[list[list[tuple[int, int]]]]:
-    """Ranges of elements by rank, by parameter: all of them in order, cut into one run for each rank. sizes: of the
-    parameters. Cuts lie at multiples of `ALIGN_ELEMENTS` inside a parameter."""
-    total, found = sum(sizes), [[list[tuple[int, int]]() for _ in sizes] for _ in range(ranks)]
+def update_ranges(parameters: Sequence[Sequence[tuple[int, int]]], ranks: int) -> list[list[list[tuple[int, int]]]]:
+    """Ranges of elements by rank, by parameter: all of these in order, cut into one part for each rank. parameters:
+    ranges of each, which ascend. Cuts lie at multiples of `ALIGN_ELEMENTS` inside a parameter."""
+    total = sum(stop - first for ranges in parameters for first, stop in ranges)
+    found = [[list[tuple[int, int]]() for _ in parameters] for _ in range(ranks)]
     before = 0
-    for number, size in enumerate(sizes):
-        ends = [round((total * (rank + 1) / ranks - before) / ALIGN_ELEMENTS) * ALIGN_ELEMENTS for rank in range(ranks)]
-        ends[-1] = size
-        first = 0
-        for rank, end in enumerate(ends):
-            stop = min(max(end, first), size)
+    for number, (begin, end) in ((n, one) for n, ranges in enumerate(parameters) for one in ranges):
+        shares = (begin - before + total * (rank + 1) / ranks for rank in range(ranks - 1))
+        first = begin
+        for rank, cut in enumerate((*(round(one / ALIGN_ELEMENTS) * ALIGN_ELEMENTS for one in shares), end)):
+            stop = min(max(cut, first), end)
             if first < stop:
                 found[rank][number].append((first, stop))
             first = stop
-        before += size
+        before += end - begin
     return found
 
 

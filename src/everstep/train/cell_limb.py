@@ -16,6 +16,7 @@ import msgspec
 
 from everstep.base.below import keep_to
 from everstep.base.config import Config
+from everstep.base.config_keys import ZeroConfig
 from everstep.base.errors import ConfigError, check
 from everstep.data.batch import to_device
 from everstep.data.loader import LaneLoader, Recipe
@@ -64,6 +65,7 @@ class CellLimb:
     """State of a limb, and the commands that it carries out."""
 
     def __init__(self, limb: Limb, task: Task, config: Config, context: WorkerContext) -> None:
+        config = replace(config, zero=ZeroConfig())  # its head deals with other workers
         self._row, self._task, self._config = limb.row, task, config
         self._rank, self._context = context.cell_rank, context
         self._built = built = BuiltTask(task, config, context.worker_id, self._rank)
@@ -249,8 +251,9 @@ class CellLimb:
         held.store.others.let_go()
         said = held.store.read_note(0, note)
         take_groups(held.replica.parts.optimizer, said["groups"])
+        held.update.take(said["dealt"])
         held.update.follow(said["kept"], adopts=False)
-        gradient = limb_gradient(held.store, held.replica, step, said["presence"], held.update.pieces)
+        gradient = limb_gradient(held.store, held.replica, step, said, held.update.pieces)
         held.replica.update_pieces(step, factor, gradient, held.update.pieces)
         self._row.set(phase="idle")
         return {}

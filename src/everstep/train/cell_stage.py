@@ -6,12 +6,11 @@ from step to step (`cell_beside`), and has them update parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from everstep.base import errors
 from everstep.base.config import Config
@@ -30,7 +29,7 @@ from everstep.train.cell_lanes import SharedLanes, places_of
 from everstep.train.cell_store import CellStore, give_back
 from everstep.train.cell_units import UnitsHere
 from everstep.train.cell_update import CellUpdate
-from everstep.train.optimizer_kind import tried_of
+from everstep.train.optimizer_kind import make_up
 from everstep.train.optimizer_update import refuse_in_cell
 from everstep.train.replica import StageReplica
 
@@ -48,8 +47,8 @@ class CellStage:
         """
         parts = replica.parts
         if parts.fill is not None:
-            _make_up(parts.optimizer, config.seed)
-        refuse_in_cell(parts.optimizer, config.seed, unfit=NonfiniteRule.of(config).applies)
+            make_up(parts.optimizer, config.seed)
+        refuse_in_cell(parts.optimizer, config.seed, unfit=NonfiniteRule.of(config).applies, kind=replica.update.kind)
         _refuse_model(parts.model)
         self._head, self.replica, self.number = head, replica, replica.spec.stage
         self._ranks, self._config = config.cell.ranks, config
@@ -80,7 +79,7 @@ class CellStage:
             deputies.door.show(number, store.memory)
             lines = PartLines(deputies.plan, number, deputies.call)
             others = spread(store, lines, self._update, replica, self._config, made=replica.parts.fill is None)
-        replica.state.memory.share(others, self._update.room)
+        replica.state.memory.share(others, self._update.room, self._update.release)
 
     # ---- lanes
 
@@ -136,8 +135,9 @@ class CellStage:
 
     # ---- updates
 
-    def begin_update(self, step: int, factor: float, reduced: Reduced) -> Ranges:
-        """Have the limbs update their parts with this gradient, times `factor`; returns the head's part."""
+    def begin_update(self, step: int, factor: float, reduced: Reduced, wanted: Ranges | None) -> Ranges:
+        """Have the limbs update their parts with this gradient, times `factor`; returns the head's part. wanted: what
+        this worker updates, None: all."""
         gradient = self.store.slot(0)
         with torch.no_grad():
             for piece in reduced.pieces:
@@ -146,6 +146,8 @@ class CellStage:
         self.store.others.let_go()
         note = {
             "presence": reduced.presence,
+            "there": [(piece.start, piece.stop) for piece in reduced.pieces],
+            "dealt": update.deal(wanted),
             "groups": groups_of(self.replica.parts.optimizer),
             "kept": update.describe(),
         }
@@ -165,9 +167,11 @@ class CellStage:
         self.store.close()
 
 
-def limb_gradient(store: CellStore, replica: StageReplica, step: int, presence: bytes, pieces: Ranges) -> Reduced:
-    """The gradient that the head has left for an update of these pieces; of other elements it need not be here."""
-    numel = replica.layout.numel
+def limb_gradient(
+    store: CellStore, replica: StageReplica, step: int, said: Mapping[str, Any], pieces: Ranges
+) -> Reduced:
+    """The gradient that the head has left for an update of these pieces; of other elements it need not be here. said:
+    what the head says of it."""
     if isinstance(store.others, OtherParts):
         trained = {p for group in replica.parts.optimizer.param_groups for p in group["params"]}
         leaves = dict(replica.parts.model.named_parameters(remove_duplicate=False))
@@ -176,7 +180,8 @@ def limb_gradient(store: CellStore, replica: StageReplica, step: int, presence: 
             leaf = leaves[entry.name]
             for first, stop in pieces.get(leaf, ()) if leaf in trained else ((0, entry.numel),):
                 store.bring_sum(0, 0, entry.offset + first, entry.offset + stop)
-    return Reduced(step, (Piece(0, numel, store.slot(0)),), presence, ())
+    there = (Piece(start, stop, store.slot(0)[start:stop]) for start, stop in said["there"])
+    return Reduced(step, tuple(there), said["presence"], ())
 
 
 def fill(replica: StageReplica, store: CellStore, update: CellUpdate, config: Config) -> None:
@@ -228,13 +233,6 @@ def _named(replica: StageReplica) -> list[tuple[str, nn.Parameter]]:
     """All parameters with their names in the whole model, each leaf of a tie by its own."""
     own, share = replica.parts.model.named_parameters(remove_duplicate=False), replica.spec.share
     return [*own, *(() if share is None else share.foreign.items())]
-
-
-def _make_up(optimizer: Optimizer, seed: int) -> None:
-    """Random values for the parameters that the optimizer is tried with, while they have none."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in (p for group in tried_of(optimizer) for p in group):
-        parameter.detach().copy_(torch.randn(parameter.shape, generator=generator))
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everstep.base.errors import ConfigError, check
+from everstep.exact import state_memory
 from everstep.exact.digest import bytes_of
 from everstep.exact.divisible import divisible, kept_like
 from everstep.exact.layout import ALIGN_BYTES, round_up
@@ -23,12 +24,14 @@ from everstep.placement.ranks import update_ranges
 from everstep.train.cell_store import CellStore, give_back
 
 _FLOAT = 4
+DealtRanges = Sequence[Sequence[tuple[int, int]]]
+"""Ranges of each of the parameters that the processes divide."""
 KeptForEach = list[dict[str, list[Any]]]
 """What is kept for each divided parameter, by key: where it lies in shared memory; or a small tensor; or a value."""
 
 
 class CellUpdate:
-    """One process's part of the updates. pieces: what it updates; others: what it must not touch."""
+    """One process's part of the updates. pieces: what it updates, of all or of what was dealt to its worker."""
 
     def __init__(
         self, optimizer: Optimizer, store: CellStore, ranks: int, undivided: Collection[int] = frozenset()
@@ -40,12 +43,13 @@ class CellUpdate:
         self._number = {id(p): number for number, p in enumerate(self._divided)}
         self._places: dict[tuple[int, str], int] = {}
         self._used = 0
-        self._shares = update_ranges([p.numel() for p in self._divided], ranks)
-        self._mine = list(zip(self._divided, self._shares[store.rank], strict=True))
-        self.pieces: Ranges = dict(self._mine)
-        if store.rank == 0:
-            own = {id(p) for p in self._divided}
-            self.pieces = {**self.pieces, **{p: [(0, p.numel())] for p in everything if id(p) not in own}}
+        self._shares = update_ranges([_whole(p) for p in self._divided], ranks)
+        own = {id(p) for p in self._divided}
+        self._alone = [p for p in everything if id(p) not in own] if store.rank == 0 else []
+        self._mine: list[tuple[Tensor, list[tuple[int, int]]]] = []
+        self.pieces: Ranges = {}
+        self._taken: DealtRanges | None = None
+        self.take([_whole(p) for p in self._divided])
 
     def shares(self, model: nn.Module) -> dict[int, list[list[tuple[int, int]]]]:
         """What each rank has of the parameters, by their addresses: of the divided ones what it updates, and as much of
@@ -53,13 +57,40 @@ class CellUpdate:
         found = {p.data_ptr(): self._runs_of(number) for number, p in self._numbered}
         frozen = {p.data_ptr(): p.numel() for p in model.parameters() if not p.requires_grad and divisible(p)}
         frozen = {at: numel for at, numel in frozen.items() if at not in found}
-        dealt = update_ranges([*frozen.values()], len(self._shares))
+        dealt = update_ranges([[(0, numel)] for numel in frozen.values()], len(self._shares))
         return found | {at: [one[number] for one in dealt] for number, at in enumerate(frozen)}
 
     def _runs_of(self, number: int) -> list[list[tuple[int, int]]]:
         return [by_parameter[number] for by_parameter in self._shares]
 
+    def take(self, dealt: DealtRanges) -> None:
+        """In the next update the processes divide these ranges of the parameters that they divide."""
+        if dealt != self._taken:
+            self._taken = dealt
+            self._mine = list(
+                zip(self._divided, update_ranges(dealt, len(self._shares))[self._store.rank], strict=True)
+            )
+            self.pieces = {**dict(self._mine), **{p: _whole(p) for p in self._alone}}
+
     # ---- the head
+
+    def deal(self, wanted: Ranges | None) -> DealtRanges:
+        """What this worker updates next, None: all; returns what a limb is to `take`."""
+        of = {} if wanted is None else wanted
+        dealt = [[(first, stop) for first, stop in of.get(p, _whole(p))] for p in self._divided]
+        self.take(dealt)
+        self.pieces = {**self.pieces, **{p: of.get(p, _whole(p)) for p in self._alone}}
+        return dealt
+
+    def release(self, tensor: Tensor, kept: Sequence[tuple[int, int]]) -> None:
+        """Give the memory of a tensor of the state back, for all processes, but for these ranges of elements."""
+        if not self._is_shared(tensor):
+            state_memory.give_back(tensor, kept)
+            return
+        at = tensor.data_ptr() - self._store.memory.address
+        edges = [0, *(edge for one in kept for edge in one), tensor.numel()]
+        for first, stop in zip(edges[::2], edges[1::2], strict=True):
+            self._store.memory.free(at + first * _FLOAT, at + stop * _FLOAT)
 
     def describe(self) -> KeptForEach:
         """What the optimizer keeps for the divided parameters, once it lies where all processes have it.
@@ -180,6 +211,10 @@ class CellUpdate:
     @staticmethod
     def _is_like(value: Any, parameter: Tensor) -> bool:
         return isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype is torch.float32
+
+
+def _whole(parameter: Tensor) -> list[tuple[int, int]]:
+    return [(0, parameter.numel())]
 
 
 def _copy(source: Tensor, to: Tensor, runs: Sequence[tuple[int, int]]) -> None:

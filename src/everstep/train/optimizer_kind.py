@@ -162,6 +162,13 @@ def tried_of(optimizer: Optimizer, elements: int = _SAMPLE_ELEMENTS, *, known: b
     return [[p for p in group if id(p) in chosen] for group in groups]
 
 
+def make_up(optimizer: Optimizer, seed: int) -> None:
+    """Random values for the parameters that are tried, while they have none."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in (p for group in tried_of(optimizer) for p in group):
+        parameter.detach().copy_(torch.randn(parameter.shape, generator=generator))
+
+
 def _state_bytes(optimizer: Optimizer, sample: Optimizer) -> int:
     """Bytes of a whole optimizer's state. sample: a copy of it that has stepped, for some of the parameters."""
     kept = [v for state in sample.state.values() if isinstance(state, Mapping) for v in state.values()]

@@ -76,6 +76,10 @@ class OptimizerUpdate:
         """Note that an update was found to be deterministic elsewhere."""
         self.proven = True
 
+    def keep_kind(self) -> None:
+        """Look no more at what the optimizer is like: while this process looks, others update what it would copy."""
+        self._every = self._looks = 0
+
     def forget(self) -> None:
         """The state is about to be another one."""
         self.dealt = None
@@ -117,7 +121,8 @@ class OptimizerUpdate:
         )
         if self.dealt is not None or isinstance(memory, FarMemory):
             self._find_kind(step, seed)
-        ranges = pieces if self.dealt is None else self._divided(self.dealt)
+        own = None if self.dealt is None else self._divided(self.dealt)
+        ranges = own if pieces is None else pieces
         seed_all(seed)
         if ranges is not None:
             self._bounded(ranges, give, step)
@@ -350,11 +355,11 @@ def refuse_undivided(optimizer: Optimizer, seed: int, stage: int, *, unfit: bool
     return kind
 
 
-def refuse_in_cell(optimizer: Optimizer, seed: int, *, unfit: bool = True) -> None:
-    """unfit: gradients that are not finite may reach it. Raises: ConfigError for an optimizer that the processes of a
-    worker cannot update together. MemoryError."""
+def refuse_in_cell(optimizer: Optimizer, seed: int, *, unfit: bool = True, kind: OptimizerKind | None = None) -> None:
+    """unfit: gradients that are not finite may reach it. kind: of the optimizer, if that is known. Raises: ConfigError
+    for an optimizer that the processes of a worker cannot update together. MemoryError."""
     name = type(optimizer).__name__
-    kind = expected_kind(optimizer, seed, unfit)
+    kind = expected_kind(optimizer, seed, unfit) if kind is None else kind
     if kind.divides != "elements" and kind.why != NO_GRADIENT:
         raise ConfigError(
             f"cell.fsdp divides the elements that {name} updates, which it does not allow: an update of a part differs "

@@ -38,7 +38,7 @@ from everstep.train.elastic import LrPolicy
 from everstep.train.model_call import Loss
 from everstep.train.offload import memory_for
 from everstep.train.offload_parameters import ModelFile, parameter_files
-from everstep.train.optimizer_kind import NO_GRADIENT
+from everstep.train.optimizer_kind import NO_GRADIENT, make_up
 from everstep.train.optimizer_update import OptimizerUpdate, refuse_undivided
 from everstep.train.precision import LossScaler, computing, type_of
 from everstep.train.stage import Parts, StageSpec
@@ -53,8 +53,8 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class UpdateTogether(Protocol):
     """The processes of one worker, which make its updates together."""
 
-    def begin_update(self, step: int, factor: float, reduced: Reduced) -> Ranges:
-        """Have the others update their pieces; returns those of this process."""
+    def begin_update(self, step: int, factor: float, reduced: Reduced, wanted: Ranges | None) -> Ranges:
+        """Have the others update their pieces of what is wanted, None: of all; returns those of this process."""
 
     def end_update(self) -> None:
         """Wait until all pieces are updated."""
@@ -112,6 +112,8 @@ class StageReplica:
                 "set zero.stage=0 and zero.offload=none, or give one optimizer with several groups"
             )
         stage, unfit = config.zero.stage, NonfiniteRule.of(config).applies
+        if stage and parts.fill is not None:
+            make_up(parts.optimizer, config.seed)
         kind = refuse_undivided(parts.optimizer, config.seed, stage, unfit=unfit) if stage else None
         self.update = OptimizerUpdate(parts.optimizer, memory, config.verify_every, kind, unfit=unfit)
         everything = (parts.model, parts.optimizer, parts.scheduler, extras, parts.units, spec.share, settings, memory)
@@ -243,7 +245,7 @@ class StageReplica:
             parts = dealt(self.handover.present(reduced, received))
             pieces = None if parts is None else parts.updates()
             if self._cell is not None:
-                pieces = self._cell.begin_update(outcome.step, factor, reduced)
+                pieces = self._cell.begin_update(outcome.step, factor, reduced, pieces)
             later = pieces is not None or isinstance(self.state.memory, ModelFile)
             self.handover.hand_over(reduced, factor, received, pieces, self._config.clip_value, later=later)
             told["lr"] = self._step_optimizer(outcome.step, workers, parts, pieces)
@@ -256,6 +258,7 @@ class StageReplica:
     def share_updates(self, cell: UpdateTogether) -> None:
         """From now on, make updates together with the other processes of this worker."""
         self._cell = cell
+        self.update.keep_kind()
 
     def begin_lanes(self, step: int, scale: float) -> None:
         """At a limb: the model's buffers are the step's. scale: of the loss."""

@@ -203,7 +203,11 @@ def test_unknown_keys_in_nested_form_and_of_any_type():
             "cell.fsdp: expected 1 with chunks=2, got 2: its processes add up a stage's gradients in one backward "
             "pass; set chunks=1 and schedule=gpipe, or cell.fsdp=1",
         ),
-        ({"cell.fsdp": 2, "zero.stage": 1}, "cell.fsdp: expected 1 with zero.stage=1, got 2"),
+        (
+            {"cell.fsdp": 2, "cell.hosts": 2, "zero.stage": 1},
+            "cell.hosts: expected 1 with zero.stage=1, got 2: each host of a worker has its own part of the "
+            "optimizer's state already; set zero.stage=0, or cell.hosts=1",
+        ),
         ({"cell.fsdp": 2, "zero.offload": "/disk/"}, "cell.fsdp: expected 1 with zero.offload=/disk/, got 2"),
         ({"cell.fsdp": 2, "batch": "per_worker"}, "cell.fsdp: expected 1 with batch=per_worker, got 2"),
         ({"cell.fsdp": 9}, "cell.fsdp: expected at most 8 for 8 lanes, got 9"),
@@ -349,6 +353,10 @@ def test_what_changes_nothing_in_a_cell_is_said_by_key() -> None:
         "cell.reshard_after_forward=False",
     ]
     assert cell_notes(load_config([("t", {"cell.fsdp": 2, "cell.wrap": 1000})]).cell) == []
+    spans = {"cell.fsdp": 2, "cell.hosts": 2, "cell.reshard_after_forward": False}
+    assert cell_notes(load_config([("t", spans)]).cell) == []
+    (told,) = cell_notes(load_config([("t", {**spans, "cell.shards": 2})]).cell)
+    assert told.startswith("cell.reshard_after_forward=False changes nothing here: with cell.shards=2, other hosts'")
     for key, value in (("cell.wrap", "0"), ("cell.wrap", "layers"), ("cell.offload", "disk"), ("cell.prefetch", "-1")):
         with pytest.raises(ConfigError, match=key):
             load_config([("t", {key: value})])

@@ -91,6 +91,23 @@ def test_processes_of_a_worker_on_several_hosts_have_less_of_the_state_on_each(
     )
 
 
+def test_workers_of_several_processes_have_a_part_of_the_optimizers_state(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which these divide among them, with the results; with as many copies as workers each has all."""
+    cells = ("mlp-digits", "--workers", "4", "--set", "cell.fsdp=2", "--set")
+    whole, one, two, all_of_it = (
+        planned(capsys, *cells, *more)["cell"]["per_rank_bytes"]
+        for more in (
+            ("zero.stage=0",),
+            ("zero.stage=1", "--copies", "1"),
+            ("zero.stage=2", "--copies", "1"),
+            ("zero.stage=1", "--copies", "4"),
+        )
+    )
+    assert all_of_it == whole and one["optimizer"] == two["optimizer"]
+    assert 0.25 * whole["optimizer"] <= one["optimizer"] < 0.3 * whole["optimizer"], "what is kept once is whole"
+    assert one["first"] == whole["first"] == 2 * two["first"]
+
+
 TRANSFORMER = ("transformer-text", "--set", "cell.shards=4", "--set", "task.layers=1")
 
 
@@ -357,7 +374,8 @@ def test_usual_splits_of_a_number_of_parameters(capsys: pytest.CaptureFixture[st
         *("pp8", "tp8+sp x pp4+zero1", "cp8+zero1"),
     ]
     assert [name for name, one in found.items() if one["runs"]] == [
-        *("ddp", "zero1", "zero2", "zero3", "ddp+offload", "zero1+offload", "tp8", "tp8+sp", "pp8")
+        *("ddp", "zero1", "zero2", "zero3", "ddp+offload", "zero1+offload", "tp8", "tp8+sp", "pp8"),
+        "tp8+sp x pp4+zero1",
     ]
     assert found["tp8"]["runs_with"]["cell.tp"] == 8 and found["zero3"]["runs_with"]["cell.fsdp"] == 32
     assert "recompute" in found["fsdp+recompute"]["runs_not"]

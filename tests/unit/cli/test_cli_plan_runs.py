@@ -24,6 +24,7 @@ TP = {"cell.tp": 2, "cell.shards": 2, "device": "cpu"}
         (ParallelSplit(tp=2, dp=4), TP, 4),
         (ParallelSplit(tp=2, dp=4, sequence_parallel=True), {**TP, "cell.sp": True}, 4),
         (ParallelSplit(tp=2, pp=4, dp=2), TP, 8),
+        (ParallelSplit(tp=2, dp=4, zero=1), {**TP, "zero.stage": 1}, 4),
         (ParallelSplit(tp=2, pp=2, sequence_parallel=True), {**TP, "cell.sp": True}, 2),
         (ParallelSplit(pp=4, dp=2, recompute="full"), {"recompute": True}, 8),
         (ParallelSplit(pp=4, schedule="interleaved", chunks=2), {"chunks": 2, "schedule": "interleaved"}, 4),
@@ -42,7 +43,6 @@ def test_what_runs(split: ParallelSplit, keys: dict[str, Any], workers: int) -> 
     ("split", "why"),
     [
         (ParallelSplit(dp=64, zero=3), "cell.fsdp: "),
-        (ParallelSplit(tp=2, dp=4, zero=1), "its processes divide the optimizer's state already"),
         (ParallelSplit(tp=2, pp=2, chunks=2, schedule="interleaved"), "chunks"),
         (ParallelSplit(dp=2, cp=2), "context parallelism"),
         (ParallelSplit(dp=2, ep=2), "experts"),

@@ -102,7 +102,7 @@ def test_memory_of_what_others_hold_is_given_back(monkeypatch: pytest.MonkeyPatc
 
     worker, plan = DividedMember(), plan_of(2, 1)
     dealt = worker.part(1, plan, 0)
-    monkeypatch.setattr("everstep.exact.dealt.give_back", noted)
+    monkeypatch.setattr("everstep.exact.state_memory.give_back", noted)
     dealt.release()
     assert len(kept) >= 4 and sum(kept) > 0
 

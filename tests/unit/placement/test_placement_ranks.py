@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from everstep.placement.ranks import ALIGN_ELEMENTS, Folding, SumPlace, part_of, rounds, update_ranges
@@ -37,13 +39,26 @@ def test_sums_are_those_of_the_tree(ranks: int, lanes: range | tuple[int, ...]) 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 32])
 @pytest.mark.parametrize("sizes", [[10, 5000, 1, 123456, 2048], [3], [], [1024, 1024], [7000] * 9])
 def test_each_element_is_updated_once(ranks: int, sizes: list[int]) -> None:
-    found = update_ranges(sizes, ranks)
+    found = update_ranges([[(0, size)] for size in sizes], ranks)
     for number, size in enumerate(sizes):
         runs = sorted(run for of in found for run in of[number])
         assert [0, *(stop for _, stop in runs)] == [*(first for first, _ in runs), size]
         assert all(first % ALIGN_ELEMENTS == 0 for first, _ in runs)
     loads = [sum(stop - first for runs in of for first, stop in runs) for of in found]
     assert max(loads) - sum(sizes) / ranks <= ALIGN_ELEMENTS * (1 + len(sizes))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_ranges_of_parameters_are_cut_too(ranks: int) -> None:
+    parameters = [[(0, 5000), (65536, 131072)], [], [(7000, 9000)], [(0, 3), (40_000, 300_000)]]
+    found = update_ranges(parameters, ranks)
+    for number, ranges in enumerate(parameters):
+        elements = sorted(run for of in found for run in of[number])
+        assert sum(b - a for a, b in elements) == sum(b - a for a, b in ranges)
+        assert all(any(first <= a < b <= stop for first, stop in ranges) for a, b in elements)
+        assert all(one[1] <= two[0] for one, two in pairwise(elements))
+    loads = [sum(stop - first for runs in of for first, stop in runs) for of in found]
+    assert max(loads) - sum(loads) / ranks <= ALIGN_ELEMENTS * (1 + 5)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])

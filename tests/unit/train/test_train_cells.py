@@ -304,6 +304,43 @@ def test_updates_have_the_bits_of_one_process(kind: Any) -> None:
             assert torch.equal(optimizers[0].state[mine][key], value), key
 
 
+def test_a_part_of_the_updates_is_divided() -> None:
+    """What was not dealt to this worker stays, and its state takes no memory once it was given back."""
+    reference = Rank(0).model
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    head = Rank(0)
+    ranks = [head, *(Rank(k, head.memory) for k in range(1, RANKS))]
+    optimizers = [torch.optim.AdamW(one.model.parameters(), lr=0.1) for one in ranks]
+    parts = [CellUpdate(o, one.store, RANKS) for o, one in zip(optimizers, ranks, strict=True)]
+    kept = [(p.numel() // 3, p.numel()) for p in reference.parameters()]
+    before = [p.detach().clone() for p in reference.parameters()]
+    for parameters in zip(reference.parameters(), *(one.model.parameters() for one in ranks), strict=True):
+        for parameter in parameters:
+            parameter.grad = torch.ones(parameter.shape)
+    optimizer.step()
+    dealt = parts[0].deal({p: [run] for p, run in zip(head.model.parameters(), kept, strict=True)})
+    for part in parts[1:]:
+        part.take(dealt)
+        part.follow(parts[0].describe(), adopts=False)
+    for part, own in zip(parts, optimizers, strict=True):
+        PieceUpdate(own).make([part.pieces])
+    made = parts[0].new()
+    for part in parts[1:]:
+        part.follow(made or [], adopts=True)
+    updated = [sum(stop - first for runs in part.pieces.values() for first, stop in runs) for part in parts]
+    assert sum(updated) == sum(stop - first for first, stop in kept) and max(updated) < 2 * sum(updated) / RANKS
+    for mine, theirs, whole, (first, _) in zip(
+        head.model.parameters(), reference.parameters(), before, kept, strict=True
+    ):
+        assert torch.equal(mine.flatten()[first:], theirs.flatten()[first:])
+        assert torch.equal(mine.flatten()[:first], whole.flatten()[:first])
+        state = optimizers[0].state[mine]["exp_avg"]
+        parts[0].release(state, [(first, mine.numel())])
+        assert torch.equal(state.flatten()[first:], optimizer.state[theirs]["exp_avg"].flatten()[first:])
+        parts[0].release(state, [])
+        assert mine.numel() < 4096 or not state.flatten()[1024:-1024].any()
+
+
 def test_frozen_parameters_lie_with_all_ranks() -> None:
     """One that two units share is one. Ranges of trained ones stay."""
     one = Rank(0)

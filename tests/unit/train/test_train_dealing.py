@@ -207,7 +207,7 @@ def test_a_joiner_that_copies_its_part_anew_has_it_whatever_the_copy_before_beca
 
 def test_after_the_exchange_memory_of_what_others_hold_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[torch.Tensor] = []
-    monkeypatch.setattr("everstep.exact.dealt.give_back", lambda tensor, _: given_back.append(tensor))
+    monkeypatch.setattr("everstep.exact.state_memory.give_back", lambda tensor, _: given_back.append(tensor))
     dealers = [Dealer(me, defaultdict(SimpleQueue)) for me in range(2)]
     dealers[1].mail, plan = dealers[0].mail, plan_of(2, 1)
     for dealer in dealers:
