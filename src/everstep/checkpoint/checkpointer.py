@@ -107,6 +107,8 @@ class Checkpointer:
         self._to_upload: set[int] = set()
         self._base = Base()
         self._sound: set[int] = set()
+        self.unreadable: StoreError | None = None
+        """Of the newest look for checkpoints: why none was found that may be there."""
         self.skipped: dict[str, int] = {"memory": 0, "disk": 0, "object": 0}
 
     # ---- every worker: saving
@@ -303,11 +305,10 @@ class Checkpointer:
 
         Raises: ConfigError for a checkpoint of another model, or (unless checkpoint.allow_mismatch) of other
         settings. PartsAway if it, or parts of it, are on hosts that are not there, and no newer one is found.
-        StoreError if none can be read, but the job goes on from one.
         """
         found: list[int] = []
         before: int | None = None if limit is None else limit + 1
-        wanted = expected > 0 and (limit is None or expected <= limit)
+        self.unreadable = None
         try:
             while len(found) < most:
                 step = max((s for s in steps_in(self.store) if before is None or s < before), default=-1)
@@ -327,9 +328,10 @@ class Checkpointer:
                 found.append(step)
                 before = step
         except StoreError as error:
-            if not found and (wanted or isinstance(error, PartsAway)):
+            if isinstance(error, PartsAway) and not found:
                 raise
-        if wanted and not found:
+            self.unreadable = None if found else error
+        if expected and not found and (limit is None or expected <= limit):
             self._seek(expected)
         return tuple(sorted(found))
 

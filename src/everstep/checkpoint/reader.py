@@ -286,8 +286,9 @@ def newest_complete(
     given each; what it raises ends the search. before: only older ones. repair:
     as for `Checkpoint`.
 
-    Raises: StoreError if the store cannot be read. ConfigError for a checkpoint of a newer format.
+    Raises: StoreError if the store, or what there is, cannot be read. ConfigError for a checkpoint of a newer format.
     """
+    unread: StoreError | None = None
     for step in reversed(steps_in(store)):
         if before is not None and step >= before:
             continue
@@ -304,8 +305,15 @@ def newest_complete(
                 told(step, f"{error}{note}")
         except BlobMissing:
             continue  # retired while this one looked
+        except PartsAway:
+            raise
+        except StoreError as error:
+            told(step, str(error))
+            unread = unread or error
         else:
             return checkpoint
+    if unread is not None:
+        raise unread
     return None
 
 

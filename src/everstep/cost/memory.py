@@ -290,7 +290,7 @@ def of_cell(
         "optimizer": optimizer / ranks,
         "exchange": exchanged * (1.0 + 2.0 / degree),
         "lanes": flat * sums / each,
-        "gradients": min(own / ranks, _AT_ONCE_BYTES),
+        "gradients": min(own / ranks, 4.0 * AT_ONCE_ELEMENTS),
         "first": first,
         "results": (own if divided else flat / split.workers) / each,
         "buffers": model.buffer_bytes * (1 + 1 / each),

@@ -110,7 +110,7 @@ def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 
 @cache
 def _every_optimizers() -> frozenset[str]:
-    """Attributes that each optimizer of torch has. Found when asked for: the first optimizer imports torch._dynamo."""
+    """Attributes that each optimizer of torch has. Found when asked for."""
     return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
 
 

@@ -397,6 +397,15 @@ class Restorer:
             view.tick()
             time.sleep(_LOOK_S)
 
+    def refuse_unreadable(self) -> None:
+        """Raises: ConfigError if checkpoints may be there, and could not be read: the job must not start over."""
+        error = self._checkpointer.unreadable if self._checkpointer is not None else None
+        if error is not None:
+            raise ConfigError(
+                f"no worker holds the training state, and {error}: make it readable and run the job again, or start "
+                "over with --fresh"
+            )
+
     def data_position(self, limit: int) -> tuple[int, bytes] | None:
         """The newest step, up to the limit, whose checkpoint says which data it was trained on, and its words."""
         if self._checkpointer is None:

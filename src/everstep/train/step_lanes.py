@@ -129,7 +129,8 @@ class Lanes:
         return tuple(lane for lane in lanes.lacking(mine) if lane in missing)
 
     def schedule(self, number: int, lanes: Sequence[int]) -> None:
-        """Have these lanes loaded, soon. Raises: ConfigError if the data are not those of the step before."""
+        """Have these lanes loaded, soon. Raises: ConfigError if the data are not those of the step before, or checkpoints
+        could not be read."""
         self._enter(number - 1)
         self._loader.schedule(number, lanes)
 
@@ -138,6 +139,8 @@ class Lanes:
         if self._entered:
             return
         self._entered, view = True, self._view
+        if not after:
+            self._restorer.refuse_unreadable()
         view.position.settle()
         said = self._restorer.data_position(after) if after else None
         if said is not None and (others := view.position.accept(said[1], said[0])):

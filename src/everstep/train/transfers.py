@@ -234,7 +234,8 @@ class Transfers:
     def restore(self, operation: do.Restore) -> do.Copied:
         """Take the state of a step for all own stages, from memory (own or others'), from disk, or built.
 
-        Raises: CollectiveAborted if the generation ends, or a donor does not give what it stated. Unusable.
+        Raises: CollectiveAborted if the generation ends, or a donor does not give what it stated. Unusable. ConfigError
+        if the job would start over, while checkpoints cannot be read.
         """
         view, number, me = self._view, operation.step, self._view.me
         sources = operation.sources
@@ -246,6 +247,8 @@ class Transfers:
         records = operation.own or next((r.records for r in received if r.records), {})
         self._updates.stand_still(stays=number == view.step)
         restored = None
+        if not number and not all(sources.values()):
+            self._restorer.refuse_unreadable()
         if number and not all(sources.values()):
             restored = self._restorer.restore(number, [k for k, ids in sources.items() if not ids])
             records = records or self._restorer.records_of(restored)

@@ -213,16 +213,26 @@ def test_one_that_cannot_be_read_is_not_taken_for_none(
     start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = start(1)
-    job.save(1)
-    job.wait_told(1)
+    for step in (1, 2):
+        job.save(step)
+        job.update(step)
+        job.wait_told(step)
+    read = DirectoryStore.read
+    bad = {"step-0000000002"}
 
-    def broken(*_: object) -> bytes:
-        raise StoreError("cannot read manifest.json: Input/output error")
+    def broken(store: DirectoryStore, name: str, *where: Any) -> Any:
+        if name.partition("/")[0] in bad:
+            raise StoreError(f"cannot read {name}: Input/output error")
+        return read(store, name, *where)
 
     monkeypatch.setattr(DirectoryStore, "read", broken)
-    with pytest.raises(StoreError, match="Input/output error"):
-        job.workers[0].restorable(expected=1)
-    assert job.workers[0].restorable() == job.workers[0].restorable(limit=0, expected=1) == ()
+    worker = job.workers[0]
+    assert worker.restorable() == (1,) and worker.unreadable is None, "an older one can be read"
+    assert "Input/output error" in job.told[-1][1]["reason"]
+    bad.add("step-0000000001")
+    other = start(1).workers[0]
+    assert other.restorable() == () and "Input/output error" in str(other.unreadable)
+    assert other.restorable(limit=0) == () and other.unreadable is None
 
 
 def test_of_another_job(start: Callable[..., Job]) -> None:

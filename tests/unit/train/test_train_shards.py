@@ -214,7 +214,7 @@ def test_cells_that_cannot_be_are_refused(values: dict[str, Any], said: str) -> 
         _config(**values)
 
 
-@pytest.mark.parametrize(("key", "value"), [("device", "cuda"), ("zero.stage", 1)])
+@pytest.mark.parametrize(("key", "value"), [("device", "cuda"), ("batch", "per_worker")])
 def test_what_does_not_go_with_ranks_that_share_a_lane_is_refused(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^cell.(tp|shards): expected 1 with {key}={value}"):
         load_config([("test", {"cell.tp": 2, key: value, "network.address": "10.0.0.1"})])

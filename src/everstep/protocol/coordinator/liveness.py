@@ -467,7 +467,8 @@ def grace_due(job: JobState, about: Any) -> None:
         else:
             why = Why(Cause.SILENT, "it did not come back after the coordinator's restart")
             evict(job, worker, why, kill=True)
-    _end_without_slots(job)  # an earlier life of the coordinator may have died before the end
+    if not narrow_cells(job):
+        _end_without_slots(job)  # an earlier life of the coordinator may have died before the end
 
 
 def expect_agents(job: JobState) -> None:
