@@ -129,8 +129,8 @@ class Lanes:
         return tuple(lane for lane in lanes.lacking(mine) if lane in missing)
 
     def schedule(self, number: int, lanes: Sequence[int]) -> None:
-        """Have these lanes loaded, soon. Raises: ConfigError if the data are not those of the step before, or checkpoints
-        could not be read."""
+        """Have these lanes loaded, soon. Raises: ConfigError if the data are not those of the step before, or no
+        checkpoint could be read."""
         self._enter(number - 1)
         self._loader.schedule(number, lanes)
 
