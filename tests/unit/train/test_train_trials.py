@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,13 @@ def checked(folder: Path, text: str) -> dict[str, Any]:
     script, out = folder / "script.py", folder / "said.json"
     script.write_text(text)
     (folder / "lives").mkdir()
-    question = {"task": str(script), "argv": (), "folder": str(folder / "lives"), "steps": 3, "max_seconds": 600.0}
+    question = {
+        "task": str(script),
+        "argv": (),
+        "folder": str(folder / "lives"),
+        "steps": 3,
+        "until_s": time.monotonic() + 600.0,
+    }
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
