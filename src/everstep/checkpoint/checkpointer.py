@@ -108,7 +108,7 @@ class Checkpointer:
         self._base = Base()
         self._sound: set[int] = set()
         self.unreadable: StoreError | None = None
-        """Of the newest look for checkpoints: why none was found that may be there."""
+        """Why the last look for checkpoints found none, though some may be there; None if it could read all."""
         self.skipped: dict[str, int] = {"memory": 0, "disk": 0, "object": 0}
 
     # ---- every worker: saving

@@ -29,7 +29,7 @@ class OtherHosts(Protocol):
         """A tensor, of which some may lie there: itself, or a copy."""
 
     def destinations(self, view: memoryview) -> list[Destination]:
-        """As `StateMemory.landing`."""
+        """As `StateMemory.destinations`."""
 
     def copies(self, arena: Tensor) -> CopiesThere:
         """A copy of the state, of which each of them keeps its part. arena: where the rest is."""

@@ -247,10 +247,11 @@ class Transfers:
         records = operation.own or next((r.records for r in received if r.records), {})
         self._updates.stand_still(stays=number == view.step)
         restored = None
-        if not number and not all(sources.values()):
+        lacking = [k for k, ids in sources.items() if not ids]
+        if lacking and not number:
             self._restorer.refuse_unreadable()
-        if number and not all(sources.values()):
-            restored = self._restorer.restore(number, [k for k, ids in sources.items() if not ids])
+        elif lacking:
+            restored = self._restorer.restore(number, lacking)
             records = records or self._restorer.records_of(restored)
         self.past = 0
         self._updates.forget()
