@@ -19,6 +19,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 _DYNAMO = "torch._dynamo"
@@ -39,6 +40,8 @@ def _put_off(asking: FunctionType) -> None:
     """Let a function that is never compiled find what it would ask torch._dynamo for: `torch._compile` keeps that with
     the function that it calls."""
     called = inspect.getclosurevars(asking).nonlocals.get("fn")
+    if not isinstance(called, FunctionType):
+        return
 
     def until_loaded(*args: Any, **kwargs: Any) -> Any:
         if _DYNAMO not in sys.modules:
@@ -46,8 +49,7 @@ def _put_off(asking: FunctionType) -> None:
         vars(called).pop("__dynamo_disable", None)
         return asking(*args, **kwargs)
 
-    if isinstance(called, FunctionType):
-        vars(called).setdefault("__dynamo_disable", until_loaded)
+    vars(called).setdefault("__dynamo_disable", until_loaded)
 
 
 def _plain(step: Callable[..., Any], update: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +69,7 @@ def _plain(step: Callable[..., Any], update: Callable[..., Any]) -> Callable[...
 
 
 def _without_dynamo() -> None:
-    code = torch._disable_dynamo(_without_dynamo).__code__
+    code = _disable_dynamo(_without_dynamo).__code__
     for asking in gc.get_referrers(code):
         if isinstance(asking, FunctionType):
             _put_off(asking)
