@@ -6,11 +6,12 @@ Each is a real `everstep run` of a few steps, in a folder that is thrown away. C
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,16 @@ _STRUCK = (1, 0)
 """Worker and incarnation that `_KILL` strikes."""
 _DEATHS = (Cause.KILLED, Cause.CRASHED, Cause.EXITED, Cause.EXCEPTION, Cause.OOM, Cause.CORRUPT, Cause.NONDETERMINISTIC)
 _LEAST_S = 5.0
-_LEAST_STEPS = 2
+_SETTINGS = "settings.yaml"
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A script, with its own arguments, or a task. layers, options: config of the user, read and
-    as `run` takes it."""
+    """A script, with its own arguments, or a task. settings: of the user, by dotted key."""
 
     spec: TaskSpec
     argv: tuple[str, ...] = ()
-    layers: tuple[tuple[str, dict[str, Any]], ...] = ()
-    options: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -57,9 +56,8 @@ class ShortJobs:
 
     def run(self) -> None:
         """Run them one after the other, and compare."""
-        if self.steps < _LEAST_STEPS:
-            self.notes.append("several workers, a kill, a resume on another size: a job of one step is too short")
-            return
+        settings = {name: value for name, value in self.checked.settings.items() if name not in ("steps", "epochs")}
+        (self.folder / _SETTINGS).write_text(json.dumps(settings))
         first = self._job("one", "one worker", "--workers", "1", "--steps", str(self.steps))
         if first is None:
             return
@@ -102,8 +100,14 @@ class ShortJobs:
             return None
         run_dir = self.folder / name
         it = self.checked
-        command = own_command("everstep", "run", it.spec.text, *it.options, *options, "--run-dir", str(run_dir))
-        command += ["--set", "rehearse=false", *(("--", *it.argv) if it.argv else ())]
+        command = own_command("everstep", "run", it.spec.text, *options, "--run-dir", str(run_dir))
+        command += [
+            "--config",
+            str(self.folder / _SETTINGS),
+            "--set",
+            "rehearse=false",
+            *(("--", *it.argv) if it.argv else ()),
+        ]
         environment = {**os.environ, _IN_REHEARSAL: _TRIED, "WANDB_MODE": "disabled"}
         try:
             done = subprocess.run(

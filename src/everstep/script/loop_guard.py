@@ -29,8 +29,7 @@ _REMEDIES = {
     "as for adversarial examples, loss.backward(inputs=[x])",
     "loss.backward(inputs=[...]), of trained parameters,": "write step.backward(loss) instead (optimizer=... for some "
     "of them), once for every batch; torch.autograd.grad(loss, parameters) leaves .grad alone, as for a penalty",
-    "optimizer.step()": "remove it: the update is made when the step's batches are used up (with a GradScaler: remove "
-    "that, and set precision='fp16')",
+    "optimizer.step()": "remove it: the update is made when the step's batches are used up",
     "scheduler.step()": "remove it: a scheduler that join was given is stepped once per update; if it is yours, do not "
     "pass it to join but as state={'scheduler': scheduler}",
     "zero_grad()": "remove it: gradients are cleared automatically",
@@ -137,7 +136,7 @@ class LoopGuard:
             self._undo.callback(before_each_step(kind, self._before_schedule))
         for name in _SCALER_CALLS:
             scaling = getattr(torch.amp.GradScaler, name)
-            setattr(torch.amp.GradScaler, name, _refusing_if_enabled(scaling))
+            setattr(torch.amp.GradScaler, name, _refusing_if_enabled(name, scaling))
             self._undo.callback(setattr, torch.amp.GradScaler, name, scaling)
         autograd = vars(torch.autograd)
         self._undo.callback(autograd.update, _engine_run_backward=autograd["_engine_run_backward"])
@@ -197,12 +196,12 @@ class LoopGuard:
             self._use(none)
 
 
-def _refusing_if_enabled(scaling: Callable[..., Any]) -> Callable[..., Any]:
-    """A scaler's method that refuses, unless the scaler is switched off or scales a tensor without gradient."""
+def _refusing_if_enabled(name: str, scaling: Callable[..., Any]) -> Callable[..., Any]:
+    """A scaler's method that refuses, unless the scaler is switched off or scales a tensor without a gradient."""
 
     def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        scaled = args[0] if args else None
-        if scaler.is_enabled() and (not isinstance(scaled, torch.Tensor) or scaled.requires_grad):
+        scaled = [*args, *kwargs.values()][:1] if name == "scale" else []
+        if scaler.is_enabled() and not (scaled and getattr(scaled[0], "requires_grad", True) is False):
             raise refused("a GradScaler")
         return scaling(scaler, *args, **kwargs)
 
