@@ -176,10 +176,10 @@ class Plan:
     def worker_ids(self) -> tuple[int, ...]:
         return tuple(m.worker_id for m in self.members)
 
-    @property
-    def divided(self) -> bool:
-        """Whether members hold segments of the optimizer's state."""
-        return any(shard.segments is not None for shard in self.shards)
+    @cached_property
+    def divided_stages(self) -> frozenset[int]:
+        """Stages whose optimizer's state is divided among their members."""
+        return frozenset(shard.stage for shard in self.shards if shard.segments is not None)
 
     @cached_property
     def _by_id(self) -> dict[int, Member]:

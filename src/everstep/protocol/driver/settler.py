@@ -85,7 +85,7 @@ class Settler:
         self._out.times.freed(plan.generation)
         self._comparing.learn(plan)
         doubt = machine.sound >= 0
-        disk = not machine.step or doubt or plan.stages > 1 or bool(plan.shards)  # else the state in memory will do
+        disk = not machine.step or doubt or plan.stages > 1 or bool(plan.divided_stages)  # else the state in memory will do
         limit = machine.sound if doubt else None
         if doubt:  # this worker may have heard of it from others only
             self._out.put(do.Invalidate(machine.sound, first=machine.me.worker_id == plan.worker_ids[0]))
@@ -198,7 +198,7 @@ class Settler:
             held = machine.held
             lacking = [k for k in range(plan.stages) if k not in held or not held[k].whole]
             return from_shares(plan, lacking, me, {k: blocks.of for k, blocks in held.items()})
-        if plan.stages > 1 or plan.shards:
+        if plan.stages > 1 or plan.divided_stages:
             self.serve(step.ServeState(machine.generation, machine.position, (plan.leader(0),)), stands=True)
         return {}, {}
 
