@@ -108,16 +108,16 @@ def test_a_wait_is_told_once_and_is_over_after_its_time_from_its_beginning() -> 
 def test_hosts_are_waited_for_from_the_first_that_was_missing_and_then_workers() -> None:
     env = environment(hosts=HostRules(wait_ns=5 * S), quorum_wait_ns=10 * S)
     quorum, why = Quorum(env), Why(Cause.QUORUM, "one is missing")
-    assert not quorum.gathers and quorum.gather(why) == 6 * S
+    assert not quorum.lacks_hosts and quorum.wait_for_hosts(why) == 6 * S
     env.advance(3 * S)
-    assert quorum.gather(why) == 6 * S and quorum.gathers and len(told(env)) == 1
-    quorum.gathered()
-    assert not quorum.gathers and quorum.waiting is None
+    assert quorum.wait_for_hosts(why) == 6 * S and quorum.lacks_hosts and len(told(env)) == 1
+    quorum.hosts_came()
+    assert not quorum.lacks_hosts and quorum.waiting is None
     env.advance(13 * S - 1)
     assert not quorum.over()
     env.advance(13 * S)
     assert quorum.over()
-    assert quorum.gather(why) == 18 * S and len(told(env)) == 1
+    assert quorum.wait_for_hosts(why) == 18 * S and len(told(env)) == 1
 
 
 # ---- workers on the way in
