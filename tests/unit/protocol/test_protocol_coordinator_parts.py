@@ -216,16 +216,16 @@ def strike(index: int) -> Strike:
 
 def test_a_fault_strikes_once_and_of_many_that_were_asked_for_the_newest_are_known() -> None:
     scripted = strike(1)
-    struck = EarlierTargets(environment(hosts=HostRules(strikes=(scripted,))))
-    assert struck.first(1) and not struck.first(1) and struck.first(2)
-    struck.replay(5)
-    assert not struck.first(5)
+    targets = EarlierTargets(environment(hosts=HostRules(strikes=(scripted,))))
+    assert targets.first(1) and not targets.first(1) and targets.first(2)
+    targets.replay(5)
+    assert not targets.first(5)
     for n in range(MOST_ASKED):
-        struck.ask(strike(10 + n))
-    assert struck.find(10) is not None
-    struck.ask(strike(9))
-    assert struck.find(10) is None and struck.find(11) is not None and struck.find(9) is not None
-    assert struck.find(1) == scripted and struck.find(3) is None
+        targets.ask(strike(10 + n))
+    assert targets.find(10) is not None
+    targets.ask(strike(9))
+    assert targets.find(10) is None and targets.find(11) is not None and targets.find(9) is not None
+    assert targets.find(1) == scripted and targets.find(3) is None
 
 
 # ---- plans that are claimed

@@ -167,7 +167,7 @@ class Settler:
         top = max((h.position.step for h in self._stated.values()), default=0)
         if top > effect.step:  # so that it is known how many steps are done again
             self._out.tell(wire.Progress, lasting=False, generation=plan.generation - 1, step=top, step_ms=0.0)
-        self._out.nothing_stands()
+        self._out.forget_lasting()
         phases_ms = self._out.times.taken()
         number = effect.step + 1
         self._out.tell(wire.GenerationEntered, generation=plan.generation, step=number, phases_ms=phases_ms, loop=loop)
