@@ -37,8 +37,8 @@ from everstep.protocol.lease.requests import (
 from everstep.protocol.lease.writer import Writer
 from everstep.runtime.lead import etcd_journal
 from everstep.runtime.lead.etcd import Etcd
-from everstep.runtime.lead.etcd_keys import PARTS
 from everstep.runtime.lead.etcd_gateway import NoReply, Reply
+from everstep.runtime.lead.etcd_keys import PARTS
 
 TOKEN = b"t" * 32
 WHERE = {"pid": 1, "host": "10.0.0.1", "port": 1, "tls": "off", "ca": ""}

@@ -148,7 +148,8 @@ def elements_of(reduced: Reduced, start: int, stop: int) -> Tensor:
 
 
 def parts_of(reduced: Reduced, start: int, stop: int) -> list[tuple[int, Tensor]]:
-    """Views that make up the elements [start, stop) of the layout, each with its first element. Raises: as `elements_of`."""
+    """Views that make up the elements [start, stop) of the layout, each with its first element. Raises: as
+    `elements_of`."""
     found = [
         (
             max(piece.start, start),

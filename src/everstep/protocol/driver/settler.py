@@ -85,7 +85,9 @@ class Settler:
         self._out.times.freed(plan.generation)
         self._comparing.learn(plan)
         doubt = machine.sound >= 0
-        disk = not machine.step or doubt or plan.stages > 1 or bool(plan.divided_stages)  # else the state in memory will do
+        disk = (
+            not machine.step or doubt or plan.stages > 1 or bool(plan.divided_stages)
+        )  # else the state in memory will do
         limit = machine.sound if doubt else None
         if doubt:  # this worker may have heard of it from others only
             self._out.put(do.Invalidate(machine.sound, first=machine.me.worker_id == plan.worker_ids[0]))

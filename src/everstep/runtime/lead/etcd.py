@@ -286,6 +286,7 @@ class Etcd:
     def trouble(self) -> str:
         return self._gateway.trouble()
 
+
 _OF_LEASE: dict[type, Callable[[Etcd, Any], StoreAnswer]] = {
     Look: Etcd._look,
     Campaign: Etcd._campaign,

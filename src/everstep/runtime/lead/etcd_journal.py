@@ -144,7 +144,9 @@ class EtcdJournal:
             said |= {"parts": request.parts, "digest": request.digest}
         gone = [
             self._keys.span(JOURNAL, f"{JOURNAL}{request.through + 1:0{_DIGITS}d}"),
-            self._keys.span(PARTS, f"{PARTS}{request.through:0{_DIGITS}d}"),  # parts of this snapshot and of later ones stay
+            self._keys.span(
+                PARTS, f"{PARTS}{request.through:0{_DIGITS}d}"
+            ),  # parts of this snapshot and of later ones stay
         ]
         mine = self._keys.put(SNAPSHOT, self._seals.closed(SNAPSHOT, said))
         done = [mine, *({"request_delete_range": span} for span in gone)]
