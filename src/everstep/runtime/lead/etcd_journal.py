@@ -90,6 +90,7 @@ class EtcdJournal:
         return entries, number
 
     def append(self, request: Append) -> StoreAnswer:
+        """Add an entry, if the lease is still the one of its term and nothing is at its place."""
         name, before = f"{JOURNAL}{request.number:0{_DIGITS}d}", self._chain.tag(request.number - 1)
         value = self._seals.closed(name, {"term": request.term, "entries": request.entries}, before)
         compare = [self._keys.in_term(request.term), self._keys.compare(name, "CREATE", "create_revision", 0)]

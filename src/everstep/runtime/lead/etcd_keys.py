@@ -12,13 +12,11 @@ LEASE, JOB, SNAPSHOT, PARTS, JOURNAL = "/lease", "/job", "/snapshot", "/snapshot
 TERM = "/term"
 """Key written with each lease; the next lease names the revision of it that it follows."""
 
-Post = Callable[[str, dict[str, Any]], Reply]
-
 
 class JobKeys:
     """The keys below a prefix. Names are without it. post: asks etcd."""
 
-    def __init__(self, prefix: str, post: Post) -> None:
+    def __init__(self, prefix: str, post: Callable[[str, dict[str, Any]], Reply]) -> None:
         self.prefix, self.post = prefix, post
 
     def span(self, name: str, end: str = "") -> dict[str, str]:
@@ -52,6 +50,7 @@ def pairs_in(reply: Reply) -> list[list[Pair]]:
 
 
 def value_of(pair: Pair) -> bytes:
+    """Value of a pair, empty if it cannot be read."""
     try:
         return base64.b64decode(pair.value, validate=True)
     except ValueError:
