@@ -132,10 +132,10 @@ def test_what_shortens_the_journal_late_does_not_put_an_older_one_back(
             raise NoReply("frozen")
         return post(what, asked)
 
-    monkeypatch.setattr(etcd, "_post", frozen)
+    monkeypatch.setattr(etcd._keys, "post", frozen)
     early = Compact(term, 2, [entry(2)])
     assert isinstance(etcd.ask(early), Unanswered)
-    monkeypatch.setattr(etcd, "_post", post)
+    monkeypatch.setattr(etcd._keys, "post", post)
     assert etcd.ask(early) == Appended()
     assert etcd.ask(Append(term, 4, [entry(4)])) == Appended()
     assert etcd.ask(Compact(term, 4, [entry(4)])) == Appended()

@@ -18,7 +18,6 @@ from everstep.report.incidents import Incident
 from everstep.report.told_facts import Strange, TierCount
 from everstep.report.words import as_dict, number, reason_text, shortened, time_text, whole_number
 
-LEVELS = ("good", "warning", "bad")
 _FULL_BYTES = 1 << 20
 _LATELY_S = 60.0
 _LONG_START_S = 60.0

@@ -52,9 +52,6 @@ class Mesh:
             }
         )
 
-    def _plan(self) -> Plan | None:
-        return self.life.driver.situation.plan
-
     def uses(self, connection: SimConnection) -> bool:
         """Whether the connection may still carry something for this."""
         return connection in self.out.values() or any(connection is c for _, c in self.incoming)
