@@ -146,11 +146,11 @@ def lanes_of(events: Path) -> int:
     return sum(map(len, next(plans)["lanes"].values()))
 
 
-def deaths(events: Path, struck: tuple[int, int] | None) -> list[str]:
-    """How workers of a job have died of themselves; struck: worker and incarnation that was killed on purpose."""
+def deaths(events: Path, killed: tuple[int, int] | None) -> list[str]:
+    """How workers of a job have died of themselves; killed: worker and incarnation that was killed on purpose."""
     found = [e for e in read_events(events) if e.get("kind") == "worker_evicted" and e.get("cause") in _DEATHS]
     lives = {(e.get("worker_id"), e.get("incarnation")): str(e.get("reason", "")) for e in found}
-    return sorted({f"a worker died of itself: {how}" for life, how in lives.items() if life != struck})
+    return sorted({f"a worker died of itself: {how}" for life, how in lives.items() if life != killed})
 
 
 def _last(text: str) -> str:

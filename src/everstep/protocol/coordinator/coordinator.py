@@ -226,7 +226,7 @@ class Coordinator:
                 job.links.forget_old()
             joins.reconcile(job)
             ending = job.saving.ending
-            if not job.quorum.gathers or job.agreement.plan is not NO_PLAN:  # a plan may have been adopted
+            if not job.quorum.lacks_hosts or job.agreement.plan is not NO_PLAN:  # a plan may have been adopted
                 job.slots.share_out("" if ending is None else ending.state)
             hosts.let_go(job)
             job.store.advance(job.agreement.plan.generation)

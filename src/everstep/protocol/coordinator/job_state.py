@@ -39,7 +39,7 @@ class JobState:
         self.saving = Saving(env, membership, agreement, progress, self.quorum)
         self.profiling = Profiling(env, membership, agreement, progress)
         self.store = RendezvousStore(env)
-        self.struck = EarlierTargets(env)
+        self.earlier_targets = EarlierTargets(env)
 
     @property
     def version(self) -> tuple[int, ...]:
