@@ -17,7 +17,7 @@ from everstep.base.config import Config, numerics, read_layers
 from everstep.base.errors import ConfigError
 from everstep.base.leaving import temporary_folder
 from everstep.cli.auto_lane import KEY, take_auto
-from everstep.cli.check_jobs import Checked, ShortJobs
+from everstep.cli.check_jobs import CheckTarget, ShortJobs
 from everstep.cli.completing import complete_task
 from everstep.cli.config_file import said_layers
 from everstep.cli.early_server import PRELOAD
@@ -75,7 +75,7 @@ def command(
     if argv and spec.kind != "script":
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {target!r}")
     kept, left_out = _settings(said_layers(config_file, settings))
-    report = check(Checked(spec, argv, kept), steps, max_seconds)
+    report = check(CheckTarget(spec, argv, kept), steps, max_seconds)
     if left_out:
         report["not_covered"].append(f"settings that a check leaves out: {', '.join(left_out)}")
     if as_json:
@@ -97,7 +97,7 @@ def _settings(layers: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[str, A
     return kept, sorted(left_out + [name for name in given if name not in kept])
 
 
-def check(checked: Checked, steps: int, max_seconds: float) -> dict[str, Any]:
+def check(checked: CheckTarget, steps: int, max_seconds: float) -> dict[str, Any]:
     """Rehearse a task or script; returns `ok`, `findings`, `covered` and `not_covered`.
 
     Raises: ConfigError if it cannot be rehearsed.
@@ -106,7 +106,7 @@ def check(checked: Checked, steps: int, max_seconds: float) -> dict[str, Any]:
         return _check(checked, steps, max_seconds, str(folder))
 
 
-def _check(checked: Checked, steps: int, max_seconds: float, folder: str) -> dict[str, Any]:
+def _check(checked: CheckTarget, steps: int, max_seconds: float, folder: str) -> dict[str, Any]:
     spec, began_s = checked.spec, time.monotonic()
     question: dict[str, Any] = {
         "task": spec.canonical,

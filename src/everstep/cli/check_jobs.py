@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from everstep.base.below import write_atomically
 from everstep.base.cause import Cause
 from everstep.base.errors import ConfigError
 from everstep.cli.run_dir import read_digest
@@ -34,7 +35,7 @@ _SETTINGS = "settings.yaml"
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckTarget:
     """A script, with its own arguments, or a task. settings: of the user, by dotted key."""
 
     spec: TaskSpec
@@ -46,7 +47,7 @@ class Checked:
 class ShortJobs:
     """Jobs of one script or task. steps: of the longest, no more than it has. until_s: monotonic end of all."""
 
-    checked: Checked
+    checked: CheckTarget
     folder: Path
     steps: int
     until_s: float
@@ -57,7 +58,7 @@ class ShortJobs:
     def run(self) -> None:
         """Run them one after the other, and compare."""
         settings = {name: value for name, value in self.checked.settings.items() if name not in ("steps", "epochs")}
-        (self.folder / _SETTINGS).write_text(json.dumps(settings))
+        write_atomically(self.folder / _SETTINGS, json.dumps(settings))
         first = self._job("one", "one worker", "--workers", "1", "--steps", str(self.steps))
         if first is None:
             return

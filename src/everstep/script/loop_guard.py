@@ -46,7 +46,6 @@ def refused(what: str) -> Misused:
     return Misused(f"{what} was {verb} in the loop: {_REMEDIES[what]}")
 
 
-_SCALER_CALLS = ("scale", "unscale_", "step", "update")
 _own_passes: list[bool] = []
 
 
@@ -134,10 +133,14 @@ class LoopGuard:
         self._trained = frozenset(map(id, [*self._model.parameters(), *(p for group in groups for p in group)]))
         for kind in dict.fromkeys(type(one) for one in with_inner(self._schedule.scheduler)):
             self._undo.callback(before_each_step(kind, self._before_schedule))
-        for name in _SCALER_CALLS:
-            scaling = getattr(torch.amp.GradScaler, name)
-            setattr(torch.amp.GradScaler, name, _refusing_if_enabled(name, scaling))
-            self._undo.callback(setattr, torch.amp.GradScaler, name, scaling)
+        calls = {name: getattr(torch.amp.GradScaler, name) for name in ("scale", "unscale_", "step", "update")}
+        for name, call in calls.items():
+            self._undo.callback(setattr, torch.amp.GradScaler, name, call)
+        guarded = {name: _refusing_if_enabled(name, call) for name, call in calls.items()}
+        torch.amp.GradScaler.scale = guarded["scale"]  # type: ignore[method-assign]
+        torch.amp.GradScaler.unscale_ = guarded["unscale_"]  # type: ignore[method-assign]
+        torch.amp.GradScaler.step = guarded["step"]  # type: ignore[method-assign]
+        torch.amp.GradScaler.update = guarded["update"]  # type: ignore[method-assign]
         autograd = vars(torch.autograd)
         self._undo.callback(autograd.update, _engine_run_backward=autograd["_engine_run_backward"])
         autograd["_engine_run_backward"] = self._guarded(autograd["_engine_run_backward"])

@@ -193,12 +193,7 @@ def join(
     if isinstance(link, LifeLink):
         link.follow(WatchedLoop(tuple(ignore), unpassed=lost, data=(data.dataset, data.collate), given=dataset))
     else:
-        _run.remarks.extend(filter(None, [_rehearsed(link)]))
-        if link.me == WorkerKey(0, 0) and _run.total_steps < MAX_SIZE:
-            remark = schedule_of_epochs(scheduler, link.config.epochs, _run.total_steps)
-            _run.remarks.extend(filter(None, [remark]))
-            if remark and isinstance(link, LoneLink):
-                print(f"everstep: {remark}", file=sys.stderr)
+        _run.remarks.extend([*filter(None, [_rehearsed(link)]), *_remark_on_schedule(link, _run, scheduler)])
     return _run
 
 
@@ -266,6 +261,16 @@ def _rehearsed(link: WorkerLink) -> str:
     if link.run_dir is None or not link.config.rehearse or not link.config.checkpoint.enabled:
         return ""  # nobody will ever go on with it
     return beside_script(link.run_dir)()
+
+
+def _remark_on_schedule(link: WorkerLink, run: Run, scheduler: Any) -> list[str]:
+    """What is said, once in a job, if a schedule was made for one step an epoch."""
+    if link.me != WorkerKey(0, 0) or run.total_steps >= MAX_SIZE:
+        return []
+    remark = schedule_of_epochs(scheduler, link.config.epochs, run.total_steps)
+    if remark and isinstance(link, LoneLink):
+        print(f"everstep: {remark}", file=sys.stderr)
+    return [remark] if remark else []
 
 
 def _tell_ledger(link: WorkerLink, dataset: Any) -> None:
