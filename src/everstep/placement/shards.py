@@ -170,13 +170,15 @@ class Gift(NamedTuple):
 
 def gifts(plan: Plan, stage: int, placed: SegmentBlocks) -> Iterator[Gift]:
     """What the members of a stage's pool give each other after an update, in the order of the blocks: the holders of a
-    segment share its blocks."""
+    segment share its blocks, each of them first in turn."""
     pool = {seat.worker_id for seat in plan.pool(stage)}
     for segment, holders in enumerate(segment_holders(plan, stage, placed.filled)):
         takers = tuple(sorted(pool - {*holders}))
         for lo, hi in placed.blocks(((segment, segment + 1),)) if takers else ():
             edges = [lo + (hi - lo) * k // len(holders) for k in range(len(holders) + 1)]
-            yield from (Gift(i, takers, *run) for i, run in zip(holders, pairwise(edges), strict=True))
+            turn = segment % len(holders)
+            givers = (*holders[turn:], *holders[:turn])
+            yield from (Gift(i, takers, *run) for i, run in zip(givers, pairwise(edges), strict=True))
 
 
 def merged_runs(runs: Iterable[tuple[int, int]]) -> Runs:

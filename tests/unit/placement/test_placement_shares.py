@@ -96,8 +96,10 @@ def test_holders_of_a_segment_share_its_blocks_and_give_them_to_all_others_in_or
     holders = ((1, 3), (1, 2), *(((1, 2, 3),) * (SEGMENTS - 2)))
     plan = dealt(holders, (1, 2, 3))
     many = gifts(plan, 0, SegmentBlocks(SEGMENTS * 5))
-    assert list(many) == [Gift(1, (2,), 0, 2), Gift(3, (2,), 2, 5), Gift(1, (3,), 5, 7), Gift(2, (3,), 7, 10)]
+    assert list(many) == [Gift(1, (2,), 0, 2), Gift(3, (2,), 2, 5), Gift(2, (3,), 5, 7), Gift(1, (3,), 7, 10)]
     assert [gift for gift in gifts(plan, 0, SegmentBlocks(1)) if gift.first < gift.stop] == [Gift(3, (2,), 0, 1)]
+    singles = gifts(plan, 0, SegmentBlocks(2))
+    assert [gift.source for gift in singles if gift.first < gift.stop] == [3, 1]
     assert not list(gifts(plan, 0, SegmentBlocks(0)))
 
 

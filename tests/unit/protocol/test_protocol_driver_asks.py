@@ -213,7 +213,7 @@ def test_what_was_queued_for_the_old_generation_is_dropped() -> None:
 # ---- what a reconnect repeats
 
 
-def test_standing_is_position_stages_plan_and_what_was_told_since_the_generation_was_entered() -> None:
+def test_the_situation_is_position_stages_plan_and_what_was_told_since_the_generation_was_entered() -> None:
     w = member_worker(0, 1, 2)
     entered = w.told(wire.GenerationEntered)[-1]
     assert w.driver.situation == Situation(0, (0,), w.plan, 0, (entered,))
@@ -232,7 +232,7 @@ def test_standing_is_position_stages_plan_and_what_was_told_since_the_generation
     assert w.driver.situation == Situation(1, (0,), w.plan, 0, (w.told(wire.GenerationEntered)[-1],))
 
 
-def test_before_the_first_plan_forget_lasting() -> None:
+def test_before_the_first_plan_the_situation_is_empty() -> None:
     assert Worker().driver.situation == Situation() and joiner().driver.situation == Situation(stages=(0,))
 
 

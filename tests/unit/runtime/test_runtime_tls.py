@@ -46,7 +46,7 @@ def answerer() -> Tls:
 
 
 class Door:
-    """A unproven at the other host, and who came in; `said`: what it complained of."""
+    """A door at the other host, and who came in; `said`: what it complained of."""
 
     def __init__(self, tls: Tls | None, host: str = THEIRS) -> None:
         self.said: list[str] = []
