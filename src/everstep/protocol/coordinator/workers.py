@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -106,8 +106,8 @@ def cell_sought(job: JobState, name: str, message: CellSought) -> None:
     if job.progress.tell_end(name):
         return
     over = [part.key for part in message.cell if membership.is_fenced(part.key) or membership.newer(part.key)]
-    for other in membership.living(job.slots.parts.before(key)):
-        evict(job, other, Why(Cause.REPLACED, f"slot {key.worker_id}, a part of it, has another life"), kill=True)
+    another = Why(Cause.REPLACED, f"slot {key.worker_id}, a part of it, has another life")
+    _end_parts(job, job.slots.parts.before(key), another)
     if over or membership.is_fenced(key) or membership.newer(key):
         job.env.send(
             name, m.Dismissed(cause=Cause.REPLACED, reason="its worker was evicted or replaced", drained=False)
@@ -499,15 +499,15 @@ def evict(
         job.recovery.begin(whose, key=key, notice_ns=notice_ns, died_unix_ns=died_unix_ns)
         if not again:
             _shrink(job, key, why.cause)
-    _end_parts(job, worker, why)
+    _end_parts(job, job.slots.parts.over(key), lost_with(key, why, job.agents.shown_host(worker)))
 
 
-def _end_parts(job: JobState, worker: Worker, why: Why) -> None:
+def _end_parts(job: JobState, keys: Iterable[WorkerKey], why: Why) -> None:
     """A life is over: so are the other parts of its worker, if that spans hosts."""
-    for key in job.slots.parts.over(worker.key):
+    for key in keys:
         other = job.membership.alive(key)
         if other is not None:  # else one of the others has ended it
-            evict(job, other, lost_with(worker.key, why, job.agents.shown_host(worker)), kill=True)
+            evict(job, other, why, kill=True)
 
 
 def _shrink(job: JobState, key: WorkerKey, cause: Cause) -> None:
@@ -543,4 +543,4 @@ def dismiss(job: JobState, worker: Worker, why: Why) -> None:
     job.healing.forget(worker.key)
     job.env.report("worker_left", why, **worker.named, step=worker.step, generation=job.agreement.plan.generation)
     job.env.send(worker.connection, m.Dismissed(cause=why.cause, reason=why.reason, drained=True))
-    _end_parts(job, worker, why)
+    _end_parts(job, job.slots.parts.over(worker.key), lost_with(worker.key, why, job.agents.shown_host(worker)))
