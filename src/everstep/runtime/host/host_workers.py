@@ -338,6 +338,7 @@ class Slot:
     early_own: int = 0
     early_killed: int = 0
     restarts_s: deque[float] = field(default_factory=deque)
+    returns_s: deque[float] = field(default_factory=deque)
     first: int = 0
     ranks: int = 1
 
@@ -365,6 +366,7 @@ class Slot:
             self.state, self.restart_at_s, self.attempt = "resting", now_s, 0
             self.early_own = self.early_killed = 0
             self.restarts_s.clear()
+            self.returns_s.clear()
         if self.state not in ("starting", "running"):
             self.ranks = ranks
 
@@ -383,7 +385,8 @@ class Slot:
         """End the present life. Returns the reason if the slot is lost; else it has left, or rests.
 
         in_order: exit code 0. ready: it got beyond its start-up. killed: by a signal from outside. again: it ended to
-        be started again. random: in [0, 1).
+        be started again, as where the job goes back to a step because of another's loss: that is none of its own, and
+        has a limit only so that it does not go on for ever. random: in [0, 1).
         """
         self.pids = ()
         if in_order or not self.wanted:
@@ -403,13 +406,16 @@ class Slot:
             times = max(self.early_own, self.early_killed)
             text = f"crash loop: it died {times} times in a row before it was ready, last: {why.reason}"
             return Why(Cause.CRASH_LOOP, text)
-        while self.restarts_s and now_s - self.restarts_s[0] >= HOUR_S:
-            self.restarts_s.popleft()
-        if len(self.restarts_s) >= config.max_restarts:
-            most = f"{len(self.restarts_s)} restarts within an hour are the limit (max_restarts)"
-            return Why(Cause.CRASH_LOOP, f"{most}, last: {why.reason}")
+        begun_s, most = self.restarts_s, config.max_restarts
+        if again:
+            begun_s, most = self.returns_s, max(most, LOOP_KILLED)
+        while begun_s and now_s - begun_s[0] >= HOUR_S:
+            begun_s.popleft()
+        if len(begun_s) >= most:
+            limit = f"{len(begun_s)} restarts within an hour are the limit (max_restarts)"
+            return Why(Cause.CRASH_LOOP, f"{limit}, last: {why.reason}")
         self.state, self.restart_at_s = "resting", now_s + self._delay_s(now_s, config, ready, random)
-        self.restarts_s.append(now_s)
+        begun_s.append(now_s)
         return None
 
     def _delay_s(self, now_s: float, config: Config, ready: bool, random: float) -> float:
