@@ -168,8 +168,10 @@ class Proxy:
         self.endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         started.set()
         self._loop.run_forever()
-        for task in asyncio.all_tasks(self._loop):
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
             task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1

@@ -54,3 +54,34 @@ def test_what_check_says(tmp_path: Path) -> None:
     assert keeping.returncode == 1 and "task.ema: join does not carry this Linear" in keeping.stdout
     assert nothing.returncode == 2 and "it ended without calling everstep.join" in one_error(nothing)
     assert raises.returncode == 2 and "ValueError: ['--lr', '1'] (raises.py:2)" in one_error(raises)
+
+
+BRIEF = """
+import torch
+import everstep
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
+data = [(torch.full((2,), float(n)), torch.tensor(n % 2)) for n in range(40)]
+run = everstep.join(model, optimizer, data, scheduler=scheduler, steps=5, lanes=4, micro_batch=2)
+for step in run:
+    for x, y in step:
+        step.backward(torch.nn.functional.cross_entropy(model(x), y))
+"""
+
+
+@pytest.mark.longer
+def test_a_job_shorter_than_the_check_and_one_with_settings(tmp_path: Path) -> None:
+    (tmp_path / "brief.py").write_text(BRIEF)
+    brief, divided, wrong = together(
+        ["check", "brief.py", "--json"],
+        ["check", "brief.py", "--set", "zero.stage=2", "--set", "precision=bf16", "--json"],
+        ["check", "brief.py", "--set", "zero.stages=2"],
+        cwd=tmp_path,
+    )
+    for done in (brief, divided):
+        said = json.loads(done.stdout)
+        assert done.returncode == 0 and not said["findings"], done.stdout
+        assert "two workers, one of which is killed and healed: 5 steps to the bits of one worker" in said["covered"]
+    assert wrong.returncode == 2 and "zero.stage" in one_error(wrong)

@@ -115,6 +115,10 @@ def test_the_journals_command_line(tmp_path: Path) -> None:
         (("main.py", "--mode", "train", "--batch-size", "100"), "--batch-size: expected a multiple of 8, got 100"),
         (("main.py", "--mode", "train", "--lr", "fast"), "error: argument --lr: invalid float value: 'fast'"),
         (("main.py", "--mode", "train", "--log-dir", "/proc/none"), "--log-dir /proc/none: No such file"),
+        (
+            ("main.py", "--mode", "train", "--num-nodes", "2", "--rank", "1"),
+            "--world-size: expected the number of hosts",
+        ),
         (("check.sh", "one", "two"), "usage: check.sh [RUN_DIR]"),
         (("run_main.sh", "2", "0"), "usage: run_main.sh NODES RANK ADDR PORT"),
         (("run_failure_tests.sh", "meteor"), "got meteor"),

@@ -50,6 +50,14 @@ def test_evaluation_and_early_stop(jobs: Jobs) -> None:
 
 
 @pytest.mark.longer
+def test_a_ready_residual_network_with_all_its_options(jobs: Jobs) -> None:
+    options = {"include_top": False, "pooling": "max", "scale_layers": True, "bn_eps": 1e-4, "momentum": 0.8}
+    numerics = {f"task.{name}": value for name, value in {**options, "num_classes": 12}.items()}
+    job = jobs.run("ThinResNet50", chaos="kill:target=worker:1,at=2,phase=backward", numerics={**numerics, "steps": 6})
+    assert job.of_kind("worker_evicted"), job.account()
+
+
+@pytest.mark.longer
 @pytest.mark.parametrize("tls", [pytest.param("off", marks=pytest.mark.longer), "on"])
 def test_sockets(jobs: Jobs, tls: str) -> None:
     """With TLS, all of the job's connections are over it, those to the coordinator too."""

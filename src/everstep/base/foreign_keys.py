@@ -23,7 +23,8 @@ FOREIGN_KEYS = (
     ForeignKey(
         "the global batch is lanes x micro_batch samples: set micro_batch, or --batch-size of everstep run",
         "batch_size train_batch_size per_device_train_batch_size per_gpu_train_batch_size global_batch_size "
-        "train_micro_batch_size_per_gpu micro_batch_size batch_size_per_gpu batch_size_per_device",
+        "train_micro_batch_size_per_gpu micro_batch_size batch_size_per_gpu batch_size_per_device "
+        "batchsize bs mini_batch_size minibatch_size",
         ("lanes", "micro_batch"),
     ),
     ForeignKey(
@@ -34,7 +35,8 @@ FOREIGN_KEYS = (
     ),
     ForeignKey(
         "it belongs to the evaluation: run.evaluate(batch_size=...) in a loop of your own",
-        "eval_batch_size per_device_eval_batch_size per_gpu_eval_batch_size val_batch_size test_batch_size",
+        "eval_batch_size eval_batchsize per_device_eval_batch_size per_gpu_eval_batch_size val_batch_size "
+        "test_batch_size",
     ),
     ForeignKey(
         "here it is steps",
@@ -44,12 +46,12 @@ FOREIGN_KEYS = (
     ),
     ForeignKey(
         "here it is epochs",
-        "num_epochs num_train_epochs max_epochs n_epochs total_epochs train_epochs",
+        "num_epochs num_train_epochs max_epochs max_epoch n_epochs total_epochs train_epochs",
         ("epochs",),
     ),
     ForeignKey(
         "here it is eval_every, in steps, for a Task; a loop of your own calls run.evaluate",
-        "eval_steps eval_interval eval_freq eval_frequency val_check_interval do_eval",
+        "eval_steps eval_interval eval_freq eval_frequency val_freq val_every val_interval val_check_interval do_eval",
         ("eval_every",),
     ),
     ForeignKey(
@@ -59,7 +61,8 @@ FOREIGN_KEYS = (
     ),
     ForeignKey(
         "here it is log_every",
-        "logging_steps log_steps log_interval log_every_n_steps log_freq print_freq steps_per_print logging_strategy",
+        "logging_steps log_steps log_interval log_every_n_steps log_freq print_freq print_every steps_per_print "
+        "logging_strategy disable_tqdm progress_bar enable_progress_bar",
         ("log_every",),
     ),
     # ---- gradient, optimizer and loss
@@ -77,12 +80,13 @@ FOREIGN_KEYS = (
     ForeignKey(
         "give it to your optimizer (Task.build_optimizer, or the one given to join); ready tasks have task.lr",
         "lr learning_rate base_lr weight_decay momentum nesterov betas beta1 beta2 adam_beta1 adam_beta2 adam_epsilon "
-        "eps optim optim_args optimizer optimizer_type",
+        "eps wd optim optim_args optimizer optimizers optimizer_type",
     ),
     ForeignKey(
         "give it to your scheduler: Task.build_scheduler, or join(scheduler=...)",
-        "lr_scheduler lr_scheduler_type lr_scheduler_kwargs lr_schedule scheduler warmup warmup_steps warmup_ratio "
-        "num_warmup_steps warmup_epochs warmup_iters lr_decay lr_decay_iters lr_decay_steps min_lr max_lr gamma",
+        "lr_scheduler lr_schedulers schedulers lr_scheduler_type lr_scheduler_kwargs lr_schedule scheduler "
+        "warmup warmup_steps warmup_ratio num_warmup_steps warmup_num_steps warmup_epochs warmup_iters "
+        "lr_decay lr_decay_iters lr_decay_steps min_lr max_lr gamma",
     ),
     ForeignKey(
         "write Task.loss, or give the loss to step.backward in a loop of your own",
@@ -103,6 +107,19 @@ FOREIGN_KEYS = (
         "dataset data data_dir data_path data_root train_data train_file train_dataset transform",
     ),
     ForeignKey(
+        "give it to join as its third argument, or write Task.build_dataset",
+        "dataloader data_loader train_loader train_dataloader trainloader train_dl",
+    ),
+    ForeignKey(
+        "give it to run.evaluate in a loop of your own, or write Task.build_dataset",
+        "val_loader val_dataloader valid_loader test_loader test_dataloader eval_loader eval_dataloader eval_dataset "
+        "val_dataset valid_dataset test_dataset val_data eval_data test_data",
+    ),
+    ForeignKey(
+        "an evaluation goes through its whole dataset: give it a torch.utils.data.Subset",
+        "eval_iters eval_batches val_batches limit_val_batches limit_test_batches max_eval_samples",
+    ),
+    ForeignKey(
         "samples come in an order that follows from seed, another one in each epoch, or with shuffle=false in the "
         "dataset's own",
         "sampler batch_sampler train_sampler use_distributed_sampler replace_sampler_ddp group_by_length generator "
@@ -114,9 +131,9 @@ FOREIGN_KEYS = (
         "drop_last dataloader_drop_last drop_remainder even_batches",
     ),
     ForeignKey(
-        "here it is loader.workers",
+        "here it is loader.workers, processes that read samples; processes that train are workers",
         "num_workers dataloader_num_workers data_workers num_data_workers workers_per_loader num_loader_workers",
-        ("loader.workers",),
+        ("loader.workers", "workers"),
     ),
     ForeignKey(
         "here it is loader.prefetch, in steps",
@@ -144,7 +161,7 @@ FOREIGN_KEYS = (
         "cell_precision param_dtype reduce_dtype buffer_dtype mp_policy",
         ("cell.precision",),
     ),
-    ForeignKey("here it is precision=fp16", "fp16 half use_fp16 fp16_training", ("precision",)),
+    ForeignKey("here it is precision=fp16", "fp16 float16 half use_fp16 fp16_training", ("precision",)),
     ForeignKey("here it is precision=bf16", "bf16 use_bf16 bfloat16 bf16_training", ("precision",)),
     ForeignKey(
         "here it is precision: bf16, fp16 or fp32",
@@ -160,6 +177,10 @@ FOREIGN_KEYS = (
     ForeignKey(
         "deterministic algorithms are always asked of torch, and cudnn.benchmark is always off",
         "deterministic use_deterministic_algorithms full_determinism cudnn_benchmark cudnn_deterministic benchmark",
+    ),
+    ForeignKey(
+        "call torch.set_float32_matmul_precision in your own code, before join or in Task.build_model",
+        "tf32 allow_tf32 use_tf32 matmul_precision float32_matmul_precision",
     ),
     ForeignKey(
         "here it is threads", "num_threads omp_num_threads torch_num_threads num_cpu_threads_per_process", ("threads",)
@@ -195,7 +216,7 @@ FOREIGN_KEYS = (
     # ---- processes, devices and hosts
     ForeignKey(
         "here it is workers, the number on all hosts together (--workers of everstep run)",
-        "world_size nproc_per_node num_processes nprocs devices num_gpus gpus n_gpu n_gpus ngpus num_devices "
+        "world_size nproc nproc_per_node num_processes nprocs devices num_gpus gpus n_gpu n_gpus ngpus num_devices "
         "max_workers gpus_per_node ntasks_per_node",
         ("workers",),
     ),
@@ -330,7 +351,8 @@ FOREIGN_KEYS = (
     ),
     ForeignKey(
         "here it is checkpoint.disk.every_epochs, or checkpoint.disk.every_steps; one is taken at the end in any case",
-        "save_strategy every_n_epochs save_every_n_epochs save_epochs save_on_train_epoch_end save_last",
+        "save_strategy save_every_epochs every_n_epochs save_every_n_epochs save_epochs save_on_train_epoch_end "
+        "save_last",
         ("checkpoint.disk.every_epochs", "checkpoint.disk.every_steps"),
     ),
     ForeignKey(
@@ -384,7 +406,7 @@ FOREIGN_KEYS = (
     ForeignKey("give --fresh to everstep run", "overwrite_output_dir overwrite"),
     ForeignKey(
         "here it is sinks",
-        "report_to logger loggers log_with wandb tensorboard mlflow use_wandb",
+        "report_to logger loggers log_with wandb wandb_project wandb_entity tensorboard mlflow use_wandb",
         ("sinks",),
     ),
     ForeignKey("here it is metrics.listen", "metrics_port prometheus_port", ("metrics.listen",)),

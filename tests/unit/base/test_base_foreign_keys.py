@@ -30,6 +30,9 @@ BATCH, OPTIMIZER, PRECISION = (
 )
 
 
+_OF_TORCH = ("torch.utils.data.Subset", "torch.set_float32_matmul_precision")
+
+
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
@@ -39,6 +42,13 @@ BATCH, OPTIMIZER, PRECISION = (
         ("collate_fn", "write Task.collate, or give join(collate=...)"),
         ("num_workers", LOADER),
         ("dataloader_num_workers", LOADER),
+        ("batchsize", BATCH),
+        ("schedulers", "give it to your scheduler"),
+        ("optimizers", OPTIMIZER),
+        ("train_loader", "give it to join as its third argument"),
+        ("val_dataloader", "give it to run.evaluate"),
+        ("eval_iters", "an evaluation goes through its whole dataset"),
+        ("allow_tf32", "call torch.set_float32_matmul_precision"),
         ("pin_memory", "here it is loader.pin_memory"),
         ("sampler", "samples come in an order that follows from seed"),
         ("drop_last", "no sample is dropped"),
@@ -106,7 +116,7 @@ def test_none_is_a_key_here_and_none_has_two_answers() -> None:
 
 def words_of(answer: str) -> set[str]:
     """Words of an answer that have a dot or an underscore, or stand before a value: keys, or attributes of ours."""
-    return set(re.findall(r"[A-Za-z]+(?:[._][A-Za-z_]+)+|[a-z]+(?==)", answer))
+    return set(re.findall(r"[A-Za-z]+(?:[._][A-Za-z0-9_]+)+|[a-z]+(?==)", answer))
 
 
 @pytest.mark.parametrize("foreign", FOREIGN_KEYS, ids=lambda foreign: foreign.names.split()[0])
@@ -115,7 +125,7 @@ def test_what_an_answer_names_exists(foreign: ForeignKey) -> None:
         re.search(rf"\b{re.escape(key)}\b", foreign.answer) for key in foreign.keys
     )
     said = re.sub(r"join\((\w+)=\.\.\.\)", "", foreign.answer).replace("run.evaluate(batch_size=...)", "run.evaluate")
-    for word in words_of(said) - set(foreign.keys) - {"task.lr", "cudnn.benchmark"}:
+    for word in words_of(said) - set(foreign.keys) - {"task.lr", "cudnn.benchmark", *_OF_TORCH}:
         owner, _, attribute = word.partition(".")
         assert hasattr(OWNERS[owner], attribute), f"{word} is neither a key that the row lists nor an attribute of ours"
     for argument in re.findall(r"join\((\w+)=", foreign.answer):

@@ -1,4 +1,5 @@
-"""torch._dynamo is not imported for an optimizer, and is itself as soon as something else asks for it."""
+"""torch._dynamo is not imported for an optimizer or a model on the meta device, and is itself as soon as something else
+asks for it."""
 
 from __future__ import annotations
 
@@ -58,6 +59,11 @@ def updates():
 before = [parameter.detach().clone() for parameter in model.parameters()]
 lazy = updates()
 assert torch.are_deterministic_algorithms_enabled()
+with torch.device("meta"):
+    embedding = torch.nn.Embedding(3, 4)
+    torch.nn.Transformer(8, 2, 1, 1, 8), torch.nn.Conv2d(3, 4, 3), torch.nn.LSTM(3, 4)
+    torch.nn.init.trunc_normal_(embedding.weight)
+    embedding(torch.zeros(2, dtype=torch.long)).sum().backward()
 assert "torch._dynamo" not in sys.modules and "torch._inductor" not in sys.modules
 kept = torch.optim.Optimizer.state_dict.__wrapped__
 assert vars(kept)["__dynamo_disable"].__module__ == lazy_dynamo.__name__

@@ -343,6 +343,10 @@ def test_a_scaler_is_refused_by_name() -> None:
     model, scaler = network(), torch.amp.GradScaler("cpu")
     with pytest.raises(TaskError, match=r"a GradScaler was used in the loop: .* give join\(precision='fp16'"):
         trained(joined(model), lambda step, x, y: step.backward(scaler.scale(cross_entropy(model(x), y))))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for call in (lambda: scaler.unscale_(opt), lambda: scaler.step(opt), lambda: scaler.update()):
+        with pytest.raises(TaskError, match=r"a GradScaler was used in the loop: .* give join\(precision='fp16'"):
+            trained(joined(model), lambda step, x, y, call=call: (step.backward(cross_entropy(model(x), y)), call()))
     assert scaler.scale(torch.ones(())) == 65536.0
     with pytest.raises(ConfigError, match=r"state\['scaler'\] is a GradScaler: .* give join\(precision='fp16'"):
         joined(model, state={"scaler": scaler})
