@@ -132,6 +132,18 @@ def test_a_worker_whose_host_is_not_replaced_goes_on_with_the_hosts_that_are_lef
 
 
 @pytest.mark.longer
+def test_a_part_that_ends_with_another_is_no_restart(on_hosts: HostJobs) -> None:
+    """The slot of the one that died is given up, and no other."""
+    settings = {**SPANS, "max_restarts": 0, "checkpoint.disk.every_steps": 3}
+    job = on_hosts.head("--slots", "1", workers=1, steps=STEPS, settings=settings, until=[{"kind": "cell_shrunk"}])
+    on_hosts.agent(2, "--slots", "1")
+    job.wait_for("step_committed", step=4)
+    os.kill(workers_of(on_hosts.net.hosts[1])[-1], signal.SIGKILL)
+    assert job.wait_for("cell_shrunk")["ranks"] == 2
+    on_hosts.check(job)
+
+
+@pytest.mark.longer
 def test_lanes_that_the_hosts_do_not_divide(on_hosts: HostJobs) -> None:
     """Those that compute in a last round which is not full take over what the others have added up."""
     settings = {"cell.fsdp": 3, "cell.hosts": 3, "hosts.min": 3}

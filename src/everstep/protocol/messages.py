@@ -492,10 +492,12 @@ class HostAsk(AnyMessage, frozen=True, kw_only=True):
 
 
 class KillWorker(OfLife, frozen=True, kw_only=True):
-    """SIGKILL this life if it still runs (it hangs or was outvoted)."""
+    """SIGKILL this life if it still runs (it hangs or was outvoted). again: it ends with another part of its worker,
+    which is no loss of its own."""
 
     reason: str
     cause: Cause = Cause.UNKNOWN
+    again: bool = False
 
 
 class ShowStacks(OfLife, frozen=True, kw_only=True):

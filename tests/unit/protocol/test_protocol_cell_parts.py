@@ -103,6 +103,7 @@ def test_a_part_that_dies_ends_the_others_and_a_host_with_room_takes_its_place()
     killed = parts.world.last(m.KillWorker, "a0")
     assert (killed.worker_id, killed.incarnation) == (0, 0)
     assert "its part on host a1 (slot 1) was lost" in killed.reason
+    assert killed.again, "it is no loss of its own"
     parts.world.exited(0, agent="a0")
     parts.looks(0, 0, 1)
     assert parts.cell(parts.looks(2, 2)) == [WorkerKey(0, 1), WorkerKey(2, 0)]

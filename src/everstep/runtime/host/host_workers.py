@@ -162,11 +162,12 @@ class Workers:
                 self._running[slot.worker_id] = Running(ours)
                 self._server.start(self._entry, context, ends, theirs)
 
-    def kill(self, worker_id: int, incarnation: int) -> bool:
-        """SIGKILL all processes of this life. Returns False if it does not run."""
+    def kill(self, worker_id: int, incarnation: int, *, again: bool = False) -> bool:
+        """SIGKILL all processes of this life. Returns False if it does not run. again: to begin another one."""
         slot = self._slots.get(worker_id)
         if slot is None or slot.incarnation != incarnation:
             return False
+        slot.end(again=again)
         running = self._running.get(worker_id)
         return running is not None and running.kill()
 
@@ -268,7 +269,8 @@ class Workers:
             why = Why(words.cause, f"{why.reason}: {words.reason}")
         now_s = time.monotonic()
         ready = pulse.incarnation == incarnation and pulse.phase != "starting"
-        killed, again, random = killed_from_outside(code), code == _AGAIN_CODE, self._jitter.random()
+        killed, random = killed_from_outside(code), self._jitter.random()
+        again = code == _AGAIN_CODE or (killed and slot.returns)
         how = {"in_order": in_order, "ready": ready, "killed": killed, "again": again}
         lost = slot.exited(now_s, self._config, why, **how, random=random)
         self._lives = self._list_lives()
@@ -338,6 +340,7 @@ class Slot:
     early_own: int = 0
     early_killed: int = 0
     restarts_s: deque[float] = field(default_factory=deque)
+    returns: bool = False
     returns_s: deque[float] = field(default_factory=deque)
     first: int = 0
     ranks: int = 1
@@ -354,11 +357,15 @@ class Slot:
     def begin(self, now_s: float) -> int:
         """Begin a new life. Returns its incarnation."""
         self.incarnation = max(self.incarnation + 1, self.first)
-        self.state, self.pids, self.started_s = "starting", (), now_s
+        self.state, self.pids, self.started_s, self.returns = "starting", (), now_s, False
         return self.incarnation
 
     def started(self, *pids: int) -> None:
         self.state, self.pids = "running", pids
+
+    def end(self, *, again: bool) -> None:
+        """The present life is about to be killed. again: as of `exited`."""
+        self.returns = self.returns or again
 
     def resize(self, ranks: int, now_s: float) -> None:
         """Give the next life so many processes; a slot that was given up with more of them begins again."""
