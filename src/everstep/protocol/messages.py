@@ -210,7 +210,7 @@ class GenerationEntered(OfLife, frozen=True, kw_only=True):
 
 class Progress(OfLife, frozen=True, kw_only=True):
     """From the leader, a few times per second at most: the newest step whose effects left the process. Sent once
-    more, with step_ms 0, at the first commit of a generation, which completes a recovery; committed_unix_ns: of that."""
+    more, with step_ms 0, at the first commit of a generation, which completes a recovery; committed_unix_ns: its."""
 
     generation: int
     step: int
