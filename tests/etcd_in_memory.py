@@ -29,7 +29,7 @@ class EtcdInMemory:
     def client(self, token: bytes, **more: Any) -> Etcd:
         """One that asks this."""
         etcd = Etcd(EtcdAddress.parse("a test", "etcd://10.0.0.1/jobs/x"), token, 1.0, **more)
-        etcd._post = self.post  # type: ignore[method-assign,assignment]
+        etcd._keys.post = self.post  # type: ignore[method-assign,assignment]
         return etcd
 
     def put(self, key: str, value: str, lease: str = "0") -> None:

@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 TASK, LANES = "resnet18-digits", 8
-ALONE = "127.0.0.1"
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,7 +31,7 @@ def parser():
     add("--mode", choices=("train", "eval"), required=True, help="everstep run, or everstep eval")
     add("--rank", type=int, default=0, help="number of this host: --rank")
     add("--world-size", type=int, default=1, help="number of hosts: --world-size")
-    add("--master-addr", default=ALONE, help="--master-addr")
+    add("--master-addr", default="127.0.0.1", help="--master-addr")
     add("--master-port", type=int, default=29500, help="--master-port")
     add("--num-nodes", type=int, help="hosts, by default --world-size; without that, all are on this host")
     add("--devices-per-node", type=int, default=1, help="workers of a host: --slots")
@@ -66,10 +65,10 @@ def command(given):
     hosts = given.num_nodes or given.world_size
     if given.world_size > 1 and hosts != given.world_size:
         raise ValueError(f"--num-nodes: expected {given.world_size}, as --world-size says, got {hosts}")
-    if given.world_size == 1 and (given.rank or given.master_addr != ALONE):
+    if given.world_size == 1 and given.rank:
         raise ValueError(
-            "--world-size: expected the number of hosts, since --rank or --master-addr is given, got 1; --num-nodes "
-            "alone starts the workers of that many hosts on this one"
+            f"--rank: expected 0 with a --world-size of 1, got {given.rank}: give the number of hosts as --world-size; "
+            "--num-nodes alone starts the workers of that many hosts on this one"
         )
     workers = hosts * given.devices_per_node
     copies = given.redundancy_factor or workers

@@ -74,14 +74,22 @@ for step in run:
 @pytest.mark.longer
 def test_a_job_shorter_than_the_check_and_one_with_settings(tmp_path: Path) -> None:
     (tmp_path / "brief.py").write_text(BRIEF)
-    brief, divided, wrong = together(
+    (tmp_path / "greeting.py").write_text("import os\nassert os.environ['GREETING'] == 'hello'\n" + BRIEF)
+    elsewhere = tmp_path / "checkpoints"
+    more = ["steps=4", "env.GREETING=hello", "workers=7", "min_workers=3", f"checkpoint.disk.path={elsewhere}"]
+    brief, settings, wrong = together(
         ["check", "brief.py", "--json"],
-        ["check", "brief.py", "--set", "zero.stage=2", "--set", "precision=bf16", "--json"],
+        ["check", "greeting.py", "--json", *(word for one in more for word in ("--set", one))],
         ["check", "brief.py", "--set", "zero.stages=2"],
         cwd=tmp_path,
     )
-    for done in (brief, divided):
+    for done, steps in ((brief, 5), (settings, 4)):
+        assert done.returncode == 0, done.stdout + done.stderr
         said = json.loads(done.stdout)
-        assert done.returncode == 0 and not said["findings"], done.stdout
-        assert "two workers, one of which is killed and healed: 5 steps to the bits of one worker" in said["covered"]
+        assert (
+            f"two workers, one of which is killed and healed: {steps} steps to the bits of one worker"
+            in (said["covered"])
+        )
+    assert "leaves out: checkpoint.disk.path, min_workers, workers" in json.loads(settings.stdout)["not_covered"][-1]
+    assert not elsewhere.exists()
     assert wrong.returncode == 2 and "zero.stage" in one_error(wrong)

@@ -117,7 +117,7 @@ def test_the_journals_command_line(tmp_path: Path) -> None:
         (("main.py", "--mode", "train", "--log-dir", "/proc/none"), "--log-dir /proc/none: No such file"),
         (
             ("main.py", "--mode", "train", "--num-nodes", "2", "--rank", "1"),
-            "--world-size: expected the number of hosts",
+            "give the number of hosts as --world-size",
         ),
         (("check.sh", "one", "two"), "usage: check.sh [RUN_DIR]"),
         (("run_main.sh", "2", "0"), "usage: run_main.sh NODES RANK ADDR PORT"),

@@ -3,6 +3,7 @@ worker whatever dies."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -189,6 +190,15 @@ def test_a_module_survives_a_kill_and_a_stop(jobs: Jobs, scripts: Path) -> None:
     resumed = jobs.start(script, *told, workers=1, run_dir=stopped.run_dir)
     assert resumed.end() == 0, resumed.account()
     same(plain.run_dir, resumed)
+
+
+@pytest.mark.longer
+def test_a_module_that_asks_for_the_number_of_steps_is_checked(scripts: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "everstep", "check", str(scripts / "ours.py"), "--json", "--", "step", "there"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    said = json.loads(done.stdout)
+    assert done.returncode == 0 and not said["findings"], done.stdout + done.stderr
+    assert any("two workers, one of which is killed and healed: 6 steps" in text for text in said["covered"]), said
 
 
 @pytest.mark.longer

@@ -17,7 +17,8 @@ import pytest
 from etcd_members import EtcdMembers, etcd_there
 from everstep.base.etcd_address import EtcdAddress
 from everstep.protocol.lease.requests import Load, Loaded
-from everstep.runtime.lead.etcd import JOURNAL, Etcd
+from everstep.runtime.lead.etcd import Etcd
+from everstep.runtime.lead.etcd_keys import JOURNAL
 from everstep.runtime.link.address import COORDINATOR_FILE, read_address
 from job_harness import HERE, Jobs, healed
 
@@ -115,8 +116,8 @@ def test_a_journal_that_was_cut_off_is_not_believed(members: EtcdMembers, jobs: 
         assert etcd.announced() is not None
         found = etcd.ask(Load())
         assert isinstance(found, Loaded) and found.number > 1
-        span = etcd._span(f"{JOURNAL}{found.number - 1:010d}", f"{JOURNAL}:")
-        etcd._post("kv/deleterange", span)
+        span = etcd._keys.span(f"{JOURNAL}{found.number - 1:010d}", f"{JOURNAL}:")
+        etcd._keys.post("kv/deleterange", span)
     os.kill(read_address(job.run_dir / COORDINATOR_FILE).pid, signal.SIGKILL)
     job.wait_for_words("somebody has put an older one in its place")
     assert job.end() == 1

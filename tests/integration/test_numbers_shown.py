@@ -151,7 +151,7 @@ def test_what_is_shown_is_what_was_told(jobs: Jobs) -> None:
         assert times[first - 1] < e["time_unix_ns"] < times[first + 1]
     incidents = feed.history.facts.incidents
     lost = {e["worker_id"] for e in events if e["kind"] == "worker_evicted"}
-    assert lost == {int(who.split()[1]) for one in incidents.all for who in one.struck} == {0, 1, 2}
+    assert lost == {int(who.split()[1]) for one in incidents.all for who in one.hits} == {0, 1, 2}
     assert all(one.end_ns is not None and one.whole_ns is not None for one in incidents.all)
     summary = json.loads(job.run_dir.with_suffix(".out").read_text().splitlines()[-1])
     assert (summary["steps"], summary["recoveries"]) == (shown["step"], len(recovered))

@@ -35,9 +35,10 @@ from everstep.protocol.lease.requests import (
     Unanswered,
 )
 from everstep.protocol.lease.writer import Writer
-from everstep.runtime.lead import etcd as etcd_module
-from everstep.runtime.lead.etcd import PARTS, Etcd
+from everstep.runtime.lead import etcd_journal
+from everstep.runtime.lead.etcd import Etcd
 from everstep.runtime.lead.etcd_gateway import NoReply, Reply
+from everstep.runtime.lead.etcd_keys import PARTS
 
 TOKEN = b"t" * 32
 WHERE = {"pid": 1, "host": "10.0.0.1", "port": 1, "tls": "off", "ca": ""}
@@ -96,7 +97,7 @@ def test_one_of_two_gets_the_lease(members: EtcdMembers) -> None:
 
 
 def test_only_the_holder_writes_and_each_number_once(members: EtcdMembers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd_module, "_PAGE", 10)
+    monkeypatch.setattr(etcd_journal, "_PAGE", 10)
     etcd = client(members, "/journal")
     assert etcd.ask(Load()) == Loaded([], 1)
     assert etcd.ask(Append(1, 1, [entry(1)])) == Fenced(), "nobody holds the lease"
@@ -123,7 +124,7 @@ def test_what_shortens_the_journal_late_does_not_put_an_older_one_back(
     term, sent = held(etcd, "one").term, []
     for number in range(1, 4):
         assert etcd.ask(Append(term, number, [entry(number)])) == Appended()
-    post = etcd._post
+    post = etcd._keys.post
 
     def frozen(what: str, asked: dict[str, Any]) -> Reply:
         if what == "kv/txn":
@@ -131,10 +132,10 @@ def test_what_shortens_the_journal_late_does_not_put_an_older_one_back(
             raise NoReply("frozen")
         return post(what, asked)
 
-    monkeypatch.setattr(etcd, "_post", frozen)
+    monkeypatch.setattr(etcd._keys, "post", frozen)
     early = Compact(term, 2, [entry(2)])
     assert isinstance(etcd.ask(early), Unanswered)
-    monkeypatch.setattr(etcd, "_post", post)
+    monkeypatch.setattr(etcd._keys, "post", post)
     assert etcd.ask(early) == Appended()
     assert etcd.ask(Append(term, 4, [entry(4)])) == Appended()
     assert etcd.ask(Compact(term, 4, [entry(4)])) == Appended()
@@ -149,7 +150,7 @@ def test_a_journal_of_which_something_is_gone_is_refused(members: EtcdMembers) -
     term = held(etcd, "one").term
     for number in (1, 2, 3):
         assert etcd.ask(Append(term, number, [entry(number)])) == Appended()
-    etcd._post("kv/deleterange", {"key": etcd._name("/journal/0000000002")})
+    etcd._keys.post("kv/deleterange", etcd._keys.span("/journal/0000000002"))
     with pytest.raises(ProtocolError, match=r"expected /journal/0000000002 .* found /journal/0000000003"):
         etcd.ask(Load())
 
@@ -176,9 +177,9 @@ def test_what_piles_up_while_etcd_is_away_is_written_and_shortened(members: Etcd
             writer.answered(answer)
         assert asked == ["Append"] * len(more) + ["CompactPart"] * (5 if life == 1 else 8) + ["Compact"]
         assert etcd.ask(Load()) == Loaded(entries[: 5 if life == 1 else 8], writer.number)
-        kept = etcd._post("kv/range", {**etcd._span(PARTS, f"{PARTS}:"), "keys_only": True}).kvs
+        kept = etcd._keys.post("kv/range", {**etcd._keys.span(PARTS, f"{PARTS}:"), "keys_only": True}).kvs
         assert len(kept) == asked.count("CompactPart"), "those of before are gone"
-    etcd._post("kv/deleterange", {"key": kept[3].key})
+    etcd._keys.post("kv/deleterange", {"key": kept[3].key})
     with pytest.raises(ProtocolError, match="the entries between are gone"):
         etcd.ask(Load())
     etcd.resign(held(etcd, "one").lease)

@@ -124,10 +124,10 @@ def the_end_is_told_as_it_was(one: Simulation, facts: Facts) -> None:
 
 
 def deaths_are_those_that_were(one: Simulation, events: list[Event], facts: Facts) -> None:
-    struck = {who for incident in facts.incidents.all for who in incident.struck}
+    struck = {who for incident in facts.incidents.all for who in incident.hits}
     evicted = [event for event in events if event["kind"] == "worker_evicted"]
     faults = [event for event in evicted if by_a_fault(event)]
-    launchers, raised_again, replayed = sum("launcher" in one.struck for one in facts.incidents.all), 0, Facts()
+    launchers, raised_again, replayed = sum("launcher" in one.hits for one in facts.incidents.all), 0, Facts()
     for event in events:
         raised_again += event["kind"] == "worker_evicted" and replayed.incidents.has_raised(event)
         replayed.take(event)

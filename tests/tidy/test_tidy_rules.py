@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import tidy_rules as rules
+from tidy_raising import untrue_raises
 from tidy_rules import Source, source_of
 
 Rule = Callable[[Source], Iterator[str]]
@@ -79,6 +80,10 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.crowded_types, "everstep.protocol.driver.x", FIELDS + "    def f(self):\n        self.y += 1"),
     (rules.crowded_types, "everstep.train.x", METHODS + "    @property\n    def g(self): pass"),
     (rules.crowded_types, "everstep.sim.x", METHODS + "    def g(self): pass"),
+    (rules.crowded_types, "everstep.cli.x", METHODS + "    def g(self): pass"),
+    (rules.names_of_pictures, "everstep.cli.x", "def _porch(): pass"),
+    (rules.names_of_pictures, "everstep.cli.x", "class A:\n    def f(self):\n        self._standing = 1"),
+    (rules.names_of_pictures, "everstep.cli.x", "class A:\n    struck: int = 0"),
     (rules.writes_into_others, "everstep.train.x", "link.config = merged"),
     (rules.writes_into_others, "everstep.train.x", "self.a = task.b = 1"),
     (rules.writes_into_others, "everstep.train.x", "a, (b, *link.c) = 1, (2, 3)"),
@@ -121,6 +126,8 @@ GOOD: list[tuple[Rule, str, str]] = [
     (rules.crowded_types, "everstep.train.x", FIELDS + "    def f(self):\n        self.x0 = other.y = self.z.y = 1"),
     (rules.crowded_types, "everstep.train.x", METHODS),
     (rules.crowded_types, "everstep.cli.x", FIELDS + "    y: int"),
+    (rules.crowded_types, "everstep.base.plan", METHODS + "    def g(self): pass"),
+    (rules.names_of_pictures, "everstep.cli.x", "def outstanding(): pass\nplaces = 1\nprint(a.standing)"),
     (rules.writes_into_others, "everstep.train.x", "self.x = x\nself.x += 1\nfound[link.me] = link.me"),
     (rules.writes_into_others, "everstep.train.x", "parameter.grad = None\nself.model.forward = f\nctx.holder = 1"),
     (rules.writes_into_others, "everstep.train.x", "import torch\ntorch.backends.cudnn.benchmark = False"),
@@ -167,25 +174,65 @@ RAISING = """class Gone(ValueError): ...
 class Answer: ...
 def h():
     raise Gone
+def g(): pass
 TABLE = {"h": h}
+class Other:
+    def breaks(self): h()
+    def stays(self): pass
 def f():
     'Do. Raises: NAME if it is gone; OSError.'
     BODY"""
 
 
-@pytest.mark.parametrize("body", ["raise Gone", "h()", "TABLE['h']()"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise Gone",
+        "h()",
+        "TABLE['h']()",
+        "Other().breaks()",
+        "try: h()\n    except Gone: raise",
+        "try: pass\n    except OSError: h()",
+    ],
+)
 def test_what_is_raised(body: str) -> None:
     text = RAISING.replace("NAME", "Gone").replace("BODY", body)
-    assert not list(rules.untrue_raises([source_of("everstep.base.x", text)]))
+    assert not list(untrue_raises([source_of("everstep.base.x", text)]))
 
 
 @pytest.mark.parametrize(
-    ("name", "complaint"), [("Gone", "nothing that it mentions raises"), ("Answer", "no exception")]
+    ("name", "body", "complaint"),
+    [
+        ("Answer", "raise Gone", "no exception"),
+        ("Gone", "pass", "nothing that it calls raises"),
+        ("Gone", "try: g()\n    except Gone: pass", "nothing that it calls raises"),
+        ("Gone", "try: h()\n    except ValueError: pass", "nothing that it calls raises"),
+        ("Gone", "with suppress(Gone): h()", "nothing that it calls raises"),
+        ("Gone", "return isinstance(g(), Gone)", "nothing that it calls raises"),
+        ("Gone", "Other().stays()", "nothing that it calls raises"),
+    ],
 )
-def test_what_is_not_raised(name: str, complaint: str) -> None:
-    text = RAISING.replace("NAME", name).replace("BODY", "pass")
-    (found,) = rules.untrue_raises([source_of("everstep.base.x", text)])
+def test_what_is_not_raised(name: str, body: str, complaint: str) -> None:
+    text = RAISING.replace("NAME", name).replace("BODY", body)
+    (found,) = untrue_raises([source_of("everstep.base.x", text)])
     assert complaint in found
+
+
+def test_an_own_method_is_not_that_of_another_class() -> None:
+    text = (
+        RAISING.replace("NAME", "KeyError").replace("BODY", "pass")
+        + """
+class Heir(Other):
+    def stays(self):
+        'Do. Raises: Gone.'
+        self.breaks()
+    def breaks(self): pass
+class Asked(Protocol):
+    def breaks(self):
+        'Do. Raises: Gone.'"""
+    )
+    found = list(untrue_raises([source_of("everstep.base.x", text)]))
+    assert [one.partition(": ")[2].partition(" ")[0] for one in found] == ["stays"]
 
 
 def test_shared_names() -> None:

@@ -62,8 +62,11 @@ FOREIGN_KEYS = (
     ForeignKey(
         "here it is log_every",
         "logging_steps log_steps log_interval log_every_n_steps log_freq print_freq print_every steps_per_print "
-        "logging_strategy disable_tqdm progress_bar enable_progress_bar",
+        "logging_strategy",
         ("log_every",),
+    ),
+    ForeignKey(
+        "here it is log_every; 0 prints no line", "disable_tqdm progress_bar enable_progress_bar", ("log_every",)
     ),
     # ---- gradient, optimizer and loss
     ForeignKey(
@@ -406,7 +409,12 @@ FOREIGN_KEYS = (
     ForeignKey("give --fresh to everstep run", "overwrite_output_dir overwrite"),
     ForeignKey(
         "here it is sinks",
-        "report_to logger loggers log_with wandb wandb_project wandb_entity tensorboard mlflow use_wandb",
+        "report_to logger loggers log_with wandb tensorboard mlflow use_wandb",
+        ("sinks",),
+    ),
+    ForeignKey(
+        "here it is sinks, with wandb among them; its own variables in the environment name the project",
+        "wandb_project wandb_entity",
         ("sinks",),
     ),
     ForeignKey("here it is metrics.listen", "metrics_port prometheus_port", ("metrics.listen",)),

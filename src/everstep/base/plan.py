@@ -15,7 +15,7 @@ from typing import Literal
 
 from everstep.base.cause import Cause
 from everstep.base.domains import Domains, ordered
-from everstep.base.errors import InvariantViolation, MembershipError, check
+from everstep.base.errors import InvariantViolation, check
 from everstep.base.extents import WHOLE, Extents, Runs
 
 Role = Literal["active", "standby"]
@@ -39,7 +39,7 @@ class WorkerKey:
 
 @dataclass(frozen=True)
 class Rank:
-    """One process of a cell, and how the processes of that rank in other cells reach it; fields as in `Member`."""
+    """One process of a cell. address, segment: of none so far, as the head alone speaks with other workers."""
 
     pid: int = 0
     address: str = ""
@@ -77,21 +77,6 @@ class Member:
     def pids(self) -> tuple[int, ...]:
         """PIDs of all ranks of the cell."""
         return (self.pid, *(rank.pid for rank in self.limbs))
-
-    @property
-    def cell(self) -> tuple[Rank, ...]:
-        """All ranks of the cell, the head first."""
-        return (Rank(self.pid, self.address, self.segment), *self.limbs)
-
-    def at_rank(self, cell_rank: int) -> Member:
-        """The member as this rank of other cells sees it. Raises: MembershipError if the cell has no such rank."""
-        if cell_rank == 0:
-            return self
-        if cell_rank > len(self.limbs):
-            ranks = 1 + len(self.limbs)
-            raise MembershipError(f"expected a rank {cell_rank} of worker {self.key}, it has {ranks}: cells differ")
-        rank = self.limbs[cell_rank - 1]
-        return replace(self, pid=rank.pid, address=rank.address, segment=rank.segment, limbs=())
 
 
 @dataclass(frozen=True)
@@ -176,10 +161,10 @@ class Plan:
     def worker_ids(self) -> tuple[int, ...]:
         return tuple(m.worker_id for m in self.members)
 
-    @property
-    def divided(self) -> bool:
-        """Whether members hold segments of the optimizer's state."""
-        return any(shard.segments is not None for shard in self.shards)
+    @cached_property
+    def divided_stages(self) -> frozenset[int]:
+        """Stages whose optimizer's state is divided among their members."""
+        return frozenset(shard.stage for shard in self.shards if shard.segments is not None)
 
     @cached_property
     def _by_id(self) -> dict[int, Member]:
@@ -211,12 +196,6 @@ class Plan:
     def member(self, worker_id: int) -> Member:
         """The member with this id. Raises: KeyError if there is none."""
         return self._by_id[worker_id]
-
-    def at_rank(self, cell_rank: int) -> Plan:
-        """The plan as the processes of this rank see it. Raises: MembershipError if a cell has no such rank."""
-        if cell_rank == 0:
-            return self
-        return replace(self, members=tuple(m.at_rank(cell_rank) for m in self.members))
 
     def of_pool(self, stage: int) -> Plan:
         """The plan as the pool of one stage sees it, without all other workers."""

@@ -39,7 +39,7 @@ class FaultAccount:
     """A job's faults. `told`: by kind, the events that give a cause. `steps_redone`: because a whole pool was lost.
     `state`: completed, failed, or not over."""
 
-    struck: list[HitTarget] = field(default_factory=list)
+    hits: list[HitTarget] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     told: dict[str, list[JobEvent]] = field(default_factory=dict)
     recoveries_s: list[float] = field(default_factory=list)
@@ -56,7 +56,7 @@ class FaultAccount:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "faults": [vars(one) for one in self.struck],
+            "faults": [vars(one) for one in self.hits],
             "evicted": self.counts.get("worker_evicted", 0),
             "healed": self.counts.get("worker_healed", 0),
             "recoveries": len(self.recoveries_s),
@@ -95,7 +95,7 @@ def account(events: Iterable[JobEvent]) -> FaultAccount:
     for k, event in enumerate(listed):
         if event["kind"] == "fault_injected":  # lives are counted from 0 again in each start
             later = takewhile(lambda e: e["kind"] != "job_started", listed[k + 1 :])
-            found.struck.append(_struck(event, list(later)))
+            found.hits.append(_hit(event, list(later)))
     return found
 
 
@@ -122,7 +122,7 @@ def _is_ours(event: JobEvent) -> bool:
     return times and all(isinstance(number, int) and abs(number) < 1 << 63 for number in numbers)
 
 
-def _struck(event: JobEvent, later: Sequence[JobEvent]) -> HitTarget:
+def _hit(event: JobEvent, later: Sequence[JobEvent]) -> HitTarget:
     outcome, recovery_s = _outcome(event, later)
     return HitTarget(
         str(event.get("fault")),

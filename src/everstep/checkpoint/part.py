@@ -473,8 +473,7 @@ def _cause_here(error: BaseException) -> Cause:
 
 class LiveState:
     """Entries, values and blocks of a stage's state at a step boundary, which a writer copies while the next step
-    computes its gradients. Nothing is gathered beforehand: one block at a time is copied, from the tensors
-    themselves.
+    computes its gradients. One block at a time is copied, from the tensors themselves.
 
     Buffers and values are taken at once; parameters and optimizer state must not change while their blocks are
     copied. One thread at a time.

@@ -225,7 +225,7 @@ def print_faults(folder: Path) -> None:
     found = account_of(folder)
     why = f", {reason_text(found.reason)}" if found.reason else ""
     print(f"{folder.name}: {found.state} at step {found.steps}{why}")
-    for one in found.struck:
+    for one in found.hits:
         place = one.target.startswith(("host:", "link:"))
         who = one.target if place else "coordinator" if one.worker_id is None else f"worker {one.worker_id}"
         took = "" if one.recovery_s is None else f", next step committed after {one.recovery_s:.2f} s"
@@ -436,7 +436,7 @@ def print_result(result: Result, as_json: bool = False) -> None:
     took = f"{found.median_s:.2f} (max {max(found.recoveries_s):.2f})" if found.recoveries_s else "-"
     counts = found.counts
     print(
-        f"{result.name:22} {ends if result.passed else 'FAILED':12} {len(found.struck):6} "
+        f"{result.name:22} {ends if result.passed else 'FAILED':12} {len(found.hits):6} "
         f"{counts.get('worker_evicted', 0):7} {counts.get('worker_healed', 0):6} {took:>16} {found.steps_redone:6} "
         f"{result.wall_s:6.1f}",
         flush=True,

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from everstep.base.config import read_layers
+from everstep.base.config import Config, numerics, read_layers
 from everstep.base.errors import ConfigError
 from everstep.base.leaving import temporary_folder
-from everstep.cli.check_jobs import Checked, ShortJobs
+from everstep.cli.auto_lane import KEY, take_auto
+from everstep.cli.check_jobs import CheckTarget, ShortJobs
 from everstep.cli.completing import complete_task
 from everstep.cli.config_file import said_layers
 from everstep.cli.early_server import PRELOAD
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from everstep.train.rehearsal import Judgement, LifeLink, Rehearsed
 
 _LEAST_STEPS = 2
+_KEPT = {*numerics(Config()), "steps", "epochs", "eval_every", "eval_every_epochs", "verify_every", "spot_check"}
+_KEPT |= {"on_nonfinite", "nonfinite_limit", "batch", "lr_rule", "lr_warmup_steps", "meta_init", "zero.stage"}
+_KEPT_GROUPS = ("env", "task", "loader", "early_stop")
+"""Settings of a job that hold in a check: by name, or by the group."""
 _REFUSED = "a job refuses this at its start: change it"
 NOT_COVERED = (
     "state in C extensions, databases, devices and other processes",
@@ -69,11 +74,10 @@ def command(
     spec = parse_task(target)
     if argv and spec.kind != "script":
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {target!r}")
-    layers = said_layers(config_file, settings)
-    read_layers(layers)
-    options = [*(("--config", str(config_file)) if config_file else ()), *(w for s in settings for w in ("--set", s))]
-    checked = Checked(spec, argv, tuple(layers), tuple(options))
-    report = check(checked, steps, max_seconds)
+    kept, left_out = _settings(said_layers(config_file, settings))
+    report = check(CheckTarget(spec, argv, kept), steps, max_seconds)
+    if left_out:
+        report["not_covered"].append(f"settings that a check leaves out: {', '.join(left_out)}")
     if as_json:
         print(json.dumps(report))
     else:
@@ -81,7 +85,19 @@ def command(
     return int(not report["ok"])
 
 
-def check(checked: Checked, steps: int, max_seconds: float) -> dict[str, Any]:
+def _settings(layers: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[str, Any], list[str]]:
+    """Settings that change what is computed, by dotted key, and the names of the others: a check has workers and
+    folders of its own, and reports to nobody. Raises: ConfigError for unknown keys and bad values."""
+    left_out = []
+    for name in (KEY, "device"):
+        layers, auto = take_auto(layers, name)
+        left_out += [name] * auto
+    given = read_layers(layers)
+    kept = {name: given[name] for name in given if name in _KEPT or name.partition(".")[0] in _KEPT_GROUPS}
+    return kept, sorted(left_out + [name for name in given if name not in kept])
+
+
+def check(checked: CheckTarget, steps: int, max_seconds: float) -> dict[str, Any]:
     """Rehearse a task or script; returns `ok`, `findings`, `covered` and `not_covered`.
 
     Raises: ConfigError if it cannot be rehearsed.
@@ -90,18 +106,19 @@ def check(checked: Checked, steps: int, max_seconds: float) -> dict[str, Any]:
         return _check(checked, steps, max_seconds, str(folder))
 
 
-def _check(checked: Checked, steps: int, max_seconds: float, folder: str) -> dict[str, Any]:
+def _check(checked: CheckTarget, steps: int, max_seconds: float, folder: str) -> dict[str, Any]:
     spec, began_s = checked.spec, time.monotonic()
     question: dict[str, Any] = {
         "task": spec.canonical,
         "argv": checked.argv,
-        "layers": checked.layers,
+        "settings": checked.settings,
         "folder": folder,
     }
     question |= {"steps": steps, "until_s": began_s + max_seconds}
     with closing(EarlyForkServer(1, PRELOAD)) as server:
         server.start()
-        server.import_packages(packages_of(spec))  # once for all lives
+        if not any(name.startswith("env.") for name in checked.settings):  # packages may read it
+            server.import_packages(packages_of(spec))  # once for all lives
         try:
             said: dict[str, Any] = server.call(f"{__name__}:answer", question, began_s + max_seconds)
         except ForkEnded as error:
@@ -157,7 +174,8 @@ def life_of(question: dict[str, Any]) -> tuple[Rehearsed, Callable[[LifeLink], N
 
     spec = parse_task(question["task"])
     folder, steps, watch = question["folder"], int(question["steps"]), LifeWatch(work=True)
-    request = Request(tuple((name, layer) for name, layer in question["layers"]))
+    request = Request((("the settings", question["settings"]),) if question["settings"] else ())
+    os.environ.update({k.removeprefix("env."): v for k, v in question["settings"].items() if k.startswith("env.")})
     if spec.kind == "script":
         config = effective_config({}, request, script=True) if request.explicit else None
         said = {"explicit": request.explicit}

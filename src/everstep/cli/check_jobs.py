@@ -6,15 +6,17 @@ Each is a real `everstep run` of a few steps, in a folder that is thrown away. C
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from everstep.base.below import write_atomically
 from everstep.base.cause import Cause
 from everstep.base.errors import ConfigError
 from everstep.cli.run_dir import read_digest
@@ -29,25 +31,23 @@ _STRUCK = (1, 0)
 """Worker and incarnation that `_KILL` strikes."""
 _DEATHS = (Cause.KILLED, Cause.CRASHED, Cause.EXITED, Cause.EXCEPTION, Cause.OOM, Cause.CORRUPT, Cause.NONDETERMINISTIC)
 _LEAST_S = 5.0
-_LEAST_STEPS = 2
+_SETTINGS = "settings.yaml"
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A script, with its own arguments, or a task. layers, options: config of the user, read and
-    as `run` takes it."""
+class CheckTarget:
+    """A script, with its own arguments, or a task. settings: of the user, by dotted key."""
 
     spec: TaskSpec
     argv: tuple[str, ...] = ()
-    layers: tuple[tuple[str, dict[str, Any]], ...] = ()
-    options: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class ShortJobs:
     """Jobs of one script or task. steps: of the longest, no more than it has. until_s: monotonic end of all."""
 
-    checked: Checked
+    checked: CheckTarget
     folder: Path
     steps: int
     until_s: float
@@ -57,9 +57,8 @@ class ShortJobs:
 
     def run(self) -> None:
         """Run them one after the other, and compare."""
-        if self.steps < _LEAST_STEPS:
-            self.notes.append("several workers, a kill, a resume on another size: a job of one step is too short")
-            return
+        settings = {name: value for name, value in self.checked.settings.items() if name not in ("steps", "epochs")}
+        write_atomically(self.folder / _SETTINGS, json.dumps(settings))
         first = self._job("one", "one worker", "--workers", "1", "--steps", str(self.steps))
         if first is None:
             return
@@ -102,8 +101,14 @@ class ShortJobs:
             return None
         run_dir = self.folder / name
         it = self.checked
-        command = own_command("everstep", "run", it.spec.text, *it.options, *options, "--run-dir", str(run_dir))
-        command += ["--set", "rehearse=false", *(("--", *it.argv) if it.argv else ())]
+        command = own_command("everstep", "run", it.spec.text, *options, "--run-dir", str(run_dir))
+        command += [
+            "--config",
+            str(self.folder / _SETTINGS),
+            "--set",
+            "rehearse=false",
+            *(("--", *it.argv) if it.argv else ()),
+        ]
         environment = {**os.environ, _IN_REHEARSAL: _TRIED, "WANDB_MODE": "disabled"}
         try:
             done = subprocess.run(
@@ -142,11 +147,11 @@ def lanes_of(events: Path) -> int:
     return sum(map(len, next(plans)["lanes"].values()))
 
 
-def deaths(events: Path, struck: tuple[int, int] | None) -> list[str]:
-    """How workers of a job have died of themselves; struck: worker and incarnation that was killed on purpose."""
+def deaths(events: Path, killed: tuple[int, int] | None) -> list[str]:
+    """How workers of a job have died of themselves; killed: worker and incarnation that was killed on purpose."""
     found = [e for e in read_events(events) if e.get("kind") == "worker_evicted" and e.get("cause") in _DEATHS]
     lives = {(e.get("worker_id"), e.get("incarnation")): str(e.get("reason", "")) for e in found}
-    return sorted({f"a worker died of itself: {how}" for life, how in lives.items() if life != struck})
+    return sorted({f"a worker died of itself: {how}" for life, how in lives.items() if life != killed})
 
 
 def _last(text: str) -> str:

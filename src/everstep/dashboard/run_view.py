@@ -327,7 +327,7 @@ def _incidents(incidents: list[Incident]) -> list[list[Any]]:
             one.number,
             one.begin_ns // 1_000_000,
             None if one.end_ns is None else one.end_ns // 1_000_000,
-            sorted(one.struck),
+            sorted(one.hits),
             one.cause,
             one.level,
             one.line(),

@@ -26,7 +26,7 @@ from everstep.exact.image import MODEL, Outline
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.pieces import Ranges
 from everstep.exact.state import ModelState
-from everstep.placement.shards import SegmentBlocks, divided_planes, ends_of, runs_of_numbers, segment_holders
+from everstep.placement.shards import SegmentBlocks, divided_planes, ends_of, gifts, runs_of_numbers
 
 
 @dataclass(frozen=True)
@@ -191,16 +191,10 @@ class Dealt:
         return self._extents(self._held(self._me), with_others=True)
 
     def portions(self) -> list[Portion]:
-        """The parts of parameters that members give each other after an update, in the order of the grid. Holders of a
-        segment share the giving."""
-        pool, found = {seat.worker_id for seat in self._plan.pool(self._stage)}, list[Portion]()
-        stops = [one.blocks.stop for one in self._placed]
-        for segment, holders in enumerate(segment_holders(self._plan, self._stage)):
-            takers = tuple(sorted(pool - {*holders}))
-            for lo, hi in self._numbers.blocks(((segment, segment + 1),)) if takers else ():
-                edges = [lo + (hi - lo) * k // len(holders) for k in range(len(holders) + 1)]
-                for source, first, stop in zip(holders, edges, edges[1:], strict=False):
-                    found += self._parts(source, takers, self._blocks[first:stop], stops)
+        """The parts of parameters that members give each other after an update, in the order of the grid."""
+        found, stops = list[Portion](), [one.blocks.stop for one in self._placed]
+        for gift in gifts(self._plan, self._stage, self._numbers):
+            found += self._parts(gift.source, gift.takers, self._blocks[gift.first : gift.stop], stops)
         return found
 
     def _parts(

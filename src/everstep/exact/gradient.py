@@ -19,7 +19,7 @@ from everstep.base.errors import check
 from everstep.base.ports import Reduced
 from everstep.exact.layout import GradientLayout
 from everstep.exact.pieces import Ranges
-from everstep.exact.reduce import Tied, TiePlace, gather, parts_of
+from everstep.exact.reduce import Tied, TiePlace, elements_of, parts_of
 from everstep.exact.state_memory import Pages, give_back
 
 _CLIP_EPSILON = 1e-6
@@ -162,7 +162,7 @@ class GradientHandOver:
                 if not reduced.presence[i]:
                     continue
                 entry = self.layout.entries[i]
-                total = gather(reduced, entry.offset, entry.stop)
+                total = elements_of(reduced, entry.offset, entry.stop)
                 count = float(total[-1])
                 if count:
                     statistic: Tensor = getattr(module, attribute)

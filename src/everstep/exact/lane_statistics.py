@@ -61,13 +61,13 @@ class LaneStatistics:
     def begin_step(self) -> None:
         """The present ones are those that the step starts from."""
         if self.regions:
-            self._start = self._gather()
+            self._start = self._read_all()
 
     def take(self) -> list[Tensor]:
         """The lane's, by region: each as its part of the flat vector, float32."""
         if not self.regions:
             return []
-        value = self._gather()
+        value = self._read_all()
         check(self._start is not None, "begin() comes before add()")
         differs = value.view(torch.int32) != self._start.view(torch.int32)  # type: ignore[union-attr]
         changed = torch.zeros(len(self._where), dtype=torch.float32, device=value.device)
@@ -75,7 +75,7 @@ class LaneStatistics:
         value = torch.where((changed > 0)[self._segment], value, 0.0)
         return list(torch.split_with_sizes(value, self._sizes))
 
-    def _gather(self) -> Tensor:
+    def _read_all(self) -> Tensor:
         pieces: list[Tensor] = []
         for (module, attribute), tail in zip(self._where, self._tails, strict=True):
             pieces += (getattr(module, attribute).detach().flatten(), tail)

@@ -69,8 +69,8 @@ def _plain(step: Callable[..., Any], update: Callable[..., Any]) -> Callable[...
 
 
 def _without_dynamo() -> None:
-    code = _disable_dynamo(_without_dynamo).__code__
-    for asking in gc.get_referrers(code):
+    code = getattr(_disable_dynamo(_without_dynamo), "__code__", None)
+    for asking in gc.get_referrers(code) if code is not None else ():
         if isinstance(asking, FunctionType):
             _put_off(asking)
     for kind in vars(torch.optim).values():

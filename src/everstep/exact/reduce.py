@@ -126,7 +126,7 @@ def tied_terms(layout: GradientLayout, reduced: Reduced, apart: frozenset[int] =
     for places in _places(layout).values():
         if not apart.intersection(places):
             entries = [layout.entries[i] for i in places if reduced.presence[i]]
-            terms += cross_terms([gather(reduced, e.offset, e.stop) for e in entries])
+            terms += cross_terms([elements_of(reduced, e.offset, e.stop) for e in entries])
     return terms
 
 
@@ -140,7 +140,7 @@ def cross_terms(gradients: Sequence[Tensor]) -> list[float]:
     return terms
 
 
-def gather(reduced: Reduced, start: int, stop: int) -> Tensor:
+def elements_of(reduced: Reduced, start: int, stop: int) -> Tensor:
     """Elements [start, stop) of the layout, flat; a view if they lie in one piece, else a copy. Raises:
     InvariantViolation if some of them are not here."""
     found = [part for _, part in parts_of(reduced, start, stop)]
@@ -148,7 +148,8 @@ def gather(reduced: Reduced, start: int, stop: int) -> Tensor:
 
 
 def parts_of(reduced: Reduced, start: int, stop: int) -> list[tuple[int, Tensor]]:
-    """Views that make up the elements [start, stop) of the layout, each with its first element. Raises: as `gather`."""
+    """Views that make up the elements [start, stop) of the layout, each with its first element. Raises: as
+    `elements_of`."""
     found = [
         (
             max(piece.start, start),
@@ -293,7 +294,7 @@ def tied_out(ties: Sequence[Tied], layout: GradientLayout, reduced: Reduced) -> 
         for place in tied.own:
             entry = layout.entries[place.entry]
             there = reduced.presence[place.entry]
-            found[place] = gather(reduced, entry.offset, entry.stop) if there else None
+            found[place] = elements_of(reduced, entry.offset, entry.stop) if there else None
     return found
 
 

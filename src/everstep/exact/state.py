@@ -206,7 +206,7 @@ class ModelState:
         arena, self._arena = self._arena, None
         return Snapshot(entries, tensors, values, self.outline, now, arena, self._take_back, self.memory, spans)
 
-    def standing(self, *, shared: bool = True) -> StateInPlace:
+    def in_place(self, *, shared: bool = True) -> StateInPlace:
         """The state as it lies, until its next update. shared: as of `StateInPlace`."""
         entries, tensors, values, now = self.live_tensors()
         changing = {k: tensors[k].detach().clone() for k in now}  # lanes change buffers meanwhile

@@ -28,7 +28,7 @@ _Looked = tuple[list[Any], list[tuple[int, int]]]
 _PARAMETER, BUFFER = "parameter ", "buffer "
 
 
-class StandingTensors:
+class UnchangedTensors:
     """Tensors of a model and its optimizer: `begin`, and, if nothing else has changed them meanwhile, `check`.
     `updated` after each update, then `moved`, for what the loop has changed since."""
 

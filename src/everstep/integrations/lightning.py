@@ -271,7 +271,7 @@ class Trainer:
         number, ends, options = step.number, self._epochs.ends(step.number), self._options
         self._at = self._at[0], number
         order = view_of(run).order
-        self._values.gather(step.metrics, sum(len(order.samples(number, lane)) for lane in range(order.lanes)))
+        self._values.add(step.metrics, sum(len(order.samples(number, lane)) for lane in range(order.lanes)))
         step_schedulers(self.lr_scheduler_configs, self._epochs, number, ends, None)
         told = self._values.close() if ends else {}
         validated = self._epochs.due(number, options.check_every, options.every_epochs, ends)

@@ -77,7 +77,7 @@ class EpochValues:
         found: dict[str, float] = self._kept.metrics
         return found
 
-    def gather(self, values: Mapping[str, float], samples: int) -> None:
+    def add(self, values: Mapping[str, float], samples: int) -> None:
         """Take the values of a step, which are means over its samples."""
         for name, value in values.items():
             self.metrics[name] = value

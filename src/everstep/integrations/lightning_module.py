@@ -164,7 +164,7 @@ def evaluated(loader: Any, limit: int | float | None, kind: str) -> tuple[Any, A
 @dataclass
 class ModuleLog:
     """Stands for `LightningModule.log` while a job runs. Values of training batches are told to the step, those of an
-    evaluation gathered in `found`, as (sum, count), and those of hooks in `numbers`."""
+    evaluation added up in `found`, as (sum, count), and those of hooks in `numbers`."""
 
     step: Step | None = None
     found: dict[str, Tensor] | None = None

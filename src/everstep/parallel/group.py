@@ -101,7 +101,7 @@ class GroupTransport:
         self._finisher.enter()
         self._owned, self._division = finishers(plan, self._layout.n_blocks), None
         if self._device.type == "cpu":
-            division = None if plan.divided else Division.whole(self._owned, self._layout.n_blocks)
+            division = None if plan.divided_stages else Division.whole(self._owned, self._layout.n_blocks)
             own = self._me.worker_id, plan.worker_ids, division, self._layout, self._n_lanes
             memory = self._flats.scratch, self._flats.result
             self._stream = stream or BlockStream(*own, self._finisher, *memory, give_back=self._flats.give_back)

@@ -317,7 +317,7 @@ class _Call:
 
 
 class _Talk:
-    """One peer's part of one gathering: our frame on its way out, the peer's frame on its way in."""
+    """One peer's part of one gather: our frame on its way out, the peer's frame on its way in."""
 
     def __init__(self, worker_id: int, sock: socket.socket, seals: Seals, key: bytes, payload: bytes) -> None:
         self.worker_id = worker_id

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from everstep.base.errors import ConfigError, check
 from everstep.base.plan import Plan, WorkerKey
@@ -35,9 +35,8 @@ class StagedTransport:
 
     kind: a name of `kinds`. store: where groups meet, for kinds that need one; key: the token of the role `peer`, for
     the same kinds; tls: certificates for connections that need TLS. machine: its name; members with the same one can
-    share memory. device: of gradients and received tensors. cell_rank: of this process in its worker's cell; it meets
-    processes of the same rank. folder: for gradients in a file, where members share memory. channel: for single
-    messages between any two members; opened, aborted and closed with the transport.
+    share memory. device: of gradients and received tensors. folder: for gradients in a file, where members share
+    memory. channel: for single messages between any two members; opened, aborted and closed with the transport.
 
     One thread calls all methods but `abort`. Blocking calls raise `CollectiveAborted` within a few milliseconds after
     `abort(generation)` was called for theirs, and when a peer is found dead (`accused` names it). They call `tick()` at
@@ -58,15 +57,12 @@ class StagedTransport:
         tls: Tls | None = None,
         machine: str = "",
         device: torch.device | str = "cpu",
-        cell_rank: int = 0,
         folder: Path | None = None,
     ) -> None:
         if kind not in KINDS:
             raise ConfigError(f"expected one of the transports {', '.join(KINDS)}, got {kind!r}")
         self._kind = KINDS[kind]
-        store = PrefixStore(f"rank{cell_rank}", store) if store is not None and cell_rank else store
         self._site = Site(me, n_lanes, tick, torch.device(device), store, key, tls, machine, folder)
-        self._cell_rank = cell_rank
         if self._site.device.type not in self._kind.devices:
             raise ConfigError(f"expected transport {kind} with {' or '.join(self._kind.devices)}, got {device}")
         if self._kind.meets and store is None:
@@ -90,9 +86,8 @@ class StagedTransport:
         before keeps its memory: lane sums and results stay. Waits for the other members.
 
         Raises: CollectiveAborted if members are dead, or the generation ends before all are there; MembershipError if
-        a segment is not that of a member, a stage has another layout there, or a member has no such rank.
+        a segment is not that of a member, or a stage has another layout there.
         """
-        plan = plan.at_rank(self._cell_rank)
         me = self._site.me
         check(plan.has(me), f"{me} is no member of generation {plan.generation}")
         seats = {s.stage for s in plan.seats if s.worker_id == me.worker_id}

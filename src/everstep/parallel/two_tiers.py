@@ -270,7 +270,9 @@ class TieredTransport:
         lanes: dict[int, Sequence[int]] = dict.fromkeys(plan.worker_ids, ())
         lanes.update((seat.worker_id, seat.lanes) for seat in plan.seats)
         memory = self._near, self._scratch
-        self._stream = TierStream(self._me, self._layout, self._n_lanes, *memory, tiers, lanes, plan.divided)
+        self._stream = TierStream(
+            self._me, self._layout, self._n_lanes, *memory, tiers, lanes, bool(plan.divided_stages)
+        )
         self._far.open(replace(plan, shards=()), self._stream)  # `far` has no gradient of its own
 
     def leave(self) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from everstep.base.errors import check
 from everstep.base.extents import NONE, WHOLE, BlockRun, Extents, Runs, Sizes, ends_in
@@ -112,6 +113,11 @@ class SegmentBlocks:
         runs = [(begins[lo], begins[hi]) for lo, hi in segments]
         return tuple(run for run in runs if run[0] < run[1])
 
+    @property
+    def filled(self) -> int:
+        """Number of the first segments, after which none has blocks."""
+        return bisect_left(self.stops, self.stops[-1]) + 1
+
 
 def share(shard: Shard, of: Sizes) -> Extents:
     """What a seat holds of a state of these sizes; all of one whose sizes are not known yet."""
@@ -151,6 +157,26 @@ def segment_holders(plan: Plan, stage: int, segments: int = SEGMENTS) -> Holders
             for holders in found[lo:hi]:
                 holders.append(seat.worker_id)
     return tuple(map(tuple, found))
+
+
+class Gift(NamedTuple):
+    """Blocks, from `first` to before `stop`, whose parameters one member gives to those that have not updated them."""
+
+    source: int
+    takers: tuple[int, ...]
+    first: int
+    stop: int
+
+
+def gifts(plan: Plan, stage: int, placed: SegmentBlocks) -> Iterator[Gift]:
+    """What the members of a stage's pool give each other after an update, in the order of the blocks: the holders of a
+    segment share its blocks."""
+    pool = {seat.worker_id for seat in plan.pool(stage)}
+    for segment, holders in enumerate(segment_holders(plan, stage, placed.filled)):
+        takers = tuple(sorted(pool - {*holders}))
+        for lo, hi in placed.blocks(((segment, segment + 1),)) if takers else ():
+            edges = [lo + (hi - lo) * k // len(holders) for k in range(len(holders) + 1)]
+            yield from (Gift(i, takers, *run) for i, run in zip(holders, pairwise(edges), strict=True))
 
 
 def merged_runs(runs: Iterable[tuple[int, int]]) -> Runs:

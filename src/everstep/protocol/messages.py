@@ -36,7 +36,6 @@ from everstep.protocol.messages_base import WorkerPulse as WorkerPulse
 VERSION = 11
 MAX_FRAME_BYTES = 64 << 20
 _Short = Annotated[str, msgspec.Meta(max_length=100)]
-_Path = Annotated[str, msgspec.Meta(max_length=200)]
 
 
 class AgentHello(FromAgent, frozen=True, kw_only=True):

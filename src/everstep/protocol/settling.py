@@ -215,8 +215,7 @@ def from_shares(
     stocks = {k: _Stock(held) for k, held in shares.items()}
     pieces = {k: stock.pieces(me, WHOLE) for k, stock in stocks.items()}
     sources = {k: stock.donors(me, WHOLE) for k, stock in stocks.items()}
-    dealt = {shard.stage for shard in plan.shards if shard.segments is not None}
-    for k in dealt & (stocks.keys() - {k for k, of in sizes.items() if of}):
+    for k in plan.divided_stages & (stocks.keys() - {k for k, of in sizes.items() if of}):
         sources[k], pieces[k] = tuple(pools[k]), Pieces(WHOLE, dict.fromkeys(pools[k], WHOLE))
     return sources, {k: one for k, one in pieces.items() if one is not None}
 

@@ -18,7 +18,6 @@ from everstep.report.incidents import Incident
 from everstep.report.told_facts import Strange, TierCount
 from everstep.report.words import as_dict, number, reason_text, shortened, time_text, whole_number
 
-LEVELS = ("good", "warning", "bad")
 _FULL_BYTES = 1 << 20
 _LATELY_S = 60.0
 _LONG_START_S = 60.0
@@ -180,7 +179,7 @@ def _raised(facts: Facts) -> str:
     newest = facts.incidents.newest
     if facts.condition.cause is not Cause.EXCEPTION or newest is None:
         return ""
-    return next((hit.reason for hit in newest.struck.values() if hit.cause is Cause.EXCEPTION), "")
+    return next((hit.reason for hit in newest.hits.values() if hit.cause is Cause.EXCEPTION), "")
 
 
 def _by_itself(facts: Facts, now: Now) -> Headline | None:
@@ -278,7 +277,7 @@ def _waiting(facts: Facts, now: Now) -> Headline | None:
     reason = facts.condition.reason if facts.condition.state == "waiting" else reason_text(live.get("reason"))
     newest = facts.incidents.newest
     if facts.condition.cause is Cause.EXCEPTION and newest is not None:  # its words are those of the error at the end
-        reason = f"{newest.brief}, and {'is' if len(newest.struck) == 1 else 'are'} started again"
+        reason = f"{newest.brief}, and {'is' if len(newest.hits) == 1 else 'are'} started again"
     left_s = None if now.gives_up_s is None else now.gives_up_s - waited_s
     more = f"It gives up in {span(left_s)}." if left_s is not None and left_s > 0 else ""
     return Headline("bad" if waited_s > _LONG_WAIT_S else "warning", f"Waiting for {span(waited_s)}: {reason}.", more)
@@ -302,7 +301,7 @@ def _silent(facts: Facts, now: Now) -> Headline | None:
     return None
 
 
-def _standing(facts: Facts, now: Now) -> Headline | None:
+def _held_up(facts: Facts, now: Now) -> Headline | None:
     """A fault holds training up, or a step takes much longer than usual."""
     incident = facts.incidents.open
     late = facts.stands_still(now.time_ns)
@@ -336,7 +335,7 @@ def _cure(incident: Incident, facts: Facts, now: Now) -> str:
     """The system's reaction to an incident."""
     ago = f"{span(_s(incident.begin_ns, now))} ago"
     if incident.suspect:
-        reasons = "; ".join(hit.reason for hit in incident.struck.values() if hit.reason)
+        reasons = "; ".join(hit.reason for hit in incident.hits.values() if hit.reason)
         waits = span(_s(incident.begin_ns, now))
         return f"{incident.brief} for {waits}{f' ({reasons})' if reasons else ''}, and is evicted if it stays so"
     if incident.planned_ns is None:
@@ -512,7 +511,7 @@ _CASES: tuple[Callable[[Facts, Now], Headline | None], ...] = (
     _waiting,
     _silent,
     _again,
-    _standing,
+    _held_up,
     _strange,
     _troubled,
     _fewer,

@@ -81,7 +81,7 @@ class Hit:
 
 @dataclass
 class Incident:
-    """Faults that belong together. struck: hits by victim; done: the system's acts, in order.
+    """Faults that belong together. hits: by victim; done: the system's acts, in order.
 
     step: the first one that was not told when it began; again: the one that it struck, which is done again.
     planned_ns: when the plan began that answers it, of generation `answer`. end_ns: when training went on, None before;
@@ -93,7 +93,7 @@ class Incident:
     begin_ns: int
     step: int
     cause: Cause
-    struck: dict[str, Hit] = field(default_factory=dict)
+    hits: dict[str, Hit] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
     planned_ns: int | None = None
     suspect: bool = False
@@ -114,7 +114,7 @@ class Incident:
 
     def _told_once(self) -> list[Hit]:
         """The hits; a reason that several have is left to the last of those that are told apart."""
-        hits = list(self.struck.values())
+        hits = list(self.hits.values())
         own = [{hit.reason for hit in hits[n + 1 :] if hit.home or hits[n].home} for n in range(len(hits))]
         return [hit.bare() if hit.reason in said else hit for hit, said in zip(hits, own, strict=True)]
 
@@ -122,7 +122,7 @@ class Incident:
     def brief(self) -> str:
         """The words of `what`, without reasons."""
         told: dict[str, list[str]] = {}
-        for hit in self.struck.values():
+        for hit in self.hits.values():
             told.setdefault(hit.brief.removeprefix(hit.who), []).append(hit.who)
         return self._named([_together(who, did) for did, who in told.items()], " and ")
 
@@ -141,7 +141,7 @@ class Incident:
     @property
     def kind(self) -> str:
         """fault; or suspicion, if nobody was lost."""
-        return "suspicion" if all(hit.suspected for hit in self.struck.values()) else "fault"
+        return "suspicion" if all(hit.suspected for hit in self.hits.values()) else "fault"
 
     @property
     def stood_s(self) -> float:
@@ -248,7 +248,7 @@ class Incidents:
 
     def has_raised(self, event: Event) -> bool:
         """Whether another worker has raised an exception in the open incident, too: it is one fault of the code."""
-        hits = self.open.struck.values() if self.open is not None else ()
+        hits = self.open.hits.values() if self.open is not None else ()
         return cause(event) is Cause.EXCEPTION and any(hit.cause is Cause.EXCEPTION for hit in hits)
 
     # ---- events
@@ -261,7 +261,7 @@ class Incidents:
         home = self._homes.get(worker_id, "") if worker_id is not None else ""
         reason = _reason(event)
         hit = Hit(f"worker {worker_id}", why, reason, home, again=self._was_raised(why, reason))
-        if self._homes and worker_id not in self._homes and hit.who not in (self.open.struck if self.open else ()):
+        if self._homes and worker_id not in self._homes and hit.who not in (self.open.hits if self.open else ()):
             self._alone(hit, min(died_ns, time_ns), step, "it took no part")
             return
         incident = self._strike(hit, min(died_ns, time_ns), step)
@@ -274,12 +274,12 @@ class Incidents:
 
     def _was_raised(self, why: Cause, reason: str) -> bool:
         """Whether an earlier incident told of this exception."""
-        told = (hit.reason for one in self.all if one is not self.open for hit in one.struck.values())
+        told = (hit.reason for one in self.all if one is not self.open for hit in one.hits.values())
         return why is Cause.EXCEPTION and reason in told
 
     def _suspected(self, event: Event, time_ns: int, step: int) -> None:
         hit = Hit(f"worker {known(event.get('worker_id'))}", cause(event), _reason(event), suspected=True)
-        if self.open is not None and hit.who in self.open.struck:
+        if self.open is not None and hit.who in self.open.hits:
             return
         fresh = self.open is None
         incident = self._strike(hit, time_ns, step)
@@ -310,14 +310,14 @@ class Incidents:
             self.all.append(incident)
         incident.computed(max(step, struck_at) + 1)
         incident.begin_ns = min(incident.begin_ns, begin_ns)
-        incident.struck[hit.who] = hit
+        incident.hits[hit.who] = hit
         return incident
 
     def _alone(self, hit: Hit, time_ns: int, step: int, did: str) -> None:
         """Take in a hit that does not hold training up: an incident of its own, unless another one is open."""
         incident = self._strike(hit, time_ns, step)
         incident.did(did)
-        if incident.struck.keys() == {hit.who}:
+        if incident.hits.keys() == {hit.who}:
             incident.whole_ns = time_ns
             self._went_on(incident.begin_ns)
 
@@ -384,7 +384,7 @@ class Incidents:
 
     def _coordinator(self, event: Event, time_ns: int, step: int) -> None:
         newest = self.newest
-        done = newest.done if newest is not None and COORDINATOR in newest.struck else []
+        done = newest.done if newest is not None and COORDINATOR in newest.hits else []
         if newest is not None and done[-1:] == ["it was killed"] and cause(event) is Cause.HUNG:
             newest.did("it was restarted")
             return

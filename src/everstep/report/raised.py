@@ -38,7 +38,7 @@ def raised_lines(run_dir: Path, facts: Facts) -> list[str]:
     lane = one_line(lane.removeprefix("raised "), 300) or (f"in step {step}" if step else "")
     where = [f"at {one_line(frame, 400)}" if frame else "", lane]
     logs = shlex.join(["everstep", "logs", str(run_dir), "--worker", str(last.worker_id), "--level", "error"])
-    told = ", ".join(filter(None, [*where, _struck(facts, last.worker_id)]))
+    told = ", ".join(filter(None, [*where, _hit_workers(facts, last.worker_id)]))
     return [one_line(last.fields.get("message")), told, _ended(facts), f"traceback and log: {logs}"]
 
 
@@ -48,12 +48,12 @@ def _elsewhere(run_dir: Path, facts: Facts) -> list[str]:
     if newest is None or not facts.crew.on_several_hosts():
         return []
     for i, worker in facts.crew.workers.items():
-        hit = newest.struck.get(f"worker {i}")
+        hit = newest.hits.get(f"worker {i}")
         if hit is None or hit.cause is not Cause.EXCEPTION or not worker.host:
             continue
         if not any((run_dir / LOGS_FOLDER).glob(f"worker-{i}.*jsonl")):
             logs = f"traceback and log: on host {worker.host}, in {LOGS_FOLDER}/ of its own directory"
-            return [hit.reason, f"in step {newest.step}, {_struck(facts, i)}", _ended(facts), logs]
+            return [hit.reason, f"in step {newest.step}, {_hit_workers(facts, i)}", _ended(facts), logs]
     return []
 
 
@@ -63,10 +63,10 @@ def _ended(facts: Facts) -> str:
     return f"the job ended after step {facts.course.step}, {left}"
 
 
-def _struck(facts: Facts, worker_id: int | None) -> str:
+def _hit_workers(facts: Facts, worker_id: int | None) -> str:
     """The worker whose log is read, and the others that raised with it."""
     newest = facts.incidents.newest
-    hits = newest.struck.values() if newest is not None else ()
+    hits = newest.hits.values() if newest is not None else ()
     others = [hit.who for hit in hits if hit.cause is Cause.EXCEPTION and hit.who != f"worker {worker_id}"]
     others.sort(key=lambda who: (len(who), who))  # worker 2 before worker 10
     return f"in worker {worker_id}" + (f", as in {', '.join(others[:6])}" if others else "")

@@ -15,10 +15,9 @@ _MOST_OPERATIONS = 8
 
 @dataclass(frozen=True)
 class Spent:
-    """Use over the last `over_s` seconds. step_s, communication_s: per step, None if none was done; busy: the share of
-    time in passes, loading and updates; bytes_per_s: sent to others, by operation."""
+    """A worker's time and bytes between two samples. step_s, communication_s: per step, None if none was done; busy:
+    the share of time in passes, loading and updates; bytes_per_s: sent to others, by operation."""
 
-    over_s: float
     step_s: float | None
     communication_s: float | None
     busy: float | None
@@ -36,7 +35,6 @@ def spent_between(old: Mapping[str, Any], new: Mapping[str, Any], over_s: float)
     sent, before = as_dict(new.get("bytes")), as_dict(old.get("bytes"))
     names = list(sent)[:_MOST_OPERATIONS]
     return Spent(
-        over_s,
         over_s / steps if steps > 0 else None,
         grown(COMMUNICATION) / steps if steps > 0 else None,
         min(1.0, grown(WORK) / over_s) if over_s > 0 else None,

@@ -25,12 +25,11 @@ WARNINGS = frozenset(
         "fault_injected",
     }
 )
-LEVELS = ("info", "warning", "error")
 _LIFE = re.compile(r"\b(worker \d{1,9}) \(incarnation (\d{1,9})\)")
 
 
 def level(event: Event) -> str:
-    """Level of an event, one of LEVELS."""
+    """Level of an event: info, warning or error."""
     kind = event["kind"]
     if kind == "job_failed" and event.get("state") == "interrupted":
         return "warning"

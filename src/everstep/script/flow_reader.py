@@ -31,8 +31,6 @@ from everstep.script.flow_sources import Function, SyntaxTrees, names_of
 
 _DEEPEST = 10
 _MOST_STATEMENTS = 30_000
-_AGAIN = 2
-_EACH = 8
 
 
 @dataclass

@@ -29,8 +29,7 @@ _REMEDIES = {
     "as for adversarial examples, loss.backward(inputs=[x])",
     "loss.backward(inputs=[...]), of trained parameters,": "write step.backward(loss) instead (optimizer=... for some "
     "of them), once for every batch; torch.autograd.grad(loss, parameters) leaves .grad alone, as for a penalty",
-    "optimizer.step()": "remove it: the update is made when the step's batches are used up (with a GradScaler: remove "
-    "that, and set precision='fp16')",
+    "optimizer.step()": "remove it: the update is made when the step's batches are used up",
     "scheduler.step()": "remove it: a scheduler that join was given is stepped once per update; if it is yours, do not "
     "pass it to join but as state={'scheduler': scheduler}",
     "zero_grad()": "remove it: gradients are cleared automatically",
@@ -47,7 +46,6 @@ def refused(what: str) -> Misused:
     return Misused(f"{what} was {verb} in the loop: {_REMEDIES[what]}")
 
 
-_SCALER_CALLS = ("scale", "unscale_", "step", "update")
 _own_passes: list[bool] = []
 
 
@@ -135,10 +133,14 @@ class LoopGuard:
         self._trained = frozenset(map(id, [*self._model.parameters(), *(p for group in groups for p in group)]))
         for kind in dict.fromkeys(type(one) for one in with_inner(self._schedule.scheduler)):
             self._undo.callback(before_each_step(kind, self._before_schedule))
-        for name in _SCALER_CALLS:
-            scaling = getattr(torch.amp.GradScaler, name)
-            setattr(torch.amp.GradScaler, name, _refusing_if_enabled(scaling))
-            self._undo.callback(setattr, torch.amp.GradScaler, name, scaling)
+        calls = {name: getattr(torch.amp.GradScaler, name) for name in ("scale", "unscale_", "step", "update")}
+        for name, call in calls.items():
+            self._undo.callback(setattr, torch.amp.GradScaler, name, call)
+        guarded = {name: _refusing_if_enabled(name, call) for name, call in calls.items()}
+        torch.amp.GradScaler.scale = guarded["scale"]  # type: ignore[method-assign]
+        torch.amp.GradScaler.unscale_ = guarded["unscale_"]  # type: ignore[method-assign]
+        torch.amp.GradScaler.step = guarded["step"]  # type: ignore[method-assign]
+        torch.amp.GradScaler.update = guarded["update"]  # type: ignore[method-assign]
         autograd = vars(torch.autograd)
         self._undo.callback(autograd.update, _engine_run_backward=autograd["_engine_run_backward"])
         autograd["_engine_run_backward"] = self._guarded(autograd["_engine_run_backward"])
@@ -197,12 +199,12 @@ class LoopGuard:
             self._use(none)
 
 
-def _refusing_if_enabled(scaling: Callable[..., Any]) -> Callable[..., Any]:
-    """A scaler's method that refuses, unless the scaler is switched off or scales a tensor without gradient."""
+def _refusing_if_enabled(name: str, scaling: Callable[..., Any]) -> Callable[..., Any]:
+    """A scaler's method that refuses, unless the scaler is switched off or scales a tensor without a gradient."""
 
     def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        scaled = args[0] if args else None
-        if scaler.is_enabled() and (not isinstance(scaled, torch.Tensor) or scaled.requires_grad):
+        scaled = [*args, *kwargs.values()][:1] if name == "scale" else []
+        if scaler.is_enabled() and not (scaled and getattr(scaled[0], "requires_grad", True) is False):
             raise refused("a GradScaler")
         return scaling(scaler, *args, **kwargs)
 

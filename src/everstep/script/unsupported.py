@@ -4,6 +4,7 @@ remedy."""
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import (
     MultiStepLR,
     OneCycleLR,
     ReduceLROnPlateau,
+    SequentialLR,
     StepLR,
 )
 from torch.optim.swa_utils import AveragedModel
@@ -31,6 +33,8 @@ from everstep.exact.several import optimizers_of, schedulers_of
 
 _NOTHING = 1e-9
 """Part of the learning rate that trains nothing any more."""
+_FEW_UPDATES = 10
+"""A job of fewer updates per epoch says nothing about what a schedule was made for."""
 
 
 def refuse_unsupported(model: Any, optimizer: Any, scheduler: Any) -> None:
@@ -87,31 +91,37 @@ def refuse_short_schedule(scheduler: Any, last: int) -> None:
             _refuse_short(one, getattr(one, "last_epoch", 0) + last, last)
 
 
-def schedules_of_epochs(scheduler: Any, epochs: int | None, last: int) -> list[str]:
-    """A remark for each schedule that was made for one step an epoch, as far as its numbers show. last: number of the
-    last update."""
-    found = []
+def schedule_of_epochs(scheduler: Any, epochs: int | None, last: int) -> str:
+    """A remark on the first schedule that was made for one step an epoch, as far as its numbers show; "" if none was.
+    last: number of the last update."""
     for one in schedulers_of(scheduler):
         why = _of_epochs(one, epochs or 0, last)
         if why:
-            found.append(
+            return (
                 f"{type(one).__name__} is stepped once per update, {last} times in this job, and {why}: for one step "
                 "per epoch give join(state={'scheduler': scheduler}) instead of scheduler=, and write "
                 "'if step.epochs_over: scheduler.step()' after the batches"
             )
-    return found
+    return ""
 
 
 def _of_epochs(one: Any, epochs: int, last: int) -> str:
-    if isinstance(one, StepLR) and one.gamma ** (last // one.step_size) < _NOTHING:
-        return f"step_size={one.step_size} makes the learning rate nothing by its end"
-    if isinstance(one, ExponentialLR) and one.gamma**last < _NOTHING:
+    decays = last if isinstance(one, ExponentialLR) else last // one.step_size if isinstance(one, StepLR) else 0
+    if decays and 0 < one.gamma < 1 and decays * math.log(one.gamma) < math.log(_NOTHING):
         return f"gamma={one.gamma:g} makes the learning rate nothing by its end"
-    if isinstance(one, CosineAnnealingLR) and one.T_max == epochs < last:
-        return f"T_max={one.T_max} is the number of epochs"
-    if isinstance(one, MultiStepLR) and one.milestones and max(one.milestones) < epochs < last:
-        return f"its milestones ({', '.join(map(str, sorted(one.milestones)))}) look like epochs of {epochs}"
+    if 0 < _length(one) == epochs <= last // _FEW_UPDATES:
+        return f"it is over after {epochs} steps, the number of epochs"
+    if isinstance(one, MultiStepLR) and one.milestones and max(one.milestones) < epochs <= last // _FEW_UPDATES:
+        return f"its milestones ({', '.join(map(str, sorted(one.milestones)))}) look like those of {epochs} epochs"
     return ""
+
+
+def _length(one: Any) -> int:
+    """Steps after which a cosine, alone or as the last of several, is at its end; 0 for other schedules."""
+    if isinstance(one, SequentialLR):
+        length = _length(one._schedulers[-1])
+        return length and length + one._milestones[-1]
+    return int(one.T_max) if isinstance(one, CosineAnnealingLR) else 0
 
 
 def _refuse_short(scheduler: Any, reached: int, last: int) -> None:

@@ -44,7 +44,7 @@ from everstep.sim.model import (
     add,
     digest,
     forward,
-    holders_of,
+    givers,
     is_early,
     leaf,
     planes_of,
@@ -313,7 +313,7 @@ class Reduction:
         at = stage, step == 1, is_early(self.life.state.stages[stage])
         known = self._divisions.get(at)
         if known is None:
-            if plan.divided:
+            if plan.divided_stages:
                 known = Division.among(takers(plan, stage, step, at[2]), BLOCKS)
             else:
                 known = Division.whole(finishers(plan.of_pool(stage), BLOCKS), BLOCKS)
@@ -372,7 +372,7 @@ class Reduction:
     def _takes(self, plan: Plan, step: int) -> dict[int, Extents]:
         """Blocks that the gradient makes here, for stages whose optimizer's state is dealt out."""
         me, stages, job = self.life.me.worker_id, self.life.state.stages, self.life.job
-        mine = {shard.stage for shard in plan.shards} & set(plan.stages_of(me))
+        mine = plan.divided_stages.intersection(plan.stages_of(me))
         takes = {k: taken(plan, k, me, stages[k], job.grows(stages[k], step)) for k in sorted(mine)}
         self.life.state.will_take(takes)
         return takes
@@ -437,7 +437,7 @@ class Spreading:
         self._came = {}
 
     def _spread(self, operation: do.Spread) -> None:
-        """Send what is to come from here: one holder of each segment gives its parameters to all that have not."""
+        """Send what is to come from here."""
         plan, me = operation.plan, self.life.me.worker_id
         for stage in plan.stages_of(me):
             state = self.life.state.stages[stage]
@@ -466,14 +466,13 @@ class Spreading:
         if not self._lacking(operation):
             self._came = {key: given for key, given in self._came.items() if key[0] > operation.step}
             held = {k: present(blocks) for k, blocks in state.stages.items()}
-            moved = state.grew & {shard.stage for shard in operation.plan.shards}
+            moved = state.grew & operation.plan.divided_stages
             self.life.done(operation, Holds(operation.step, held, bool(moved)))
 
     def _owes(self, operation: do.Spread, worker_id: int) -> bool:
         return worker_id in self._lacking(operation)
 
     def _givers(self, plan: Plan, stage: int, to: int) -> dict[int, int]:
-        """The giver of each block of the parameters, for one member: who held what before the update gives it."""
+        """The giver of each block of the parameters, for one member, by the holders before the update."""
         state = self.life.state
-        early = stage in state.grew or is_early(state.stages[stage])
-        return {b: who[b % len(who)] for b, who in holders_of(plan, stage, early).items() if to not in who}
+        return givers(plan, stage, stage in state.grew or is_early(state.stages[stage]), to)

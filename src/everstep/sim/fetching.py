@@ -366,7 +366,7 @@ class Follower:
         if self.life.state.at != operation.step - 1:
             raise AssertionError(f"{self.life.me} at {self.life.state.at} is to replay {operation.step}")
         plan, me = operation.plan, self.life.me.worker_id
-        parts = {shard.stage for shard in plan.shards if shard.worker_id == me} & gradients.keys()
+        parts = plan.divided_stages & gradients.keys()
         stages, job = self.life.state.stages, self.life.job
         grow = {k: job.grows(stages[k], operation.step) and not operation.outcome.nonfinite.left_out for k in parts}
         self._moved |= {k for k, grows in grow.items() if grows}

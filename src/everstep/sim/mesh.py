@@ -52,9 +52,6 @@ class Mesh:
             }
         )
 
-    def _plan(self) -> Plan | None:
-        return self.life.driver.standing.plan
-
     def uses(self, connection: SimConnection) -> bool:
         """Whether the connection may still carry something for this."""
         return connection in self.out.values() or any(connection is c for _, c in self.incoming)
@@ -281,21 +278,21 @@ class Ties:
 
     def _hello(self) -> list[wire.AnyMessage]:
         """Everything that the coordinator may have missed."""
-        life, standing = self.life, self.life.driver.standing
+        life, now = self.life, self.life.driver.situation
         member = Member(life.me.worker_id, life.me.incarnation, life.host, life.pid, life.name)
         size = life.job.state_bytes
         hello = wire.WorkerHello(
             member=member,
-            step=standing.step,
-            follows=name_of(standing.plan),
-            prepared=standing.prepared,
-            stages=standing.stages,
+            step=now.step,
+            follows=name_of(now.plan),
+            prepared=now.prepared,
+            stages=now.stages,
             state_bytes=size,
             lanes=life.job.lanes + (life.me in life.site.strays),
             kernels=Kernels(("f" if life.host == life.site.foreign else "0") * 32, life.host, 1),
             code=Code({"task.py": "0" * 16, f"stage{life.me.worker_id % 3}.py": "1" * 16}, {"numpy": "2"}),
         )
-        return [hello, *standing.messages]
+        return [hello, *now.messages]
 
     def meet(self) -> None:
         """Set a key of the generation's store, and ask for those of all members. For that it imports more."""
@@ -322,7 +319,7 @@ class Ties:
         self.at = "task.py:7"
 
     def _plan(self) -> Plan | None:
-        return self.life.driver.standing.plan
+        return self.life.driver.situation.plan
 
     def uses(self, connection: SimConnection) -> bool:
         """Whether the connection may still carry something for this."""

@@ -26,7 +26,7 @@ from functools import lru_cache
 from everstep.base.errors import InvariantViolation
 from everstep.base.extents import Extents, Runs, Sizes
 from everstep.base.plan import SEGMENTS, Plan
-from everstep.placement.shards import Takers, numbers_of_runs, runs_of_numbers, segment_holders
+from everstep.placement.shards import SegmentBlocks, Takers, gifts, numbers_of_runs, runs_of_numbers, segment_holders
 from everstep.placement.tree import fold
 from everstep.protocol.moving.giver import JointAsk
 
@@ -154,6 +154,9 @@ def planes_of(state: Blocks) -> Sizes:
 def dealt(early: bool) -> dict[int, int]:
     """Blocks of parameters that are dealt out, with the numbers of their optimizer's blocks; segment by segment."""
     return {1: _DIVIDED} if early else {block: _DIVIDED + block for block in range(_DIVIDED)}
+
+
+_SEGMENTS = {early: SegmentBlocks(len(dealt(early))) for early in (False, True)}
 
 
 def flipped(state: Blocks) -> Blocks:
@@ -303,6 +306,13 @@ def holders_of(plan: Plan, stage: int, early: bool) -> dict[int, tuple[int, ...]
     return dict(zip(dealt(early), segments_of(plan, stage), strict=False))
 
 
+def givers(plan: Plan, stage: int, early: bool, to: int) -> dict[int, int]:
+    """The giver, after an update, of each block of parameters that this member lacks."""
+    blocks = list(dealt(early))
+    found = (gift for gift in gifts(plan, stage, _SEGMENTS[early]) if to in gift.takers)
+    return {block: gift.source for gift in found for block in blocks[gift.first : gift.stop]}
+
+
 def taken(plan: Plan, stage: int, worker_id: int, state: Blocks, grows: bool) -> Extents:
     """Blocks that a worker's update of a state makes. What gets its optimizer's state with it is updated by all."""
     early = is_early(state)
@@ -337,7 +347,7 @@ def takers(plan: Plan, stage: int, step: int, early: bool) -> Takers:
     """Blocks of a step's gradient that each member of a stage's pool takes: all of the first one, which makes the
     optimizer's state."""
     pool = [seat.worker_id for seat in plan.pool(stage)]
-    if not plan.divided or step == 1:
+    if not plan.divided_stages or step == 1:
         return dict.fromkeys(pool, ((0, BLOCKS),))
     held = holders_of(plan, stage, early)
     return {i: runs_of_numbers(n for n in range(BLOCKS) if n not in held or i in held[n]) for i in pool}

@@ -109,13 +109,13 @@ class ScriptedStrikes:
 
     def __init__(self, records: SimRecords) -> None:
         self._records = records
-        self._struck: set[str] = set()
+        self._targets: set[str] = set()
 
     def reported(self, kind: str, fields: Mapping[str, Any]) -> None:
         if kind == "fault_injected" and fields["phase"] and fields["target"] != "coordinator":
-            twice = fields["target"] in self._struck and not self._records.forgetful
+            twice = fields["target"] in self._targets and not self._records.forgetful
             require(not twice, "P2", f"the script's fault strikes a second time: {fields}")
-            self._struck.add(fields["target"])
+            self._targets.add(fields["target"])
 
     def clear(self) -> None:
-        self._struck.clear()
+        self._targets.clear()

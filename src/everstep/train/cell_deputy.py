@@ -51,7 +51,7 @@ class Deputy(Limb):
         self._limbs = Head(context, self.row.tick)
         self._memories: dict[int, CellMemory] = {}
 
-    def serve(self, act: Mapping[str, Callable[..., Any]], *, address: str = "", segment: str = "") -> None:
+    def serve(self, act: Mapping[str, Callable[..., Any]]) -> None:
         """Carry out the head's commands, here and at the limbs, until the head lets go. Raises: CollectiveAborted if it
         has gone."""
         self.row.set(phase="idle")

@@ -35,8 +35,7 @@ class Dealing:
 
     def _mine(self, plan: Plan) -> list[int]:
         """Own stages that are divided."""
-        divided = {shard.stage for shard in plan.shards if shard.segments is not None}
-        return sorted(divided & set(plan.stages_of(self._view.me)))
+        return sorted(plan.divided_stages.intersection(plan.stages_of(self._view.me)))
 
     def _known(self, stage: int) -> bool:
         """Whether the optimizer keeps anything yet."""

@@ -97,24 +97,24 @@ class GenerationTies:
             self._view.link.row.sent("heal", connection.sent_bytes)
 
     def _hello(self, member: Member) -> tuple[wire.AnyMessage, Plan | None]:
-        standing = self._view.driver.standing
+        now = self._view.driver.situation
         hello = wire.WorkerHello(
             member=member,
-            step=standing.step,
-            follows=name_of(standing.plan),
-            prepared=standing.prepared,
-            stages=standing.stages,
+            step=now.step,
+            follows=name_of(now.plan),
+            prepared=now.prepared,
+            stages=now.stages,
             state_bytes=self._view.stages.expected_bytes,
             lanes=self._view.config.lanes,
             kernels=self._view.kernels,
             code=self._imports.all(),
         )
-        return hello, standing.plan
+        return hello, now.plan
 
     def _reconnected(self) -> None:
         """Send messages again: those given to a connection that then broke may be lost."""
         self._rendezvous.repeat()
-        for message in (*self._view.driver.standing.messages, *self._late):
+        for message in (*self._view.driver.situation.messages, *self._late):
             self._view.link.tell(message)
         if self._divides:
             self._view.link.tell(self._divided())
@@ -123,12 +123,12 @@ class GenerationTies:
         """Take a message, in the control thread."""
         link = self._view.link
         if isinstance(message, PlanAsked):
-            me, plan = link.me, self._view.driver.standing.plan
+            me, plan = link.me, self._view.driver.situation.plan
             link.tell(PlanShown(worker_id=me.worker_id, incarnation=me.incarnation, plan=plan))
             return
         if isinstance(message, wire.InjectFault):
             pulse = link.row.read()
-            plan = self._view.driver.standing.plan
+            plan = self._view.driver.situation.plan
             asked = (message.fault, message.number, pulse.step + 1, pulse.phase, plan)
             # Who strikes first is asked of the coordinator, whose answer comes to this thread.
             threading.Thread(target=link.fault_now, args=asked, name="everstep-fault", daemon=True).start()

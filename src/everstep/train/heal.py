@@ -268,9 +268,9 @@ class Donor:
 
     def unshelve(self, kind: giver.ShelfKind) -> None:
         """No worker needs that shelf any more."""
-        standing = [one for one in _readable([self._shelves.get(kind)]) if isinstance(one, StateInPlace)]
+        in_place = [one for one in _readable([self._shelves.get(kind)]) if isinstance(one, StateInPlace)]
         self._tell(giver.ShelfEmptied(kind))
-        for one in standing:
+        for one in in_place:
             one.release()
 
     @property

@@ -19,6 +19,7 @@ from everstep.base.below import write_atomically, write_privately
 from everstep.base.config import Config, check_keys, dotted, load_config, read_layers, to_dict
 from everstep.base.errors import ConfigError
 from everstep.base.package_versions import refuse_versions
+from everstep.base.plan import WorkerKey
 from everstep.data.given_loader import AsRead, Collate, read_data
 from everstep.data.reading import reading_of
 from everstep.exact.seeding import build_seed, seed_all
@@ -39,7 +40,7 @@ from everstep.script.unsupported import (
     refuse_scaler,
     refuse_unmade,
     refuse_unsupported,
-    schedules_of_epochs,
+    schedule_of_epochs,
 )
 from everstep.train.given_optimizers import name_alone, one_optimizer, schedulers_apart
 from everstep.train.global_batch import sized
@@ -192,9 +193,7 @@ def join(
     if isinstance(link, LifeLink):
         link.follow(WatchedLoop(tuple(ignore), unpassed=lost, data=(data.dataset, data.collate), given=dataset))
     else:
-        _run.remarks.extend(filter(None, [_rehearsed(link)]))
-        if _run.total_steps < MAX_SIZE:
-            _run.remarks.extend(schedules_of_epochs(scheduler, link.config.epochs, _run.total_steps))
+        _run.remarks.extend([*filter(None, [_rehearsed(link)]), *_remark_on_schedule(link, _run, scheduler)])
     return _run
 
 
@@ -262,6 +261,16 @@ def _rehearsed(link: WorkerLink) -> str:
     if link.run_dir is None or not link.config.rehearse or not link.config.checkpoint.enabled:
         return ""  # nobody will ever go on with it
     return beside_script(link.run_dir)()
+
+
+def _remark_on_schedule(link: WorkerLink, run: Run, scheduler: Any) -> list[str]:
+    """What is said, once in a job, if a schedule was made for one step an epoch."""
+    if link.me != WorkerKey(0, 0) or run.total_steps >= MAX_SIZE:
+        return []
+    remark = schedule_of_epochs(scheduler, link.config.epochs, run.total_steps)
+    if remark and isinstance(link, LoneLink):
+        print(f"everstep: {remark}", file=sys.stderr)
+    return [remark] if remark else []
 
 
 def _tell_ledger(link: WorkerLink, dataset: Any) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from everstep.exact.settings import Moment
-from everstep.exact.unchanged import BUFFER, StandingTensors
+from everstep.exact.unchanged import BUFFER, UnchangedTensors
 from everstep.train.heal import StateCopy, moved_in, pack_state, unpack_state, with_entry, with_moved
 from everstep.train.loop_survey import LoopSurvey
 from everstep.train.stage_lanes import StageLanes
@@ -39,10 +39,10 @@ class LoopMoves:
     def __init__(self) -> None:
         self.known = False
         self.told: dict[str, Tensor] = {}
-        self._tensors: StandingTensors | None = None
+        self._tensors: UnchangedTensors | None = None
         self._round = 0
 
-    def begin(self, tensors: StandingTensors) -> None:
+    def begin(self, tensors: UnchangedTensors) -> None:
         self._tensors = tensors
 
     def enter(self, number: int) -> None:
@@ -85,7 +85,7 @@ class LoopMoves:
             self._tensors.give(moved)
 
 
-def _stood(tensors: StandingTensors | None) -> bool:
+def _stayed(tensors: UnchangedTensors | None) -> bool:
     """Let the tensors change. Returns whether they had to stand still. Raises: Uncarried if one has changed."""
     if tensors is None:
         return False
@@ -103,7 +103,7 @@ class LoopState:
         self._copy = StateCopy()
         self._entries: list[_Entry] = []
         self._again = b""
-        self._standing: StandingTensors | None = None
+        self._unchanged: UnchangedTensors | None = None
         self.moves = LoopMoves()
         self.survey: LoopSurvey | None = None
 
@@ -126,17 +126,17 @@ class LoopState:
         """The loop is about to begin. prepares: its body may do something before it comes to the batches."""
         parts = self._stages.only.parts
         self._stages.only.state.settings.begin()
-        tensors = StandingTensors(parts.model, parts.optimizer)
+        tensors = UnchangedTensors(parts.model, parts.optimizer)
         self.moves.begin(tensors)
-        self._standing = tensors if prepares else None
+        self._unchanged = tensors if prepares else None
 
     def enter(self, number: int) -> None:
         """The loop's body is about to be entered, for the next step."""
         replica = self._stages.any
         self.moves.enter(number)
-        if self._standing is None:
+        if self._unchanged is None:
             return
-        self._standing.begin()
+        self._unchanged.begin()
         copy = self._entries.pop().copy if len(self._entries) > 1 else StateCopy()
         moment = replica.state.settings.enter()
         if replica.application.extras:
@@ -145,9 +145,9 @@ class LoopState:
 
     def enter_again(self, number: int) -> None:
         """The loop's body is about to be entered for a step that is done: `reach` puts back the state after it."""
-        if self._standing is None:
+        if self._unchanged is None:
             return
-        self._standing.begin()
+        self._unchanged.begin()
         application, entry = self._stages.any.application, self.entered(number)
         self._again = self.after(number) or pack_state(application, {})
         if entry:
@@ -156,7 +156,7 @@ class LoopState:
     def reach(self) -> bool:
         """The loop has come to the batches of its round. Returns whether it has changed trained tensors after the
         batches before, for the first time. Raises: Uncarried for a change that cannot be put back."""
-        _stood(self._standing)
+        _stayed(self._unchanged)
         again, self._again = self._again, b""
         if again:
             unpack_state(self._stages.any.application, again)
@@ -165,12 +165,12 @@ class LoopState:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """While inside, changes of tensors are not the loop's. Raises: as `reach`."""
-        stood, moved = _stood(self._standing), self.moves.midway()
+        stayed, moved = _stayed(self._unchanged), self.moves.midway()
         yield
         if not moved:
             self.moves.updated()  # an evaluation puts buffers back
-        if stood and self._standing is not None:
-            self._standing.begin()
+        if stayed and self._unchanged is not None:
+            self._unchanged.begin()
 
     def remember(self, number: int) -> None:
         """The state is that of this step, and the loop does not know it yet."""

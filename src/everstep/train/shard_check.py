@@ -55,7 +55,7 @@ def look_at_shards(task: Task) -> None:
 
 
 def _loss(task: Task, model: Any, batch: Any) -> float | None:
-    """Of one lane; None if there is none. Raises: ConfigError."""
+    """Of one lane; None if there is none. A ConfigError of the task goes on."""
     try:
         with preserve_rng(), torch.no_grad():
             loss = task.loss(model, batch)

@@ -188,7 +188,7 @@ class Transfers:
         found: list[Held] = []
         if view.step == step and stage in view.stages:
             there = view.driver.machine.held.get(stage, WHOLE)
-            found.append((_standing(view.stages[stage], there, shared=False), there))
+            found.append((_in_place(view.stages[stage], there, shared=False), there))
         kept = self._keeper.held(step)
         return [*found, kept[stage]] if stage in kept else found
 
@@ -398,12 +398,12 @@ def _shelved(replica: StageReplica, there: Extents) -> Snapshot | StateInPlace:
     """Nothing changes the state before all members have copied what they lack, so they need no copy of it where other
     threads can read it."""
     near = replica.state.memory.others is None and all(p.device.type == "cpu" for p in replica.everything)
-    return _standing(replica, there) if near else _snapshot(replica, there)
+    return _in_place(replica, there) if near else _snapshot(replica, there)
 
 
-def _standing(replica: StageReplica, there: Extents, *, shared: bool = True) -> StateInPlace:
+def _in_place(replica: StageReplica, there: Extents, *, shared: bool = True) -> StateInPlace:
     replica.lanes.settle_buffers()
-    return replica.state.standing(shared=shared)
+    return replica.state.in_place(shared=shared)
 
 
 def _load_stage(replica: StageReplica, state: StageState) -> None:

@@ -91,10 +91,10 @@ class UpdateProbe:
         )
 
 
-def is_hooked(optimizer: Optimizer, *, before: bool = True, after: bool = True) -> bool:
-    """Whether the user has hooks before, or after, the optimizer's steps."""
+def is_hooked(optimizer: Optimizer, *, before: bool = True) -> bool:
+    """Whether the user has hooks after the optimizer's steps, or before."""
     found: list[Any] = [getattr(optimizer, "_optimizer_step_pre_hooks", {}), _global_optimizer_pre_hooks][: 2 * before]
-    found += [getattr(optimizer, "_optimizer_step_post_hooks", {}), _global_optimizer_post_hooks][: 2 * after]
+    found += [getattr(optimizer, "_optimizer_step_post_hooks", {}), _global_optimizer_post_hooks]
     return any(not isinstance(getattr(hook, "__self__", None), LoopGuard) for hooks in found for hook in hooks.values())
 
 

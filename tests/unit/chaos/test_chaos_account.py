@@ -39,13 +39,13 @@ EVENTS = [
 
 def test_what_became_of_each() -> None:
     found = account(EVENTS)
-    assert [(one.fault, one.outcome) for one in found.struck] == [
+    assert [(one.fault, one.outcome) for one in found.hits] == [
         ("kill", "evicted, healed and back"),
         ("disconnect", "went on"),
         ("kill", "the coordinator was restarted"),
     ]
-    assert found.struck[0].recovery_s == pytest.approx(0.4), "to the first step committed after the eviction"
-    assert found.struck[1].recovery_s is None
+    assert found.hits[0].recovery_s == pytest.approx(0.4), "to the first step committed after the eviction"
+    assert found.hits[1].recovery_s is None
     assert (found.steps_redone, found.state, found.reason, found.steps) == (4, "completed", "", 6)
     assert found.to_dict()["recovery_s"] == {"median": 0.4, "max": 0.4}
 
@@ -68,17 +68,17 @@ def test_a_clock_that_is_set_back_changes_no_outcome() -> None:
     kill = event(3.8 - back_s, "fault_injected", fault="kill", target="worker:1", worker_id=1, incarnation=0, step=9)
     gone = event(3.9 - back_s, "worker_evicted", worker_id=1, incarnation=0, cause="killed", reason="killed")
     told = account([*later[:7], *steps, kill, gone, event(4 - back_s, "step_committed", step=9), *later[7:]])
-    assert [one.outcome for one in told.struck[1:]] == ["evicted", "went on", "the coordinator was restarted"]
-    assert told.struck[1].recovery_s == pytest.approx(0.2)
-    assert (told.state, told.struck[0], told.steps) == ("completed", account(EVENTS).struck[0], 9)
+    assert [one.outcome for one in told.hits[1:]] == ["evicted", "went on", "the coordinator was restarted"]
+    assert told.hits[1].recovery_s == pytest.approx(0.2)
+    assert (told.state, told.hits[0], told.steps) == ("completed", account(EVENTS).hits[0], 9)
     between = account([*EVENTS[:3], event(2.2 - back_s, "step_committed", step=6)])
-    assert (between.struck[0].outcome, between.struck[0].recovery_s) == ("evicted", None), "nobody knows how long"
+    assert (between.hits[0].outcome, between.hits[0].recovery_s) == ("evicted", None), "nobody knows how long"
 
 
 def test_a_fault_has_no_outcome_of_the_next_start() -> None:
     pause = event(1, "fault_injected", fault="stop", target="worker:1", worker_id=1, incarnation=0, step=3)
     lost = event(3, "worker_evicted", worker_id=1, incarnation=0, cause="killed", reason="killed")
-    assert account([pause, event(2, "job_started", step=0), lost]).struck[0].outcome == "went on"
+    assert account([pause, event(2, "job_started", step=0), lost]).hits[0].outcome == "went on"
 
 
 def test_what_a_scenario_lacks_is_named() -> None:

@@ -201,7 +201,7 @@ def test_what_became_of_them() -> None:
             event(7, "step_committed", step=5),
         ]
     )
-    assert [(one.outcome, one.recovery_s) for one in found.struck] == [
+    assert [(one.outcome, one.recovery_s) for one in found.hits] == [
         ("evicted worker 2, 3", 3.0),
         ("slowed down", None),
         ("went on", None),

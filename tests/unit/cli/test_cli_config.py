@@ -53,7 +53,7 @@ def test_keys_are_found_by_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["config", "--search", "Norm", "--json"]) == 0
     assert "clip_norm" in [row["key"] for row in json.loads(capsys.readouterr().out)]
     assert run_command(["config", "--search", "num_workers", "--json"]) == 0
-    assert [row["key"] for row in json.loads(capsys.readouterr().out)] == ["loader.workers"]
+    assert [row["key"] for row in json.loads(capsys.readouterr().out)] == ["workers", "loader.workers"]
 
 
 def test_what_a_search_finds_has_default_and_first_sentence(capsys: pytest.CaptureFixture[str]) -> None:

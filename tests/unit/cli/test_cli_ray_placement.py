@@ -12,7 +12,7 @@ import pytest
 
 from everstep.cli.engines import ray_cluster
 from everstep.cli.engines.launch import Launch, completed
-from everstep.cli.engines.ray_placement import GATHER_S, RayBundle, RayPlaces
+from everstep.cli.engines.ray_placement import ALL_AT_ONCE_S, RayBundle, RayPlaces
 
 
 class Cluster:
@@ -73,10 +73,10 @@ def test_one_group_where_there_are_nodes_for_all() -> None:
     cluster = Cluster(a=4.0, b=4.0, c=4.0)
     places = RayPlaces(cluster, {"CPU": 1.0}, 3, 1, 0.0)
     assert places.look(0.0) == [0, 1, 2]
-    assert places.look(GATHER_S) == [] and not places.alone and len(cluster.groups) == 1
+    assert places.look(ALL_AT_ONCE_S) == [] and not places.alone and len(cluster.groups) == 1
     assert sorted(where(cluster, places, 3)) == ["a", "b", "c"]
     places.lost(1)
-    assert places.look(GATHER_S) == [1] and len(cluster.groups) == 1
+    assert places.look(ALL_AT_ONCE_S) == [1] and len(cluster.groups) == 1
     places.close()
     assert not cluster.groups
 
@@ -84,44 +84,44 @@ def test_one_group_where_there_are_nodes_for_all() -> None:
 def test_nobody_begins_before_so_many_may() -> None:
     cluster = Cluster(a=1.0, b=1.0)
     places = RayPlaces(cluster, {"CPU": 1.0}, 3, 3, 0.0)
-    assert settle(places, 100 * GATHER_S) == [] and not places.alone
+    assert settle(places, 100 * ALL_AT_ONCE_S) == [] and not places.alone
     cluster.cpus["c"] = 1.0
-    assert places.look(101 * GATHER_S) == [0, 1, 2]
+    assert places.look(101 * ALL_AT_ONCE_S) == [0, 1, 2]
 
 
 def test_who_has_a_node_begins_and_the_others_come_later() -> None:
     cluster = Cluster(a=1.0, b=1.0)
     places = RayPlaces(cluster, {"CPU": 1.0}, 4, 1, 0.0)
-    assert settle(places, GATHER_S - 1) == []
-    assert settle(places, GATHER_S) == [0, 1] and places.alone
+    assert settle(places, ALL_AT_ONCE_S - 1) == []
+    assert settle(places, ALL_AT_ONCE_S) == [0, 1] and places.alone
     cluster.cpus["c"] = 1.0
-    assert settle(places, GATHER_S) == [2]
+    assert settle(places, ALL_AT_ONCE_S) == [2]
     cluster.cpus["d"] = 1.0
-    assert settle(places, GATHER_S) == [3]
+    assert settle(places, ALL_AT_ONCE_S) == [3]
     assert where(cluster, places, 4) == ["a", "b", "c", "d"]
 
 
 def test_never_two_on_one_node_however_much_room_it_has() -> None:
     cluster = Cluster(a=64.0, b=64.0)
     places = RayPlaces(cluster, {"CPU": 1.0}, 4, 1, 0.0)
-    assert settle(places, GATHER_S) == [0, 1]
+    assert settle(places, ALL_AT_ONCE_S) == [0, 1]
     cluster.cpus["c"] = 64.0
-    assert settle(places, GATHER_S) == [2]
+    assert settle(places, ALL_AT_ONCE_S) == [2]
     cluster.cpus["d"] = 64.0
-    assert settle(places, GATHER_S) == [3]
+    assert settle(places, ALL_AT_ONCE_S) == [3]
     assert where(cluster, places, 4) == ["a", "b", "c", "d"]
 
 
 def test_who_waits_does_not_wait_for_a_node_that_is_no_more() -> None:
     cluster = Cluster(a=64.0, b=64.0)
     places = RayPlaces(cluster, {"CPU": 1.0}, 3, 1, 0.0)
-    assert settle(places, GATHER_S) == [0, 1]
+    assert settle(places, ALL_AT_ONCE_S) == [0, 1]
     del cluster.cpus["b"]
     places.lost(1)
     cluster.cpus.pop("b", None)
-    assert settle(places, GATHER_S) == []
+    assert settle(places, ALL_AT_ONCE_S) == []
     cluster.cpus.update(c=64.0, d=64.0)
-    assert settle(places, GATHER_S) == [1, 2]
+    assert settle(places, ALL_AT_ONCE_S) == [1, 2]
     assert where(cluster, places, 3) == ["a", "c", "d"]
 
 

@@ -59,15 +59,15 @@ def test_a_block_that_passes_twice_or_not_at_all_is_noticed() -> None:
 
 def test_a_standing_state_is_read_until_it_may_change() -> None:
     state = trained()
-    standing, copied = state.standing(), state.clone_snapshot()
+    in_place, copied = state.in_place(), state.clone_snapshot()
     copied.start()
-    assert standing.n_blocks == copied.n_blocks and standing.manifest() == copied.manifest()
-    block = standing.read_block(0)
-    assert standing.wait()
+    assert in_place.n_blocks == copied.n_blocks and in_place.manifest() == copied.manifest()
+    block = in_place.read_block(0)
+    assert in_place.wait()
     with torch.no_grad():
         next(state.model.parameters()).zero_()
     assert block == copied.read_block(0)
-    for read in (standing.manifest, lambda: standing.read_block(0)):
+    for read in (in_place.manifest, lambda: in_place.read_block(0)):
         with pytest.raises(CheckpointCorrupt, match="has changed"):
             read()
 
@@ -80,13 +80,13 @@ def test_who_hashes_a_standing_state_gives_up_when_it_is_to_change(monkeypatch: 
     class Notices(StateMemory):
         def let_go(self) -> None:
             assert not others, "it went on"
-            others.append(threading.Thread(target=standing.wait))
+            others.append(threading.Thread(target=in_place.wait))
             others[0].start()
-            assert standing._over.wait(60.0)
+            assert in_place._over.wait(60.0)
 
-    standing = StateInPlace(Image(whole.entries, whole._data, whole.values, whole.outline, Notices()))
+    in_place = StateInPlace(Image(whole.entries, whole._data, whole.values, whole.outline, Notices()))
     with pytest.raises(CheckpointCorrupt, match="has changed"):
-        standing.manifest()
+        in_place.manifest()
     others[0].join(60.0)
     assert not others[0].is_alive()
 

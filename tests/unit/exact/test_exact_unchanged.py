@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from everstep.base.errors import ProtocolError, Uncarried
-from everstep.exact.unchanged import StandingTensors
+from everstep.exact.unchanged import UnchangedTensors
 
 
 class Trained:
@@ -22,7 +22,7 @@ class Trained:
         self.model[2].bias.requires_grad_(False)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
-        self.tensors = StandingTensors(self.model, self.optimizer)
+        self.tensors = UnchangedTensors(self.model, self.optimizer)
         self.update()
 
     def update(self) -> None:

@@ -164,8 +164,8 @@ def test_epochs_that_end_inside_a_step() -> None:
 
 def test_values_of_an_epoch_and_what_goes_by_them() -> None:
     values = EpochValues(state(metrics={}, sums={}))
-    values.gather({"loss_step": 1.0, "rate": 3.0}, 4)
-    values.gather({"loss_step": 4.0}, 2)
+    values.add({"loss_step": 1.0, "rate": 3.0}, 4)
+    values.add({"loss_step": 4.0}, 2)
     assert values.close() == {"loss_epoch": 2.0}
     assert values.metrics == {"loss_step": 4.0, "rate": 3.0, "loss": 2.0, "loss_epoch": 2.0}
     with pytest.raises(ConfigError, match=r"monitor='other'.*loss_epoch"):

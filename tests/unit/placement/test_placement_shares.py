@@ -7,9 +7,11 @@ import pytest
 from everstep.base.extents import NONE, WHOLE, BlockRun, Extents, Sizes
 from everstep.base.plan import SEGMENTS, Member, Plan, Seat, Shard
 from everstep.placement.shards import (
+    Gift,
     SegmentBlocks,
     divided_planes,
     fed_blocks,
+    gifts,
     lost_stages,
     runs_of_numbers,
     segment_holders,
@@ -88,6 +90,15 @@ def test_a_plan_names_the_shards_of_those_alone_that_lack_something() -> None:
     assert segment_shards(0, ((1, 2),) * SEGMENTS, (1, 2)) == ()
     plan = dealt(holders, (1, 2, 3))
     assert segment_holders(plan, 0) == holders and segment_holders(plan, 0, 2) == holders[:2]
+
+
+def test_holders_of_a_segment_share_its_blocks_and_give_them_to_all_others_in_order() -> None:
+    holders = ((1, 3), (1, 2), *(((1, 2, 3),) * (SEGMENTS - 2)))
+    plan = dealt(holders, (1, 2, 3))
+    many = gifts(plan, 0, SegmentBlocks(SEGMENTS * 5))
+    assert list(many) == [Gift(1, (2,), 0, 2), Gift(3, (2,), 2, 5), Gift(1, (3,), 5, 7), Gift(2, (3,), 7, 10)]
+    assert [gift for gift in gifts(plan, 0, SegmentBlocks(1)) if gift.first < gift.stop] == [Gift(3, (2,), 0, 1)]
+    assert not list(gifts(plan, 0, SegmentBlocks(0)))
 
 
 def test_a_stage_is_lost_with_any_segment_that_nobody_of_these_has() -> None:

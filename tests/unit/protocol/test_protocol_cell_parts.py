@@ -65,6 +65,15 @@ class Parts:
         self.world.say(name, m.WorkerHello(member=said, step=0))
 
 
+def running(span: int, more: int = 0, **config: Any) -> Parts:
+    """A worker over so many hosts runs. more: hosts that have no part of it."""
+    parts = Parts(span + more, span, **config)
+    for i in range(span):
+        parts.looks(i, i)
+    parts.ready(0, 0)
+    return parts
+
+
 def test_one_of_two_on_different_hosts_becomes_the_worker() -> None:
     parts = Parts(2)
     names = [parts.looks(i, i) for i in range(2)]
@@ -74,10 +83,7 @@ def test_one_of_two_on_different_hosts_becomes_the_worker() -> None:
 
 
 def test_a_worker_is_shown_once_with_the_host_of_each_process() -> None:
-    parts = Parts(2)
-    for i in range(2):
-        parts.looks(i, i)
-    parts.ready(0, 0)
+    parts = running(2)
     (shown,) = parts.world.coordinator.status()["workers"]
     assert (shown["worker_id"], shown["pids"], shown["hosts"]) == (0, [1000, 1010], ["a0", "a1"])
     joined = parts.world.report("worker_joined")
@@ -94,10 +100,7 @@ def test_who_has_not_heard_of_its_cell_is_told_again() -> None:
 
 
 def test_a_part_that_dies_ends_the_others_and_a_host_with_room_takes_its_place() -> None:
-    parts = Parts(3, slots=3)
-    for i in range(2):
-        parts.looks(i, i)
-    parts.ready(0, 0)
+    parts = running(2, more=1, slots=3)
     parts.world.clear()
     parts.world.exited(1, agent="a1")
     killed = parts.world.last(m.KillWorker, "a0")
@@ -110,10 +113,7 @@ def test_a_part_that_dies_ends_the_others_and_a_host_with_room_takes_its_place()
 
 
 def test_of_three_parts_each_ends_once() -> None:
-    parts = Parts(3, span=3)
-    for i in range(3):
-        parts.looks(i, i)
-    parts.ready(0, 0)
+    parts = running(3)
     parts.world.clear()
     parts.world.exited(2, agent="a2")
     assert sorted(k.worker_id for k in parts.world.messages(m.KillWorker)) == [0, 1]
@@ -121,10 +121,7 @@ def test_of_three_parts_each_ends_once() -> None:
 
 def lost(hosts: int, **config: Any) -> Parts:
     """A worker over so many hosts runs, and loses the last one."""
-    parts = Parts(hosts, span=hosts, quorum_wait_ns=60 * S, **config)
-    for i in range(hosts):
-        parts.looks(i, i)
-    parts.ready(0, 0)
+    parts = running(hosts, quorum_wait_ns=60 * S, **config)
     parts.world.clear()
     for name in (f"a{hosts - 1}", f"p{hosts - 1}.0"):
         drop(parts.world, name)
@@ -175,10 +172,7 @@ def test_a_host_with_room_comes_before_fewer(config: dict[str, Any]) -> None:
 
 def test_so_does_a_slot_that_is_given_up() -> None:
     """As where lives die again and again on one of the hosts."""
-    parts = Parts(2)
-    for i in range(2):
-        parts.looks(i, i)
-    parts.ready(0, 0)
+    parts = running(2)
     for i in (1, 0):
         parts.world.exited(i, agent=f"a{i}")
     parts.world.say("a1", m.SlotLost(agent_id="a1", worker_id=1, cause=Cause.CRASH_LOOP, reason="it died again"))
@@ -200,10 +194,7 @@ def test_a_host_that_comes_in_time_is_taken() -> None:
 
 
 def test_the_head_that_dies_ends_its_parts() -> None:
-    parts = Parts(2)
-    for i in range(2):
-        parts.looks(i, i)
-    parts.ready(0, 0)
+    parts = running(2)
     parts.world.clear()
     parts.world.exited(0, agent="a0")
     assert parts.world.last(m.KillWorker, "a1").worker_id == 1

@@ -230,7 +230,7 @@ def test_workers_and_hosts_that_come_meanwhile_are_in_time() -> None:
     world.agent(0)
     world.now += 20 * S
     world.agent(1, name="a2", host="a2")
-    assert world.coordinator.job.progress.ended is None and not world.coordinator.job.quorum.gathers
+    assert world.coordinator.job.progress.ended is None and not world.coordinator.job.quorum.lacks_hosts
 
 
 # ---- what a stop may say

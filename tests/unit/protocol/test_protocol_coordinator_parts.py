@@ -108,16 +108,16 @@ def test_a_wait_is_told_once_and_is_over_after_its_time_from_its_beginning() -> 
 def test_hosts_are_waited_for_from_the_first_that_was_missing_and_then_workers() -> None:
     env = environment(hosts=HostRules(wait_ns=5 * S), quorum_wait_ns=10 * S)
     quorum, why = Quorum(env), Why(Cause.QUORUM, "one is missing")
-    assert not quorum.gathers and quorum.gather(why) == 6 * S
+    assert not quorum.lacks_hosts and quorum.wait_for_hosts(why) == 6 * S
     env.advance(3 * S)
-    assert quorum.gather(why) == 6 * S and quorum.gathers and len(told(env)) == 1
-    quorum.gathered()
-    assert not quorum.gathers and quorum.waiting is None
+    assert quorum.wait_for_hosts(why) == 6 * S and quorum.lacks_hosts and len(told(env)) == 1
+    quorum.hosts_came()
+    assert not quorum.lacks_hosts and quorum.waiting is None
     env.advance(13 * S - 1)
     assert not quorum.over()
     env.advance(13 * S)
     assert quorum.over()
-    assert quorum.gather(why) == 18 * S and len(told(env)) == 1
+    assert quorum.wait_for_hosts(why) == 18 * S and len(told(env)) == 1
 
 
 # ---- workers on the way in
@@ -216,16 +216,16 @@ def strike(index: int) -> Strike:
 
 def test_a_fault_strikes_once_and_of_many_that_were_asked_for_the_newest_are_known() -> None:
     scripted = strike(1)
-    struck = EarlierTargets(environment(hosts=HostRules(strikes=(scripted,))))
-    assert struck.first(1) and not struck.first(1) and struck.first(2)
-    struck.replay(5)
-    assert not struck.first(5)
+    targets = EarlierTargets(environment(hosts=HostRules(strikes=(scripted,))))
+    assert targets.first(1) and not targets.first(1) and targets.first(2)
+    targets.replay(5)
+    assert not targets.first(5)
     for n in range(MOST_ASKED):
-        struck.ask(strike(10 + n))
-    assert struck.find(10) is not None
-    struck.ask(strike(9))
-    assert struck.find(10) is None and struck.find(11) is not None and struck.find(9) is not None
-    assert struck.find(1) == scripted and struck.find(3) is None
+        targets.ask(strike(10 + n))
+    assert targets.find(10) is not None
+    targets.ask(strike(9))
+    assert targets.find(10) is None and targets.find(11) is not None and targets.find(9) is not None
+    assert targets.find(1) == scripted and targets.find(3) is None
 
 
 # ---- plans that are claimed

@@ -216,33 +216,33 @@ def test_what_was_queued_for_the_old_generation_is_dropped() -> None:
 def test_standing_is_position_stages_plan_and_what_was_told_since_the_generation_was_entered() -> None:
     w = member_worker(0, 1, 2)
     entered = w.told(wire.GenerationEntered)[-1]
-    assert w.driver.standing == Situation(0, (0,), w.plan, 0, (entered,))
+    assert w.driver.situation == Situation(0, (0,), w.plan, 0, (entered,))
     w.step(1)
-    assert w.driver.standing == Situation(1, (0,), w.plan, 0, (entered,))
+    assert w.driver.situation == Situation(1, (0,), w.plan, 0, (entered,))
     w.to_agree(2)
     w.abort(1)
     fault = w.told(wire.PeerFault)[-1]
-    assert w.driver.standing == Situation(1, (0,), w.plan, 0, (entered, fault))
+    assert w.driver.situation == Situation(1, (0,), w.plan, 0, (entered, fault))
     w.hear(plan(2, (0, 1)))
     w.abort(1)
     again = w.told(wire.PeerFault)[-1]
-    assert again.generation == 2 and w.driver.standing.messages == (entered, again), "the newest of a kind"
+    assert again.generation == 2 and w.driver.situation.messages == (entered, again), "the newest of a kind"
     w.hear(plan(3, (0, 1)))
     w.settle()
-    assert w.driver.standing == Situation(1, (0,), w.plan, 0, (w.told(wire.GenerationEntered)[-1],))
+    assert w.driver.situation == Situation(1, (0,), w.plan, 0, (w.told(wire.GenerationEntered)[-1],))
 
 
-def test_before_the_first_plan_nothing_stands() -> None:
-    assert Worker().driver.standing == Situation() and joiner().driver.standing == Situation(stages=(0,))
+def test_before_the_first_plan_forget_lasting() -> None:
+    assert Worker().driver.situation == Situation() and joiner().driver.situation == Situation(stages=(0,))
 
 
 def test_a_ticket_forgets_what_was_told_of_the_one_before() -> None:
     w = joiner()
     w.hear(ticket(1, plan(1, (1, 2))))
     w.abort(reason="no donor")
-    assert [type(m) for m in w.driver.standing.messages] == [wire.HealFailed]
+    assert [type(m) for m in w.driver.situation.messages] == [wire.HealFailed]
     w.hear(ticket(2, plan(1, (1, 2))))
-    assert w.driver.standing.messages == ()
+    assert w.driver.situation.messages == ()
 
 
 def test_progress_is_that_of_the_present_generation() -> None:

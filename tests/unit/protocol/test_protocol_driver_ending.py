@@ -134,7 +134,7 @@ def test_the_end_is_a_gather_and_then_finish_and_then_the_end_of_the_job() -> No
     assert w.out[-1] == finish(w, 1)
     w.done(True)
     done = wire.WorkerDone(worker_id=0, incarnation=0, generation=1, step=1, final_written=True)
-    assert w.out == [do.Tell(done)] and done in w.driver.standing.messages
+    assert w.out == [do.Tell(done)] and done in w.driver.situation.messages
     w.on(do.TimePassed())
     assert w.out == [], "once per generation"
     w.hear(COMPLETED)
@@ -361,7 +361,7 @@ def test_a_step_that_was_applied_is_answered_though_the_job_is_over() -> None:
 
 def test_who_has_raised_says_so_drops_its_lanes_and_stays() -> None:
     w = holding()
-    assert w.out == [do.DropLanes(), do.Tell(WORDS)] and WORDS in w.driver.standing.messages
+    assert w.out == [do.DropLanes(), do.Tell(WORDS)] and WORDS in w.driver.situation.messages
     w.on(do.TimePassed())
     assert w.out == []
 

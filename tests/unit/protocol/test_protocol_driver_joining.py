@@ -155,7 +155,7 @@ def test_a_ticket_is_followed_from_the_offer_to_the_word_that_it_is_healed() -> 
     w.done([do.Seen(0)])
     healed = wire.WorkerHealed(worker_id=0, incarnation=0, ticket=7, step=5)
     assert w.out == [do.Tell(healed), do.Watch(op=6, generation=1)]
-    assert w.driver.standing.messages == (healed,)
+    assert w.driver.situation.messages == (healed,)
     w.done([do.Seen(0)])
     w.done([fed(6)])
     w.done()
@@ -346,7 +346,7 @@ def test_it_is_silent_when_a_new_ticket_has_cut_it() -> None:
     w.done([do.Seen(0)])
     w.hear(ticket(8, plan(3, (1, 2))))
     w.abort(reason="cut")
-    assert w.told(wire.HealFailed) == [] and w.driver.standing.messages == ()
+    assert w.told(wire.HealFailed) == [] and w.driver.situation.messages == ()
     assert w.out == [do.CloseFeeds(), w.op] and isinstance(w.op, do.OpenFeeds) and w.op.ticket == 8
 
 

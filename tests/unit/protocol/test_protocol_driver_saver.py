@@ -435,7 +435,7 @@ def test_a_request_is_answered_once() -> None:
         one.saver.ended(SaveEnded(step=6, ok=True, reason="SIGTERM", where="there", cost_s=1.0))
     (saved,) = told(one.out.drain())
     assert (saved.step, saved.ok, saved.where, saved.reason) == (6, True, "there", "SIGTERM")
-    assert one.out.standing == ()
+    assert one.out.lasting == ()
 
 
 def test_a_request_hears_of_a_failure() -> None:
@@ -480,7 +480,7 @@ def test_the_last_one_is_told_by_the_main(number: int, where: str, expected: tup
         effects = one.out.drain()
         found = [(saved.ok, saved.where, saved.reason) for saved in told(effects)]
         assert found == ([expected] if me == 0 else [])
-        assert list(one.out.standing) == told(effects), "a connection that breaks now may have lost it"
+        assert list(one.out.lasting) == told(effects), "a connection that breaks now may have lost it"
 
 
 def test_a_second_request_leaves_the_answer_to_the_first_alone() -> None:

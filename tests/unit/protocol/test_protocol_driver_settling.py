@@ -151,7 +151,7 @@ def test_how_far_the_others_had_been_is_told_when_steps_are_done_again() -> None
     assert isinstance(w.op, do.Restore) and w.told(wire.Progress) == []
     w.done(do.Copied(OF_5))
     assert w.told(wire.Progress) == [wire.Progress(worker_id=0, incarnation=0, generation=1, step=3, step_ms=0.0)]
-    assert [type(m) for m in w.driver.standing.messages] == [wire.GenerationEntered], "it is not repeated"
+    assert [type(m) for m in w.driver.situation.messages] == [wire.GenerationEntered], "it is not repeated"
 
 
 # ---- serving
@@ -642,9 +642,9 @@ def test_a_plan_that_asks_for_a_checkpoint_gets_it_before_anything_else() -> Non
     assert w.out == [Release(1), do.Tell(saved), do.Linger(op=w.op.op, generation=2)], (
         "rows and events of it come before the end"
     )
-    assert saved in w.driver.standing.messages
+    assert saved in w.driver.situation.messages
     w.done()
-    assert isinstance(w.op, do.Compute) and saved not in w.driver.standing.messages
+    assert isinstance(w.op, do.Compute) and saved not in w.driver.situation.messages
 
 
 def saved_at(**other: object) -> Worker:

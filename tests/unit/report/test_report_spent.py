@@ -28,7 +28,7 @@ def test_usage_keeps_it_for_each_worker(tmp_path: Path) -> None:
     run_dir = recorded.make_run(tmp_path / "run")
     usage = History(run_dir).load().usage
     spent = usage.workers[0].spent
-    assert spent is not None and spent.over_s > 0 and spent.bytes_per_s.keys() == {"reduce"}
+    assert spent is not None and spent.bytes_per_s.keys() == {"reduce"}
 
 
 def test_another_life_begins_anew() -> None:

@@ -181,10 +181,10 @@ class Pair:
         where = ("/nowhere", 0, 0, "h", "", "", self.board.fd, {}, "task")
         return WorkerContext(*where, cell_rank=cell_rank, cell_size=size, cell_fds=fds)
 
-    def serve(self, k: int, act: dict[str, Callable[..., Any]], segment: str = "") -> None:
+    def serve(self, k: int, act: dict[str, Callable[..., Any]]) -> None:
         def run() -> None:
             try:
-                self.limbs[k].serve(act, segment=segment)
+                self.limbs[k].serve(act)
                 self.ended.append(None)
             except Exception as error:
                 self.ended.append(error)
@@ -225,8 +225,8 @@ def test_limbs_introduce_themselves_obey_and_leave_with_their_head(pair: Callabl
         return sums[k]
 
     for k in range(2):
-        cell.serve(k, {"add": lambda number, k=k: add(k, (k + 1) * number)}, segment=f"memory-{k}")
-    assert cell.head.meet() == (Rank(os.getpid(), "", "memory-0"), Rank(os.getpid(), "", "memory-1"))
+        cell.serve(k, {"add": lambda number, k=k: add(k, (k + 1) * number)})
+    assert cell.head.meet() == (Rank(os.getpid()),) * 2
     assert cell.head.pids == (os.getpid(),) * 3
     assert [cell.head.command("add", number=n) for n in (1, 10)] == [[1, 2], [11, 22]]
     assert cell.board.row(0, 2).read().phase == "idle" and cell.ticks > 0

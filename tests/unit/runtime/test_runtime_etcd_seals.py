@@ -164,15 +164,15 @@ def test_an_entry_of_a_coordinator_that_was_deposed_takes_the_place_of_none() ->
     there = EtcdInMemory()
     job = begun(there)
     etcd, term = led(there, job, 5)
-    post, sent = etcd._post, list[str]()
+    post, sent = etcd._keys.post, list[str]()
 
     def read_on_the_way(what: str, asked: dict[str, Any]) -> object:
         sent.append(asked["success"][0]["request_put"]["value"])
         raise NoReply("lost")
 
-    etcd._post = read_on_the_way  # type: ignore[method-assign,assignment]
+    etcd._keys.post = read_on_the_way  # type: ignore[method-assign,assignment]
     assert isinstance(etcd.ask(Append(term, 6, [entry(66)])), Unanswered)
-    etcd._post = post  # type: ignore[method-assign]
+    etcd._keys.post = post  # type: ignore[method-assign]
     etcd.resign(held(etcd).lease)
     led(there, job, 2)
     there.put(key(6), sent[0])
@@ -246,7 +246,7 @@ def test_what_a_full_disk_does_not_note_is_written_all_the_same(tmp_path: Path) 
 def test_what_was_not_answered_is_read_back_and_goes_on() -> None:
     there = EtcdInMemory()
     etcd, term = led(there, begun(there))
-    post, lost = etcd._post, list[str]()
+    post, lost = etcd._keys.post, list[str]()
 
     def losing(what: str, asked: dict[str, object]) -> object:
         lost.append(what)
@@ -254,9 +254,9 @@ def test_what_was_not_answered_is_read_back_and_goes_on() -> None:
         raise NoReply("lost")
 
     for again, request in ((Taken([entry(7)]), Append(term, 7, [entry(7)])), (Appended(), Compact(term, 7, []))):
-        etcd._post = losing  # type: ignore[method-assign,assignment]
+        etcd._keys.post = losing  # type: ignore[method-assign,assignment]
         assert isinstance(etcd.ask(request), Unanswered)
-        etcd._post = post  # type: ignore[method-assign]
+        etcd._keys.post = post  # type: ignore[method-assign]
         assert etcd.ask(request) == again
     assert etcd.ask(Append(term, 8, [entry(8)])) == Appended()
     assert etcd.ask(Load()) == Loaded([entry(8)], 9)
@@ -267,7 +267,7 @@ def test_a_frozen_request_of_an_earlier_life_may_shorten_the_journal() -> None:
     there = EtcdInMemory()
     job = begun(there)
     etcd, term = led(there, job)
-    post, frozen = etcd._post, list[tuple[str, dict[str, object]]]()
+    post, frozen = etcd._keys.post, list[tuple[str, dict[str, object]]]()
 
     def freezing(what: str, asked: dict[str, object]) -> object:
         if what == "kv/txn":
@@ -275,7 +275,7 @@ def test_a_frozen_request_of_an_earlier_life_may_shorten_the_journal() -> None:
             raise NoReply("frozen")
         return post(what, asked)
 
-    etcd._post = freezing  # type: ignore[method-assign,assignment]
+    etcd._keys.post = freezing  # type: ignore[method-assign,assignment]
     assert isinstance(etcd.ask(Compact(term, 6, [entry(6)])), Unanswered)
     later = there.client(TOKEN, job=job)
     assert isinstance(later.ask(Load()), Loaded)
@@ -381,13 +381,13 @@ def test_what_a_job_asks_costs_no_more_requests() -> None:
     there = EtcdInMemory()
     job = begun(there)
     etcd, term = led(there, job)
-    post, asked = etcd._post, list[str]()
+    post, asked = etcd._keys.post, list[str]()
 
     def counting(what: str, said: dict[str, object]) -> object:
         asked.append(what)
         return post(what, said)
 
-    etcd._post = counting  # type: ignore[method-assign,assignment]
+    etcd._keys.post = counting  # type: ignore[method-assign,assignment]
     for request, count in (
         (Look(), 1),
         (Append(term, 7, [entry(7)]), 1),

@@ -479,7 +479,7 @@ def test_a_slot_that_was_given_up_is_told_again_to_who_comes_next(started: Start
 
 def test_what_no_restart_can_help_ends_the_job(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     started.coordinator.hear(m.AgentHello)
-    monkeypatch.setattr("everstep.runtime.host.host_part.SERVER_HOPELESS", 1)
+    monkeypatch.setattr("everstep.runtime.host.kept_server.SERVER_HOPELESS", 1)
     started.server.client.ready = False  # it dies before it has imported everything
     started.coordinator.say(started.facts())
     started.server._sock.shutdown(socket.SHUT_RDWR)

@@ -59,12 +59,12 @@ def listener() -> Iterator[socket.socket]:
 
 def test_the_silent_are_in_nobodys_way_and_cost_a_bounded_number_of_descriptors(listener: socket.socket) -> None:
     said: list[str] = []
-    porch = UnprovenConnections(listener, peer_keys(KEY), Complaints(said.append))
+    unproven = UnprovenConnections(listener, peer_keys(KEY), Complaints(said.append))
     crowd, before = [], descriptors()
     for _ in range(MAX_STRANGERS + 100):
         crowd.append(socket.create_connection(listener.getsockname()))
-        porch.turn(0.0)
-    porch.turn(0.1)
+        unproven.turn(0.0)
+    unproven.turn(0.1)
     assert descriptors() - before - len(crowd) <= MAX_STRANGERS
     assert len(said) == 1, "one line, not one for each"
     with socket.create_connection(listener.getsockname()) as sock:
@@ -72,14 +72,14 @@ def test_the_silent_are_in_nobodys_way_and_cost_a_bounded_number_of_descriptors(
         caller.start()
         known, begin = [], time.monotonic()
         while not known and time.monotonic() - begin < 60:
-            known = porch.turn(0.1)
+            known = unproven.turn(0.1)
         assert [seals.name for _, seals in known] == ["me"]
         assert time.monotonic() - begin < HANDSHAKE_TIMEOUT_S
         caller.join(60)
         known[0][0].close()
     for stranger in crowd:
         stranger.close()
-    porch.close()
+    unproven.close()
 
 
 def test_peers_are_served_while_strangers_stand_around() -> None:

@@ -46,7 +46,7 @@ def answerer() -> Tls:
 
 
 class Door:
-    """A porch at the other host, and who came in; `said`: what it complained of."""
+    """A unproven at the other host, and who came in; `said`: what it complained of."""
 
     def __init__(self, tls: Tls | None, host: str = THEIRS) -> None:
         self.said: list[str] = []
@@ -55,7 +55,7 @@ class Door:
         self.complained = threading.Event()
         self._listener = socket.create_server((host, 0), backlog=1024)
         self.address: tuple[str, int] = self._listener.getsockname()
-        self._porch = UnprovenConnections(self._listener, peer_keys(KEY), Complaints(self._complain), tls)
+        self._unproven = UnprovenConnections(self._listener, peer_keys(KEY), Complaints(self._complain), tls)
         self._over = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -66,7 +66,7 @@ class Door:
 
     def _run(self) -> None:
         while not self._over:
-            found = self._porch.turn(0.05)
+            found = self._unproven.turn(0.05)
             self.known += [sock for sock, _ in found]
             if found:
                 self.came.set()
@@ -83,7 +83,7 @@ class Door:
     def close(self) -> None:
         self._over = True
         self._thread.join(PATIENCE_S)
-        self._porch.close()
+        self._unproven.close()
         self._listener.close()
         for sock in self.known:
             sock.close()

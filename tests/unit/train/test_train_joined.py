@@ -339,12 +339,32 @@ def test_elements_of_the_gradient_are_clipped() -> None:
     assert equal(one, other)
 
 
+def test_a_schedule_that_counts_epochs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    run = joined(model, optimizer, scheduler=scheduler, steps=300)
+    assert "StepLR is stepped once per update, 300 times in this job" in capsys.readouterr().err
+    assert ["StepLR" in remark for remark in run.remarks] == [True]
+    run.close()
+
+
+def test_a_scaler_that_is_switched_off_does_no_harm() -> None:
+    model, scaler = network(), torch.amp.GradScaler("cpu", enabled=False)
+
+    def batch(step: Step, x: Any, y: Any) -> None:
+        step.backward(scaler.scale(cross_entropy(model(x), y)))
+        scaler.update()
+
+    assert len(trained(joined(model), batch)) == 3
+
+
 def test_a_scaler_is_refused_by_name() -> None:
     model, scaler = network(), torch.amp.GradScaler("cpu")
     with pytest.raises(TaskError, match=r"a GradScaler was used in the loop: .* give join\(precision='fp16'"):
         trained(joined(model), lambda step, x, y: step.backward(scaler.scale(cross_entropy(model(x), y))))
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    for call in (lambda: scaler.unscale_(opt), lambda: scaler.step(opt), lambda: scaler.update()):
+    for call in (lambda: scaler.unscale_(opt), lambda: scaler.step(opt), lambda: scaler.update(torch.ones(()))):
         with pytest.raises(TaskError, match=r"a GradScaler was used in the loop: .* give join\(precision='fp16'"):
             trained(joined(model), lambda step, x, y, call=call: (step.backward(cross_entropy(model(x), y)), call()))
     assert scaler.scale(torch.ones(())) == 65536.0

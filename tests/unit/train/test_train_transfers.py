@@ -89,14 +89,14 @@ def holder() -> tuple[Transfers, Donor, Any]:
 def test_members_that_settle_read_the_state_where_it_lies_until_all_have_what_they_lack() -> None:
     transfers, donor, state = holder()
     transfers.shelve(do.Shelve(3, Key(1, 0), {}, {}, transfers._view.driver.machine.held, stands=True))
-    ((standing, there),) = donor._shelves["settle"].held[0]
-    assert isinstance(standing, StateInPlace) and there == transfers._view.driver.machine.held[0]
+    ((in_place, there),) = donor._shelves["settle"].held[0]
+    assert isinstance(in_place, StateInPlace) and there == transfers._view.driver.machine.held[0]
     donor.busy_snapshot(stays=True)  # this worker fills what it lacks itself
-    before = standing.manifest()["blocks"]
-    assert before == state.manifest()["blocks"] and bytes(standing.read_block(0)) == bytes(state.read_block(0))
+    before = in_place.manifest()["blocks"]
+    assert before == state.manifest()["blocks"] and bytes(in_place.read_block(0)) == bytes(state.read_block(0))
     donor.unshelve("settle")
     with pytest.raises(CheckpointCorrupt):
-        standing.read_block(0)
+        in_place.read_block(0)
 
 
 def test_a_state_that_the_loop_may_change_is_copied_for_members_that_settle() -> None:

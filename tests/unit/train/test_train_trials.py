@@ -42,6 +42,7 @@ def checked(folder: Path, text: str) -> dict[str, Any]:
     question = {
         "task": str(script),
         "argv": (),
+        "settings": {},
         "folder": str(folder / "lives"),
         "steps": 3,
         "until_s": time.monotonic() + 600.0,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, Protocol
 
-GATHER_S = 10.0
+ALL_AT_ONCE_S = 10.0
 _NEXT_TO_NOTHING = 0.0001  # the least that Ray counts
 RayBundle = dict[str, float]
 
@@ -38,7 +38,7 @@ class RayPlaces:
         self._bundle = bundle
         self.alone = False
         self._least = least
-        self._until_s = now_s + GATHER_S
+        self._until_s = now_s + ALL_AT_ONCE_S
         all_of_them = groups.make([bundle] * hosts)
         self._of: dict[int, tuple[Hashable, int]] = {number: (all_of_them, number) for number in range(hosts)}
         self._taken: dict[int, tuple[str, str]] = {}

@@ -25,7 +25,7 @@ class Quorum:
         self._env = env
         self._since_ns: int | None = None
         self._first_came_ns: int | None = None
-        self._gathers_ns: int | None = None
+        self._hosts_since_ns: int | None = None
 
     def begin(self) -> None:
         self._since_ns = self._env.now
@@ -51,26 +51,26 @@ class Quorum:
         """The coordinator was away for this long: nobody could come."""
         self._since_ns = None if self._since_ns is None else self._since_ns + gap_ns
         self._first_came_ns = None if self._first_came_ns is None else self._first_came_ns + gap_ns
-        self._gathers_ns = None if self._gathers_ns is None else self._gathers_ns + gap_ns
+        self._hosts_since_ns = None if self._hosts_since_ns is None else self._hosts_since_ns + gap_ns
 
     # ---- before that, for hosts
 
     @property
-    def gathers(self) -> bool:
-        return self._gathers_ns is not None
+    def lacks_hosts(self) -> bool:
+        return self._hosts_since_ns is not None
 
-    def gather(self, why: Why) -> int:
+    def wait_for_hosts(self, why: Why) -> int:
         """Hosts are missing for this reason, which is reported once. Returns the end of the wait."""
-        if self._gathers_ns is None:
-            self._gathers_ns = self._env.now
+        if self._hosts_since_ns is None:
+            self._hosts_since_ns = self._env.now
         if why != self.waiting:
             self.waiting = why
             self._env.report("waiting", why, step=0, generation=0)
-        return self._gathers_ns + self._env.config.hosts.wait_ns
+        return self._hosts_since_ns + self._env.config.hosts.wait_ns
 
-    def gathered(self) -> None:
+    def hosts_came(self) -> None:
         """All hosts are here: from now on the job waits for workers."""
-        self._gathers_ns = self.waiting = None
+        self._hosts_since_ns = self.waiting = None
         self.begin()
 
     def over(self) -> bool:

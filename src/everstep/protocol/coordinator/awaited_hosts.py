@@ -18,22 +18,22 @@ def waits(job: JobState) -> bool:
         return False
     why = _lacking(job)
     if why is None:
-        if job.quorum.gathers:
-            job.quorum.gathered()
+        if job.quorum.lacks_hosts:
+            job.quorum.hosts_came()
         return False
-    until_ns = job.quorum.gather(why)
+    until_ns = job.quorum.wait_for_hosts(why)
     job.env.alarms.set(Alarm.HOSTS, until_ns)
     return True
 
 
 def hosts_due(job: JobState, about: Any) -> None:
     """The wait for hosts may have been too long."""
-    if job.agreement.plan is not NO_PLAN or job.progress.ended is not None or not job.quorum.gathers:
+    if job.agreement.plan is not NO_PLAN or job.progress.ended is not None or not job.quorum.lacks_hosts:
         return
     rules, why = job.env.config.hosts, _lacking(job)
     if why is None:
         return
-    until_ns = job.quorum.gather(why)
+    until_ns = job.quorum.wait_for_hosts(why)
     if job.env.now < until_ns:
         job.env.alarms.set(Alarm.HOSTS, until_ns)
         return

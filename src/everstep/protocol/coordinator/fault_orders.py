@@ -21,8 +21,8 @@ from everstep.protocol.roles import JOB
 def strike_due(job: JobState, worker: Worker, message: StrikeDue) -> None:
     """A worker has reached the point of a fault; the first report counts. The worker has claimed a fault of the
     coordinator before."""
-    strike = job.struck.find(message.index)
-    if strike is None or not strike.possible or not (strike.coordinator or job.struck.first(strike.index)):
+    strike = job.earlier_targets.find(message.index)
+    if strike is None or not strike.possible or not (strike.coordinator or job.earlier_targets.first(strike.index)):
         return
     where = {"generation": message.generation, "step": message.step, "phase": message.phase}
     refused = _strike(job, strike, f" in phase {message.phase} of step {message.step}", where)

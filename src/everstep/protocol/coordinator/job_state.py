@@ -39,7 +39,7 @@ class JobState:
         self.saving = Saving(env, membership, agreement, progress, self.quorum)
         self.profiling = Profiling(env, membership, agreement, progress)
         self.store = RendezvousStore(env)
-        self.struck = EarlierTargets(env)
+        self.earlier_targets = EarlierTargets(env)
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class JobState:
 
     def share_out(self) -> None:
         """Tell each agent which slots to keep filled, once hosts that are awaited have come."""
-        if not self.quorum.gathers or self.agreement.plan is not NO_PLAN:  # a plan may have been adopted
+        if not self.quorum.lacks_hosts or self.agreement.plan is not NO_PLAN:  # a plan may have been adopted
             self.slots.share_out("" if self.saving.ending is None else self.saving.ending.state)
 
     def foreign(self, key: WorkerKey, agent_id: str = "", host: str = "") -> bool:

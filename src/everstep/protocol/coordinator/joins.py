@@ -112,8 +112,7 @@ def _parts_of(job: JobState, worker_id: int, stages: Collection[int], seats: Seq
     """The parts of stages that a joiner probably gets; all segments of one that nobody has completely now. None where
     everybody has all."""
     found = {s.stage: s for s in shards_of(job, seats) if s.worker_id == worker_id}
-    now = {s.stage for s in job.agreement.plan.shards}
-    every = ((0, SEGMENTS),)
+    now, every = job.agreement.plan.divided_stages, ((0, SEGMENTS),)
     return [found.get(k) or Shard(worker_id, k, segments=every) for k in stages if k in found or k in now]
 
 

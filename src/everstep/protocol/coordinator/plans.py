@@ -140,7 +140,7 @@ def shards_of(job: JobState, seats: Sequence[Seat]) -> tuple[Shard, ...]:
     found: list[Shard] = []
     for stage in range(config.stages) if config.wish.copies else ():
         ids = [seat.worker_id for seat in seats if seat.stage == stage]
-        before = segment_holders(old, stage) if old.shards else ()
+        before = segment_holders(old, stage) if old.divided_stages else ()
         holders = spread(SEGMENTS, config.wish.copies, ids, job.speeds.domains(ids), before)
         found += segment_shards(stage, holders, ids)
     return tuple(found)

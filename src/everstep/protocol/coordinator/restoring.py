@@ -201,9 +201,9 @@ def _take(job: JobState, entry: _Entry | None) -> None:
         case _Drained():
             job.agents.replay_drained(entry.agent_id, entry.process)
         case _StruckBefore():
-            job.struck.replay(entry.index)
+            job.earlier_targets.replay(entry.index)
         case _StrikeAsked():
-            job.struck.replay_asked(entry.strike)
+            job.earlier_targets.replay_asked(entry.strike)
         case _Stop() | _Term() | _Ended():
             _take_end(job, entry)
 

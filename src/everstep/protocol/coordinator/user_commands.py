@@ -177,7 +177,7 @@ def _chaos(job: JobState, args: _Args) -> _Reply:
         strike, wrong = _as_strike(args["due"])
         if strike is None or not strike.coordinator:
             return wrong or "expected a fault of the coordinator, got one of something else", {}
-        job.struck.ask(replace(strike, index=message.number))
+        job.earlier_targets.ask(replace(strike, index=message.number))
     for worker in there.values():
         job.env.send(worker.connection, message)
     return "", {"fault": fault, "workers": list(there)}

@@ -43,7 +43,7 @@ class Driver:
     def __init__(self, config: DriverConfig, machine: StepMachine) -> None:
         self.config = config
         self.machine = machine
-        self.standing = Situation()
+        self.situation = Situation()
         self._parts = parts = DriverParts(config, machine)
         self._queue = queue = MachineQueue(machine, parts.stepper)
         self._effects = effects = MachineEffects(parts, queue)
@@ -96,7 +96,7 @@ class Driver:
         out.times.tick(now_ns)
         self._events.get(type(event), self._asked)(event)
         self._advance()
-        self.standing = Situation(machine.step, machine.stages, machine.plan, machine.prepared, out.standing)
+        self.situation = Situation(machine.step, machine.stages, machine.plan, machine.prepared, out.lasting)
         return out.drain()
 
     def _heard_of(self) -> dict[type, Callable[[Any], object]]:

@@ -65,7 +65,7 @@ class Hearing:
         plan, joiner = self._parts.machine.plan, self._parts.joiner
         if plan is None:
             joiner.stop()
-            self._parts.out.nothing_stands()
+            self._parts.out.forget_lasting()
             joiner.begin(ticket)
         elif ticket.plan.generation > plan.generation:
             reason = (

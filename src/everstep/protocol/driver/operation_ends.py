@@ -97,7 +97,7 @@ class OperationEnds:
         if self._parts.stepper.spreads(operation.outcome):
             return ()
         plan = self._parts.machine.plan
-        self._apply(whole=plan is None or not plan.shards or self._complete)
+        self._apply(whole=plan is None or not plan.divided_stages or self._complete)
         return ()
 
     def _spread(self, operation: do.Spread, result: step.Holds) -> None:

@@ -38,7 +38,7 @@ class Outbox:
     def __init__(self, me: WorkerKey) -> None:
         self.me = me
         self.operation: do.Operation | None = None
-        self.standing: tuple[wire.AnyMessage, ...] = ()
+        self.lasting: tuple[wire.AnyMessage, ...] = ()
         self.times = Times()
         self._effects: list[do.Effect] = []
         self._count = 0
@@ -72,16 +72,16 @@ class Outbox:
     def send(self, message: wire.AnyMessage, *, lasting: bool = True) -> None:
         """Send a message as it is to the coordinator."""
         if lasting:
-            self.standing = (*(m for m in self.standing if type(m) is not type(message)), message)
+            self.lasting = (*(m for m in self.lasting if type(m) is not type(message)), message)
         self._effects.append(do.Tell(message))
 
-    def nothing_stands(self) -> None:
+    def forget_lasting(self) -> None:
         """Forget the messages that were to be repeated."""
-        self.standing = ()
+        self.lasting = ()
 
     def withdraw(self, kind: type[wire.AnyMessage]) -> None:
         """Forget messages of this kind that were to be repeated."""
-        self.standing = tuple(m for m in self.standing if type(m) is not kind)
+        self.lasting = tuple(m for m in self.lasting if type(m) is not kind)
 
     def drain(self) -> list[do.Effect]:
         effects, self._effects = self._effects, []

@@ -350,7 +350,7 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     sound: int = -1
     first: dict[int, str] = {}
     built: dict[int, str] = {}
-    standing: tuple[bool, bool, Doubt | None] = (False, False, None)  # fresh, proven, doubt
+    trust: tuple[bool, bool, Doubt | None] = (False, False, None)  # fresh, proven, doubt
     loop: tuple[int, int] = (-1, -1)  # heard, stays_at
 
 
@@ -390,7 +390,7 @@ def encode_holding(holding: Holding) -> bytes:
     alike = {name: getattr(holding, name) for name in _ALIKE}
     alike |= {name: {k: there.encoded() for k, there in getattr(holding, name).items()} for name in _BLOCKS}
     alike["loop"] = holding.heard, holding.stays_at
-    alike["standing"] = holding.fresh, holding.proven, holding.doubt if holding.doubt.step else None
+    alike["trust"] = holding.fresh, holding.proven, holding.doubt if holding.doubt.step else None
     return msgspec.msgpack.encode(_Held(position=holding.position, **alike))
 
 
@@ -402,7 +402,7 @@ def decode_holding(data: bytes) -> Holding:
     except (InvariantViolation, ValueError) as error:
         raise ProtocolError(f"expected what another member holds: {str(error)[:200]!a}") from None
     alike = {name: getattr(held, name) for name in _ALIKE} | blocks
-    alike["fresh"], alike["proven"], doubt = held.standing
+    alike["fresh"], alike["proven"], doubt = held.trust
     alike["doubt"] = doubt or Doubt()
     alike["heard"], alike["stays_at"] = held.loop
     return Holding(position=Key(*held.position), **alike)

@@ -197,7 +197,7 @@ class Saver:
             self._give_up(Why(Cause.REGROUPED, f"worker {', '.join(map(str, gone))} left"), plan)
         elif plan.leader(0) != before.leader(0):
             self._give_up(Why(Cause.REGROUPED, "the leader changed"), plan)
-        elif before.shards and self._begun_at == self._machine.position:  # a member may not have got its share
+        elif before.divided_stages and self._begun_at == self._machine.position:  # a member may not have got its share
             step, _, why = self._incomplete or (0, 0, None)
             if why is not None and self._is_main and not plan.save:  # who asked hears of the one that follows
                 self._schedule.request(why)

@@ -85,7 +85,9 @@ class Settler:
         self._out.times.freed(plan.generation)
         self._comparing.learn(plan)
         doubt = machine.sound >= 0
-        disk = not machine.step or doubt or plan.stages > 1 or bool(plan.shards)  # else the state in memory will do
+        disk = (
+            not machine.step or doubt or plan.stages > 1 or bool(plan.divided_stages)
+        )  # else the state in memory will do
         limit = machine.sound if doubt else None
         if doubt:  # this worker may have heard of it from others only
             self._out.put(do.Invalidate(machine.sound, first=machine.me.worker_id == plan.worker_ids[0]))
@@ -167,7 +169,7 @@ class Settler:
         top = max((h.position.step for h in self._stated.values()), default=0)
         if top > effect.step:  # so that it is known how many steps are done again
             self._out.tell(wire.Progress, lasting=False, generation=plan.generation - 1, step=top, step_ms=0.0)
-        self._out.nothing_stands()
+        self._out.forget_lasting()
         phases_ms = self._out.times.taken()
         number = effect.step + 1
         self._out.tell(wire.GenerationEntered, generation=plan.generation, step=number, phases_ms=phases_ms, loop=loop)
@@ -198,7 +200,7 @@ class Settler:
             held = machine.held
             lacking = [k for k in range(plan.stages) if k not in held or not held[k].whole]
             return from_shares(plan, lacking, me, {k: blocks.of for k, blocks in held.items()})
-        if plan.stages > 1 or plan.shards:
+        if plan.stages > 1 or plan.divided_stages:
             self.serve(step.ServeState(machine.generation, machine.position, (plan.leader(0),)), stands=True)
         return {}, {}
 

@@ -205,7 +205,7 @@ class Stepper:
         if not machine.settled or machine.switch is not None or outcome.nonfinite.left_out:
             return False
         plan = machine.current_plan()
-        if not {shard.stage for shard in plan.shards} & set(plan.stages_of(machine.me.worker_id)):
+        if plan.divided_stages.isdisjoint(plan.stages_of(machine.me.worker_id)):
             return False
         self._out.start(do.Spread, machine.generation, plan, machine.step)
         return True

@@ -150,13 +150,13 @@ class Limb:
         self._head = context.cell_fds[0]
         self.row = Board.attach(context.board_fd).row(context.worker_id, context.cell_rank)
 
-    def serve(self, act: Mapping[str, Callable[..., Any]], *, address: str = "", segment: str = "") -> None:
+    def serve(self, act: Mapping[str, Callable[..., Any]]) -> None:
         """Introduce this rank, then carry out the head's commands until the head goes.
 
-        act: functions by the names of commands; their results go to the head, and must be plain data. address, segment:
-        as in `Rank`. Raises: their exceptions; ProtocolError for a command that is not among them.
+        act: functions by the names of commands; their results go to the head, and must be plain data.
+        Raises: their exceptions; ProtocolError for a command that is not among them.
         """
-        said: Any = Rank(os.getpid(), address, segment)
+        said: Any = Rank(os.getpid())
         self.row.set(phase="idle")
         while self._say(said) and (data := self._wait()):
             command = msgspec.msgpack.decode(data, type=CellCommand)

@@ -421,9 +421,9 @@ def first_to_go(statuses: Mapping[int, int]) -> int | None:
     if statuses.get(0) == 0:
         return 0
     failed = sorted(cell_rank for cell_rank, status in statuses.items() if status != 0)
-    struck = [cell_rank for cell_rank in failed if os.WIFSIGNALED(statuses[cell_rank])]
+    signalled = [cell_rank for cell_rank in failed if os.WIFSIGNALED(statuses[cell_rank])]
     limbs = [cell_rank for cell_rank in failed if cell_rank > 0]
-    return next(iter(struck or limbs or failed), None)
+    return next(iter(signalled or limbs or failed), None)
 
 
 if __name__ == "__main__":

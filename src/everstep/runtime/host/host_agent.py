@@ -146,15 +146,15 @@ class HostAgent:
 
     def _turn(self) -> None:
         now_s = time.monotonic()
-        server_fd = self._host.server_fd if self._host is not None else -1
+        server_fd = self._host.server.fd if self._host is not None else -1
         orphans = self._host.workers.orphan_fds if self._host is not None else []
         ready = readable((self._inbox.fd, server_fd, self._job_fd, *orphans), self._patience(now_s))
         if self._host is not None:
             if server_fd in ready:
-                self._host.hear_server()
+                self._host.server.hear()
             if ready.intersection(orphans):
                 self._host.workers.look_at_orphans()
-            self._host.watch_server(time.monotonic())
+            self._host.server.watch(time.monotonic())
         for item in self._inbox.take():
             self._take(item)
         now_s = time.monotonic()
@@ -170,7 +170,7 @@ class HostAgent:
 
     def _patience(self, now_s: float) -> float:
         host = self._host
-        start_s, ping_s = (inf, inf) if host is None else (host.workers.due_in(now_s), host.ping_in(now_s))
+        start_s, ping_s = (inf, inf) if host is None else (host.workers.due_in(now_s), host.server.ping_in(now_s))
         end_s = self._deadline_s - now_s  # after that, only the end of workers' scripts is waited for
         return min(1.0, self.link.due_in(now_s), start_s, ping_s, end_s if end_s > 0 else inf)
 

@@ -7,39 +7,28 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import asdict
-from math import inf
 from pathlib import Path
-from typing import Any
 
 from everstep.base.below import keep_to
-from everstep.base.cause import Cause, Why
+from everstep.base.cause import Why
 from everstep.base.config import Config, load_config
 from everstep.base.plan import WorkerKey
 from everstep.observe.events import EventLog
-from everstep.protocol.messages import (
-    JobFacts,
-    WorkerLife,
-)
+from everstep.protocol.messages import JobFacts, WorkerLife
 from everstep.protocol.roles import WORKER
 from everstep.runtime.files.agent_files import AgentFiles, PeerWire
 from everstep.runtime.host.agent_link import AgentLink, Secrets
 from everstep.runtime.host.board import Board
 from everstep.runtime.host.collector import Collector, Sampler
-from everstep.runtime.host.fork_server_client import ForkServerClient, start_fork_server
+from everstep.runtime.host.fork_server_client import ForkServerClient
 from everstep.runtime.host.hearsay import Hearsay
 from everstep.runtime.host.host_workers import Workers
+from everstep.runtime.host.kept_server import SERVER_LOG, KeptServer
 from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, METRICS_FOLDER
 from everstep.runtime.link.context import Joining, WorkerContext
 from everstep.runtime.link.handshake import PEER, role_token
 from everstep.runtime.link.tls import Tls
-from everstep.runtime.process import (
-    is_stopped,
-    last_line,
-)
-
-SERVER_HOPELESS = 3
-SERVER_LOG = "fork-server.log"
-_END_WAIT_S = 5.0
+from everstep.runtime.process import is_stopped
 
 
 class Host:
@@ -63,9 +52,6 @@ class Host:
         self._joining = joining
         self._secrets = secrets
         self._board = board
-        self._notify = notify
-        self._failures = 0
-        self._failed: Why | None = None
         self.config: Config = load_config([("the job", facts.config)])
         wire = PeerWire(joining.own or joining.host, role_token(secrets.token, PEER), Tls.of(secrets.shown))
         self.files = AgentFiles(facts, joining, self.config, wire, link.client)
@@ -77,87 +63,20 @@ class Host:
         self.workers = Workers(joining, self.config, board, self._context, link, notify, self._collector)
         self._sampler = self._start_sampler()
         self._hearsay = self._hear_of_head(link)
-        if self.config.threads != joining.threads:
-            server.close(0.0)
-            server = self._new_server(server)
-        self._server = server
-        self._begin(server)
-
-    # ---- the fork server
-
-    @property
-    def server_fd(self) -> int:
-        """Descriptor, readable when the fork server has sent a message; -1 if there is none any more."""
-        return self._server.fd
-
-    def hear_server(self) -> None:
-        """Take in messages of the fork server; start another one if it has died."""
-        messages = self._server.receive()
-        for message in messages:
-            if message["op"] == "ready":
-                self._ready(message)
-            else:
-                self.workers.heard(message)
-        if not messages:
-            self._server_died()
-
-    def ping_in(self, now_s: float) -> float:
-        return self._server.watch.due_in(now_s) if self._server.fd >= 0 else inf
-
-    def watch_server(self, now_s: float) -> None:
-        """Kill a fork server that lives but does not answer (stopped, or stuck in the kernel)."""
-        server = self._server
-        if server.fd < 0:
-            return  # none runs any more
-        server.ping(now_s)
-        silent = server.watch.too_long()
-        if silent:
-            self.tell("warning", Why(Cause.HUNG, f"the fork server {silent}: it is killed and started again"))
-            server.watch.killed(now_s)
-            server.kill()
-            self._server_died()
-
-    def _new_server(self, before: ForkServerClient) -> ForkServerClient:
-        log, names = self.files.logs / SERVER_LOG, self._joining.preload
-        if not before.ready:  # packages of the task's may be the reason
-            names = [name for name in names if ":" not in name]
-        return start_fork_server(log, self._board.fd, self.config.threads, names, before.watch)
-
-    def _begin(self, server: ForkServerClient) -> None:
-        server.log_to(self.files.logs / SERVER_LOG)
-        self.workers.use(server)
-        if server.ready:
-            self._ready(server.greeting)
-
-    def _ready(self, message: dict[str, Any]) -> None:
-        self._failures = 0
-        self._notify("fork_server_ready", **{k: v for k, v in message.items() if k != "op"})
-
-    def _server_died(self) -> None:
-        was_ready = self._server.ready
-        how = self._server.close(timeout_s=2.0)
-        self.workers.server_died()
-        self._failures = 0 if was_ready else self._failures + 1
-        words = last_line(self.files.logs / SERVER_LOG)
-        said = f"{how}; its last words: {words}" if words else how
-        text = f"the fork server died ({said}) and is started again; its workers go on"
-        self._notify("warning", Why(Cause.EXITED, text))
-        if self._failures >= SERVER_HOPELESS:
-            self._failed = Why(Cause.CRASH_LOOP, f"the fork server cannot start: {said}")
-            return
-        self._server = self._new_server(self._server)
-        self._begin(self._server)
+        threads, log = self.config.threads, self.files.logs / SERVER_LOG
+        self.server = KeptServer(server, threads, joining.preload, board, log, self.workers, notify, self.tell)
+        self.server.begin(anew=threads != joining.threads)
 
     # ---- the workers
 
     @property
     def hopeless(self) -> Why | None:
-        return self._failed or self.workers.hopeless
+        return self.server.failed or self.workers.hopeless
 
     def fall(self) -> None:
         """A scripted fault: all processes of this host die at once, this one last."""
         self.workers.kill_all()
-        self._server.kill()
+        self.server.kill()
         os.kill(os.getpid(), signal.SIGKILL)
         os._exit(128 + signal.SIGKILL)  # the first process of a container survives its own signal
 
@@ -244,6 +163,5 @@ class Host:
 
     def _end_workers(self, at_once: bool) -> None:
         self.workers.kill_all()
-        # While it imports it hears nothing.
-        self._server.close(timeout_s=_END_WAIT_S if self._server.ready and not at_once else 0.0)
+        self.server.close(at_once=at_once)
         self.workers.end_all()

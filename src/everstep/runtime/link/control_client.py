@@ -102,7 +102,7 @@ class AnnouncedPlace:
         return self._signature() != self._seen
 
     def look(self, peer: tuple[str, int]) -> None:
-        """Compare the address with the other end's. Raises: ProtocolError if another coordinator has announced itself;
+        """Compare the address with the other end's. Raises: EverstepError if another coordinator has announced itself;
         the one at the other end may be frozen, or not know that it was deposed."""
         if not self.changed() or self._signature() == (0, 0):
             return
