@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -207,6 +209,36 @@ def test_cells_outlive_the_host_that_leads(led_jobs: LedJobs) -> None:
         led_jobs.check(heir)
     told = looked_at(heirs[0].run_dir, "status")
     assert [len(worker["cell"]) for worker in told["workers"]] == [2, 1], told["workers"]
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("how", ["kill", "cut"])
+@pytest.mark.parametrize("local", [True, False])
+def test_a_worker_over_two_hosts_outlives_the_host_that_leads(led_jobs: LedJobs, how: str, local: bool) -> None:
+    """local: that has the worker's head, too, and the worker begins again over the two that are left, from a
+    checkpoint; else the worker goes on, and a process of it that dies later ends it, as the new coordinator knows
+    its parts."""
+    settings = {"cell.fsdp": 4, "cell.hosts": 2, "checkpoint.disk.every_steps": 3}
+    options = [] if local else ["--no-local-workers"]
+    job = led_jobs.led(*options, workers=1, steps=60, settings=settings, until=[], lane_s=0.3)
+    heirs = [led_jobs.standby(2), led_jobs.standby(3)]
+    first = job.wait_for("worker_joined", worker_id=0)
+    assert ("host1" in first["hosts"]) == local, job.account()
+    job.wait_for("step_committed", lambda e: e["step"] >= 4)
+    getattr(led_jobs.net.hosts[0], how)()
+    taken = heirs[0].wait_for("coordinator_restarted")
+    if not local:
+        later = heirs[0].wait_for("step_committed", lambda e: e["time_unix_ns"] > taken["time_unix_ns"])
+        heirs[0].wait_for("step_committed", lambda e: e["step"] > later["step"] + 1)
+        assert not heirs[0].of_kind("worker_evicted"), heirs[0].account()
+        os.kill(lives(led_jobs.net.hosts[2]).pop(), signal.SIGKILL)
+    heirs[0].wait_for("worker_joined", lambda e: e["time_unix_ns"] > taken["time_unix_ns"])
+    led_jobs.go()
+    for heir in heirs:
+        led_jobs.check(heir)
+    joined = heirs[0].of_kind("worker_joined")
+    assert [e["worker_id"] for e in joined] == [0, 0], heirs[0].account()
+    assert sorted({*joined[-1]["hosts"]}) == ["host2", "host3"], heirs[0].account()
 
 
 @pytest.mark.longer

@@ -72,6 +72,42 @@ def test_a_host_that_is_lost_is_replaced_by_another_while_a_second_worker_goes_o
 
 
 @pytest.mark.longer
+@pytest.mark.parametrize("how", ["kill", "cut"])
+def test_an_idle_host_takes_the_place_of_a_lost_one_before_a_worker_gets_fewer(on_hosts: HostJobs, how: str) -> None:
+    settings = {**SPANS, "hosts.min": 3, "on_failure": "shrink", "checkpoint.disk.every_steps": 3}
+    job = on_hosts.head("--slots", "1", workers=1, steps=STEPS, settings=settings, until=joined(2))
+    on_hosts.agent(2, "--slots", "1")
+    on_hosts.agent(3, "--slots", "1")
+    first = job.wait_for("worker_joined", worker_id=0)
+    lost = next(host for host in on_hosts.net.hosts[1:] if host.name in first["hosts"])
+    job.wait_for("step_committed", step=4)
+    getattr(lost, how)()
+    on_hosts.check(job)
+    again = job.of_kind("worker_joined")[-1]
+    idle = next(host.name for host in on_hosts.net.hosts[1:] if host is not lost)
+    assert again["hosts"] == [first["hosts"][0]] * 2 + [idle] * 2, job.account()
+    assert not job.of_kind("cell_shrunk"), job.account()
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("how", ["kill", "cut"])
+def test_the_host_of_a_workers_head_is_lost_where_another_one_leads(on_hosts: HostJobs, how: str) -> None:
+    settings = {**SPANS, "hosts.min": 2, "checkpoint.disk.every_steps": 3}
+    job = on_hosts.head("--no-local-workers", workers=1, steps=STEPS, settings=settings, until=joined(2))
+    on_hosts.agent(2, "--slots", "1")
+    on_hosts.agent(3, "--slots", "1")
+    first = job.wait_for("worker_joined", worker_id=0)
+    on_hosts.agent(1, "--slots", "1", "--host-name", "other")
+    job.wait_for("step_committed", step=4)
+    lost = next(host for host in on_hosts.net.hosts if host.name == first["hosts"][0])
+    getattr(lost, how)()
+    on_hosts.check(job)
+    again = job.of_kind("worker_joined")[-1]
+    assert sorted({*again["hosts"]}) == sorted(({*first["hosts"]} - {first["hosts"][0]}) | {"other"}), job.account()
+    assert not job.of_kind("cell_shrunk"), job.account()
+
+
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("each", "hosts", "settings"),
     [(1, 2, {"on_failure": "shrink"}), (2, 2, {"quorum_wait_s": 25}), (1, 3, {"on_failure": "shrink"})],
@@ -93,6 +129,18 @@ def test_a_worker_whose_host_is_not_replaced_goes_on_with_the_hosts_that_are_lef
     assert f"{hosts - 1} of the {hosts} hosts that each worker has are left" in shrunk["reason"], job.account()
     sizes = [len(e.get("pids", [0])) for e in job.of_kind("worker_joined")]
     assert sizes == [each * hosts, each * (hosts - 1)], job.account()
+
+
+@pytest.mark.longer
+def test_a_part_that_ends_with_another_is_no_restart(on_hosts: HostJobs) -> None:
+    """The slot of the one that died is given up, and no other."""
+    settings = {**SPANS, "max_restarts": 0, "checkpoint.disk.every_steps": 3}
+    job = on_hosts.head("--slots", "1", workers=1, steps=STEPS, settings=settings, until=[{"kind": "cell_shrunk"}])
+    on_hosts.agent(2, "--slots", "1")
+    job.wait_for("step_committed", step=4)
+    os.kill(workers_of(on_hosts.net.hosts[1])[-1], signal.SIGKILL)
+    assert job.wait_for("cell_shrunk")["ranks"] == 2
+    on_hosts.check(job)
 
 
 @pytest.mark.longer

@@ -100,13 +100,14 @@ def test_each_process_updates_a_part_of_its_workers_part(jobs: Jobs, tmp_path: P
 
 
 @pytest.mark.longer
+@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(("rank", "copies"), [(1, 1), (0, 2)])
 @pytest.mark.parametrize("phase", ["forward", "reduce", "agree", "update"])
-def test_any_rank_is_killed(jobs: Jobs, file: Path, phase: str, rank: int, copies: int) -> None:
+def test_any_rank_is_killed(jobs: Jobs, file: Path, phase: str, rank: int, copies: int, stage: int) -> None:
     who = f"1/{rank}" if rank else "1"
     chaos = f"kill:target=worker:{who},at=7,phase={phase}; kill:target=leader:0,at=14,phase={phase}"
     pace = [healed(1), {"kind": "worker_healed", "count": 2}]
-    settings = cells(**{"zero.copies": copies, "verify_every": 4})
+    settings = cells(**{"zero.stage": stage, "zero.copies": copies, "verify_every": 4})
     job = jobs.run(f"{file}:Large", workers=3, settings=settings, chaos=chaos, pace=pace)
     assert len(job.of_kind("fault_injected")) == 2, job.account()
     assert bool(job.of_kind("fallback")) == (copies == 1), job.account()
@@ -194,9 +195,10 @@ def test_parameters_that_get_their_state_later(jobs: Jobs, file: Path, copies: i
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("snapshots", [False, True])
-def test_cells_of_unlike_sizes_divide_it(jobs: Jobs, file: Path, *, snapshots: bool) -> None:
-    settings = cells(**{"cell.fsdp": 3, "max_restarts": 0, "zero.copies": 2, "verify_every": 4})
+@pytest.mark.parametrize(("copies", "snapshots"), [(2, False), (2, True), (1, False)])
+def test_cells_of_unlike_sizes_divide_it(jobs: Jobs, file: Path, copies: int, *, snapshots: bool) -> None:
+    """Of one copy a part is lost: all go back to a checkpoint, and those that lost no process stay as they are."""
+    settings = cells(**{"cell.fsdp": 3, "max_restarts": 0, "zero.copies": copies, "verify_every": 4})
     settings |= {"checkpoint.memory.every_steps": 2} if snapshots else {}
     chaos = "kill:target=worker:1/1,at=4,phase=forward"
     job = jobs.run(f"{file}:Large", workers=3, settings=settings, chaos=chaos, pace=[healed(1)])

@@ -107,6 +107,7 @@ class Checkpointer:
         self._to_upload: set[int] = set()
         self._base = Base()
         self._sound: set[int] = set()
+        self._refused: dict[tuple[int, int], CheckpointCorrupt | StoreError] = {}  # by step and time of writing
         self.unreadable: StoreError | None = None
         """Why the last look for checkpoints found none, though some may be there; None if it could read all."""
         self.skipped: dict[str, int] = {"memory": 0, "disk": 0, "object": 0}
@@ -353,9 +354,10 @@ class Checkpointer:
         directly before the state is changed. twice: all is read and verified before that, and then read again; else a
         state is partly written if this raises.
 
-        Raises: CheckpointCorrupt if something does not match its hash: it is set aside, `restorable` names an older
-        one. ConfigError, StoreError.
+        Raises: CheckpointCorrupt if something does not match its hash: it is set aside. StoreError if it cannot be
+        read. In both cases `restorable` names older ones from then on. ConfigError.
         """
+        checkpoint: Checkpoint | None = None
         try:
             checkpoint = open_checkpoint(self.store, step, self._repairer(step))
             self._accept(checkpoint)
@@ -364,15 +366,20 @@ class Checkpointer:
                 checkpoint.verify_for(states)
             ready()
             checkpoint.load_into(states)
-        except CheckpointCorrupt as error:
+        except (CheckpointCorrupt, StoreError) as error:
             self._sound.discard(step)
-            note = set_aside_and_say(self.store, step)
+            if checkpoint is not None and not isinstance(error, PartsAway):  # their hosts may come
+                self._refused[step, checkpoint.manifest.created_unix_ns] = error
+            note = set_aside_and_say(self.store, step) if isinstance(error, CheckpointCorrupt) else ""
             if note:
                 self._fell_back(step, f"{error}{note}")
             raise
         return checkpoint.manifest
 
     def _accept(self, checkpoint: Checkpoint) -> None:
+        before = self._refused.get((checkpoint.step, checkpoint.manifest.created_unix_ns))
+        if before is not None:
+            raise before
         refuse_foreign(checkpoint.manifest, self.identity, allow_mismatch=self._config.allow_mismatch)
         if not self._inexact:
             refuse_kernels(checkpoint.manifest, self.identity.kernels)

@@ -209,8 +209,7 @@ class GenerationEntered(OfLife, frozen=True, kw_only=True):
 
 class Progress(OfLife, frozen=True, kw_only=True):
     """From the leader, a few times per second at most: the newest step whose effects left the process. Sent once
-    more, with step_ms 0, right at the first commit of a generation, which completes a recovery. committed_unix_ns:
-    time of that commit; 0 if unknown."""
+    more, with step_ms 0, at the first commit of a generation, which completes a recovery; committed_unix_ns: its."""
 
     generation: int
     step: int
@@ -491,10 +490,11 @@ class HostAsk(AnyMessage, frozen=True, kw_only=True):
 
 
 class KillWorker(OfLife, frozen=True, kw_only=True):
-    """SIGKILL this life if it still runs (it hangs or was outvoted)."""
+    """SIGKILL this life if it still runs. again: it ends with another part of its worker, and is no loss of its own."""
 
     reason: str
     cause: Cause = Cause.UNKNOWN
+    again: bool = False
 
 
 class ShowStacks(OfLife, frozen=True, kw_only=True):

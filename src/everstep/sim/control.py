@@ -538,7 +538,8 @@ class Control:
         """The next life of a slot, on the agent's host."""
         lives = [key.incarnation for key in self.workers if key.worker_id == worker_id]
         key = WorkerKey(worker_id, max(lives, default=-1) + 1)
-        worker = SimWorker(self.site, agent.host, self.dial, self.make_driver(key), agent.exited)
+        spans, driver = self.rules.span > 1, self.make_driver(key)
+        worker = SimWorker(self.site, agent.host, self.dial, driver, agent.exited, spans=spans)
         self.workers[key], self.site.lives[key] = worker, worker
         return worker
 
@@ -552,6 +553,7 @@ class Control:
                 who = _evicted_key(effect.fields)
                 worker, cause = self.workers.get(who), effect.fields["cause"]
                 if worker is not None and cause is Cause.HUNG:
+                    worker = self.workers[worker.part.stands]
                     busy = worker.starved or worker.ties.compiles
                     require(not busy, "P8", f"{who} is taken for hung, but it waits for a processor, or compiles")
                     stood = worker.frozen_ns is not None or self.world.now_ns - worker.thawed_ns < KNOWN_LATE_NS

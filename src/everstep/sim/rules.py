@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from everstep.base.config_keys import ObjectTierConfig
-from everstep.placement.cell_shapes import CellShape, shapes_of
+from everstep.placement.cell_shapes import CellShape, shapes_of, shapes_over
 from everstep.protocol.coordinator.types import CoordinatorConfig
 from everstep.protocol.driver.saver import SavingRules
 from everstep.sim.world import MS, SECOND
@@ -22,7 +22,8 @@ class Rules:
     tolerated. reboots: an agent that comes again says that it is another process. degree: processes of each worker,
     which goes on with fewer of them where its slot is given up. told_lanes: the coordinator hears the number of lanes
     from workers. patience_ms: how long the job waits for workers and hosts; 0: for an hour. returns: slots move to
-    hosts that come back. first: the host of worker 0; "": any.
+    hosts that come back. first: the host of worker 0; "": any. span: hosts of each worker, with a process on each, and
+    with fewer where fewer are left.
     """
 
     saves: str = ""
@@ -37,18 +38,22 @@ class Rules:
     patience_ms: int = 0
     returns: bool = True
     first: str = ""
+    span: int = 1
 
     def of_coordinator(self, config: CoordinatorConfig) -> CoordinatorConfig:
         """The config of a job with these rules."""
         limit = None if self.by_steps else config.hang_limit_ns
         cells = shapes_of(CellShape(1, self.degree), self.degree)
+        if self.span > 1:
+            cells = shapes_over(CellShape(self.span), self.span)
         wait_ns = self.patience_ms * MS or 3600 * SECOND
-        hosts = replace(config.hosts, least=self.least, wait_ns=wait_ns, cells=cells)
-        hosts = replace(hosts, return_ns=hosts.return_ns if self.returns else None)
+        hosts = replace(config.hosts, least=max(self.least, self.span), wait_ns=wait_ns, cells=cells)
+        returns = self.returns and self.span == 1
+        hosts = replace(hosts, return_ns=hosts.return_ns if returns else None, span=self.span)
         hosts = replace(hosts, named={0: self.first} if self.first else {})
         lanes = config.lanes + 1 if self.told_lanes else config.lanes
         config = replace(config, lasting_ns=self.lasting_ms * MS, lanes=lanes, quorum_wait_ns=wait_ns)
-        return replace(config, hosts=hosts, hang_limit_ns=limit, slots=config.workers if self.shared else 0)
+        return replace(config, hosts=hosts, hang_limit_ns=limit, slots=config.workers * self.span if self.shared else 0)
 
     def of_saving(self, config: SavingRules) -> SavingRules:
         """The same for checkpoints: by time, by what they cost, at the ends of epochs, or none at all."""

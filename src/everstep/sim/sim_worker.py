@@ -21,6 +21,7 @@ from everstep.sim.life import UNINTERRUPTED, Exited, Life, SimSite, nothing
 from everstep.sim.mesh import Dial, Mesh, Ties
 from everstep.sim.model import SimReduced, digest, evaluates, present
 from everstep.sim.promises import freed, require
+from everstep.sim.spanning import SpanningPart
 from everstep.sim.world import MS, SimConnection
 
 METRIC = "score"
@@ -174,7 +175,10 @@ class SimWorker(Life):
     """One life of one slot with all of its parts, and handlers that concern several of them: generations and
     decisions."""
 
-    def __init__(self, site: SimSite, host: str, dial: Dial, driver: Driver, exited: Exited) -> None:
+    def __init__(
+        self, site: SimSite, host: str, dial: Dial, driver: Driver, exited: Exited, *, spans: bool = False
+    ) -> None:
+        """spans: it looks for parts on other hosts first."""
         super().__init__(site, host, driver, exited)
         self.mesh = Mesh(self)
         self.lanes = SimLanes(self, self.mesh)
@@ -183,15 +187,16 @@ class SimWorker(Life):
         self.reduction = Reduction(self, self.mesh, self.lanes)
         self.spreading = Spreading(self, self.mesh)
         self.ties = Ties(self, dial, self.mesh)
+        self.part = SpanningPart(self, dial, self._join)
         self.loop = Loop(self, self.lanes)
         fetcher = Fetcher(self, self.memory, SimSaver(self))
-        self._users = (self.ties, self.mesh, self.donor, self.memory, fetcher, self.follower)
+        self._users = (self.ties, self.part, self.mesh, self.donor, self.memory, fetcher, self.follower)
         self.install({do.Open: self._open, do.Cut: self._cut, do.Decided: self._decided, do.EnteredPlan: self._entered})
         self.install({do.Update: self._update, Release: self._release})
         self.world.log(self.name, "STARTED", f"pid {self.pid} on {self.host}")
-        self.soon(5 * MS, 40 * MS, self._begin_loop)
+        self.soon(5 * MS, 40 * MS, self.part.client.begin if spans else self._join)
 
-    def _begin_loop(self) -> None:
+    def _join(self) -> None:
         self.ties.client.begin()
         self.handle(do.JoinAsked())
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -364,20 +364,16 @@ class Restorer:
 
     _view: WorkerView
     _checkpointer: Checkpointer | None
-    _refused: set[int] = field(default_factory=set)
 
     def restorable(self, limit: int | None) -> tuple[int, ...]:
-        """The newest steps, up to the limit if there is one, that can be read from disk here.
+        """The newest steps, up to the limit if there is one, that can be read from disk here; if some are on hosts that
+        are not there, wait for these.
 
         Raises: ConfigError if the checkpoints are of another job, or on hosts that do not come.
         """
         if self._checkpointer is None:
             return ()
-        found = self._await_hosts(self._checkpointer, limit)
-        return tuple(s for s in found if s not in self._refused)
-
-    def _await_hosts(self, checkpointer: Checkpointer, limit: int | None) -> tuple[int, ...]:
-        """Steps that can be read; if some are on hosts that are not there, wait for these."""
+        checkpointer = self._checkpointer
         view, began_s, said_s = self._view, time.monotonic(), -inf
         wait_s, expected = view.config.quorum_wait_s, int(view.link.job.get("resumes_at", 0))
         while True:
@@ -423,6 +419,8 @@ class Restorer:
         """
         view, checkpointer = self._view, self._checkpointer
         trained = view.step > 0
+        # The life before may have ended because an unsplit model was overwritten in part: this one looks before.
+        twice = trained or (view.driver.machine.me.incarnation > 0 and not view.stages.split)
         written: list[int] = []
         replicas = [view.stages[stage] for stage in stages]
 
@@ -436,9 +434,8 @@ class Restorer:
         try:
             if checkpointer is None:
                 raise StoreError("checkpoint.enabled is false")
-            manifest = checkpointer.load(number, states, ready=ready, twice=trained)
+            manifest = checkpointer.load(number, states, ready=ready, twice=twice)
         except (CheckpointCorrupt, StoreError) as error:
-            self._refused.add(number)
             torn = bool(written) and not view.stages.split
             if not torn:
                 for stage in written:

@@ -235,6 +235,35 @@ def test_one_that_cannot_be_read_is_not_taken_for_none(
     assert other.restorable(limit=0) == () and other.unreadable is None
 
 
+@pytest.mark.parametrize("error", [StoreError, CheckpointCorrupt])
+def test_one_whose_data_could_not_be_read_is_stated_no_more_and_not_taken_for_none(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Its manifest and the beginnings of its files can be read, and it may not be possible to set it aside."""
+    job = start(1)
+    for step in (1, 2):
+        job.save(step)
+        job.update(step)
+        job.wait_told(step)
+
+    def broken(store: DirectoryStore, name: str, *where: Any) -> Any:
+        raise error(f"cannot read {name}: Input/output error")
+
+    monkeypatch.setattr(DirectoryStore, "read_into", broken)
+    monkeypatch.setattr(DirectoryStore, "move", broken)
+    worker = job.workers[0]
+    assert worker.restorable(verify=False, most=2) == (1, 2)
+    for bad in (2, 1):
+        with pytest.raises(error):
+            worker.load(bad, {0: job.states[0]})
+        assert worker.restorable(verify=False, most=2) == tuple(range(1, bad))
+    assert (worker.unreadable is not None) == (error is StoreError)
+    assert worker.restorable(verify=False, limit=0) == () and worker.unreadable is None
+    monkeypatch.undo()
+    job.update(3)
+    assert start(1).workers[0].restorable(most=2) == (1, 2), "another life may look again"
+
+
 def test_of_another_job(start: Callable[..., Job]) -> None:
     job = start(1)
     job.save(1)

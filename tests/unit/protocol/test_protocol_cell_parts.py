@@ -106,6 +106,7 @@ def test_a_part_that_dies_ends_the_others_and_a_host_with_room_takes_its_place()
     killed = parts.world.last(m.KillWorker, "a0")
     assert (killed.worker_id, killed.incarnation) == (0, 0)
     assert "its part on host a1 (slot 1) was lost" in killed.reason
+    assert killed.again, "it is no loss of its own"
     parts.world.exited(0, agent="a0")
     parts.looks(0, 0, 1)
     assert parts.cell(parts.looks(2, 2)) == [WorkerKey(0, 1), WorkerKey(2, 0)]
@@ -150,6 +151,23 @@ def test_it_is_so_at_once_where_on_failure_says_so() -> None:
     parts = lost(2, on_failure="shrink")
     assert parts.world.report("cell_shrunk")["ranks"] == 2
     assert parts.cell(parts.looks(0, 0, 1)) == [WorkerKey(0, 1)]
+
+
+@pytest.mark.parametrize("config", [{"on_failure": "shrink"}, {}])
+def test_a_host_with_room_comes_before_fewer(config: dict[str, Any]) -> None:
+    """At once, without a wait for others."""
+    parts = Parts(3, **config)
+    for i in range(2):
+        parts.looks(i, i)
+    parts.ready(0, 0)
+    for name in ("a1", "p1.0"):
+        drop(parts.world, name)
+    parts.world.wait(2 * S)
+    parts.world.exited(0, agent="a0")
+    assert parts.world.last(m.SetSlots, "a2") == m.SetSlots(worker_ids=[1], first=[1])
+    parts.looks(0, 0, 1)
+    assert parts.cell(parts.looks(1, 2, 1)) == [WorkerKey(0, 1), WorkerKey(1, 1)]
+    assert "cell_shrunk" not in parts.world.kinds()
 
 
 def test_so_does_a_slot_that_is_given_up() -> None:
@@ -209,6 +227,16 @@ def test_a_part_whose_head_died_while_there_was_no_coordinator_ends() -> None:
     assert parts.world.last(m.KillWorker, "a1").worker_id == 1
     parts.world.exited(1, agent="a1")
     assert parts.cell(parts.looks(1, 1, 1)) == [WorkerKey(0, 1), WorkerKey(1, 1)]
+
+
+def test_of_three_parts_those_that_are_left_end_once_when_the_first_has_a_newer_life() -> None:
+    parts = Parts(3, span=3)
+    cell = tuple(CellPart(i, 0, f"a{i}:1") for i in range(3))
+    for i in (1, 2):
+        parts.looks(i, i, cell=cell)
+    parts.world.clear()
+    parts.looks(0, 0, 1)
+    assert sorted(k.worker_id for k in parts.world.messages(m.KillWorker)) == [1, 2]
 
 
 def test_a_part_of_a_head_that_has_a_newer_life_is_sent_away() -> None:

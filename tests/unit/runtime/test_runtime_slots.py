@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
 from everstep.runtime.host.host_workers import Slot, StepCrashes
@@ -161,13 +163,23 @@ def test_shrink_never_restarts() -> None:
     assert verdict.cause is Cause.KILLED
 
 
-def test_shrink_starts_a_worker_again_that_ended_for_that() -> None:
-    slot, config = Slot(0), policy(1, 0.5, 30.0, "shrink")
-    _live(slot, 0.0)
-    assert _rests(slot, 1.0, config, killed=False, again=True) and slot.restart_at_s == 1.0
-    _live(slot, 1.0)
-    verdict = _die(slot, 2.0, config, killed=False, again=True)
-    assert verdict is not None and "max_restarts" in verdict.reason
+@pytest.mark.parametrize("on_failure", ["shrink", "replace"])
+def test_a_worker_that_ended_to_begin_again_is_no_loss(on_failure: str) -> None:
+    """Of as many times as would be too many deaths: it does not go on for ever."""
+    slot, config = Slot(0), policy(0, 0.5, 30.0, on_failure)
+    for now in range(10):
+        _live(slot, now)
+        assert _rests(slot, now, config, killed=False, again=True)
+    _live(slot, 10.0)
+    verdict = _die(slot, 10.0, config, killed=False, again=True)
+    assert verdict is not None and "10 restarts within an hour" in verdict.reason
+    other, config = Slot(1), policy(1, 0.5, 30.0)
+    for again in (True, False, True):
+        _live(other, 0.0)
+        assert _rests(other, 0.0, config, again=again)
+    _live(other, 0.0)
+    verdict = _die(other, 0.0, config)
+    assert verdict is not None and "1 restarts within an hour" in verdict.reason
 
 
 def test_three_crashes_alike_at_one_step_are_a_loop_whoever_dies() -> None:

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from everstep.base.errors import CheckpointCorrupt, CollectiveAborted
+from everstep.base.errors import CollectiveAborted
 from everstep.protocol.driver import operations as do
-from everstep.train.executor import Unusable
-from everstep.train.saving import LastCheckpoint, Restorer
-from everstep.train.view import Stages
+from everstep.train.saving import LastCheckpoint
 
 PLAN: Any = None
 
@@ -55,22 +53,3 @@ def test_who_lingers_follows_a_newer_plan() -> None:
     with pytest.raises(CollectiveAborted):
         last(True, over=True).linger(do.Linger(op=1, generation=4))
     last(True, over=False).linger(do.Linger(op=1, generation=4))
-
-
-def test_a_checkpoint_that_could_not_be_read_is_stated_no_more() -> None:
-    def corrupt(step: int, states: Any, **more: Any) -> Any:
-        raise CheckpointCorrupt("step-0000000004/part: block 3 is damaged")
-
-    checkpointer: Any = SimpleNamespace(restorable=lambda **more: (4, 3), load=corrupt)
-    view: Any = SimpleNamespace(
-        step=0,
-        stages=Stages(1, lambda stage: None),  # type: ignore[arg-type, return-value]
-        config=SimpleNamespace(quorum_wait_s=0.0),
-        link=SimpleNamespace(job={}),
-        is_main=False,
-    )
-    restorer = Restorer(view, checkpointer)
-    assert restorer.restorable(None) == (4, 3)
-    with pytest.raises(Unusable):
-        restorer.restore(4, ())
-    assert restorer.restorable(None) == (3,)

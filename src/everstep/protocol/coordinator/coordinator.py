@@ -225,9 +225,7 @@ class Coordinator:
                 job.healing.keep(())
                 job.links.forget_old()
             joins.reconcile(job)
-            ending = job.saving.ending
-            if not job.quorum.lacks_hosts or job.agreement.plan is not NO_PLAN:  # a plan may have been adopted
-                job.slots.share_out("" if ending is None else ending.state)
+            job.share_out()
             hosts.let_go(job)
             job.store.advance(job.agreement.plan.generation)
         check(job.version == self._decided, "the coordinator's decisions must come to rest")

@@ -52,6 +52,11 @@ class JobState:
         agents = 0 if trains and not self.slots.shared_out else self.agents.version
         return agents, self.env.version, int(self.saving.ending is not None)
 
+    def share_out(self) -> None:
+        """Tell each agent which slots to keep filled, once hosts that are awaited have come."""
+        if not self.quorum.lacks_hosts or self.agreement.plan is not NO_PLAN:  # a plan may have been adopted
+            self.slots.share_out("" if self.saving.ending is None else self.saving.ending.state)
+
     def foreign(self, key: WorkerKey, agent_id: str = "", host: str = "") -> bool:
         """Whether this life of the agent, or on the host, is none of its slot, which another agent was given: its own
         agent was away and kept counting. Of lives from before the grant those that are known to live go on."""

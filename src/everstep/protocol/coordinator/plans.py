@@ -436,10 +436,12 @@ def _held_step(job: JobState, worker: Worker) -> int:
 
 
 def narrow_cells(job: JobState) -> bool:
-    """Where fewer hosts are left than each worker has: have its next life on those. Returns whether it is so."""
+    """Where fewer hosts are left than each worker has, and none with room takes a lost one's place: have its next life
+    on those. Returns whether it is so."""
     agreement, cells = job.agreement, job.slots.cells
     if not agreement.broken or job.membership.in_grace or cells.hosts == 1:
         return False
+    job.share_out()
     hosts = sum(not agent.draining and job.slots.left(name) > 0 for name, agent in job.agents.known.items())
     if not 0 < hosts < cells.hosts:
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -106,8 +106,8 @@ def cell_sought(job: JobState, name: str, message: CellSought) -> None:
     if job.progress.tell_end(name):
         return
     over = [part.key for part in message.cell if membership.is_fenced(part.key) or membership.newer(part.key)]
-    for other in membership.living(job.slots.parts.before(key)):
-        evict(job, other, Why(Cause.REPLACED, f"slot {key.worker_id}, a part of it, has another life"), kill=True)
+    another = Why(Cause.REPLACED, f"slot {key.worker_id}, a part of it, has another life")
+    _end_parts(job, job.slots.parts.before(key), another)
     if over or membership.is_fenced(key) or membership.newer(key):
         job.env.send(
             name, m.Dismissed(cause=Cause.REPLACED, reason="its worker was evicted or replaced", drained=False)
@@ -473,8 +473,8 @@ def evict(
     again: bool = False,
 ) -> None:
     """This life is over, or is ended now: fence it, report why, and break the plan that it was part of. kill: it may
-    still run. notice_ns: time since the fault happened, as far as known. again: it ended by itself, and is no loss:
-    the slot's next life follows."""
+    still run. notice_ns: time since the fault happened, as far as known. again: it ended by itself, or ends with
+    another part of its worker, and is no loss: the slot's next life follows."""
     key, agent = worker.key, job.agents.of(worker)
     job.membership.remove(key, why)
     job.healing.forget(key)
@@ -490,7 +490,7 @@ def evict(
         job.env.report("worker_evicted", why, died_unix_ns=died_unix_ns, **fields)
     job.env.send(worker.connection, m.Dismissed(cause=why.cause, reason=why.reason, drained=False))
     if kill and agent is not None:
-        kill_life(job, agent, key, why)
+        kill_life(job, agent, key, why, again=again)
     if job.agreement.in_any_plan(key):
         whose = Why(why.cause, f"{describe(key)}: {why.reason}")
         job.agreement.break_off(whose)
@@ -499,15 +499,15 @@ def evict(
         job.recovery.begin(whose, key=key, notice_ns=notice_ns, died_unix_ns=died_unix_ns)
         if not again:
             _shrink(job, key, why.cause)
-    _end_parts(job, worker, why)
+    _end_parts(job, job.slots.parts.over(key), lost_with(key, why, job.agents.shown_host(worker)))
 
 
-def _end_parts(job: JobState, worker: Worker, why: Why) -> None:
+def _end_parts(job: JobState, keys: Iterable[WorkerKey], why: Why) -> None:
     """A life is over: so are the other parts of its worker, if that spans hosts."""
-    for key in job.slots.parts.over(worker.key):
+    for key in keys:
         other = job.membership.alive(key)
         if other is not None:  # else one of the others has ended it
-            evict(job, other, lost_with(worker.key, why, job.agents.shown_host(worker)), kill=True)
+            evict(job, other, why, kill=True, again=True)
 
 
 def _shrink(job: JobState, key: WorkerKey, cause: Cause) -> None:
@@ -531,10 +531,10 @@ def shrinks_cell(job: JobState, worker_id: int) -> bool:
     return kept <= slots.target
 
 
-def kill_life(job: JobState, agent: Agent, key: WorkerKey, why: Why) -> None:
-    """Ask the agent for SIGKILL, at most once per `KILL_AGAIN_NS`."""
+def kill_life(job: JobState, agent: Agent, key: WorkerKey, why: Why, *, again: bool = False) -> None:
+    """Ask the agent for SIGKILL, at most once per `KILL_AGAIN_NS`. again: as of `KillWorker`."""
     if agent.may_kill(key, job.env.now, KILL_AGAIN_NS):
-        job.env.send(agent.connection, m.KillWorker(**asdict(key), cause=why.cause, reason=why.reason))
+        job.env.send(agent.connection, m.KillWorker(**asdict(key), cause=why.cause, reason=why.reason, again=again))
 
 
 def dismiss(job: JobState, worker: Worker, why: Why) -> None:
@@ -543,4 +543,4 @@ def dismiss(job: JobState, worker: Worker, why: Why) -> None:
     job.healing.forget(worker.key)
     job.env.report("worker_left", why, **worker.named, step=worker.step, generation=job.agreement.plan.generation)
     job.env.send(worker.connection, m.Dismissed(cause=why.cause, reason=why.reason, drained=True))
-    _end_parts(job, worker, why)
+    _end_parts(job, job.slots.parts.over(worker.key), lost_with(worker.key, why, job.agents.shown_host(worker)))

@@ -239,7 +239,7 @@ class HostAgent:
             elif message.worker_ids:  # a host that never had workers cannot say that they have left
                 self._done.discard("idle")
         elif isinstance(message, KillWorker):
-            if host.workers.kill(message.worker_id, message.incarnation):
+            if host.workers.kill(message.worker_id, message.incarnation, again=message.again):
                 self._notify("worker_killed", Why(message.cause, message.reason), worker_id=message.worker_id)
         elif isinstance(message, ProbeHosts):
             probe_hosts(message, self.link.probed)

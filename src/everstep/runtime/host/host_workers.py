@@ -162,11 +162,12 @@ class Workers:
                 self._running[slot.worker_id] = Running(ours)
                 self._server.start(self._entry, context, ends, theirs)
 
-    def kill(self, worker_id: int, incarnation: int) -> bool:
-        """SIGKILL all processes of this life. Returns False if it does not run."""
+    def kill(self, worker_id: int, incarnation: int, *, again: bool = False) -> bool:
+        """SIGKILL all processes of this life. Returns False if it does not run. again: to begin another one."""
         slot = self._slots.get(worker_id)
         if slot is None or slot.incarnation != incarnation:
             return False
+        slot.end(again=again)
         running = self._running.get(worker_id)
         return running is not None and running.kill()
 
@@ -268,7 +269,8 @@ class Workers:
             why = Why(words.cause, f"{why.reason}: {words.reason}")
         now_s = time.monotonic()
         ready = pulse.incarnation == incarnation and pulse.phase != "starting"
-        killed, again, random = killed_from_outside(code), code == _AGAIN_CODE, self._jitter.random()
+        killed, random = killed_from_outside(code), self._jitter.random()
+        again = code == _AGAIN_CODE or (killed and slot.returns)
         how = {"in_order": in_order, "ready": ready, "killed": killed, "again": again}
         lost = slot.exited(now_s, self._config, why, **how, random=random)
         self._lives = self._list_lives()
@@ -338,6 +340,8 @@ class Slot:
     early_own: int = 0
     early_killed: int = 0
     restarts_s: deque[float] = field(default_factory=deque)
+    returns: bool = False
+    returns_s: deque[float] = field(default_factory=deque)
     first: int = 0
     ranks: int = 1
 
@@ -353,11 +357,15 @@ class Slot:
     def begin(self, now_s: float) -> int:
         """Begin a new life. Returns its incarnation."""
         self.incarnation = max(self.incarnation + 1, self.first)
-        self.state, self.pids, self.started_s = "starting", (), now_s
+        self.state, self.pids, self.started_s, self.returns = "starting", (), now_s, False
         return self.incarnation
 
     def started(self, *pids: int) -> None:
         self.state, self.pids = "running", pids
+
+    def end(self, *, again: bool) -> None:
+        """The present life is about to be killed. again: as of `exited`."""
+        self.returns = self.returns or again
 
     def resize(self, ranks: int, now_s: float) -> None:
         """Give the next life so many processes; a slot that was given up with more of them begins again."""
@@ -365,6 +373,7 @@ class Slot:
             self.state, self.restart_at_s, self.attempt = "resting", now_s, 0
             self.early_own = self.early_killed = 0
             self.restarts_s.clear()
+            self.returns_s.clear()
         if self.state not in ("starting", "running"):
             self.ranks = ranks
 
@@ -383,7 +392,8 @@ class Slot:
         """End the present life. Returns the reason if the slot is lost; else it has left, or rests.
 
         in_order: exit code 0. ready: it got beyond its start-up. killed: by a signal from outside. again: it ended to
-        be started again. random: in [0, 1).
+        be started again, as where the job goes back to a step because of another's loss: that is none of its own, and
+        has a limit only so that it does not go on for ever. random: in [0, 1).
         """
         self.pids = ()
         if in_order or not self.wanted:
@@ -403,13 +413,16 @@ class Slot:
             times = max(self.early_own, self.early_killed)
             text = f"crash loop: it died {times} times in a row before it was ready, last: {why.reason}"
             return Why(Cause.CRASH_LOOP, text)
-        while self.restarts_s and now_s - self.restarts_s[0] >= HOUR_S:
-            self.restarts_s.popleft()
-        if len(self.restarts_s) >= config.max_restarts:
-            most = f"{len(self.restarts_s)} restarts within an hour are the limit (max_restarts)"
-            return Why(Cause.CRASH_LOOP, f"{most}, last: {why.reason}")
+        begun_s, most = self.restarts_s, config.max_restarts
+        if again:
+            begun_s, most = self.returns_s, max(most, LOOP_KILLED)
+        while begun_s and now_s - begun_s[0] >= HOUR_S:
+            begun_s.popleft()
+        if len(begun_s) >= most:
+            limit = f"{len(begun_s)} restarts within an hour are the limit (max_restarts)"
+            return Why(Cause.CRASH_LOOP, f"{limit}, last: {why.reason}")
         self.state, self.restart_at_s = "resting", now_s + self._delay_s(now_s, config, ready, random)
-        self.restarts_s.append(now_s)
+        begun_s.append(now_s)
         return None
 
     def _delay_s(self, now_s: float, config: Config, ready: bool, random: float) -> float:

@@ -1,0 +1,78 @@
+"""Simulated jobs whose workers each lie on several hosts: a worker ends with any of them, others take their place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from everstep.protocol.coordinator import cell_parts
+from everstep.sim.faults import SimFault
+from everstep.sim.model import SimJob
+from everstep.sim.rules import Rules
+from everstep.sim.scenario import simulate
+from everstep.sim.setups import Setup, set_up
+from everstep.sim.spanning import SEEN
+from sampling import seeds
+
+SPANS = Rules(shared=True, span=2, patience_ms=1500)
+
+
+def _spanning(seed: int) -> Setup:
+    """The setup of a seed whose workers lie on two or three hosts, which die or are cut off now and then."""
+    drawn, rng = set_up(seed), Random(f"spans {seed}")
+    span = rng.choice((2, 2, 3))
+    late_ms = 200 + drawn.job.steps * 40
+    kinds = ("host", "host", "isolate", "cut_workers", "host_workers")
+    lost = [
+        SimFault(rng.choice(kinds), rng.randint(40, late_ms), pick=rng.randrange(99), for_ms=rng.randint(5, 3000))
+        for _ in range(rng.randint(1, 3))
+    ]
+    at_last = tuple(sorted((*drawn.faults, *lost), key=lambda fault: fault.at_ms))
+    job = replace(drawn.job, write_every=drawn.job.write_every or rng.choice((1, 2, 3)))
+    workers = min(drawn.workers, 3)
+    spans = {"hosts": span + rng.randint(0, 2), "workers": workers, "spares": 0, "differs": None}
+    return replace(
+        drawn,
+        **spans,
+        min_workers=min(drawn.min_workers, workers),
+        job=job,
+        faults=at_last,
+        rules=replace(SPANS, span=span),
+    )
+
+
+def _lost(policy: str, hosts: int, for_ms: int) -> Counter[tuple[str, str]]:
+    """What a job of one worker over two of so many hosts has seen, of which one is lost for so long."""
+    faults = (SimFault("host", 400, pick=1, for_ms=for_ms),)
+    setup = Setup(1, 0, hosts, 1, policy, SimJob(12, 4, 3, write_every=2), faults, rules=SPANS)
+    outcome = simulate(3, setup=setup)
+    assert outcome.ok, str(outcome)
+    return Counter({**outcome.seen, ("reports", "shrunk"): outcome.reports.get("cell_shrunk", 0)})
+
+
+@pytest.mark.parametrize("policy", ["replace", "shrink"])
+def test_an_idle_host_comes_before_fewer(policy: str) -> None:
+    assert not _lost(policy, 3, 60_000)["reports", "shrunk"]
+
+
+@pytest.mark.parametrize("policy", ["replace", "shrink"])
+def test_a_worker_goes_on_with_the_hosts_that_are_left(policy: str) -> None:
+    assert _lost(policy, 2, 60_000)["reports", "shrunk"] == 1
+
+
+def test_the_promises_hold_under_any_schedule() -> None:
+    seen: Counter[tuple[str, str]] = Counter()
+    for seed in seeds(60):
+        outcome = simulate(seed, setup=_spanning(seed))
+        assert outcome.ok, str(outcome)
+        seen.update(outcome.seen)
+    assert seen[SEEN] and seen["faults", "host"]
+
+
+def test_two_parts_on_one_host_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = cell_parts.matched
+    monkeypatch.setattr(cell_parts, "matched", lambda hosts, size: found({key: str(key) for key in hosts}, size))
+    assert any("two parts on a host" in simulate(seed, setup=_spanning(seed)).problem for seed in range(20))
