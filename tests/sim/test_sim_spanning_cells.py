@@ -14,7 +14,7 @@ from everstep.sim.model import SimJob
 from everstep.sim.rules import Rules
 from everstep.sim.scenario import simulate
 from everstep.sim.setups import Setup, set_up
-from everstep.sim.spanning import SEEN
+from everstep.sim.spanning import ANEW, SEEN
 from sampling import seeds
 
 SPANS = Rules(shared=True, span=2, patience_ms=1500)
@@ -25,7 +25,7 @@ def _spanning(seed: int) -> Setup:
     drawn, rng = set_up(seed), Random(f"spans {seed}")
     span = rng.choice((2, 2, 3))
     late_ms = 200 + drawn.job.steps * 40
-    kinds = ("host", "host", "isolate", "cut_workers", "host_workers")
+    kinds = ("host", "host", "isolate", "cut_workers", "host_workers", "given_up", "worn")
     lost = [
         SimFault(rng.choice(kinds), rng.randint(40, late_ms), pick=rng.randrange(99), for_ms=rng.randint(5, 3000))
         for _ in range(rng.randint(1, 3))
@@ -44,23 +44,27 @@ def _spanning(seed: int) -> Setup:
     )
 
 
-def _lost(policy: str, hosts: int, for_ms: int) -> Counter[tuple[str, str]]:
-    """What a job of one worker over two of so many hosts has seen, of which one is lost for so long."""
-    faults = (SimFault("host", 400, pick=1, for_ms=for_ms),)
+def _lost(policy: str, hosts: int, kind: str) -> Counter[tuple[str, str]]:
+    """What a job of one worker over two of so many hosts has seen, of which one is lost, or gives its slot up."""
+    faults = (SimFault(kind, 400, pick=1, for_ms=60_000),)
     setup = Setup(1, 0, hosts, 1, policy, SimJob(12, 4, 3, write_every=2), faults, rules=SPANS)
     outcome = simulate(3, setup=setup)
     assert outcome.ok, str(outcome)
     return Counter({**outcome.seen, ("reports", "shrunk"): outcome.reports.get("cell_shrunk", 0)})
 
 
+@pytest.mark.parametrize("kind", ["host", "worn"])
 @pytest.mark.parametrize("policy", ["replace", "shrink"])
-def test_an_idle_host_comes_before_fewer(policy: str) -> None:
-    assert not _lost(policy, 3, 60_000)["reports", "shrunk"]
+def test_an_idle_host_comes_before_fewer(policy: str, kind: str) -> None:
+    seen = _lost(policy, 3, kind)
+    assert seen[ANEW] and not seen["reports", "shrunk"]
 
 
+@pytest.mark.parametrize("kind", ["host", "worn"])
 @pytest.mark.parametrize("policy", ["replace", "shrink"])
-def test_a_worker_goes_on_with_the_hosts_that_are_left(policy: str) -> None:
-    assert _lost(policy, 2, 60_000)["reports", "shrunk"] == 1
+def test_a_worker_goes_on_with_the_hosts_that_are_left(policy: str, kind: str) -> None:
+    seen = _lost(policy, 2, kind)
+    assert seen[ANEW] and seen["reports", "shrunk"] == 1
 
 
 def test_the_promises_hold_under_any_schedule() -> None:
@@ -69,7 +73,8 @@ def test_the_promises_hold_under_any_schedule() -> None:
         outcome = simulate(seed, setup=_spanning(seed))
         assert outcome.ok, str(outcome)
         seen.update(outcome.seen)
-    assert seen[SEEN] and seen["faults", "host"]
+        seen["reports", "shrunk"] += outcome.reports.get("cell_shrunk", 0)
+    assert seen[SEEN] and seen[ANEW] and seen["reports", "shrunk"] and seen["faults", "host"]
 
 
 def test_two_parts_on_one_host_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from everstep.sim.mesh import Dial, SimControlClient
 from everstep.sim.promises import require
 from everstep.sim.world import MS, SimConnection
 
-SEEN = ("cells", "formed")
+SEEN, ANEW = ("cells", "formed"), ("cells", "formed anew")
 
 
 class SpanningPart:
@@ -47,6 +47,7 @@ class SpanningPart:
             hosts = [life.site.lives[part.key].host for part in self._cell]
             require(len({*hosts}) == len(hosts), "P3", f"{life.me} has two parts on a host: {hosts}")
             life.site.world.seen[SEEN] += 1
+            life.site.world.seen[ANEW] += any(part.key.incarnation for part in self._cell)
             life.later(0, self._watch, [part.key for part in self._cell])
             if self._cell[0].key == life.me:
                 self.client.close()

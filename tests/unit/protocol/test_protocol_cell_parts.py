@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
 from everstep.placement.cell_shapes import CellShape, shapes_over
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator.cell_parts import matched
+from everstep.protocol.coordinator.cell_parts import count_cells, matched
 from everstep.protocol.messages_base import CellFormed, CellPart, CellSought
 
 S = 1_000_000_000
@@ -31,17 +32,26 @@ def test_no_cell_has_two_parts_on_a_host_and_none_is_left_that_could_be(hosts: d
     for cell in cells:
         assert len(cell) == size == len({hosts[key] for key in cell}) and list(cell) == sorted(cell)
     assert len({host for key, host in hosts.items() if key not in taken}) < size
+    slots = [list(hosts.values()).count(host) for host in "abcde"]
+    assert [count_cells(slots, size, most) for most in (0, 1, 99)] == [min(most, len(cells)) for most in (0, 1, 99)]
 
 
 class Parts:
-    """Hosts with room for one part each, which begin to look for others."""
+    """Hosts with room for one part each, or for these, which begin to look for others."""
 
-    def __init__(self, hosts: int, span: int = 2, **config: Any) -> None:
+    def __init__(self, hosts: int, span: int = 2, *, rooms: Sequence[int] = (), **config: Any) -> None:
         rules = replace(CONFIG.hosts, span=span, cells=shapes_over(CellShape(2 * span), span))
         self.world = World(**{"workers": 1, "slots": span, "hosts": rules, **config})
         for i in range(hosts):
-            self.world.connect(f"a{i}", "agent")
-            self.world.say(f"a{i}", m.AgentHello(agent_id=f"a{i}", host=f"a{i}", workers=[], slots=0, room=1))
+            self.greets(i, room=rooms[i] if rooms else 1)
+
+    def greets(self, host: int, **about: Any) -> None:
+        """The agent of a host is here."""
+        name = f"a{host}"
+        self.world.connect(name, "agent")
+        self.world.say(
+            name, m.AgentHello(**{"agent_id": name, "host": name, "workers": [], "slots": 0, "room": 1, **about})
+        )
 
     def looks(self, worker_id: int, host: int, incarnation: int = 0, cell: tuple[CellPart, ...] = ()) -> str:
         """A life begins, and says so. Returns its connection."""
@@ -181,16 +191,133 @@ def test_so_does_a_slot_that_is_given_up() -> None:
     assert parts.world.coordinator.job.progress.ended is None
 
 
+def gives_up(host: int, worker_id: int) -> m.SlotLost:
+    return m.SlotLost(agent_id=f"a{host}", worker_id=worker_id, cause=Cause.CRASH_LOOP, reason="it died again")
+
+
+@pytest.mark.parametrize("config", [{"on_failure": "shrink"}, {}])
+def test_another_host_takes_a_slot_that_is_given_up(config: dict[str, Any]) -> None:
+    """Before a worker gets fewer; the host that gave it up does not get it back."""
+    parts = running(2, more=1, **config)
+    parts.world.clear()
+    parts.world.exited(1, agent="a1")
+    parts.world.exited(0, agent="a0", again=True)
+    parts.world.say("a1", gives_up(1, 1))
+    assert parts.world.last(m.SetSlots, "a1").worker_ids == []
+    assert parts.world.last(m.SetSlots, "a2").worker_ids == [1]
+    assert "its slot was given up: it died again" in parts.world.report("warning")["reason"]
+    for now in (parts.world, parts.world.restart()):
+        parts.world = now
+        for i in (0, 2):
+            parts.greets(i)
+        parts.greets(1, lost=[gives_up(1, 1)])
+        parts.world.wait(60 * S)
+        assert parts.world.last(m.SetSlots, "a1").worker_ids == []
+        assert parts.world.last(m.SetSlots, "a2").worker_ids == [1]
+    parts.looks(0, 0, 1)
+    assert parts.cell(parts.looks(1, 2, 1)) == [WorkerKey(0, 1), WorkerKey(1, 1)]
+    assert "cell_shrunk" not in parts.world.kinds()
+
+
+def test_a_slot_that_waits_for_a_host_is_not_given_up_by_one_that_had_it_before() -> None:
+    """It says so again with each hello."""
+    parts = running(2, more=1)
+    parts.world.exited(1, agent="a1")
+    parts.world.say("a1", gives_up(1, 1))
+    drop(parts.world, "a2")
+    parts.world.wait(2 * S)
+    assert "a2" not in parts.world.coordinator.job.agents.known
+    parts.greets(1, lost=[gives_up(1, 1)])
+    assert not parts.world.coordinator.job.slots.lost
+    parts.greets(3)
+    assert parts.world.last(m.SetSlots, "a3").worker_ids == [1]
+
+
+def test_when_no_host_is_left_that_has_not_given_a_slot_up_workers_get_fewer() -> None:
+    parts = running(2, more=1)
+    parts.world.exited(1, agent="a1")
+    parts.world.exited(0, agent="a0", again=True)
+    parts.world.say("a1", gives_up(1, 1))
+    assert "cell_shrunk" not in parts.world.kinds()
+    parts.looks(1, 2, 1)
+    parts.world.exited(1, 1, agent="a2")
+    parts.world.say("a2", gives_up(2, 1))
+    assert "1 of the 2 hosts" in parts.world.report("cell_shrunk")["reason"]
+    assert parts.cell(parts.looks(0, 0, 1)) == [WorkerKey(0, 1)]
+
+
+def test_a_slot_that_was_given_up_while_there_was_no_coordinator_is_taken_once_all_are_back() -> None:
+    parts = running(2, more=1)
+    parts.world = parts.world.restart()
+    parts.greets(0)
+    parts.greets(1, lost=[gives_up(1, 1)])
+    parts.greets(2)
+    assert "cell_shrunk" not in parts.world.kinds()
+    parts.world.wait(60 * S)
+    assert parts.world.last(m.SetSlots, "a2").worker_ids == [1]
+    assert parts.world.coordinator.job.progress.ended is None and "cell_shrunk" not in parts.world.kinds()
+
+
+@pytest.mark.parametrize(
+    "config", [{"on_failure": "shrink"}, {"on_failure": "shrink", "min_workers": 2}, {"min_workers": 2}]
+)
+def test_a_host_with_room_for_too_few_does_not_cost_a_worker(config: dict[str, Any]) -> None:
+    """Two workers over two hosts each, of which one with two slots is lost, and another has one: with one host each
+    both go on; at once, or before the job would be given up."""
+    parts = Parts(3, rooms=(2, 2, 1), workers=2, slots=4, quorum_wait_ns=60 * S, **config)
+    for i, host in enumerate((0, 0, 1, 1)):
+        assert i in parts.world.last(m.SetSlots, f"a{host}").worker_ids
+        parts.looks(i, host)
+    for i in range(2):
+        parts.ready(i, 0)
+    assert parts.world.coordinator.job.agreement.plan.worker_ids == (0, 1)
+    for name in ("a1", "p2.0", "p3.0"):
+        drop(parts.world, name)
+    parts.world.wait(2 * S)
+    for i in range(2):
+        parts.world.exited(i, agent="a0", again=True)
+    assert parts.world.last(m.SetSlots, "a2").worker_ids == [2]
+    parts.looks(0, 0, 1)
+    names = [parts.looks(1, 0, 1), parts.looks(2, 2, 1)]
+    parts.ready(0, 0, 1)
+    parts.world.wait(S if config.get("on_failure") else 60 * S)
+    assert parts.cell(names[0]) == [WorkerKey(1, 1)], "nobody waits for another host"
+    parts.ready(1, 0, 1)
+    shrunk = parts.world.report("cell_shrunk")
+    assert "room for 1 of 2 workers over 2 hosts each, and for 2 over 1" in shrunk["reason"]
+    assert parts.world.coordinator.job.agreement.plan.worker_ids == (0, 1)
+    assert parts.world.coordinator.job.progress.ended is None
+
+
 def test_a_host_that_comes_in_time_is_taken() -> None:
     parts = lost(2)
     parts.looks(0, 0, 1)
-    parts.world.connect("a9", "agent")
-    parts.world.say("a9", m.AgentHello(agent_id="a9", host="a9", workers=[], slots=0, room=1))
+    parts.greets(9)
     parts.world.started(1, 1, "a9")
     parts.world.connect("p1.1", "worker")
     parts.world.say("p1.1", CellSought(worker_id=1, incarnation=1, address="a9:1"))
     assert parts.cell("p1.1") == [WorkerKey(0, 1), WorkerKey(1, 1)]
     assert "cell_shrunk" not in parts.world.kinds()
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_part_that_ends_with_another_while_its_agent_is_away_is_no_loss_of_its_own(restarts: bool) -> None:
+    """Also where the coordinator that has ended it is gone by then."""
+    parts = running(2)
+    drop(parts.world, "a0")
+    parts.world.exited(1, agent="a1")
+    assert not parts.world.messages(m.KillWorker)
+    if restarts:
+        parts.world = parts.world.restart()
+    parts.greets(0, workers=[m.WorkerLife(worker_id=0, incarnation=0, pid=1000)])
+    killed = parts.world.last(m.KillWorker, "a0")
+    assert (killed.worker_id, killed.reason, killed.again) == (0, "it was evicted", True)
+    for _ in range(2):
+        parts.world.wait(5 * S)
+        parts.world.clear()
+        parts.world.beat((0, 0, "idle", 0), agent="a0")
+    killed = parts.world.last(m.KillWorker, "a0")
+    assert (killed.worker_id, killed.reason, killed.again) == (0, "it was evicted and still runs", True)
 
 
 def test_the_head_that_dies_ends_its_parts() -> None:

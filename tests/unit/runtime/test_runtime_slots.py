@@ -165,14 +165,14 @@ def test_shrink_never_restarts() -> None:
 
 @pytest.mark.parametrize("on_failure", ["shrink", "replace"])
 def test_a_worker_that_ended_to_begin_again_is_no_loss(on_failure: str) -> None:
-    """Of as many times as would be too many deaths: it does not go on for ever."""
+    """As many times as are too much for ten others: it does not go on for ever."""
     slot, config = Slot(0), policy(0, 0.5, 30.0, on_failure)
     for now in range(10):
         _live(slot, now)
         assert _rests(slot, now, config, killed=False, again=True)
     _live(slot, 10.0)
     verdict = _die(slot, 10.0, config, killed=False, again=True)
-    assert verdict is not None and "10 restarts within an hour" in verdict.reason
+    assert verdict is not None and "10 restarts because of others within an hour" in verdict.reason
     other, config = Slot(1), policy(1, 0.5, 30.0)
     for again in (True, False, True):
         _live(other, 0.0)
@@ -180,6 +180,35 @@ def test_a_worker_that_ended_to_begin_again_is_no_loss(on_failure: str) -> None:
     _live(other, 0.0)
     verdict = _die(other, 0.0, config)
     assert verdict is not None and "1 restarts within an hour" in verdict.reason
+
+
+@pytest.mark.parametrize(("max_restarts", "workers"), [(20, 2), (3, 2), (0, 2), (20, 16)])
+@pytest.mark.parametrize("ready", [True, False])
+def test_others_that_are_given_up_take_nobody_with_them(max_restarts: int, workers: int, ready: bool) -> None:
+    """Each time that one of the others ends, this one ends, too, and begins again at once."""
+    config = load_config([("test", {"max_restarts": max_restarts, "workers": workers, "lanes": 16})])
+    innocent = Slot(0)
+    for i in range(1, workers):
+        other = Slot(i)
+        while other.state != "lost":
+            _live(other, 0.0)
+            _die(other, 0.0, config)
+            _live(innocent, 0.0)
+            assert _rests(innocent, 0.0, config, ready=ready, again=True) and innocent.restart_at_s == 0.0
+    _live(innocent, 0.0)
+    lost = _die(innocent, 0.0, config, ready=ready)
+    assert (lost is not None) == (max_restarts == 0) and innocent.restart_at_s == 0.0
+
+
+def test_a_life_that_is_sent_away_before_it_is_ready_waits_longer_each_time() -> None:
+    """It is no crash loop, but may be to blame itself."""
+    slot = Slot(0)
+    delays = []
+    for _ in range(5):
+        _live(slot, 0.0)
+        assert _rests(slot, 0.0, ready=False, killed=False, again=True)
+        delays.append(slot.restart_at_s)
+    assert delays == [0.0, 0.5, 1.0, 2.0, 4.0]
 
 
 def test_three_crashes_alike_at_one_step_are_a_loop_whoever_dies() -> None:

@@ -7,7 +7,8 @@ that is journaled: a part says which cell it belongs to whenever it connects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from everstep.base.cause import Why
 from everstep.base.plan import WorkerKey
@@ -80,6 +81,11 @@ def matched(hosts: Mapping[WorkerKey, str], size: int) -> list[tuple[WorkerKey, 
         found.append(tuple(sorted(there[host].pop() for host in chosen)))
         there = {host: keys for host, keys in there.items() if keys}
     return found
+
+
+def count_cells(slots: Collection[int], size: int, most: int) -> int:
+    """How many cells of so many lives, each on a host of its own, there can be, up to `most`. slots: of each host."""
+    return bisect_left(range(1, most + 1), True, key=lambda n: sum(min(n, there) for there in slots) < n * size)
 
 
 def lost_with(key: WorkerKey, why: Why, host: str) -> Why:

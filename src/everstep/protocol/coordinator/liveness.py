@@ -92,7 +92,7 @@ def _saw_life(job: JobState, agent: Agent, life: m.WorkerLife) -> None:
         kill_life(job, agent, key, Why(Cause.REPLACED, _OTHERS))
         return
     if membership.is_fenced(key):
-        kill_life(job, agent, key, Why(membership.fenced_for(key.worker_id), "it was evicted"))
+        _kill_fenced(job, agent, key, "it was evicted")
         return
     known = membership.workers.get(key.worker_id)
     if membership.newer(key):
@@ -108,6 +108,12 @@ def _saw_life(job: JobState, agent: Agent, life: m.WorkerLife) -> None:
     job.slots.revive(key.worker_id)
     known.started(agent.agent_id, life, job.env.now)
     job.slots.runs(key.worker_id, agent.agent_id)
+
+
+def _kill_fenced(job: JobState, agent: Agent, key: WorkerKey, text: str) -> None:
+    membership = job.membership
+    why = Why(membership.fenced_for(key.worker_id), text)
+    kill_life(job, agent, key, why, again=membership.fenced_again(key.worker_id))
 
 
 def worker_started(job: JobState, agent: Agent, message: m.WorkerStarted) -> None:
@@ -144,9 +150,20 @@ def slot_lost(job: JobState, agent: Agent, message: m.SlotLost) -> None:
             slots.cells.shrink(message.worker_id, message.ranks, given, job.progress.step)
             agent.repeat_slots()
         return
-    if slots.lose(message.worker_id, agent.agent_id, given) and not narrow_cells(job) and not _end_without_slots(job):
+    spans = job.env.config.hosts.span > 1
+    if spans and not slots.let_go(message.worker_id, agent):
+        return
+    if (spans and _moves(job, message.worker_id)) or (
+        slots.lose(message.worker_id, agent.agent_id, given) and not narrow_cells(job) and not _end_without_slots(job)
+    ):
         why = Why(message.cause, f"its slot was given up: {message.reason}")
         job.env.report("warning", why, worker_id=message.worker_id)
+
+
+def _moves(job: JobState, worker_id: int) -> bool:
+    """Whether another host takes a slot that its own has given up, or may once all are back after a restart."""
+    job.share_out()
+    return job.membership.in_grace or job.slots.owners.kept(worker_id)
 
 
 def _end_without_slots(job: JobState) -> bool:
@@ -197,7 +214,7 @@ def heartbeat(job: JobState, agent: Agent, message: m.Heartbeat) -> None:
             if now >= job.env.fresh_ns:
                 _check_hang(job, worker, pulse)
         elif membership.is_fenced(key) and key in agent.lives and not agent.lets_go(key, now):
-            kill_life(job, agent, key, Why(membership.fenced_for(key.worker_id), "it was evicted and still runs"))
+            _kill_fenced(job, agent, key, "it was evicted and still runs")
     for worker in membership.living(sorted(agent.lives - seen)):
         if worker.agent_id == agent.agent_id and worker.seen_ns:
             _check_unseen(job, agent, worker)

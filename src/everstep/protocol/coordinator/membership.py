@@ -172,6 +172,7 @@ class Membership:
         self._env = env
         self._fenced: dict[int, int] = {}  # worker id -> newest incarnation that is over
         self._fenced_for: dict[int, Cause] = {}
+        self._fenced_again: dict[int, bool] = {}
         self.came: set[int] = set()
         self._to_come: dict[int, Worker] = {}  # at least all who live and have not said hello
         self.likeness = Likeness(env)
@@ -218,14 +219,16 @@ class Membership:
             self._env.change()
         worker.leave(self._env.now)
 
-    def remove(self, key: WorkerKey, why: Why) -> None:
-        """This life is over. Messages of it, or of an older life of its slot, have no effect from here on."""
+    def remove(self, key: WorkerKey, why: Why, *, again: bool = False) -> None:
+        """This life is over. Messages of it, or of an older life of its slot, have no effect from here on. again: as of
+        `KillWorker`."""
         self._env.change()
         del self.workers[key.worker_id]
         self._to_come.pop(key.worker_id, None)
         check(not self.is_fenced(key), f"worker {key} is fenced twice")
         self._fenced[key.worker_id], self._fenced_for[key.worker_id] = key.incarnation, why.cause
-        self._env.persist("evict", **asdict(key), cause=why.cause, reason=why.reason)
+        self._fenced_again[key.worker_id] = again
+        self._env.persist("evict", **asdict(key), cause=why.cause, reason=why.reason, again=again)
 
     def is_fenced(self, key: WorkerKey) -> bool:
         """Whether this life, or a newer one of its slot, was declared over."""
@@ -235,6 +238,10 @@ class Membership:
         """Cause with which the newest finished life of this slot was declared over."""
         return self._fenced_for.get(worker_id, Cause.UNKNOWN)
 
+    def fenced_again(self, worker_id: int) -> bool:
+        """Whether the newest finished life of this slot ended with another part of its worker."""
+        return self._fenced_again.get(worker_id, False)
+
     # ---- from the journal
 
     def restore(self, member: Member, agent_id: str | None) -> None:
@@ -242,10 +249,10 @@ class Membership:
         if not self.is_fenced(member.key) and not self.newer(member.key):
             (self.alive(member.key) or self.add(member.key)).restore(member, agent_id)
 
-    def replay_evict(self, key: WorkerKey, cause: Cause) -> None:
+    def replay_evict(self, key: WorkerKey, cause: Cause, *, again: bool) -> None:
         """An earlier life of the coordinator declared this life over."""
         self._fenced[key.worker_id] = max(key.incarnation, self._fenced.get(key.worker_id, -1))
-        self._fenced_for[key.worker_id] = cause
+        self._fenced_for[key.worker_id], self._fenced_again[key.worker_id] = cause, again
         worker = self.workers.get(key.worker_id)
         if worker is not None and self.is_fenced(worker.key):
             del self.workers[key.worker_id]

@@ -20,6 +20,7 @@ from everstep.placement.shards import lost_stages, segment_holders, segment_shar
 from everstep.protocol.coordinator import awaited_hosts
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.arrivals import START_PATIENCE_NS
+from everstep.protocol.coordinator.cell_parts import count_cells
 from everstep.protocol.coordinator.environment import SECOND_NS, describe, listed
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Worker
@@ -436,18 +437,23 @@ def _held_step(job: JobState, worker: Worker) -> int:
 
 
 def narrow_cells(job: JobState) -> bool:
-    """Where fewer hosts are left than each worker has, and none with room takes a lost one's place: have its next life
-    on those. Returns whether it is so."""
+    """Where the hosts that are left, with those that take a lost one's place, have room for more of the workers if each
+    has fewer hosts: have their next lives on fewer. Returns whether it is so."""
     agreement, cells = job.agreement, job.slots.cells
     if not agreement.broken or job.membership.in_grace or cells.hosts == 1:
         return False
     job.share_out()
-    hosts = sum(not agent.draining and job.slots.left(name) > 0 for name, agent in job.agents.known.items())
-    if not 0 < hosts < cells.hosts:
+    slots = [job.slots.left(name) for name, agent in job.agents.known.items() if not agent.draining]
+    rooms = {n: count_cells(slots, n, job.slots.target) for n in range(1, cells.hosts + 1)}
+    hosts = max(rooms, key=lambda n: (rooms[n], n))
+    if hosts == cells.hosts or not rooms[hosts]:
         return False
     why = agreement.broken[0]
-    left = Why(why.cause, f"{hosts} of the {cells.hosts} hosts that each worker has are left: {why.reason}")
-    cells.narrow(hosts, agreement.plan.worker_ids, left, job.progress.step)
+    text = f"{hosts} of the {cells.hosts} hosts that each worker has are left"
+    if rooms[cells.hosts] or sum(map(bool, slots)) > hosts:
+        room = f"{rooms[cells.hosts]} of {job.slots.target} workers over {cells.hosts} hosts each"
+        text = f"what is left has room for {room}, and for {rooms[hosts]} over {hosts}"
+    cells.narrow(hosts, agreement.plan.worker_ids, Why(why.cause, f"{text}: {why.reason}"), job.progress.step)
     return True
 
 

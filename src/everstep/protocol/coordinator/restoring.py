@@ -59,6 +59,7 @@ class _Entered(_Entry, frozen=True, kw_only=True, tag="entered"):
 class _Evicted(_Entry, frozen=True, kw_only=True, tag="evict"):
     worker_id: _Id
     incarnation: _Count
+    again: bool = False
 
 
 class _Ticket(_Entry, frozen=True, kw_only=True, tag="ticket"):
@@ -186,7 +187,8 @@ def _take(job: JobState, entry: _Entry | None) -> None:
         case _Entered():
             job.progress.closed(job.agreement.replay_entered(entry.generation))
         case _Evicted():
-            job.membership.replay_evict(WorkerKey(entry.worker_id, entry.incarnation), entry.because)
+            key = WorkerKey(entry.worker_id, entry.incarnation)
+            job.membership.replay_evict(key, entry.because, again=entry.again)
         case _Ticket():
             job.healing.replay_ticket(entry.ticket)
         case _SlotLost():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from math import inf
+from collections.abc import Iterable
 
 from everstep.base.cause import Cause, Why
 from everstep.protocol.coordinator.cell_parts import CellParts
@@ -11,13 +10,13 @@ from everstep.protocol.coordinator.cells import Cells
 from everstep.protocol.coordinator.environment import Environment
 from everstep.protocol.coordinator.grants import Grants
 from everstep.protocol.coordinator.membership import Agent, Agents, Membership
-from everstep.protocol.coordinator.sharing import share
+from everstep.protocol.coordinator.slot_owners import Owners
 
 
 class Slots:
     """Slots that were asked for, and their fate. target: number of members wanted. lost: slots given up for good,
-    with the reason. grants: the agents that start their lives; cells: the shapes of these; parts: lives that are one
-    worker."""
+    with the reason. owners: the agents that keep them filled; grants: and start their lives; cells: the shapes of
+    these; parts: lives that are one worker."""
 
     def __init__(self, env: Environment, membership: Membership, agents: Agents) -> None:
         self.target = env.config.workers
@@ -27,8 +26,7 @@ class Slots:
         self._asked: set[int] | None = None  # None: as the agents started them
         self._retiring: set[int] = set()  # not wanted any more, but the worker has not left yet
         self._unwanted: dict[int, Cause] = {}
-        self._owners: dict[int, str] = {}
-        self._withheld: set[int] = set()  # nobody's, but a life of it is there
+        self.owners = Owners(env, membership, agents)
         self._version = 0
         self._shared: tuple[int, int, str] | None = None
 
@@ -63,7 +61,7 @@ class Slots:
     def left(self, agent_id: str | None = None) -> int:
         """Number of slots (of this agent, if one is given) that were not given up; without one, of workers that these
         make."""
-        there = sum(agent_id in (None, self._owners.get(i)) for i in self.ids() - set(self.lost))
+        there = sum(agent_id in (None, self.owners.of(i)) for i in self.ids() - set(self.lost))
         return there if agent_id is not None else there // self.cells.hosts
 
     def expected(self) -> int:
@@ -78,8 +76,8 @@ class Slots:
         """Change the number of members, and the slots, that are wanted."""
         running = {key.worker_id for agent in self._agents.known.values() for key in agent.believed}
         running |= {i for i, worker in self._membership.workers.items() if worker.connection is not None}
-        for worker_id in ids - self.ids() - running:  # an earlier owner has no claim to the slot
-            self._owners.pop(worker_id, None)
+        for worker_id in ids - self.ids() - running:
+            self.owners.forget(worker_id)
         self._retiring = (self._retiring | (self.ids() & running)) - ids
         self.take_wish(target, ids, why.cause)
         self._env.persist("target", target=target, slots=sorted(ids), cause=why.cause, reason=why.reason)
@@ -94,8 +92,8 @@ class Slots:
     # ---- fate of the slots
 
     def runs(self, worker_id: int, agent_id: str) -> None:
-        self._version += self._owners.get(worker_id) != agent_id
-        self._owners[worker_id] = agent_id
+        self._version += self.owners.of(worker_id) != agent_id
+        self.owners.take(worker_id, agent_id)
 
     def revive(self, worker_id: int) -> None:
         """A life of the slot runs, though it may have been given up."""
@@ -110,14 +108,22 @@ class Slots:
 
     def not_run(self, agent_id: str, running: Iterable[int] = ()) -> None:
         """This agent runs only these slots, so workers of its other slots that were to retire have left."""
-        left = {i for i in self._retiring - set(running) if self._owners.get(i) == agent_id}
+        left = {i for i in self._retiring - set(running) if self.owners.of(i) == agent_id}
         self._version += bool(left)
         self._retiring -= left
+
+    def let_go(self, worker_id: int, agent: Agent) -> bool:
+        """An agent gives a part of a worker up, which another host may take. Returns whether it was its."""
+        if worker_id in self.lost or not self.owners.give_up(worker_id, agent):
+            return False
+        self._env.change()
+        self._version += 1
+        return True
 
     def lose(self, worker_id: int, agent_id: str, why: Why) -> bool:
         """An agent gives a slot up. Returns False if that has no effect: the slot is another agent's, or was given
         up before."""
-        if worker_id in self.lost or self._owners.get(worker_id) not in (None, agent_id):
+        if worker_id in self.lost or self.owners.of(worker_id) not in (None, agent_id):
             return False
         self._env.change()
         self._version += 1
@@ -133,47 +139,26 @@ class Slots:
         which the job is about to end, "" if it is not; if slots were asked for, nothing is started then.
         """
         state = self._agents.version, self._version + self.cells.version, ending
-        seen = self._shared == state and self._withheld <= self._membership.workers.keys()
+        seen = self._shared == state and self.owners.withheld <= self._membership.workers.keys()
         if not self.shared_out or self._membership.in_grace or seen:
             return  # a thousand hellos of workers need not look at all slots
         self._shared = state
         agents = [a for _, a in sorted(self._agents.known.items()) if a.connection is not None]
         goes_on = self._asked is None and not ending and all(agent.sent_slots is not None for agent in agents)
-        owners = [self._owners.get(i) for i in range(self._env.config.slots)]
+        owners = [self.owners.of(i) for i in range(self._env.config.slots)]
         if not agents or (goes_on and all(owner in self._agents.known for owner in owners)):
             return  # a thousand hellos need not share out a thousand slots each
         asked = set(range(self._env.config.slots)) if self._asked is None else self._asked
         wanted = set() if ending == "interrupted" else (asked | self._retiring) - set(self.lost)
-        self._find_owners(wanted, agents)
+        self.owners.find(wanted, agents)
         slots_of: dict[str, list[int]] = {agent.agent_id: [] for agent in agents}
         for worker_id in sorted(wanted):
-            slots_of.get(self._owners.get(worker_id, ""), []).append(worker_id)
+            slots_of.get(self.owners.of(worker_id) or "", []).append(worker_id)
         for agent in agents:
             ids = slots_of[agent.agent_id]
             if agent.sent_slots != ids:
                 first = self.grants.give(agent, {i: self._membership.next_incarnation(i) for i in ids})
                 self._env.send(agent.connection, agent.new_slots(ids, first, self.cells.ranks(ids)))
-
-    def _find_owners(self, wanted: Collection[int], agents: Sequence[Agent]) -> None:
-        """Give slots without a known agent to the host that the map names, or to the host with the fewest slots. But
-        a slot with a living worker waits for the agent of that worker's host: otherwise two hosts would have lives
-        of one slot, and neither host's would be admitted."""
-        self._withheld = set()
-        for worker_id in sorted(i for i in wanted if self._owners.get(i) not in self._agents.known):
-            worker = self._membership.workers.get(worker_id)
-            agent = None if worker is None else self._agents.of(worker)
-            if agent is not None and not agent.draining:
-                self._owners[worker_id] = agent.agent_id
-            elif worker is not None:
-                self._withheld.add(worker_id)
-        config = self._env.config  # of a worker on several hosts none has two parts
-        most = inf if config.hosts.span == 1 else config.slots // config.hosts.span
-        rooms = {a.agent_id: min(a.room or inf, most) for a in agents if not a.draining}
-        where = self._env.config.hosts.named.items()
-        named = {i: [a.agent_id for a in agents if name in (a.agent_id, a.about.get("address"))] for i, name in where}
-        of_host = self._agents.whereabouts.of_host
-        domains = {agent_id: of_host(agent_id, agent.host) for agent_id, agent in self._agents.known.items()}
-        self._owners |= share(set(wanted) - self._withheld, self._owners, self._agents.known, rooms, named, domains)
 
     # ---- from the journal
 

@@ -476,7 +476,7 @@ def evict(
     still run. notice_ns: time since the fault happened, as far as known. again: it ended by itself, or ends with
     another part of its worker, and is no loss: the slot's next life follows."""
     key, agent = worker.key, job.agents.of(worker)
-    job.membership.remove(key, why)
+    job.membership.remove(key, why, again=again)
     job.healing.forget(key)
     job.agreement.forget(key.worker_id)
     job.speeds.forget(key.worker_id)

@@ -393,7 +393,7 @@ class Slot:
 
         in_order: exit code 0. ready: it got beyond its start-up. killed: by a signal from outside. again: it ended to
         be started again, as where the job goes back to a step because of another's loss: that is none of its own, and
-        has a limit only so that it does not go on for ever. random: in [0, 1).
+        its limit is beyond the one of all others together. random: in [0, 1).
         """
         self.pids = ()
         if in_order or not self.wanted:
@@ -405,23 +405,25 @@ class Slot:
             return Why(why.cause, f"{why.reason}; on_failure is 'shrink'{rest}")
         if ready:
             self.early_own = self.early_killed = 0
-        elif killed:
-            self.early_killed += 1
-        else:
-            self.early_own += 1
+        elif not again:
+            self.early_killed += killed
+            self.early_own += not killed
         if self.early_own >= LOOP_OWN or self.early_killed >= LOOP_KILLED:
             times = max(self.early_own, self.early_killed)
             text = f"crash loop: it died {times} times in a row before it was ready, last: {why.reason}"
             return Why(Cause.CRASH_LOOP, text)
-        begun_s, most = self.restarts_s, config.max_restarts
+        begun_s, most, what = self.restarts_s, config.max_restarts, "restarts"
         if again:
-            begun_s, most = self.returns_s, max(most, LOOP_KILLED)
+            others = max(LOOP_KILLED, (config.workers + config.spares) * config.cell.hosts)
+            begun_s, most, what = self.returns_s, others * (most + 1), "restarts because of others"
         while begun_s and now_s - begun_s[0] >= HOUR_S:
             begun_s.popleft()
         if len(begun_s) >= most:
-            limit = f"{len(begun_s)} restarts within an hour are the limit (max_restarts)"
+            limit = f"{most} {what} within an hour are the limit (max_restarts={config.max_restarts})"
             return Why(Cause.CRASH_LOOP, f"{limit}, last: {why.reason}")
-        self.state, self.restart_at_s = "resting", now_s + self._delay_s(now_s, config, ready, random)
+        innocent = again and (ready or killed)  # who is sent away before it is ready may be to blame
+        delay_s = 0.0 if innocent else self._delay_s(now_s, config, ready, random)
+        self.state, self.restart_at_s = "resting", now_s + delay_s
         begun_s.append(now_s)
         return None
 
