@@ -228,7 +228,8 @@ class Membership:
         check(not self.is_fenced(key), f"worker {key} is fenced twice")
         self._fenced[key.worker_id], self._fenced_for[key.worker_id] = key.incarnation, why.cause
         self._fenced_again[key.worker_id] = again
-        self._env.persist("evict", **asdict(key), cause=why.cause, reason=why.reason, again=again)
+        more = {"again": True} if again else {}
+        self._env.persist("evict", **asdict(key), cause=why.cause, reason=why.reason, **more)
 
     def is_fenced(self, key: WorkerKey) -> bool:
         """Whether this life, or a newer one of its slot, was declared over."""
