@@ -95,6 +95,7 @@ def test_faults_of_packets_to_one_peer(
         near, far, _ = net.hosts
         a, b, c = map(bound, net.hosts)
         meet(a, b)
+        meet(a, c)
         with near.inside():
             if why := lacking(["drop", "delay", "rate"]):
                 pytest.skip(why)
