@@ -19,17 +19,18 @@ import os, sys
 
 sys.path.insert(0, {tests!r})
 from everstep.base.errors import StoreError
-from everstep.checkpoint.store import DirectoryStore
+from everstep.checkpoint.reader import Checkpoint
 from job_tasks import Text
 
-read_into, bad = DirectoryStore.read_into, os.environ.get("BAD", "").split()
+read_into = Checkpoint._read_into
+bad, stages = ([int(n) for n in os.environ.get(name, "").split()] for name in ("BAD", "STAGES"))
 
-def broken(self, name, *more):
-    if any(name.startswith(f"step-{{int(step):010d}}/") for step in bad):
-        raise StoreError(f"cannot read {{name}}: Input/output error")
-    return read_into(self, name, *more)
+def broken(self, piece, parts, stage):
+    if self.step in bad and stage in stages:
+        raise StoreError(f"cannot read {{self.name}}: Input/output error")
+    return read_into(self, piece, parts, stage)
 
-DirectoryStore.read_into = broken
+Checkpoint._read_into = broken
 
 class Unread(Text):
     pass
@@ -53,23 +54,28 @@ def stopped(jobs: Jobs, task: str, stages: int) -> tuple[Job, list[int]]:
     return job, steps_in(DirectoryStore(job.run_dir / "checkpoints"))
 
 
-@pytest.mark.parametrize("stages", mostly_longer([1, 2], lambda stages: stages == 2))
-def test_an_older_one_is_taken(jobs: Jobs, task: str, stages: int) -> None:
+CASES = mostly_longer([(1, "0"), (2, "0"), (2, "0 1")], lambda case: case == (2, "0"))
+
+
+@pytest.mark.parametrize(("stages", "unread"), CASES)
+def test_an_older_one_is_taken(jobs: Jobs, task: str, stages: int, unread: str) -> None:
+    """Also where one stage alone cannot read the newest: then the others state older ones than those, too."""
     job, steps = stopped(jobs, task, stages)
-    bad = {"BAD": " ".join(map(str, steps[-3:]))}
+    bad = {"BAD": " ".join(map(str, steps[-3:])), "STAGES": unread}
     settings = {"stages": stages, **RULE}
     again = jobs.start(task, workers=2, settings=settings, run_dir=job.run_dir, environment=bad)
     jobs.check(again, task)
     passed = [e for e in again.of_kind("fallback") if e.get("what") == "checkpoint"]
     assert {e["step"] for e in passed} == {*steps[-3:]}, again.account()
-    assert all("Input/output error" in e["reason"] for e in passed), again.account()
+    assert all("Input/output error" in e["reason"] and e["cause"] == "disk" for e in passed), again.account()
+    assert [e["step"] for e in again.of_kind("recovery_completed")] == [steps[-4]], again.account()
 
 
-@pytest.mark.parametrize("stages", mostly_longer([1, 2], lambda stages: stages == 2))
-def test_none_can_be_read(jobs: Jobs, task: str, stages: int) -> None:
+@pytest.mark.parametrize(("stages", "unread"), CASES)
+def test_none_can_be_read(jobs: Jobs, task: str, stages: int, unread: str) -> None:
     job, steps = stopped(jobs, task, stages)
     before = len(job.of_kind("step_committed"))
-    bad = {"BAD": " ".join(map(str, steps))}
+    bad = {"BAD": " ".join(map(str, steps)), "STAGES": unread}
     settings = {"stages": stages, **RULE}
     again = jobs.start(task, workers=2, settings=settings, run_dir=job.run_dir, environment=bad)
     assert again.end() == 2, again.account()

@@ -121,7 +121,7 @@ def test_what_is_accepted_is_whole_whenever_the_uploader_dies(
 def check_store(store: ObjectStore, source: DirectoryStore, accepted: dict[str, bytes]) -> None:
     """Everything that is accepted is that of the source, whole, and as it was the last time."""
     told: list[str] = []
-    newest = newest_complete(store, told=lambda step, reason: told.append(reason))
+    newest = newest_complete(store, told=lambda step, why: told.append(why.reason))
     assert told == [], "the store accepted something that is not whole"
     assert (newest.step if newest else None) == max(steps_in(store), default=None)
     for step in steps_in(store):

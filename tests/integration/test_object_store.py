@@ -229,7 +229,7 @@ def test_checkpoints_are_read_from_it_like_from_a_directory(bucket: str, source:
     data[part.data_at + 5] ^= 1
     store.write(part.name, [data], len(data))
     told: list[str] = []
-    assert newest_complete(store, told=lambda step, reason: told.append(reason)) is None
+    assert newest_complete(store, told=lambda step, why: told.append(why.reason)) is None
     assert len(told) == 2 and "does not match its digest" in told[0] and steps_in(store) == []
 
 

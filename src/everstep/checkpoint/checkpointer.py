@@ -107,8 +107,8 @@ class Checkpointer:
         self._to_upload: set[int] = set()
         self._base = Base()
         self._sound: set[int] = set()
-        self._refused: dict[tuple[int, int], CheckpointCorrupt | StoreError] = {}  # by step and time of writing
-        self.unreadable: StoreError | None = None
+        self._refused: dict[tuple[int, int], tuple[bool, str]] = {}  # whether damaged, why; by step, time of writing
+        self.unreadable: str | None = None
         """Why the last look for checkpoints found none, though some may be there; None if it could read all."""
         self.skipped: dict[str, int] = {"memory": 0, "disk": 0, "object": 0}
 
@@ -331,7 +331,7 @@ class Checkpointer:
         except StoreError as error:
             if isinstance(error, PartsAway) and not found:
                 raise
-            self.unreadable = None if found else error
+            self.unreadable = None if found else str(error)
         if expected and not found and (limit is None or expected <= limit):
             self._seek(expected)
         return tuple(sorted(found))
@@ -349,10 +349,11 @@ class Checkpointer:
         *,
         ready: Callable[[], None] = lambda: None,
         twice: bool = False,
+        tick: Callable[[], None] = lambda: None,
     ) -> Manifest:
         """Gives the states, by stage, what they need of a checkpoint; returns what it holds besides. ready: called
         directly before the state is changed. twice: all is read and verified before that, and then read again; else a
-        state is partly written if this raises.
+        state is partly written if this raises. tick: called after every few blocks.
 
         Raises: CheckpointCorrupt if something does not match its hash: it is set aside. StoreError if it cannot be
         read. In both cases `restorable` names older ones from then on. ConfigError.
@@ -363,23 +364,26 @@ class Checkpointer:
             self._accept(checkpoint)
             checkpoint.check_files()
             if twice:
-                checkpoint.verify_for(states)
+                checkpoint.verify_for(states, tick)
             ready()
-            checkpoint.load_into(states)
+            checkpoint.load_into(states, tick)
         except (CheckpointCorrupt, StoreError) as error:
             self._sound.discard(step)
             if checkpoint is not None and not isinstance(error, PartsAway):  # their hosts may come
-                self._refused[step, checkpoint.manifest.created_unix_ns] = error
+                # Not the error: its traceback would keep the states alive.
+                why = isinstance(error, CheckpointCorrupt), str(error)
+                self._refused[step, checkpoint.manifest.created_unix_ns] = why
             note = set_aside_and_say(self.store, step) if isinstance(error, CheckpointCorrupt) else ""
             if note:
-                self._fell_back(step, f"{error}{note}")
+                self._fell_back(step, Why(error.cause, f"{error}{note}"))
             raise
         return checkpoint.manifest
 
     def _accept(self, checkpoint: Checkpoint) -> None:
         before = self._refused.get((checkpoint.step, checkpoint.manifest.created_unix_ns))
         if before is not None:
-            raise before
+            damaged, reason = before
+            raise CheckpointCorrupt(reason) if damaged else StoreError(reason)
         refuse_foreign(checkpoint.manifest, self.identity, allow_mismatch=self._config.allow_mismatch)
         if not self._inexact:
             refuse_kernels(checkpoint.manifest, self.identity.kernels)
@@ -402,8 +406,8 @@ class Checkpointer:
         log.warning("%s", reason)
         self._events("warning", {"step": step, "cause": Cause.CORRUPT, "reason": reason, "what": "block"})
 
-    def _fell_back(self, step: int, reason: str) -> None:
-        self._events("fallback", {"step": step, "cause": Cause.CORRUPT, "reason": reason, "what": "checkpoint"})
+    def _fell_back(self, step: int, why: Why) -> None:
+        self._events("fallback", {"step": step, "cause": why.cause, "reason": why.reason, "what": "checkpoint"})
 
     # ---- the end
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from everstep.base.cause import Why
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError, PartsAway, StoreError
 from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.manifest import Manifest, PartFile, decode
@@ -34,7 +35,7 @@ THREADS = min(4, os.cpu_count() or 1)
 _AHEAD = 2
 _T = TypeVar("_T")
 
-Told = Callable[[int, str], None]
+Told = Callable[[int, Why], None]
 """Is told the step of a checkpoint that cannot be used, and why."""
 
 
@@ -86,21 +87,22 @@ class Checkpoint:
         for blocks in self._in_order(indices, lambda _, piece: self._read_piece(piece, stage)):
             yield from blocks
 
-    def load_into(self, states: Mapping[int, ModelState]) -> None:
+    def load_into(self, states: Mapping[int, ModelState], tick: Callable[[], None] = lambda: None) -> None:
         """Give each stage's state its blocks of the checkpoint. If this raises, load again before using the states.
+        tick: called after every few blocks.
 
         Raises: CheckpointCorrupt if something does not match its hash. ConfigError if it is of another model.
         """
         for stage, state in states.items():
             manifest, blocks = self._selected(state)
-            state.load_with(manifest, partial(self._fill, blocks=blocks, stage=stage))
+            state.load_with(manifest, partial(self._fill, blocks=blocks, stage=stage, tick=tick))
 
-    def verify_for(self, states: Mapping[int, ModelState]) -> None:
-        """Reads what `load_into` would read, and changes nothing. Raises: as `load_into`."""
+    def verify_for(self, states: Mapping[int, ModelState], tick: Callable[[], None] = lambda: None) -> None:
+        """Reads what `load_into` would read, and changes nothing. tick, raises: as `load_into`."""
         for stage, state in states.items():
             _, blocks = self._selected(state)
             for _ in self.read_blocks(blocks, stage):
-                pass
+                tick()
 
     def _selected(self, state: ModelState) -> tuple[dict[str, Any], tuple[int, ...]]:
         """The part of a checkpoint that a stage needs: manifest and blocks."""
@@ -109,7 +111,7 @@ class Checkpoint:
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(f"{self.name} is not as Everstep writes it: {type(error).__name__}") from error
 
-    def _fill(self, scatter: Scatter, blocks: Sequence[int], stage: int) -> None:
+    def _fill(self, scatter: Scatter, blocks: Sequence[int], stage: int, tick: Callable[[], None]) -> None:
         """Reads blocks straight to where they go, and verifies them there."""
 
         def fill(begin: int, piece: Sequence[int]) -> None:
@@ -119,7 +121,7 @@ class Checkpoint:
                 scatter.written(number)
 
         for _ in self._in_order(blocks, fill):
-            pass
+            tick()
 
     def _in_order(self, indices: Sequence[int], read: Callable[[int, Sequence[int]], _T]) -> Iterator[_T]:
         """Results of `read` for each piece of these blocks, in order, by several threads that are a little ahead. It is
@@ -302,13 +304,13 @@ def newest_complete(
         except CheckpointCorrupt as error:
             note = set_aside_and_say(store, step)
             if note:  # else another worker has just done so, and said so
-                told(step, f"{error}{note}")
+                told(step, Why(error.cause, f"{error}{note}"))
         except BlobMissing:
             continue  # retired while this one looked
         except PartsAway:
             raise
         except StoreError as error:
-            told(step, str(error))
+            told(step, Why(error.cause, str(error)))
             unread = unread or error
         else:
             return checkpoint

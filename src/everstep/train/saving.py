@@ -56,7 +56,7 @@ the loop was done with the step; state as it was when the body was entered for t
 """
 _MODEL = "model/"
 _MOST_REPORT_BYTES = 1 << 30
-_STATED = 2
+_STATED, _MOST_STATED, _TRIES = 2, 64, 6
 _SAY_EVERY_S, _LOOK_S = 10.0, 0.2
 
 
@@ -364,10 +364,15 @@ class Restorer:
 
     _view: WorkerView
     _checkpointer: Checkpointer | None
+    _steps: tuple[int, ...] = ()
+    _most: int = 0
+    _from: int = 0
+    _tries: int = 0
 
     def restorable(self, limit: int | None) -> tuple[int, ...]:
         """The newest steps, up to the limit if there is one, that can be read from disk here; if some are on hosts that
-        are not there, wait for these.
+        are not there, wait for these. Each look before training goes on names twice as many: members that cannot read
+        the newest ones name older ones, and all need one in common.
 
         Raises: ConfigError if the checkpoints are of another job, or on hosts that do not come.
         """
@@ -375,10 +380,15 @@ class Restorer:
             return ()
         checkpointer = self._checkpointer
         view, began_s, said_s = self._view, time.monotonic(), -inf
+        goes_on = view.step > self._from
+        self._most = min(2 * self._most, _MOST_STATED) if self._most and not goes_on else _STATED
+        self._tries = 0 if goes_on else self._tries
+        self._from = max(self._from, view.step)
         wait_s, expected = view.config.quorum_wait_s, int(view.link.job.get("resumes_at", 0))
         while True:
             try:
-                return checkpointer.restorable(verify=False, most=_STATED, limit=limit, expected=expected)
+                self._steps = checkpointer.restorable(verify=False, most=self._most, limit=limit, expected=expected)
+                return self._steps
             except PartsAway as away:
                 now_s = time.monotonic()
                 if now_s - began_s > wait_s:
@@ -393,9 +403,19 @@ class Restorer:
             view.tick()
             time.sleep(_LOOK_S)
 
-    def refuse_unreadable(self) -> None:
-        """Raises: ConfigError if checkpoints may be there, and could not be read: the job must not start over."""
+    def refuse_to_start_over(self) -> None:
+        """Before step 0 is taken.
+
+        Raises: ConfigError if checkpoints may be there, and could not be read here, or not by others. Unusable while a
+        split model's members may still find one that all can read.
+        """
         error = self._checkpointer.unreadable if self._checkpointer is not None else None
+        newest, view = max(self._steps, default=0), self._view
+        if error is None and newest:
+            error = f"worker {view.me} can read the checkpoint of step {newest}, but not all others can read one"
+            if view.stages.split and self._tries < _TRIES:  # a member that knows why says it meanwhile
+                self._tries += 1
+                raise Unusable(Why(Cause.DISK, error), torn=False)
         if error is not None:
             raise ConfigError(
                 f"no worker holds the training state, and {error}: make it readable and run the job again, or start "
@@ -418,6 +438,7 @@ class Restorer:
         Raises: Unusable then, or, torn, if an unsplit model has been overwritten in part.
         """
         view, checkpointer = self._view, self._checkpointer
+        self._from = max(self._from, number)
         trained = view.step > 0
         # The life before may have ended because an unsplit model was overwritten in part: this one looks before.
         twice = trained or (view.driver.machine.me.incarnation > 0 and not view.stages.split)
@@ -434,7 +455,7 @@ class Restorer:
         try:
             if checkpointer is None:
                 raise StoreError("checkpoint.enabled is false")
-            manifest = checkpointer.load(number, states, ready=ready, twice=twice)
+            manifest = checkpointer.load(number, states, ready=ready, twice=twice, tick=view.tick)
         except (CheckpointCorrupt, StoreError) as error:
             torn = bool(written) and not view.stages.split
             if not torn:

@@ -91,9 +91,11 @@ class Lanes:
     def compute(self, operation: Compute) -> None:
         """Compute the lanes of a split model, wherever they pass through this worker.
 
-        Raises: CollectiveAborted.
+        Raises: CollectiveAborted. ConfigError, Unusable if the job would start over beside checkpoints.
         """
         view, plan, number = self._view, operation.plan, operation.step
+        if number == 1:
+            self._restorer.refuse_to_start_over()
         ends: set[int] = set()
         for stage in plan.stages_of(view.me):
             self.begin(number, plan, stage)
@@ -140,7 +142,7 @@ class Lanes:
             return
         self._entered, view = True, self._view
         if not after:
-            self._restorer.refuse_unreadable()
+            self._restorer.refuse_to_start_over()
         view.position.settle()
         said = self._restorer.data_position(after) if after else None
         if said is not None and (others := view.position.accept(said[1], said[0])):

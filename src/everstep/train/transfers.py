@@ -249,7 +249,7 @@ class Transfers:
         restored = None
         lacking = [k for k, ids in sources.items() if not ids]
         if lacking and not number:
-            self._restorer.refuse_unreadable()
+            self._restorer.refuse_to_start_over()
         elif lacking:
             restored = self._restorer.restore(number, lacking)
             records = records or self._restorer.records_of(restored)

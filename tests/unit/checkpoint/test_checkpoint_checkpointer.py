@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 from checkpoint_saving import advance, identity_of, make_state
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
-from everstep.base.errors import CheckpointCorrupt, ConfigError, StoreError
+from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, StoreError
 from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Member, Plan, Rank, Seat
 from everstep.checkpoint import checkpointer, part
@@ -237,9 +239,10 @@ def test_one_that_cannot_be_read_is_not_taken_for_none(
 
 @pytest.mark.parametrize("error", [StoreError, CheckpointCorrupt])
 def test_one_whose_data_could_not_be_read_is_stated_no_more_and_not_taken_for_none(
-    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, error: type[EverstepError]
 ) -> None:
-    """Its manifest and the beginnings of its files can be read, and it may not be possible to set it aside."""
+    """Its manifest and the beginnings of its files can be read, and it may not be possible to set it aside. What is
+    known of it keeps no state alive."""
     job = start(1)
     for step in (1, 2):
         job.save(step)
@@ -254,14 +257,31 @@ def test_one_whose_data_could_not_be_read_is_stated_no_more_and_not_taken_for_no
     worker = job.workers[0]
     assert worker.restorable(verify=False, most=2) == (1, 2)
     for bad in (2, 1):
-        with pytest.raises(error):
-            worker.load(bad, {0: job.states[0]})
+        state = make_state(1)
+        alive = weakref.ref(state)
+        with suppress(error):
+            worker.load(bad, {0: state})
         assert worker.restorable(verify=False, most=2) == tuple(range(1, bad))
+        del state
+        gc.collect()
+        assert alive() is None
     assert (worker.unreadable is not None) == (error is StoreError)
+    assert {e["cause"] for kind, e in job.told if kind == "fallback"} == {error.cause}
     assert worker.restorable(verify=False, limit=0) == () and worker.unreadable is None
     monkeypatch.undo()
     job.update(3)
     assert start(1).workers[0].restorable(most=2) == (1, 2), "another life may look again"
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_reader_shows_that_it_does_not_hang(start: Callable[..., Job], twice: bool) -> None:
+    job, ticks = start(1), list[int]()
+    job.save(1)
+    job.wait_told(1)
+    before = list[int]()
+    ready = lambda: before.append(len(ticks))  # noqa: E731
+    job.workers[0].load(1, {0: job.states[0]}, ready=ready, twice=twice, tick=lambda: ticks.append(1))
+    assert (before[0] > 0) == twice and len(ticks) > before[0]
 
 
 def test_of_another_job(start: Callable[..., Job]) -> None:

@@ -14,6 +14,7 @@ import torch
 from safetensors.numpy import load_file
 
 from checkpoint_saving import SHAPES, advance, base_of, identity_of, make_state, save, write_part
+from everstep.base.cause import Why
 from everstep.base.config_keys import DiskTierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
 from everstep.checkpoint.manifest import decode, refuse_foreign, refuse_kernels
@@ -182,12 +183,12 @@ def test_the_next_older_whole_one_is_used_and_the_bad_one_set_aside(tmp_path: Pa
         if step == 2:
             two = state.manifest()
     flip(tmp_path / manifest.files[0].name, manifest.files[0].data_at + 5 * BLOCK_BYTES, 3)
-    told: list[tuple[int, str]] = []
+    told: list[tuple[int, Why]] = []
     store = DirectoryStore(tmp_path)
     found = newest_complete(store, told=lambda *what: told.append(what))
     assert found is not None and found.step == 2 and found.manifest.state == two
-    ((step, reason),) = told
-    assert step == 3 and "block 5 (" in reason and "damaged-1-manifest.json" in reason
+    ((step, why),) = told
+    assert step == 3 and "block 5 (" in why.reason and "damaged-1-manifest.json" in why.reason
     assert steps_in(store) == [1, 2]
     assert len(store.list("step-0000000003/")) == 2  # nothing was deleted
     again = save(tmp_path, state, 3)  # the step is done again
@@ -214,7 +215,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, spoil: object, named: str) -> No
     spoil(tmp_path, tmp_path / "same" / "step-0000000001" / Path(manifest.files[0].name).name)  # type: ignore[operator]
     store = DirectoryStore(tmp_path / "same")
     told: list[str] = []
-    assert newest_complete(store, before=2, told=lambda step, reason: told.append(reason)) is None
+    assert newest_complete(store, before=2, told=lambda step, why: told.append(why.reason)) is None
     assert len(told) == 1 and named in told[0]
     assert "\n" not in told[0]
 

@@ -191,7 +191,7 @@ def test_the_next_older_one_is_used(tmp_path: Path) -> None:
     prepare(tmp_path, lambda body: None, 1)
     prepare(tmp_path, lambda body: body["files"][0].__setitem__(0, ESCAPE), 2)
     told: list[str] = []
-    found = newest_complete(DirectoryStore(tmp_path), told=lambda step, reason: told.append(reason))
+    found = newest_complete(DirectoryStore(tmp_path), told=lambda step, why: told.append(why.reason))
     assert found is not None and found.step == 1
     assert len(told) == 1 and ESCAPE in told[0] and "damaged-1-manifest.json" in told[0]
 
@@ -270,7 +270,7 @@ def test_no_link_is_followed_below_a_store(tmp_path: Path, name: str) -> None:
     assert [problem.name for problem in verify_store(store)] == (["latest.json"] if name == STEP else [name])
     if name != STEP:
         told: list[str] = []
-        assert newest_complete(store, told=lambda step, reason: told.append(reason)) is None
+        assert newest_complete(store, told=lambda step, why: told.append(why.reason)) is None
         assert len(told) == 1 and "set aside as" in told[0]
     assert outside.exists() and not outside.is_symlink()
 

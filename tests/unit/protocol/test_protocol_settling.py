@@ -76,6 +76,12 @@ def test_stages_may_come_from_memory_and_disk_alike():
     assert settled.wants == {0: {0: (0,)}, 1: {1: ()}, 2: {1: ()}}
 
 
+def test_stages_that_state_no_checkpoint_in_common_have_step_0_alone():
+    apart = {0: at(0, disk=(2, 3)), 1: at(0, disk=(4, 5))}
+    assert settle(plan((0,), (1,)), apart).target == Key(0, 0)
+    assert settle(plan((0,), (1,)), {**apart, 1: at(0, disk=(2, 3, 4, 5))}).target == Key(3, 0)
+
+
 def test_disk_counts_only_if_all_of_the_pool_can_read_it():
     settled = settle(plan((0,), (1, 2)), {0: at(9, 0, snapshots=((0, 6),)), 1: at(0, disk=(6,)), 2: at(0)})
     assert settled.target == Key(0, 0)
