@@ -176,11 +176,12 @@ class StaleGeneration(MembershipError):
 
 
 class Evicted(MembershipError):
-    """This worker is no longer a member of the job. `drained`: by request, not by a fault."""
+    """This worker is no longer a member of the job. `drained`: by request, not by a fault. `returns`: the job goes back
+    to a step, which a new life of this worker loads."""
 
-    def __init__(self, message: str, drained: bool = False) -> None:
+    def __init__(self, message: str, drained: bool = False, returns: bool = False) -> None:
         super().__init__(message)
-        self.drained = drained
+        self.drained, self.returns = drained, returns
 
 
 class NoHead(MembershipError):

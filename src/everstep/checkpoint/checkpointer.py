@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
-from everstep.base.errors import CheckpointCorrupt, EverstepError, PartsAway, StoreError, cause_of
+from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, PartsAway, StoreError, cause_of
 from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Plan
 from everstep.checkpoint.hosts_store import HostsStore
@@ -311,8 +311,9 @@ class Checkpointer:
         before: int | None = None if limit is None else limit + 1
         self.unreadable = None
         try:
+            listed = steps_in(self.store)
             while len(found) < most:
-                step = max((s for s in steps_in(self.store) if before is None or s < before), default=-1)
+                step = max((s for s in listed if before is None or s < before), default=-1)
                 if step not in self._sound:
                     checkpoint = newest_complete(
                         self.store,
@@ -332,6 +333,9 @@ class Checkpointer:
             if isinstance(error, PartsAway) and not found:
                 raise
             self.unreadable = None if found else str(error)
+        except ConfigError:
+            if not found:  # else an older one is of no concern
+                raise
         if expected and not found and (limit is None or expected <= limit):
             self._seek(expected)
         return tuple(sorted(found))

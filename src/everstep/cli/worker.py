@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from everstep.base.config import Config
 from everstep.base.doors import parse_ports
+from everstep.base.exit_codes import AGAIN
 from everstep.chaos.inject import Injector
 from everstep.chaos.spec import parse
 from everstep.cli.task_loading import load_task
 from everstep.observe.events import EventLog
 from everstep.runtime.host.board import Board
-from everstep.runtime.host.cell_doors import AGAIN_CODE, Deputies
+from everstep.runtime.host.cell_doors import Deputies
 from everstep.runtime.host.cell_search import CellSearch
 from everstep.runtime.link.address import EVENTS_FILE
 from everstep.runtime.link.context import WorkerContext
@@ -51,7 +52,7 @@ def main(context: WorkerContext) -> int:
         search = CellSearch(context, config)
         plan = search.find(Board.attach(context.board_fd).row(context.worker_id).tick)
         if plan is None:
-            return 0 if search.over.is_set() else AGAIN_CODE
+            return 0 if search.over.is_set() else AGAIN
         context = replace(context, cell_hosts=len(plan.doors))
         if plan.part:
             return run_deputy(context, plan, search, None if is_script else lambda now: load_task(context.task, now))

@@ -11,11 +11,12 @@ import msgspec
 
 from everstep.base.config import Config
 from everstep.base.errors import CollectiveAborted, check
+from everstep.base.exit_codes import RETURNS
 from everstep.parallel.cell_memory import CellMemory
 from everstep.parallel.mapping import PAGE
 from everstep.runtime.host.board import Board
 from everstep.runtime.host.cell import MOST_BYTES, CellCommand, Head, Limb
-from everstep.runtime.host.cell_doors import AGAIN_CODE, CellPlan, PartLines
+from everstep.runtime.host.cell_doors import CellPlan, PartLines
 from everstep.runtime.host.cell_search import CellSearch
 from everstep.runtime.link.context import WorkerContext
 from everstep.runtime.link.peer import PeerConnection
@@ -39,7 +40,7 @@ def run_deputy(
         time.sleep(_END_S)  # the head has gone: who knows why ends this process
     finally:
         deputy.close()
-    return 0 if search.over.wait(_END_S) else AGAIN_CODE
+    return 0 if search.over.wait(_END_S) else RETURNS
 
 
 class Deputy(Limb):

@@ -205,7 +205,9 @@ class Executor:
             if isinstance(effect, do.WentBack):
                 raise StateJumped(f"the state is that of step {effect.step} now")
             if isinstance(effect, do.Exit):
-                raise JobFailed(effect.reason) if effect.failed else Evicted(effect.reason, effect.drained)
+                if effect.failed:
+                    raise JobFailed(effect.reason)
+                raise Evicted(effect.reason, effect.drained, effect.returns)
             if isinstance(effect, do.Outvoted):
                 raise StateTainted(effect.reason, effect.step, effect.generation, effect.sound)
             if isinstance(effect, do.EndsJob):

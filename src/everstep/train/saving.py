@@ -371,8 +371,8 @@ class Restorer:
 
     def restorable(self, limit: int | None) -> tuple[int, ...]:
         """The newest steps, up to the limit if there is one, that can be read from disk here; if some are on hosts that
-        are not there, wait for these. Each look before training goes on names twice as many: members that cannot read
-        the newest ones name older ones, and all need one in common.
+        are not there, wait for these. Each look before it has trained from there names twice as many: members that
+        cannot read the newest ones name older ones, and all need one in common.
 
         Raises: ConfigError if the checkpoints are of another job, or on hosts that do not come.
         """
@@ -380,10 +380,9 @@ class Restorer:
             return ()
         checkpointer = self._checkpointer
         view, began_s, said_s = self._view, time.monotonic(), -inf
-        goes_on = view.step > self._from
-        self._most = min(2 * self._most, _MOST_STATED) if self._most and not goes_on else _STATED
-        self._tries = 0 if goes_on else self._tries
-        self._from = max(self._from, view.step)
+        untrained = view.step == self._from
+        self._most = min(2 * self._most, _MOST_STATED) if self._most and untrained else _STATED
+        self._tries = self._tries if untrained else 0
         wait_s, expected = view.config.quorum_wait_s, int(view.link.job.get("resumes_at", 0))
         while True:
             try:
@@ -438,7 +437,6 @@ class Restorer:
         Raises: Unusable then, or, torn, if an unsplit model has been overwritten in part.
         """
         view, checkpointer = self._view, self._checkpointer
-        self._from = max(self._from, number)
         trained = view.step > 0
         # The life before may have ended because an unsplit model was overwritten in part: this one looks before.
         twice = trained or (view.driver.machine.me.incarnation > 0 and not view.stages.split)
@@ -463,6 +461,7 @@ class Restorer:
                     view.stages.rebuild(stage)
             why = Why(error.cause, f"the checkpoint of step {number} cannot be used: {error}")
             raise Unusable(why, torn) from error
+        self._from = number
         if view.is_main:
             self._say_kernels(manifest)
         return manifest

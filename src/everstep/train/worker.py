@@ -26,6 +26,7 @@ from everstep.base.errors import (
     cause_of,
     one_line,
 )
+from everstep.base.exit_codes import AGAIN, RETURNS
 from everstep.protocol import messages as wire
 from everstep.runtime.link.context import WorkerContext
 from everstep.script.importing import import_from_script
@@ -41,7 +42,6 @@ from everstep.train.worker_link import Faults, LaunchedLink
 
 log = logging.getLogger(__name__)
 
-EVICTED_EXIT_CODE = 75
 _FATAL = (ConfigError, DeterminismError, NonFinite, Uncarried)
 _STATELESS = (JobFailed, Evicted, DeterminismError, ConfigError, StateTainted)
 """Exceptions that end a worker without a state worth saving."""
@@ -59,8 +59,8 @@ def run_worker(
     load: makes the task, with this config set. linked: called with the link before it is used, so that a test or a
     scripted fault can disturb it.
 
-    0: the job is over, or this worker was drained. 75: it was evicted, and may come back as a new life. 1: it
-    failed; its last words went to the coordinator and the log.
+    0: the job is over, or this worker was drained. 75: it was evicted, and may come back as a new life; 76: the same,
+    because of another's loss. 1: it failed; its last words went to the coordinator and the log.
     """
     config = context.load_config()
     build_in_files(config)
@@ -79,7 +79,9 @@ def run_worker(
         return 0
     except (JobFailed, Evicted) as end:
         log.info("leaving: %s", end)
-        return EVICTED_EXIT_CODE if isinstance(end, Evicted) and not end.drained else 0
+        if not isinstance(end, Evicted) or end.drained:
+            return 0
+        return RETURNS if end.returns else AGAIN
     except Exception as error:
         _last_words(link, context, error)
         return 1

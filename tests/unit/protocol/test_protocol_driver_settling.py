@@ -524,7 +524,10 @@ def test_the_application_is_told_once_all_have_settled_though_plans_come_in_betw
 
 def test_an_application_that_cannot_go_on_from_an_earlier_step_starts_anew() -> None:
     w = gone_back(rewindable=False)
-    assert w.out[-1] == do.Exit("the job goes back to step 2, from where this worker restarts") and w.op is None
+    assert (
+        w.out[-1] == do.Exit("the job goes back to step 2, from where this worker restarts", returns=True)
+        and w.op is None
+    )
 
 
 def test_one_that_has_not_trained_yet_can_go_anywhere() -> None:
@@ -545,7 +548,7 @@ def tainted(w: Worker, sound: int) -> None:
 def test_a_whole_model_that_has_trained_cannot_go_back_to_the_beginning() -> None:
     w = behind()
     tainted(w, 0)
-    assert w.out[-1] == do.Exit("the job goes back to step 0, from where this worker restarts")
+    assert w.out[-1] == do.Exit("the job goes back to step 0, from where this worker restarts", returns=True)
     w = behind()
     w.keeps(((0, 1),))
     w.settle(w1=at(2, sound=1))

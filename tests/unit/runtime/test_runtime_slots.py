@@ -169,14 +169,14 @@ def test_a_worker_that_ended_to_begin_again_is_no_loss(on_failure: str) -> None:
     slot, config = Slot(0), policy(0, 0.5, 30.0, on_failure)
     for now in range(10):
         _live(slot, now)
-        assert _rests(slot, now, config, killed=False, again=True)
+        assert _rests(slot, now, config, killed=False, again=True, returns=True)
     _live(slot, 10.0)
-    verdict = _die(slot, 10.0, config, killed=False, again=True)
+    verdict = _die(slot, 10.0, config, killed=False, again=True, returns=True)
     assert verdict is not None and "10 restarts because of others within an hour" in verdict.reason
     other, config = Slot(1), policy(1, 0.5, 30.0)
-    for again in (True, False, True):
+    for returns in (True, False, True):
         _live(other, 0.0)
-        assert _rests(other, 0.0, config, again=again)
+        assert _rests(other, 0.0, config, returns=returns)
     _live(other, 0.0)
     verdict = _die(other, 0.0, config)
     assert verdict is not None and "1 restarts within an hour" in verdict.reason
@@ -194,21 +194,29 @@ def test_others_that_are_given_up_take_nobody_with_them(max_restarts: int, worke
             _live(other, 0.0)
             _die(other, 0.0, config)
             _live(innocent, 0.0)
-            assert _rests(innocent, 0.0, config, ready=ready, again=True) and innocent.restart_at_s == 0.0
+            assert _rests(innocent, 0.0, config, ready=ready, returns=True) and innocent.restart_at_s == 0.0
     _live(innocent, 0.0)
     lost = _die(innocent, 0.0, config, ready=ready)
     assert (lost is not None) == (max_restarts == 0) and innocent.restart_at_s == 0.0
 
 
-def test_a_life_that_is_sent_away_before_it_is_ready_waits_longer_each_time() -> None:
-    """It is no crash loop, but may be to blame itself."""
-    slot = Slot(0)
-    delays = []
-    for _ in range(5):
+def test_a_life_that_is_sent_away_counts_like_one_that_dies() -> None:
+    """It may be to blame itself: refused at its start, it is a crash loop; later, it has the limit of restarts."""
+    refused, config = Slot(0), policy(2, 0.5, 30.0)
+    for _ in range(2):
+        _live(refused, 0.0)
+        assert _rests(refused, 0.0, config, ready=False, killed=False, again=True)
+    assert refused.restart_at_s == 0.5
+    _live(refused, 0.0)
+    verdict = _die(refused, 0.0, config, ready=False, killed=False, again=True)
+    assert verdict is not None and "crash loop: it died 3 times in a row before it was ready" in verdict.reason
+    slot = Slot(1)
+    for _ in range(2):
         _live(slot, 0.0)
-        assert _rests(slot, 0.0, ready=False, killed=False, again=True)
-        delays.append(slot.restart_at_s)
-    assert delays == [0.0, 0.5, 1.0, 2.0, 4.0]
+        assert _rests(slot, 0.0, config, killed=False, again=True)
+    _live(slot, 0.0)
+    verdict = _die(slot, 0.0, config, killed=False, again=True)
+    assert verdict is not None and "2 restarts within an hour are the limit" in verdict.reason
 
 
 def test_three_crashes_alike_at_one_step_are_a_loop_whoever_dies() -> None:

@@ -436,11 +436,13 @@ class Released(Answer, frozen=True):
 
 
 class Exit(Answer, frozen=True):
-    """To any ask: this worker ends. drained: it will not come back. failed: the job has failed."""
+    """To any ask: this worker ends. drained: it will not come back. failed: the job has failed. returns: it comes back
+    for a step that only a new life can load."""
 
     reason: str
     drained: bool = False
     failed: bool = False
+    returns: bool = False
 
 
 class Outvoted(Answer, frozen=True):

@@ -226,7 +226,7 @@ class Settler:
         rebuilt = not effect.step and not all(effect.sources.values())
         unable = not effect.step and self._machine.current_plan().stages == 1  # an unsplit model is built once
         if (at.step and not self._rewindable) or ((at.step or rebuilt) and unable):
-            return do.Exit(f"the job goes back to step {effect.step}, from where this worker restarts")
+            return do.Exit(f"the job goes back to step {effect.step}, from where this worker restarts", returns=True)
         stands = at.step == effect.step
         own = self._gathers.of_update(at.step) if stands else {}
         own = own or self._keeper.records_of(effect.step)

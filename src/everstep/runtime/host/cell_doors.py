@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 from everstep.base.cause import Cause
 from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, EverstepError, ProtocolError
+from everstep.base.exit_codes import RETURNS
 from everstep.base.own_pages import own_pages
 from everstep.runtime.link.peer import PeerConnection, PeerServer
 from everstep.runtime.link.tls import Tls
 
-AGAIN_CODE = 75
 _PIECE_BYTES = 32 << 20
 _LOOK_S = 1.0
 _END_S = 5.0
@@ -195,7 +195,7 @@ def end_with(connection: PeerConnection, over: threading.Event) -> None:
                 return
         connection.recv_json()
     if not over.wait(_END_S):
-        os._exit(AGAIN_CODE)
+        os._exit(RETURNS)
 
 
 class PartLines:

@@ -17,6 +17,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.cell_keys import MAX_RANKS
 from everstep.base.config import Config
 from everstep.base.errors import check
+from everstep.base.exit_codes import AGAIN, RETURNS
 from everstep.protocol.messages import WorkerLife
 from everstep.runtime.host.agent_link import AgentLink
 from everstep.runtime.host.board import Board
@@ -28,7 +29,6 @@ from everstep.runtime.link.context import Joining, WorkerContext
 from everstep.runtime.process import MemoryKills, end_strays, killed_from_outside, why_ended
 
 _COMPUTING = ("load", "forward", "backward", "reduce", "agree", "update", "evaluate")
-_AGAIN_CODE = 75  # it was evicted, or goes back to a checkpoint that only a new life can load
 
 
 class Workers:
@@ -270,8 +270,9 @@ class Workers:
         now_s = time.monotonic()
         ready = pulse.incarnation == incarnation and pulse.phase != "starting"
         killed, random = killed_from_outside(code), self._jitter.random()
-        again = code == _AGAIN_CODE or (killed and slot.returns)
-        how = {"in_order": in_order, "ready": ready, "killed": killed, "again": again}
+        returns = code == RETURNS or (killed and slot.returns)
+        again = code == AGAIN or returns
+        how = {"in_order": in_order, "ready": ready, "killed": killed, "again": again, "returns": returns}
         lost = slot.exited(now_s, self._config, why, **how, random=random)
         self._lives = self._list_lives()
         self._link.worker_exited(worker_id, incarnation, why, unix_ns, in_order, again)
@@ -364,7 +365,7 @@ class Slot:
         self.state, self.pids = "running", pids
 
     def end(self, *, again: bool) -> None:
-        """The present life is about to be killed. again: as of `exited`."""
+        """The present life is about to be killed. again: as `returns` of `exited`."""
         self.returns = self.returns or again
 
     def resize(self, ranks: int, now_s: float) -> None:
@@ -388,12 +389,13 @@ class Slot:
         killed: bool,
         random: float,
         again: bool = False,
+        returns: bool = False,
     ) -> Why | None:
         """End the present life. Returns the reason if the slot is lost; else it has left, or rests.
 
         in_order: exit code 0. ready: it got beyond its start-up. killed: by a signal from outside. again: it ended to
-        be started again, as where the job goes back to a step because of another's loss: that is none of its own, and
-        its limit is beyond the one of all others together. random: in [0, 1).
+        be started again. returns: it did because of another's loss: that is no restart of its own, and its limit is
+        beyond the one of all others together. random: in [0, 1).
         """
         self.pids = ()
         if in_order or not self.wanted:
@@ -405,7 +407,7 @@ class Slot:
             return Why(why.cause, f"{why.reason}; on_failure is 'shrink'{rest}")
         if ready:
             self.early_own = self.early_killed = 0
-        elif not again:
+        elif not returns:
             self.early_killed += killed
             self.early_own += not killed
         if self.early_own >= LOOP_OWN or self.early_killed >= LOOP_KILLED:
@@ -413,7 +415,7 @@ class Slot:
             text = f"crash loop: it died {times} times in a row before it was ready, last: {why.reason}"
             return Why(Cause.CRASH_LOOP, text)
         begun_s, most, what = self.restarts_s, config.max_restarts, "restarts"
-        if again:
+        if returns:
             others = max(LOOP_KILLED, (config.workers + config.spares) * config.cell.hosts)
             begun_s, most, what = self.returns_s, others * (most + 1), "restarts because of others"
         while begun_s and now_s - begun_s[0] >= HOUR_S:
@@ -421,8 +423,7 @@ class Slot:
         if len(begun_s) >= most:
             limit = f"{most} {what} within an hour are the limit (max_restarts={config.max_restarts})"
             return Why(Cause.CRASH_LOOP, f"{limit}, last: {why.reason}")
-        innocent = again and (ready or killed)  # who is sent away before it is ready may be to blame
-        delay_s = 0.0 if innocent else self._delay_s(now_s, config, ready, random)
+        delay_s = 0.0 if returns else self._delay_s(now_s, config, ready, random)
         self.state, self.restart_at_s = "resting", now_s + delay_s
         begun_s.append(now_s)
         return None
