@@ -92,7 +92,8 @@ def test_an_idle_host_takes_the_place_of_a_lost_one_before_a_worker_gets_fewer(o
 @pytest.mark.longer
 @pytest.mark.parametrize("how", ["kill", "cut"])
 def test_the_host_of_a_workers_head_is_lost_where_another_one_leads(on_hosts: HostJobs, how: str) -> None:
-    settings = {**SPANS, "hosts.min": 2, "checkpoint.disk.every_steps": 3}
+    # One that is cut off with all of the state is waited for as long, unless the other part hangs before that.
+    settings = {**SPANS, "hosts.min": 2, "checkpoint.disk.every_steps": 3, "quorum_wait_s": 25}
     job = on_hosts.head("--no-local-workers", workers=1, steps=STEPS, settings=settings, until=joined(2))
     on_hosts.agent(2, "--slots", "1")
     on_hosts.agent(3, "--slots", "1")
