@@ -12,10 +12,6 @@ NO_HEAD: Final = 4
 """Nobody leads the job, or nobody that this host could find."""
 ANOTHER_LEADS: Final = 5
 """This host was deposed: another one leads the job, and this one could not stand by again."""
-AGAIN: Final = 75
-"""Of a worker's process: it was sent away, and may come back as a new life."""
-RETURNS: Final = 76
-"""Of a worker's process: it ends because of another one's loss, to begin again; as 75, but none of its own restarts."""
 HANDED_OVER: Final = 138
 """SIGUSR1 had a standby host leave in order. The job goes on, so it is not 0, by which such a host says that it is
 complete."""

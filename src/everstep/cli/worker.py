@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from everstep.base.config import Config
 from everstep.base.doors import parse_ports
-from everstep.base.exit_codes import AGAIN
 from everstep.chaos.inject import Injector
 from everstep.chaos.spec import parse
 from everstep.cli.task_loading import load_task
@@ -23,6 +22,7 @@ from everstep.runtime.link.address import EVENTS_FILE
 from everstep.runtime.link.context import WorkerContext
 from everstep.runtime.link.interfaces import bind_collectives
 from everstep.runtime.link.listening import keep_within
+from everstep.runtime.process import AGAIN
 
 if TYPE_CHECKING:
     from everstep.train.task import Task

@@ -21,6 +21,10 @@ from everstep.base.config_fields import SECRET_VARIABLES
 from everstep.base.given import open_given
 from everstep.base.readable import readable
 
+AGAIN = 75
+"""Exit code of a worker's process that was sent away, and may come back as a new life."""
+RETURNS = 76
+"""Exit code of one that ends because of another one's loss, to begin again: that is none of its own restarts."""
 OUTLIVES_WORKERS = "everstep-continue"
 """Marks a process that does not end with the worker that started it: it is its first word, or the first argument of our
 own programs."""

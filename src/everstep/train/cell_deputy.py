@@ -11,7 +11,6 @@ import msgspec
 
 from everstep.base.config import Config
 from everstep.base.errors import CollectiveAborted, check
-from everstep.base.exit_codes import RETURNS
 from everstep.parallel.cell_memory import CellMemory
 from everstep.parallel.mapping import PAGE
 from everstep.runtime.host.board import Board
@@ -20,6 +19,7 @@ from everstep.runtime.host.cell_doors import CellPlan, PartLines
 from everstep.runtime.host.cell_search import CellSearch
 from everstep.runtime.link.context import WorkerContext
 from everstep.runtime.link.peer import PeerConnection
+from everstep.runtime.process import RETURNS
 from everstep.train.cell_limb import be_limb
 from everstep.train.cell_stage import ATTACH
 from everstep.train.task import Task

@@ -26,9 +26,9 @@ from everstep.base.errors import (
     cause_of,
     one_line,
 )
-from everstep.base.exit_codes import AGAIN, RETURNS
 from everstep.protocol import messages as wire
 from everstep.runtime.link.context import WorkerContext
+from everstep.runtime.process import AGAIN, RETURNS
 from everstep.script.importing import import_from_script
 from everstep.train import join
 from everstep.train.console import LeaderConsole

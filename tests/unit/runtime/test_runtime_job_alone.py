@@ -406,7 +406,9 @@ def test_what_fails_where_another_host_leads_ends_no_job(
     monkeypatch.setattr(JobLink, "goodbye", lambda link, why: said.append(why))
     local = started.local
     assert local is not None and local.started.acquire(timeout=PATIENCE_S)
-    monkeypatch.setattr(started.job._lead, "look", lambda pid: None)
+    looked = threading.Event()
+    monkeypatch.setattr(started.job._lead, "look", lambda pid: looked.set())
+    assert looked.wait(PATIENCE_S), "the look before has ended"
     started.job._lead.here, started.job._lead._follows = bool(leads), leads is False
     local.die()
     assert started.end() == 1 and started.outcome is not None

@@ -436,8 +436,7 @@ class Released(Answer, frozen=True):
 
 
 class Exit(Answer, frozen=True):
-    """To any ask: this worker ends. drained: it will not come back. failed: the job has failed. returns: it comes back
-    for a step that only a new life can load."""
+    """To any ask: this worker ends. drained: for good. failed: so has the job. returns: a new life loads a step."""
 
     reason: str
     drained: bool = False
@@ -594,9 +593,8 @@ class HoldAsked(Ask, frozen=True):
 
 
 class SaveAsked(Ask, frozen=True):
-    """The application has evaluated, and a checkpoint may follow from the result; each member asks, in the same
-    order as it gathers. Answered as `GatherAsked`. stored: the best value so far according to what is on disk, None
-    if nothing is; only from the job's leader."""
+    """The application has evaluated, and a checkpoint may follow; each member asks, in the same order as it gathers.
+    Answered as `GatherAsked`. stored: from the job's leader, the best value of those on disk; None if there is none."""
 
     metrics: Mapping[str, float]
     stored: float | None = None

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 from everstep.base.cause import Cause
 from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, EverstepError, ProtocolError
-from everstep.base.exit_codes import RETURNS
 from everstep.base.own_pages import own_pages
 from everstep.runtime.link.peer import PeerConnection, PeerServer
 from everstep.runtime.link.tls import Tls
+from everstep.runtime.process import RETURNS
 
 _PIECE_BYTES = 32 << 20
 _LOOK_S = 1.0

@@ -17,7 +17,6 @@ from everstep.base.cause import Cause, Why
 from everstep.base.cell_keys import MAX_RANKS
 from everstep.base.config import Config
 from everstep.base.errors import check
-from everstep.base.exit_codes import AGAIN, RETURNS
 from everstep.protocol.messages import WorkerLife
 from everstep.runtime.host.agent_link import AgentLink
 from everstep.runtime.host.board import Board
@@ -26,7 +25,7 @@ from everstep.runtime.host.fork_server_client import ForkServerClient
 from everstep.runtime.host.stacks import SHOW_STACKS
 from everstep.runtime.host.worker_processes import Running
 from everstep.runtime.link.context import Joining, WorkerContext
-from everstep.runtime.process import MemoryKills, end_strays, killed_from_outside, why_ended
+from everstep.runtime.process import AGAIN, RETURNS, MemoryKills, end_strays, killed_from_outside, why_ended
 
 _COMPUTING = ("load", "forward", "backward", "reduce", "agree", "update", "evaluate")
 
