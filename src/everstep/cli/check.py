@@ -108,13 +108,8 @@ def check(checked: CheckTarget, steps: int, max_seconds: float) -> dict[str, Any
 
 def _check(checked: CheckTarget, steps: int, max_seconds: float, folder: str) -> dict[str, Any]:
     spec, began_s = checked.spec, time.monotonic()
-    question: dict[str, Any] = {
-        "task": spec.canonical,
-        "argv": checked.argv,
-        "settings": checked.settings,
-        "folder": folder,
-    }
-    question |= {"steps": steps, "until_s": began_s + max_seconds}
+    question: dict[str, Any] = {"task": spec.canonical, "argv": checked.argv, "settings": checked.settings}
+    question |= {"folder": folder, "steps": steps, "until_s": began_s + max_seconds}
     with closing(EarlyForkServer(1, PRELOAD)) as server:
         server.start()
         if not any(name.startswith("env.") for name in checked.settings):  # packages may read it

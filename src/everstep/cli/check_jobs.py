@@ -102,13 +102,8 @@ class ShortJobs:
         run_dir = self.folder / name
         it = self.checked
         command = own_command("everstep", "run", it.spec.text, *options, "--run-dir", str(run_dir))
-        command += [
-            "--config",
-            str(self.folder / _SETTINGS),
-            "--set",
-            "rehearse=false",
-            *(("--", *it.argv) if it.argv else ()),
-        ]
+        command += ["--config", str(self.folder / _SETTINGS), "--set", "rehearse=false"]
+        command += ["--", *it.argv] if it.argv else []
         environment = {**os.environ, _IN_REHEARSAL: _TRIED, "WANDB_MODE": "disabled"}
         try:
             done = subprocess.run(
