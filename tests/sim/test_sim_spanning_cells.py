@@ -67,6 +67,14 @@ def test_a_worker_goes_on_with_the_hosts_that_are_left(policy: str, kind: str) -
     assert seen[ANEW] and seen["reports", "shrunk"] == 1
 
 
+@pytest.mark.parametrize("policy", ["replace", "shrink"])
+def test_a_slot_that_two_hosts_give_up_is_not_tried_on_all_others(policy: str) -> None:
+    faults = tuple(SimFault("worn", 400 + 1500 * n, pick=1) for n in range(2))
+    setup = Setup(1, 0, 6, 1, policy, SimJob(60, 4, 3, write_every=2), faults, rules=SPANS)
+    outcome = simulate(3, setup=setup)
+    assert outcome.ok and outcome.reports["cell_shrunk"] == 1, str(outcome)
+
+
 def test_the_promises_hold_under_any_schedule() -> None:
     seen: Counter[tuple[str, str]] = Counter()
     for seed in seeds(60):

@@ -107,6 +107,7 @@ class Checkpointer:
         self._to_upload: set[int] = set()
         self._base = Base()
         self._sound: set[int] = set()
+        self._passed: set[tuple[int, str]] = set()  # steps that cannot be used, and why, as they were told
         self._refused: dict[tuple[int, int], tuple[bool, str]] = {}  # whether damaged, why; by step, time of writing
         self.unreadable: str | None = None
         """Why the last look for checkpoints found none, though some may be there; None if it could read all."""
@@ -411,6 +412,10 @@ class Checkpointer:
         self._events("warning", {"step": step, "cause": Cause.CORRUPT, "reason": reason, "what": "block"})
 
     def _fell_back(self, step: int, why: Why) -> None:
+        """Once: each look for older checkpoints passes the newer ones again."""
+        if (step, why.reason) in self._passed:
+            return
+        self._passed.add((step, why.reason))
         self._events("fallback", {"step": step, "cause": why.cause, "reason": why.reason, "what": "checkpoint"})
 
     # ---- the end

@@ -392,7 +392,8 @@ class Incidents:
 
     def _given_up(self, event: Event, time_ns: int, step: int) -> None:
         if cause(event) is Cause.CRASH_LOOP and self.newest is not None:
-            self.newest.did(f"the slot of worker {known(event.get('worker_id'))} was given up")
+            taken = f"moved to host {one_line(host, 40)}" if (host := event.get("host")) else "was given up"
+            self.newest.did(f"the slot of worker {known(event.get('worker_id'))} {taken}")
 
     def _smaller(self, event: Event, time_ns: int, step: int) -> None:
         if self.newest is not None:

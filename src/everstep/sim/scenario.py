@@ -288,7 +288,7 @@ class Simulation:
             self.world.seen[NONFINITE] += 1
             return ""
         gives_up = any(fault.kind in ("given_up", "worn") for fault in self.setup.faults)
-        if gives_up and "was given up (it died again and again)" in self.control.fate.failed:
+        if gives_up and re.search(r"was given up \(.*it died again and again\)", self.control.fate.failed):
             self.world.seen[TOO_FEW] += 1
             return ""
         if self._ended_by_an_act():

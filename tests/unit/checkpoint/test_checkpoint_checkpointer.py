@@ -231,6 +231,7 @@ def test_one_that_cannot_be_read_is_not_taken_for_none(
     worker = job.workers[0]
     assert worker.restorable() == (1,) and worker.unreadable is None, "an older one can be read"
     assert "Input/output error" in job.told[-1][1]["reason"]
+    assert worker.restorable() == (1,) and [kind for kind, _ in job.told].count("fallback") == 1, "told once"
     bad.add("step-0000000001")
     other = start(1).workers[0]
     assert other.restorable() == () and "Input/output error" in str(other.unreadable)

@@ -205,7 +205,7 @@ def test_another_host_takes_a_slot_that_is_given_up(config: dict[str, Any]) -> N
     parts.world.say("a1", gives_up(1, 1))
     assert parts.world.last(m.SetSlots, "a1").worker_ids == []
     assert parts.world.last(m.SetSlots, "a2").worker_ids == [1]
-    assert "its slot was given up: it died again" in parts.world.report("warning")["reason"]
+    assert parts.world.report("warning")["reason"] == "host a2 takes its slot, which host a1 gave up: it died again"
     for now in (parts.world, parts.world.restart()):
         parts.world = now
         for i in (0, 2):
@@ -371,3 +371,185 @@ def test_a_part_of_a_head_that_has_a_newer_life_is_sent_away() -> None:
     parts.looks(0, 0, 1)
     name = parts.looks(1, 1, cell=(CellPart(0, 0, "a0:1"), CellPart(1, 0, "a1:1")))
     assert parts.world.last(m.Dismissed, name).drained is False
+
+
+# ---- slots that hosts give up
+
+
+def taken_over(more: int = 3, **config: Any) -> Parts:
+    """Host a1 has given slot 1 up, and a2 runs it."""
+    parts = running(2, more=more, **config)
+    parts.world.exited(1, agent="a1")
+    parts.world.exited(0, agent="a0", again=True)
+    for _ in range(2):  # a message that comes twice
+        parts.world.say("a1", gives_up(1, 1))
+    parts.looks(1, 2, 1)
+    return parts
+
+
+def has(parts: Parts, host: int) -> list[int]:
+    """The slots that a host was last told to keep filled."""
+    told = parts.world.last(m.SetSlots, f"a{host}")
+    return [] if told is None else told.worker_ids
+
+
+def back(parts: Parts, *hosts: int, **lives: list[m.WorkerLife]) -> None:
+    """Another coordinator begins, and the agents of these hosts come back to it."""
+    parts.world = parts.world.restart()
+    for host in hosts:
+        parts.greets(host, workers=lives.get(f"a{host}", []))
+
+
+LIFE = m.WorkerLife(worker_id=1, incarnation=1, pid=1011)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_slot_that_two_hosts_give_up_goes_to_no_third(restarts: bool) -> None:
+    """Its worker ends everywhere. Another coordinator knows of the first one from the journal alone."""
+    parts = taken_over()
+    if restarts:
+        back(parts, 0, 2, 3, 4, a2=[LIFE])
+        parts.world.wait(5 * S)
+        assert not parts.world.coordinator.job.slots.lost
+    parts.world.exited(1, 1, agent="a2")
+    parts.world.say("a2", gives_up(2, 1))
+    assert set(parts.world.coordinator.job.slots.lost) == {1}
+    assert has(parts, 3) == has(parts, 4) == []
+    assert parts.world.report("cell_shrunk")["ranks"] == 2
+    text = "its slot was given up: hosts a1, a2 gave it up in turn, last: it died again"
+    assert parts.world.report("warning")["reason"] == text
+    journal = [entry for entry in parts.world.journal if entry["kind"] in ("let_go", "slot_lost")]
+    assert [entry["kind"] for entry in journal] == ["let_go", "let_go", "slot_lost"]
+
+
+def test_a_coordinator_that_is_lost_before_it_gives_a_slot_up_has_the_next_one_do_so() -> None:
+    parts = taken_over()
+    parts.world.exited(1, 1, agent="a2")
+    parts.world.say("a2", gives_up(2, 1))
+    kept = [entry for entry in parts.world.journal if entry["kind"] not in ("slot_lost", "cell")]
+    parts.world = parts.world.restart(journal=kept)
+    for host in (0, 3, 4):
+        parts.greets(host)
+    parts.world.wait(5 * S)
+    assert set(parts.world.coordinator.job.slots.lost) == {1} and has(parts, 3) == has(parts, 4) == []
+
+
+def test_a_host_that_is_lost_has_given_nothing_up() -> None:
+    parts = taken_over()
+    for name in ("a2", "p1.1"):
+        drop(parts.world, name)
+    parts.world.wait(2 * S)
+    assert has(parts, 3) == [1] and not parts.world.coordinator.job.slots.lost
+    parts.looks(1, 3, 2)
+    parts.world.exited(1, 2, agent="a3")
+    parts.world.say("a3", gives_up(3, 1))
+    assert set(parts.world.coordinator.job.slots.lost) == {1}
+
+
+def test_a_host_does_not_get_a_slot_again_that_it_has_given_up() -> None:
+    """Though it has room, since its other slot moved while it was away."""
+    parts = Parts(4, rooms=(2, 2, 1, 1), workers=2, slots=4)
+    assert [has(parts, i) for i in range(4)] == [[0, 1], [2, 3], [], []]
+    parts.world.say("a1", gives_up(1, 3))
+    assert has(parts, 2) == [3]
+    drop(parts.world, "a1")
+    parts.world.wait(2 * S)
+    assert has(parts, 3) == [2]
+    parts.greets(1, room=2)
+    drop(parts.world, "a2")
+    parts.world.wait(2 * S)
+    assert has(parts, 1) == [], "the slot that it gave up waits for another host"
+    parts.greets(5)
+    assert has(parts, 5) == [3]
+
+
+def test_slots_that_were_given_up_without_a_coordinator_end_the_job_with_the_reason() -> None:
+    parts = running(2, quorum_wait_ns=600 * S)
+    parts.world = parts.world.restart()
+    for host in (0, 1):
+        parts.greets(host, lost=[gives_up(host, host)])
+    parts.world.wait(5 * S)
+    ended = parts.world.coordinator.job.progress.ended
+    assert ended is not None and ended.exit_code == 1
+    assert ended.reason.startswith("slot 1 was given up (it died again); 0 of the 1 workers")
+
+
+def test_a_slot_that_is_given_up_before_its_life_has_ended_is_lost_when_that_has() -> None:
+    parts = running(2)
+    parts.world.say("a1", gives_up(1, 1))
+    assert not parts.world.coordinator.job.slots.lost
+    parts.world.exited(1, agent="a1")
+    assert set(parts.world.coordinator.job.slots.lost) == {1}
+    assert parts.world.report("cell_shrunk")["ranks"] == 2
+
+
+def test_a_job_whose_head_has_yet_to_hear_of_its_part_does_not_end() -> None:
+    """The slot was given up without a coordinator; once the head has ended, too, the worker gets fewer hosts."""
+    parts = running(2)
+    plan = parts.world.plan
+    parts.world = parts.world.restart()
+    parts.greets(0, workers=[m.WorkerLife(worker_id=0, incarnation=0, pid=1000)])
+    parts.world.hello(0, plan=plan, host="a0")
+    parts.greets(1, lost=[gives_up(1, 1)])
+    parts.world.wait(5 * S)
+    assert parts.world.coordinator.job.progress.ended is None and not parts.world.coordinator.job.slots.lost
+    parts.world.exited(0, agent="a0", again=True)
+    assert set(parts.world.coordinator.job.slots.lost) == {1}
+    assert parts.world.report("cell_shrunk")["ranks"] == 2
+    assert parts.world.coordinator.job.progress.ended is None
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_host_with_room_that_may_come_back_is_waited_for(returns: bool) -> None:
+    parts = running(2, more=1)
+    parts.world.exited(1, agent="a1")
+    drop(parts.world, "a2")
+    parts.world.say("a1", gives_up(1, 1))
+    assert not parts.world.coordinator.job.slots.lost
+    if returns:
+        parts.greets(2)
+        assert has(parts, 2) == [1]
+    else:
+        parts.world.wait(20 * S)
+        assert set(parts.world.coordinator.job.slots.lost) == {1}
+
+
+def test_a_host_that_gave_a_slot_up_has_room_for_one_less_though_the_slot_is_lost() -> None:
+    """Also by the journal of an earlier version, which does not name the host."""
+    parts = Parts(2, slots=3)
+    parts.world.say("a1", gives_up(1, 1))
+    assert set(parts.world.coordinator.job.slots.lost) == {1} and has(parts, 1) == []
+    parts.world = parts.world.restart(journal=[e for e in parts.world.journal if e["kind"] != "let_go"])
+    parts.greets(0)
+    parts.greets(1, lost=[gives_up(1, 1)])
+    parts.world.wait(5 * S)
+    assert has(parts, 0) == [0] and has(parts, 1) == []
+
+
+# ---- what is said of workers that get fewer hosts
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_worker_that_goes_on_as_it_is_gets_no_smaller_cell_before_it_ends(restarts: bool) -> None:
+    parts = Parts(4, workers=2, slots=4, on_failure="shrink")
+    for i in range(4):
+        parts.looks(i, i)
+    for i in (0, 2):
+        parts.ready(i, i)
+    plan = parts.world.plan
+    assert plan is not None and plan.worker_ids == (0, 2)
+    for name in ("a3", "p3.0"):
+        drop(parts.world, name)
+    parts.world.wait(2 * S)
+    assert [r.fields["worker_id"] for r in parts.world.reports if r.kind == "cell_shrunk"] == [2]
+    if restarts:
+        plan = parts.world.plan
+        lives = {f"a{i}": [m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + 10 * i)] for i in (0, 1)}
+        back(parts, 0, 1, 2, **lives)
+        parts.world.hello(0, plan=plan, host="a0")
+        parts.looks(1, 1, cell=(CellPart(0, 0, "a0:1"), CellPart(1, 0, "a1:1")))
+        parts.world.wait(5 * S)
+    parts.world.clear()
+    parts.world.exited(1, agent="a1")
+    shrunk = parts.world.report("cell_shrunk")
+    assert (shrunk["worker_id"], shrunk["ranks"]) == (0, 2) and parts.world.kinds().count("cell_shrunk") == 1

@@ -133,6 +133,7 @@ def test_a_slot_that_is_given_up_is_told_with_the_fault_and_for_no_other_reason(
     events = [*trained(), killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]])]
     assert "the slot of worker 2 was given up" in lines([*events, lost["crash_loop"]])[0]
     assert "given up" not in lines([*events, lost["oom"]])[0]
+    assert "the slot of worker 2 moved to host b" in lines([*events, {**lost["crash_loop"], "host": "b"}])[0]
     assert lines([*trained(), lost["crash_loop"]]) == []
 
 

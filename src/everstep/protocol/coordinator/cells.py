@@ -22,6 +22,7 @@ class Cells:
         self.hosts = env.config.hosts.span
         self._env = env
         self._shapes: dict[int, CellShape] = {}
+        self._over: dict[int, int] = {}  # hosts of each worker's next life, as it was said
 
     def shape(self, worker_id: int) -> CellShape:
         rules = self._env.config.hosts
@@ -48,12 +49,20 @@ class Cells:
         self._shapes[worker_id], self.version = shape, self.version + 1
         self._say(worker_id, before, why, step)
 
-    def narrow(self, hosts: int, worker_ids: Iterable[int], why: Why, step: int) -> None:
-        """No worker can have more hosts than so many: give the next lives of all no more, and say so of these."""
+    def narrow(self, hosts: int, ended: Iterable[int], why: Why, step: int) -> None:
+        """No worker can have more hosts than so many: give the next lives of all no more. ended: workers that are to
+        have such a life now; the others go on as they are."""
         self._env.change()
-        before, self.hosts = self.hosts, hosts
-        for worker_id in worker_ids:
-            self._say(worker_id, self._env.config.hosts.cells[self._env.config.hosts.span - before], why, step)
+        self.hosts = hosts
+        for worker_id in ended:
+            self.ended(worker_id, why, step)
+
+    def ended(self, worker_id: int, why: Why, step: int) -> None:
+        """A worker's life is over: say so if its next one has fewer hosts."""
+        rules, before = self._env.config.hosts, self._over.get(worker_id, self._env.config.hosts.span)
+        if self.hosts < before:
+            self._over[worker_id] = self.hosts
+            self._say(worker_id, rules.cells[rules.span - before], why, step)
 
     def _say(self, worker_id: int, before: CellShape, why: Why, step: int) -> None:
         shape = self.shape(worker_id)
@@ -71,6 +80,6 @@ class Cells:
         rules = self._env.config.hosts
         found = next((shape for shape in rules.cells if shape.ranks == ranks), None)
         if found is not None and rules.span > 1:
-            self.hosts = rules.span - rules.cells.index(found)
+            self.hosts = self._over[worker_id] = rules.span - rules.cells.index(found)
         elif found is not None:
             self._shapes[worker_id] = found

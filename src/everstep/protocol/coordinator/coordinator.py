@@ -219,6 +219,7 @@ class Coordinator:
                 return
             self._decided = job.version
             before = job.agreement.plan
+            liveness.lose_worn(job)
             workers.form_cells(job)
             plans.reconcile(job)
             if job.agreement.plan is not before:  # the members have changed at once: all who heal begin again

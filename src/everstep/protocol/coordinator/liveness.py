@@ -13,6 +13,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator import hosts
+from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.environment import MILLISECOND_NS, SECOND_NS, Alarm, describe
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Agent, Worker
@@ -150,20 +151,38 @@ def slot_lost(job: JobState, agent: Agent, message: m.SlotLost) -> None:
             slots.cells.shrink(message.worker_id, message.ranks, given, job.progress.step)
             agent.repeat_slots()
         return
-    spans = job.env.config.hosts.span > 1
-    if spans and not slots.let_go(message.worker_id, agent):
+    if job.env.config.hosts.span > 1:
+        slots.let_go(message.worker_id, agent, given)
+    elif slots.lose(message.worker_id, agent.agent_id, given) and not _end_without_slots(job):
+        _say_lost(job, message.worker_id, given)
+
+
+def _say_lost(job: JobState, worker_id: int, why: Why) -> None:
+    job.env.report("warning", Why(why.cause, f"its slot was given up: {why.reason}"), worker_id=worker_id)
+
+
+def lose_worn(job: JobState) -> None:
+    """Slots of which hosts have given up a worker's part, and that no other one takes, are lost: workers go on over
+    fewer hosts, or the job ends. That waits for hosts that may come back, and where all members train and one could
+    not do without the slot, for the end of that one."""
+    slots, agreement, begins = job.slots, job.agreement, job.agreement.plan is NO_PLAN
+    if job.env.config.hosts.span == 1 or job.membership.in_grace or job.saving.ending is not None:
         return
-    if (spans and _moves(job, message.worker_id)) or (
-        slots.lose(message.worker_id, agent.agent_id, given) and not narrow_cells(job) and not _end_without_slots(job)
-    ):
-        why = Why(message.cause, f"its slot was given up: {message.reason}")
-        job.env.report("warning", why, worker_id=message.worker_id)
-
-
-def _moves(job: JobState, worker_id: int) -> bool:
-    """Whether another host takes a slot that its own has given up, or may once all are back after a restart."""
+    if not slots.owners.worn(slots.ids()):
+        return
     job.share_out()
-    return job.membership.in_grace or job.slots.owners.kept(worker_id)
+    away = any(a.connection is None and not a.draining for a in job.agents.known.values())
+    if away or (begins and job.quorum.lacks_hosts):
+        return
+    trains, lost = not begins and not agreement.broken, dict[int, Why]()
+    for worker_id, why in slots.worn().items():
+        if (slots.left(but=worker_id) >= slots.least or not trains) and slots.lose(worker_id, "", why):
+            lost[worker_id] = why
+    if not lost:
+        return
+    narrow_cells(job)
+    for worker_id, why in lost.items() if not _end_without_slots(job) else ():
+        _say_lost(job, worker_id, why)
 
 
 def _end_without_slots(job: JobState) -> bool:
@@ -492,7 +511,9 @@ def expect_agents(job: JobState) -> None:
     """After a restart the agents of the journal are expected back; they speak for the workers that they ran."""
     job.env.alarms.set(Alarm.PROBE_PORT, job.env.now + KNOCK_NS)
     for worker_id, agent_id in job.slots.grants.agents():
-        job.slots.runs(worker_id, agent_id)
+        grant = job.slots.grants.of(worker_id)
+        if grant is None or not job.slots.owners.has_given_up(worker_id, agent_id, grant.process):
+            job.slots.runs(worker_id, agent_id)
     for worker_id, worker in sorted(job.membership.workers.items()):
         if worker.agent_id is not None:
             job.slots.runs(worker_id, worker.agent_id)

@@ -498,6 +498,11 @@ class Agents:
         others = [other for other in {**self.gone, **self.known}.values() if other is not agent]
         return agent.agent_id if any(node in (o.agent_id, o.about.get("node")) for o in others) else node
 
+    def names(self, agent_ids: Iterable[str]) -> list[str]:
+        """Names of these agents for people, also of those that are gone."""
+        found = ((i, self.known.get(i) or self.gone.get(i)) for i in agent_ids)
+        return [i if agent is None else self.shown_name(agent) for i, agent in found]
+
     def shown_host(self, worker: Worker) -> str:
         """The name of the worker's host for people."""
         agent = self.of(worker)

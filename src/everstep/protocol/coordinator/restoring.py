@@ -1,6 +1,6 @@
 """How a journal restores a coordinator's parts. Pure.
 
-Entries are JSON-able dicts with a `kind`: lanes, target, plan, entered, evict, ticket, slot_lost, cell, grants,
+Entries are JSON-able dicts with a `kind`: lanes, target, plan, entered, evict, ticket, slot_lost, let_go, cell, grants,
 drained, struck, strike_asked, stop, term, ended. Entries of an unknown kind are skipped, so that an older program can
 read the common part of a newer journal. Entries that make no sense are skipped, and the rest counts: the workers supply
 the missing facts, since their hellos name their plan.
@@ -68,6 +68,13 @@ class _Ticket(_Entry, frozen=True, kw_only=True, tag="ticket"):
 
 class _SlotLost(_Entry, frozen=True, kw_only=True, tag="slot_lost"):
     worker_id: _Id
+    reason: str
+
+
+class _LetGo(_Entry, frozen=True, kw_only=True, tag="let_go"):
+    worker_id: _Id
+    agent_id: str
+    process: str
     reason: str
 
 
@@ -191,10 +198,8 @@ def _take(job: JobState, entry: _Entry | None) -> None:
             job.membership.replay_evict(key, entry.because, again=entry.again)
         case _Ticket():
             job.healing.replay_ticket(entry.ticket)
-        case _SlotLost():
-            job.slots.replay_lost(entry.worker_id, entry.reason)
-        case _Cell():
-            job.slots.cells.replay(entry.worker_id, entry.ranks)
+        case _SlotLost() | _LetGo() | _Cell():
+            _take_fate(job, entry)
         case _Grants():
             for worker_id, first in zip(entry.slots, entry.first, strict=True):
                 job.slots.grants.replay(
@@ -208,6 +213,18 @@ def _take(job: JobState, entry: _Entry | None) -> None:
             job.earlier_targets.replay_asked(entry.strike)
         case _Stop() | _Term() | _Ended():
             _take_end(job, entry)
+
+
+def _take_fate(job: JobState, entry: _SlotLost | _LetGo | _Cell) -> None:
+    slots = job.slots
+    match entry:
+        case _SlotLost():
+            slots.replay_lost(entry.worker_id, entry.reason)
+        case _LetGo():
+            why = Why(entry.because, entry.reason)
+            slots.owners.give_up(entry.worker_id, entry.agent_id, entry.process, why)
+        case _Cell():
+            slots.cells.replay(entry.worker_id, entry.ranks)
 
 
 def _take_end(job: JobState, entry: _Stop | _Term | _Ended) -> None:

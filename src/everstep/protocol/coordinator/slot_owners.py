@@ -6,9 +6,13 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from math import inf
 
+from everstep.base.cause import Why
 from everstep.protocol.coordinator.environment import Environment
 from everstep.protocol.coordinator.membership import Agent, Agents, Membership
 from everstep.protocol.coordinator.sharing import share
+
+MOST_HOSTS = 2
+"""A slot that so many hosts have given up is lost for good: the fault is none of theirs."""
 
 
 class Owners:
@@ -18,14 +22,22 @@ class Owners:
         self.withheld: set[int] = set()
         self._env, self._membership, self._agents = env, membership, agents
         self._of: dict[int, str] = {}
-        self._given_up: set[tuple[str, str, int]] = set()  # agent and its process, slot
+        self._given_up: dict[tuple[str, str, int], Why] = {}  # by agent and its process, slot
 
     def of(self, worker_id: int) -> str | None:
         return self._of.get(worker_id)
 
-    def kept(self, worker_id: int) -> bool:
-        """Whether an agent that is here keeps the slot filled, or one may once its present life is over."""
-        return self.of(worker_id) in self._agents.known or worker_id in self.withheld
+    def worn(self, wanted: Collection[int]) -> dict[int, Why]:
+        """Those of these slots that an agent has given up, and no agent has since; and why."""
+        return {i: why for (_, _, i), why in self._given_up.items() if i in wanted and i not in self._of}
+
+    def givers(self, worker_id: int) -> list[str]:
+        """The agents that have given the slot up, in this order."""
+        return list(dict.fromkeys(agent_id for agent_id, _, i in self._given_up if i == worker_id))
+
+    def has_given_up(self, worker_id: int, agent_id: str, process: str) -> bool:
+        """Whether this process of an agent has given the slot up."""
+        return (agent_id, process, worker_id) in self._given_up
 
     def take(self, worker_id: int, agent_id: str) -> None:
         """An agent has the slot."""
@@ -35,10 +47,14 @@ class Owners:
         """An earlier owner has no claim to the slot."""
         self._of.pop(worker_id, None)
 
-    def give_up(self, worker_id: int, agent: Agent) -> bool:
-        """This process of an agent does not get the slot again; it has room for one less. Returns whether it had it."""
-        self._given_up.add((agent.agent_id, agent.process, worker_id))
-        return self._of.get(worker_id) == agent.agent_id and self._of.pop(worker_id) is not None
+    def give_up(self, worker_id: int, agent_id: str, process: str, why: Why) -> bool:
+        """This process of an agent does not get the slot again; it has room for one less. Returns whether that is
+        new."""
+        had, known = self.of(worker_id) == agent_id, self.has_given_up(worker_id, agent_id, process)
+        if had:
+            self.forget(worker_id)
+        self._given_up.setdefault((agent_id, process, worker_id), why)
+        return had or not known
 
     def find(self, wanted: Collection[int], agents: Sequence[Agent]) -> None:
         """Give slots without a known agent to the host that the map names, or to the host with the fewest slots. But
@@ -48,7 +64,7 @@ class Owners:
         for worker_id in sorted(i for i in wanted if self._of.get(i) not in self._agents.known):
             worker = self._membership.workers.get(worker_id)
             agent = None if worker is None else self._agents.of(worker)
-            mine = agent is not None and (agent.agent_id, agent.process, worker_id) not in self._given_up
+            mine = agent is not None and not self.has_given_up(worker_id, agent.agent_id, agent.process)
             if agent is not None and mine and not agent.draining:
                 self._of[worker_id] = agent.agent_id
             elif worker is not None:
@@ -61,4 +77,13 @@ class Owners:
         named = {i: [a.agent_id for a in agents if name in (a.agent_id, a.about.get("address"))] for i, name in where}
         of_host = self._agents.whereabouts.of_host
         domains = {agent_id: of_host(agent_id, agent.host) for agent_id, agent in self._agents.known.items()}
-        self._of |= share(set(wanted) - self.withheld, self._of, self._agents.known, rooms, named, domains)
+        worn_out = {i for i in self.worn(wanted) if len(self.givers(i)) >= MOST_HOSTS}
+        free, known = set(wanted) - self.withheld - worn_out, self._agents.known
+        kept = {i for i in free if self.of(i) in known}
+        for worker_id in sorted({i for _, _, i in self._given_up} & (free - kept)):
+            others = {i: n for i, n in rooms.items() if not self.has_given_up(worker_id, i, known[i].process)}
+            found = share({*kept, worker_id}, self._of, known, others, named, domains)
+            self._of |= found
+            kept |= found.keys()
+            free -= {worker_id} - kept
+        self._of |= share(free, self._of, known, rooms, named, domains)

@@ -58,10 +58,10 @@ class Slots:
     def wanted(self, worker_id: int) -> bool:
         return self._asked is None or worker_id in self._asked
 
-    def left(self, agent_id: str | None = None) -> int:
+    def left(self, agent_id: str | None = None, *, but: int | None = None) -> int:
         """Number of slots (of this agent, if one is given) that were not given up; without one, of workers that these
-        make."""
-        there = sum(agent_id in (None, self.owners.of(i)) for i in self.ids() - set(self.lost))
+        make. but: not counting this slot."""
+        there = sum(agent_id in (None, self.owners.of(i)) for i in self.ids() - set(self.lost) - {but})
         return there if agent_id is not None else there // self.cells.hosts
 
     def expected(self) -> int:
@@ -112,13 +112,22 @@ class Slots:
         self._version += bool(left)
         self._retiring -= left
 
-    def let_go(self, worker_id: int, agent: Agent) -> bool:
-        """An agent gives a part of a worker up, which another host may take. Returns whether it was its."""
-        if worker_id in self.lost or not self.owners.give_up(worker_id, agent):
-            return False
-        self._env.change()
-        self._version += 1
-        return True
+    def let_go(self, worker_id: int, agent: Agent, why: Why) -> None:
+        """An agent gives a part of a worker up, which another host may take."""
+        if self.owners.give_up(worker_id, agent.agent_id, agent.process, why):
+            self._env.change()
+            self._version += 1
+            about = {"worker_id": worker_id, "agent_id": agent.agent_id, "process": agent.process}
+            self._env.persist("let_go", **about, cause=why.cause, reason=why.reason)
+
+    def worn(self) -> dict[int, Why]:
+        """Slots that hosts have given up, and no other one takes; and why. A slot with a living worker is none yet."""
+        found = self.owners.worn(self.ids() - set(self.lost) - self.owners.withheld)
+        return {i: Why(why.cause, self._in_turn(i) + why.reason) for i, why in sorted(found.items())}
+
+    def _in_turn(self, worker_id: int) -> str:
+        names = self._agents.names(self.owners.givers(worker_id))
+        return f"hosts {', '.join(names)} gave it up in turn, last: " if len(names) > 1 else ""
 
     def lose(self, worker_id: int, agent_id: str, why: Why) -> bool:
         """An agent gives a slot up. Returns False if that has no effect: the slot is another agent's, or was given
@@ -150,7 +159,10 @@ class Slots:
             return  # a thousand hellos need not share out a thousand slots each
         asked = set(range(self._env.config.slots)) if self._asked is None else self._asked
         wanted = set() if ending == "interrupted" else (asked | self._retiring) - set(self.lost)
+        worn = self.owners.worn(wanted)
         self.owners.find(wanted, agents)
+        for worker_id in sorted(worn.keys() - self.owners.worn(wanted)):
+            self._say_moved(worker_id, worn[worker_id])
         slots_of: dict[str, list[int]] = {agent.agent_id: [] for agent in agents}
         for worker_id in sorted(wanted):
             slots_of.get(self.owners.of(worker_id) or "", []).append(worker_id)
@@ -159,6 +171,12 @@ class Slots:
             if agent.sent_slots != ids:
                 first = self.grants.give(agent, {i: self._membership.next_incarnation(i) for i in ids})
                 self._env.send(agent.connection, agent.new_slots(ids, first, self.cells.ranks(ids)))
+
+    def _say_moved(self, worker_id: int, why: Why) -> None:
+        """Another host has a slot that one has given up."""
+        owner, giver = self._agents.names([self.owners.of(worker_id) or "", self.owners.givers(worker_id)[-1]])
+        text = f"host {owner} takes its slot, which host {giver} gave up: {why.reason}"
+        self._env.report("warning", Why(why.cause, text), worker_id=worker_id, host=owner)
 
     # ---- from the journal
 

@@ -497,6 +497,7 @@ def evict(
         if why.cause is not Cause.EXCEPTION:  # a spare would raise it, too
             job.healing.spares.lost(key.worker_id)
         job.recovery.begin(whose, key=key, notice_ns=notice_ns, died_unix_ns=died_unix_ns)
+        job.slots.cells.ended(key.worker_id, whose, job.progress.step)
         if not again:
             _shrink(job, key, why.cause)
     _end_parts(job, job.slots.parts.over(key), lost_with(key, why, job.agents.shown_host(worker)))
