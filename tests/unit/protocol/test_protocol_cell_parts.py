@@ -553,3 +553,11 @@ def test_a_worker_that_goes_on_as_it_is_gets_no_smaller_cell_before_it_ends(rest
     parts.world.exited(1, agent="a1")
     shrunk = parts.world.report("cell_shrunk")
     assert (shrunk["worker_id"], shrunk["ranks"]) == (0, 2) and parts.world.kinds().count("cell_shrunk") == 1
+
+
+def test_a_worker_that_began_over_fewer_hosts_gets_no_smaller_cell_when_it_ends() -> None:
+    parts = lost(2, on_failure="shrink")
+    parts.looks(0, 0, 1)
+    parts.ready(0, 0, 1)
+    parts.world.exited(0, 1, agent="a0")
+    assert parts.world.kinds().count("cell_shrunk") == 1

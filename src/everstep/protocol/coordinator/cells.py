@@ -6,7 +6,7 @@ processes of its members.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from everstep.base.cause import Why
 from everstep.placement.cell_shapes import CellShape
@@ -22,7 +22,7 @@ class Cells:
         self.hosts = env.config.hosts.span
         self._env = env
         self._shapes: dict[int, CellShape] = {}
-        self._over: dict[int, int] = {}  # hosts of each worker's next life, as it was said
+        self._wide: dict[int, int] = {}  # hosts of the present life, where the next one has fewer
 
     def shape(self, worker_id: int) -> CellShape:
         rules = self._env.config.hosts
@@ -49,24 +49,31 @@ class Cells:
         self._shapes[worker_id], self.version = shape, self.version + 1
         self._say(worker_id, before, why, step)
 
-    def narrow(self, hosts: int, ended: Iterable[int], why: Why, step: int) -> None:
-        """No worker can have more hosts than so many: give the next lives of all no more. ended: workers that are to
-        have such a life now; the others go on as they are."""
+    def narrow(self, hosts: int, worker_ids: Iterable[int], alive: Container[int], why: Why, step: int) -> None:
+        """No worker can have more hosts than so many: give the next lives of all no more. Those of these that are alive
+        go on as they are, until they end."""
         self._env.change()
-        self.hosts = hosts
-        for worker_id in ended:
-            self.ended(worker_id, why, step)
+        before, self.hosts = self.hosts, hosts
+        for worker_id in worker_ids:
+            self._wide.setdefault(worker_id, before)
+            if worker_id in alive:
+                self._keep(worker_id, why, wide=self._wide[worker_id])
+            else:
+                self.ended(worker_id, why, step)
 
     def ended(self, worker_id: int, why: Why, step: int) -> None:
         """A worker's life is over: say so if its next one has fewer hosts."""
-        rules, before = self._env.config.hosts, self._over.get(worker_id, self._env.config.hosts.span)
-        if self.hosts < before:
-            self._over[worker_id] = self.hosts
+        rules, before = self._env.config.hosts, self._wide.pop(worker_id, None)
+        if before is not None:
             self._say(worker_id, rules.cells[rules.span - before], why, step)
+
+    def _keep(self, worker_id: int, why: Why, **about: int) -> None:
+        ranks = self.shape(worker_id).ranks
+        self._env.persist("cell", worker_id=worker_id, ranks=ranks, **about, cause=why.cause, reason=why.reason)
 
     def _say(self, worker_id: int, before: CellShape, why: Why, step: int) -> None:
         shape = self.shape(worker_id)
-        self._env.persist("cell", worker_id=worker_id, ranks=shape.ranks, cause=why.cause, reason=why.reason)
+        self._keep(worker_id, why)
         said = f"{shape} in place of {before}, to the same bits: {why.reason}"
         about = {"worker_id": worker_id, "ranks": shape.ranks, "step": step}
         self._env.report("cell_shrunk", Why(why.cause, said), **about, **shape._asdict())
@@ -75,11 +82,13 @@ class Cells:
         """Processes of these workers' next lives; empty if all are as the job says."""
         return [self.shape(i).ranks for i in worker_ids] if self._shapes else []
 
-    def replay(self, worker_id: int, ranks: int) -> None:
-        """An earlier life of the coordinator has made a cell smaller."""
+    def replay(self, worker_id: int, ranks: int, wide: int) -> None:
+        """An earlier life of the coordinator has made a cell smaller. wide: hosts that its worker keeps until it ends,
+        0 if it has ended."""
         rules = self._env.config.hosts
         found = next((shape for shape in rules.cells if shape.ranks == ranks), None)
         if found is not None and rules.span > 1:
-            self.hosts = self._over[worker_id] = rules.span - rules.cells.index(found)
+            self.hosts = rules.span - rules.cells.index(found)
+            self._wide = {i: n for i, n in {**self._wide, worker_id: min(wide, rules.span)}.items() if n}
         elif found is not None:
             self._shapes[worker_id] = found

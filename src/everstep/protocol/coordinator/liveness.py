@@ -168,14 +168,15 @@ def lose_worn(job: JobState) -> None:
     slots, agreement, begins = job.slots, job.agreement, job.agreement.plan is NO_PLAN
     if job.env.config.hosts.span == 1 or job.membership.in_grace or job.saving.ending is not None:
         return
-    if not slots.owners.worn(slots.ids()):
+    wanted = slots.ids() - set(slots.lost)
+    if not slots.owners.worn(wanted):
         return
     job.share_out()
     away = any(a.connection is None and not a.draining for a in job.agents.known.values())
     if away or (begins and job.quorum.lacks_hosts):
         return
     trains, lost = not begins and not agreement.broken, dict[int, Why]()
-    for worker_id, why in slots.worn().items():
+    for worker_id, why in slots.owners.nobodys(wanted).items():
         if (slots.left(but=worker_id) >= slots.least or not trains) and slots.lose(worker_id, "", why):
             lost[worker_id] = why
     if not lost:

@@ -443,19 +443,19 @@ def narrow_cells(job: JobState) -> bool:
     if not agreement.broken or job.membership.in_grace or cells.hosts == 1:
         return False
     job.share_out()
-    there = {worker.key.worker_id for worker in agreement.survivors()}
-    ended = [i for i in agreement.plan.worker_ids if i not in there]
     slots = [job.slots.left(name) for name, agent in job.agents.known.items() if not agent.draining]
     rooms = {n: count_cells(slots, n, job.slots.target) for n in range(1, cells.hosts + 1)}
     hosts = max(rooms, key=lambda n: (rooms[n], n))
-    if hosts == cells.hosts or not rooms[hosts] or not ended:
+    if hosts == cells.hosts or not rooms[hosts]:
         return False
     why = agreement.broken[0]
     text = f"{hosts} of the {cells.hosts} hosts that each worker has are left"
     if rooms[cells.hosts] or sum(map(bool, slots)) > hosts:
         room = f"{rooms[cells.hosts]} of {job.slots.target} workers over {cells.hosts} hosts each"
         text = f"what is left has room for {room}, and for {rooms[hosts]} over {hosts}"
-    cells.narrow(hosts, ended, Why(why.cause, f"{text}: {why.reason}"), job.progress.step)
+    alive = {worker.key.worker_id for worker in agreement.survivors()}
+    said = Why(why.cause, f"{text}: {why.reason}")
+    cells.narrow(hosts, agreement.plan.worker_ids, alive, said, job.progress.step)
     return True
 
 

@@ -81,6 +81,7 @@ class _LetGo(_Entry, frozen=True, kw_only=True, tag="let_go"):
 class _Cell(_Entry, frozen=True, kw_only=True, tag="cell"):
     worker_id: _Id
     ranks: _Count
+    wide: _Count = 0
 
 
 class _Grants(_Entry, frozen=True, kw_only=True, tag="grants"):
@@ -224,7 +225,7 @@ def _take_fate(job: JobState, entry: _SlotLost | _LetGo | _Cell) -> None:
             why = Why(entry.because, entry.reason)
             slots.owners.give_up(entry.worker_id, entry.agent_id, entry.process, why)
         case _Cell():
-            slots.cells.replay(entry.worker_id, entry.ranks)
+            slots.cells.replay(entry.worker_id, entry.ranks, entry.wide)
 
 
 def _take_end(job: JobState, entry: _Stop | _Term | _Ended) -> None:

@@ -31,7 +31,18 @@ class Owners:
         """Those of these slots that an agent has given up, and no agent has since; and why."""
         return {i: why for (_, _, i), why in self._given_up.items() if i in wanted and i not in self._of}
 
-    def givers(self, worker_id: int) -> list[str]:
+    def nobodys(self, wanted: Collection[int]) -> dict[int, Why]:
+        """Those of these slots that hosts have given up, and no other one takes; and why. A slot with a living worker
+        is none yet."""
+        found = {}
+        for worker_id, why in sorted(self.worn(wanted).items()):
+            names = self._agents.names(self._givers(worker_id))
+            turns = f"hosts {', '.join(names)} gave it up in turn, last: " if len(names) > 1 else ""
+            if worker_id not in self.withheld:
+                found[worker_id] = Why(why.cause, turns + why.reason)
+        return found
+
+    def _givers(self, worker_id: int) -> list[str]:
         """The agents that have given the slot up, in this order."""
         return list(dict.fromkeys(agent_id for agent_id, _, i in self._given_up if i == worker_id))
 
@@ -60,7 +71,7 @@ class Owners:
         """Give slots without a known agent to the host that the map names, or to the host with the fewest slots. But
         a slot with a living worker waits for the agent of that worker's host: otherwise two hosts would have lives
         of one slot, and neither host's would be admitted."""
-        self.withheld = set()
+        self.withheld, worn = set(), self.worn(wanted)
         for worker_id in sorted(i for i in wanted if self._of.get(i) not in self._agents.known):
             worker = self._membership.workers.get(worker_id)
             agent = None if worker is None else self._agents.of(worker)
@@ -77,7 +88,7 @@ class Owners:
         named = {i: [a.agent_id for a in agents if name in (a.agent_id, a.about.get("address"))] for i, name in where}
         of_host = self._agents.whereabouts.of_host
         domains = {agent_id: of_host(agent_id, agent.host) for agent_id, agent in self._agents.known.items()}
-        worn_out = {i for i in self.worn(wanted) if len(self.givers(i)) >= MOST_HOSTS}
+        worn_out = {i for i in worn if i not in self._of and len(self._givers(i)) >= MOST_HOSTS}
         free, known = set(wanted) - self.withheld - worn_out, self._agents.known
         kept = {i for i in free if self.of(i) in known}
         for worker_id in sorted({i for _, _, i in self._given_up} & (free - kept)):
@@ -87,3 +98,10 @@ class Owners:
             kept |= found.keys()
             free -= {worker_id} - kept
         self._of |= share(free, self._of, known, rooms, named, domains)
+        for worker_id in sorted(worn.keys() & self._of.keys()):
+            self._say_moved(worker_id, worn[worker_id])
+
+    def _say_moved(self, worker_id: int, why: Why) -> None:
+        owner, giver = self._agents.names([self._of[worker_id], self._givers(worker_id)[-1]])
+        text = f"host {owner} takes its slot, which host {giver} gave up: {why.reason}"
+        self._env.report("warning", Why(why.cause, text), worker_id=worker_id, host=owner)

@@ -120,15 +120,6 @@ class Slots:
             about = {"worker_id": worker_id, "agent_id": agent.agent_id, "process": agent.process}
             self._env.persist("let_go", **about, cause=why.cause, reason=why.reason)
 
-    def worn(self) -> dict[int, Why]:
-        """Slots that hosts have given up, and no other one takes; and why. A slot with a living worker is none yet."""
-        found = self.owners.worn(self.ids() - set(self.lost) - self.owners.withheld)
-        return {i: Why(why.cause, self._in_turn(i) + why.reason) for i, why in sorted(found.items())}
-
-    def _in_turn(self, worker_id: int) -> str:
-        names = self._agents.names(self.owners.givers(worker_id))
-        return f"hosts {', '.join(names)} gave it up in turn, last: " if len(names) > 1 else ""
-
     def lose(self, worker_id: int, agent_id: str, why: Why) -> bool:
         """An agent gives a slot up. Returns False if that has no effect: the slot is another agent's, or was given
         up before."""
@@ -159,10 +150,7 @@ class Slots:
             return  # a thousand hellos need not share out a thousand slots each
         asked = set(range(self._env.config.slots)) if self._asked is None else self._asked
         wanted = set() if ending == "interrupted" else (asked | self._retiring) - set(self.lost)
-        worn = self.owners.worn(wanted)
         self.owners.find(wanted, agents)
-        for worker_id in sorted(worn.keys() - self.owners.worn(wanted)):
-            self._say_moved(worker_id, worn[worker_id])
         slots_of: dict[str, list[int]] = {agent.agent_id: [] for agent in agents}
         for worker_id in sorted(wanted):
             slots_of.get(self.owners.of(worker_id) or "", []).append(worker_id)
@@ -171,12 +159,6 @@ class Slots:
             if agent.sent_slots != ids:
                 first = self.grants.give(agent, {i: self._membership.next_incarnation(i) for i in ids})
                 self._env.send(agent.connection, agent.new_slots(ids, first, self.cells.ranks(ids)))
-
-    def _say_moved(self, worker_id: int, why: Why) -> None:
-        """Another host has a slot that one has given up."""
-        owner, giver = self._agents.names([self.owners.of(worker_id) or "", self.owners.givers(worker_id)[-1]])
-        text = f"host {owner} takes its slot, which host {giver} gave up: {why.reason}"
-        self._env.report("warning", Why(why.cause, text), worker_id=worker_id, host=owner)
 
     # ---- from the journal
 
