@@ -53,7 +53,7 @@ _SAVES_FIRST = ": a checkpoint is taken first"
 _PROCESS_WORDS = {
     "worker_exited": "worker {worker_id} exited: {reason}",
     "worker_restarting": "worker {worker_id} is started again{delay}",
-    "slot_lost": "worker {worker_id} is not started again on its host: {reason}",
+    "slot_lost": "its host gives worker {worker_id} up: {reason}",
     "agent_died": "the agent of this host died, and its workers with it: {reason}",
     "coordinator_died": "the coordinator died: {reason}",
     "led_elsewhere": "another host leads the job, in a directory of its own: its steps are not shown here",

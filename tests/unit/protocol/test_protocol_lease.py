@@ -426,6 +426,8 @@ LIFE: list[JournalEntry] = [
     {"kind": "entered", "generation": 5},
     plan(6, {0: 0}, prepared=True),
     {"kind": "slot_lost", "worker_id": 1, "reason": "it died again and again"},
+    {"kind": "let_go", "worker_id": 2, "agent_id": "a1", "process": "p", "reason": "it died again and again"},
+    {"kind": "let_go", "worker_id": 2, "agent_id": "a2", "process": "p", "reason": "it died again and again"},
     {"kind": "ended", "state": "completed", "reason": "done", "exit_code": 0},
 ]
 
@@ -443,6 +445,7 @@ def known(journal: list[JournalEntry]) -> dict[str, Any]:
         "fenced": [(w, i) for w in range(3) for i in range(4) if members.is_fenced(Member(w, i, "").key)],
         "target": job.slots.target,
         "lost": job.slots.lost,
+        "given up": job.slots.owners.nobodys({0, 1, 2}),
         "ended": job.progress.ended,
         "broken": job.agreement.broken,
     }

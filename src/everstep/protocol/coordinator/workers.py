@@ -491,13 +491,13 @@ def evict(
     job.env.send(worker.connection, m.Dismissed(cause=why.cause, reason=why.reason, drained=False))
     if kill and agent is not None:
         kill_life(job, agent, key, why, again=again)
+    whose = Why(why.cause, f"{describe(key)}: {why.reason}")
+    job.slots.cells.ended(key.worker_id, whose, job.progress.step)
     if job.agreement.in_any_plan(key):
-        whose = Why(why.cause, f"{describe(key)}: {why.reason}")
         job.agreement.break_off(whose)
         if why.cause is not Cause.EXCEPTION:  # a spare would raise it, too
             job.healing.spares.lost(key.worker_id)
         job.recovery.begin(whose, key=key, notice_ns=notice_ns, died_unix_ns=died_unix_ns)
-        job.slots.cells.ended(key.worker_id, whose, job.progress.step)
         if not again:
             _shrink(job, key, why.cause)
     _end_parts(job, job.slots.parts.over(key), lost_with(key, why, job.agents.shown_host(worker)))
