@@ -113,7 +113,8 @@ def _with_clock(found: Headline, facts: Facts, now: Now) -> Headline:
     ahead_ns = facts.told_ns - now.time_ns
     if found.level != "good" or ahead_ns <= SET_BACK_NS or facts.condition.ended_ns is not None or now.finished:
         return found
-    text = f"{found.text} The clock of this host is {span(ahead_ns / 1e9)} behind the newest event."
+    said = found.text.removeprefix("All is well: ")
+    text = f"{said[:1].upper()}{said[1:]} The clock of this host is {span(ahead_ns / 1e9)} behind the newest event."
     return Headline("warning", text, "So nobody can see here whether training stands still: set the clocks.")
 
 

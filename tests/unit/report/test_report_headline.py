@@ -486,7 +486,7 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "bad",
         ("cannot be read: Input/output error.", "Step 10 is the newest known."),
     ),
-    "this clock is behind": (trained(), -3600, {}, "warning", ("step 10", "1h00m behind the newest event")),
+    "this clock is behind": (trained(), -3600, {}, "warning", ("Step 10", "1h00m behind the newest event")),
     "done, but rows are missing": (
         [*trained(), DONE, event("warning", 7.1, **FULL)],
         8,
