@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError
-from everstep.exact.jsonable import Tied, canonical, decode, encode
+from everstep.exact.jsonable import TiedValues, canonical, decode, encode
 from sampling import examples
 
 KEYS = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False))
@@ -127,7 +127,7 @@ def test_a_tensor_in_several_places_is_saved_once_and_stays_one() -> None:
     tensor = torch.zeros(2, 2)
     places = {"a": tensor, "b": [tensor.detach(), tensor[0]], "c": torch.zeros(0), "d": torch.zeros(0)}
     tensors: dict[str, torch.Tensor] = {}
-    back = decode(encode({"tied": Tied(places), "apart": tensor}, "x", tensors), tensors)
+    back = decode(encode({"tied": TiedValues(places), "apart": tensor}, "x", tensors), tensors)
     assert back["tied"]["a"] is back["tied"]["b"][0] and back["tied"]["c"] is not back["tied"]["d"]
     assert back["apart"] is not back["tied"]["a"] and len(tensors) == 5
 

@@ -31,7 +31,7 @@ class Undigested(dict[str, Any]):
     """A value of a dict that is saved, and that digests leave out: it may differ where all bits are the same."""
 
 
-class Tied(dict[str, Any]):
+class TiedValues(dict[str, Any]):
     """Values by name, among which a tensor that is in several places is saved once, and decoded as one."""
 
 
@@ -78,7 +78,7 @@ def _encode_dict(value: dict[Any, Any], path: str, tensors: dict[str, Tensor] | 
             f"state {path} is a {kind.__name__}, which would not come back as that: use a dict, or a defaultdict of "
             f"{', '.join(_FACTORIES)}"
         )
-    pulled = _Once() if kind is Tied and tensors is not None else tensors
+    pulled = _Once() if kind is TiedValues and tensors is not None else tensors
     node = {_DICTS[kind]: [_pair(path, k, v, pulled, depth) for k, v in value.items()]}
     if tensors is not None and pulled is not None:
         tensors.update(pulled)
@@ -169,7 +169,7 @@ def _pulled(body: Any, tensors: Mapping[str, Tensor]) -> Tensor:
 
 _DICTS: dict[type, str] = {
     dict: "dict",
-    Tied: "dict",
+    TiedValues: "dict",
     Counter: "counter",
     OrderedDict: "ordered",
     Undigested: "undigested",

@@ -14,7 +14,7 @@ import torch
 
 from everstep.base.errors import ConfigError
 from everstep.exact.attributes import storage_of
-from everstep.exact.jsonable import Tied, Undigested
+from everstep.exact.jsonable import TiedValues, Undigested
 from everstep.script.reachable import SEED, generator_state
 
 _OBJECTS = "objects"
@@ -49,7 +49,7 @@ class LoopValues:
     def state_dict(self) -> dict[str, Any]:
         """All attributes; for an object with a state of its own, that state. And which objects they are, which digests
         leave out: a first object may come back out of a list, where a resumed worker has only its copy."""
-        found: dict[str, Any] = {_VALUES: Tied(), _OBJECTS: {}}
+        found: dict[str, Any] = {_VALUES: TiedValues(), _OBJECTS: {}}
         for name, value in vars(self).items():
             if _has_state(value):
                 found[_OBJECTS][name] = _state_of(value)
@@ -249,7 +249,7 @@ def _load(value: Any, saved: Any) -> None:
 
 def _load_numpy(generator: Any, saved: dict[str, Any]) -> None:
     seed = saved.pop(SEED, None)
-    generator.state = saved
+    generator.__setstate__(saved)
     if seed is not None and repr(seed) != repr(getattr(generator.seed_seq, "state", None)):
         try:
             generator.__setstate__((saved, np.random.SeedSequence(**seed)))
