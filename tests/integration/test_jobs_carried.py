@@ -28,7 +28,23 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 KEPT = (
     HEAD
     + """
-kept = everstep.state(best=-1.0, wait=0, rng=random.Random(1), losses=[])
+
+class Average(nn.Module):
+    n = 0
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.mean = nn.Parameter(torch.zeros(2, 8)), torch.zeros(2, 8)
+
+    @torch.no_grad()
+    def follow(self, value):
+        self.n += 1
+        self.mean += value
+        if self.n % 5 == 0:
+            self.weight.copy_(self.mean / self.n)
+            self.train(self.n % 10 == 0)
+
+kept = everstep.state(best=-1.0, wait=0, rng=random.Random(1), losses=[], average=Average())
 losses = kept.losses
 run = everstep.join(
     model, optimizer, data, lanes=4, micro_batch=2, steps=18, state=kept,
@@ -39,6 +55,10 @@ for step in run:
         pace.lane()
         step.backward(nn.functional.cross_entropy(model(x), y))
     losses.append(step.loss)
+    kept.average.follow(model[2].weight)
+    if kept.average.training:
+        with torch.no_grad():
+            model[2].weight.lerp_(kept.average.weight, 0.1)
     kept.wait = 0 if step.loss < kept.best else kept.wait + 1
     if kept.wait == 7:
         optimizer.param_groups[0]["lr"] *= 0.5 + 0.1 * kept.rng.random() + 0.001 * sum(losses)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError
-from everstep.exact.jsonable import canonical, decode, encode
+from everstep.exact.jsonable import TiedValues, canonical, decode, encode
 from sampling import examples
 
 KEYS = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False))
@@ -30,6 +30,8 @@ VALUES = st.recursive(
         st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter),
         st.lists(inner, max_size=3).map(lambda items: deque(items, maxlen=5)),
         st.sets(st.integers(), max_size=4),
+        st.frozensets(st.integers(), max_size=4),
+        st.dictionaries(KEYS, inner, max_size=3).map(lambda items: defaultdict(list, items)),
     ),
     max_leaves=20,
 )
@@ -40,6 +42,8 @@ def same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, float):
         return (math.isnan(a) and math.isnan(b)) or struct.pack("d", a) == struct.pack("d", b)
+    if isinstance(a, defaultdict) and a.default_factory is not b.default_factory:
+        return False
     if isinstance(a, dict):
         return all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
     if isinstance(a, deque):
@@ -107,6 +111,29 @@ def test_cycles_and_odd_keys_are_refused() -> None:
 def test_foreign_json_is_refused(bad: Any) -> None:
     with pytest.raises(CheckpointCorrupt):
         decode(bad, {})
+
+
+class Doubling(dict):  # type: ignore[type-arg]
+    """A dict with a will of its own."""
+
+
+@pytest.mark.parametrize("bad", [Doubling(a=1), defaultdict(lambda: 1), type("Own", (set,), {})()])
+def test_what_would_come_back_as_something_else_is_refused_by_name(bad: Any) -> None:
+    with pytest.raises(ConfigError, match="state x/inner is a"):
+        encode({"inner": bad}, "x", {})
+
+
+def test_a_tensor_in_several_places_is_saved_once_and_stays_one() -> None:
+    tensor = torch.zeros(2, 2)
+    places = {"a": tensor, "b": [tensor.detach(), tensor[0]], "c": torch.zeros(0), "d": torch.zeros(0)}
+    tensors: dict[str, torch.Tensor] = {}
+    back = decode(encode({"tied": TiedValues(places), "apart": tensor}, "x", tensors), tensors)
+    assert back["tied"]["a"] is back["tied"]["b"][0] and back["tied"]["c"] is not back["tied"]["d"]
+    assert back["apart"] is not back["tied"]["a"] and len(tensors) == 5
+
+
+def test_older_sets_and_dicts_are_read() -> None:
+    assert decode({"set": [2, 1]}, {}) == {1, 2} and type(decode({"dict": [["a", 1]]}, {})) is dict
 
 
 def test_canonical_ignores_order_of_insertion_only() -> None:

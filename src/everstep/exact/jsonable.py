@@ -4,14 +4,14 @@ Apart from `state` because it knows nothing of models: it is a codec that brings
 Unknown types are refused by name, rather than restored as something else.
 
 JSON strings, integers, booleans, null and lists stand for themselves; everything else is an object with one key: f
-(float, hexadecimal), tuple, dict (pairs, in order), counter, ordered, deque, set, bytes, tensor, array, scalar (numpy),
-dtype, device, undigested.
+(float, hexadecimal), tuple, dict (pairs, in order), counter, ordered, defaultdict, deque, set, frozenset, bytes,
+tensor, array, scalar (numpy), dtype, device, undigested.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,10 +23,24 @@ from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.exact.digest import bytes_of, dtype_of, tensor_of_bytes
 
 _MAX_DEPTH = 64
+BESIDE = "everstep.beside"
+"""Name of a part of the state that is saved, and that digests leave out with its tensors (`exact.beside_state`)."""
 
 
 class Undigested(dict[str, Any]):
     """A value of a dict that is saved, and that digests leave out: it may differ where all bits are the same."""
+
+
+class TiedValues(dict[str, Any]):
+    """Values by name, among which a tensor that is in several places is saved once, and decoded as one."""
+
+
+class _Once(dict[str, Tensor]):
+    """Tensors by name, each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[Any, str] = {}
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor] | None, depth: int = 0) -> Any:
@@ -45,14 +59,30 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor] | None, depth: int 
     if isinstance(value, Tensor):
         return {"tensor": _pull(value.detach(), path, tensors)}
     if kind in (set, frozenset):
-        return {"set": sorted((encode(v, path, tensors, depth + 1) for v in value), key=json.dumps)}
+        return {kind.__name__: sorted((encode(v, path, tensors, depth + 1) for v in value), key=json.dumps)}
     if kind in (list, tuple, torch.Size, deque):
         items = [encode(v, f"{path}/{k}", tensors, depth + 1) for k, v in enumerate(value)]
         return items if kind is list else {"deque": [value.maxlen, items]} if kind is deque else {"tuple": items}
     if isinstance(value, dict):
-        tag = _DICTS.get(kind, "dict")
-        return {tag: [_pair(path, k, v, tensors, depth) for k, v in value.items()]}
+        return _encode_dict(value, path, tensors, depth)
     return _encode_rare(value, path, tensors)
+
+
+def _encode_dict(value: dict[Any, Any], path: str, tensors: dict[str, Tensor] | None, depth: int) -> Any:
+    kind: type = type(value)
+    if kind is defaultdict and value.default_factory in _FACTORIES.values():  # type: ignore[attr-defined]
+        name = value.default_factory.__name__  # type: ignore[attr-defined]
+        return {"defaultdict": [name, encode(dict(value), path, tensors, depth)]}
+    if kind not in _DICTS:
+        raise ConfigError(
+            f"state {path} is a {kind.__name__}, which would not come back as that: use a dict, or a defaultdict of "
+            f"{', '.join(_FACTORIES)}"
+        )
+    pulled = _Once() if kind is TiedValues and tensors is not None else tensors
+    node = {_DICTS[kind]: [_pair(path, k, v, pulled, depth) for k, v in value.items()]}
+    if tensors is not None and pulled is not None:
+        tensors.update(pulled)
+    return node
 
 
 def _pair(path: str, key: Any, value: Any, tensors: dict[str, Tensor] | None, depth: int) -> list[Any]:
@@ -68,6 +98,10 @@ def _pull(tensor: Tensor, path: str, tensors: dict[str, Tensor] | None) -> Any:
         return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), bytes_of(tensor).hex()]
     while path in tensors:
         path += "~"
+    if isinstance(tensors, _Once) and tensor.layout is torch.strided and tensor.data_ptr():
+        known = tensors.names.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), path)
+        if known != path:
+            return known
     tensors[path] = tensor
     return path
 
@@ -133,11 +167,20 @@ def _pulled(body: Any, tensors: Mapping[str, Tensor]) -> Tensor:
     return tensor_of_bytes(kind, shape, bytes.fromhex(data))
 
 
-_DICTS: dict[type, str] = {Counter: "counter", OrderedDict: "ordered", Undigested: "undigested"}
+_DICTS: dict[type, str] = {
+    dict: "dict",
+    TiedValues: "dict",
+    Counter: "counter",
+    OrderedDict: "ordered",
+    Undigested: "undigested",
+}
+_FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple, deque, Counter)}
 _DECODERS: dict[str, Any] = {
     "f": lambda body, _: float.fromhex(body),
     "tuple": lambda body, tensors: tuple(decode(v, tensors) for v in body),
     "set": lambda body, tensors: {decode(v, tensors) for v in body},
+    "frozenset": lambda body, tensors: frozenset(decode(v, tensors) for v in body),
+    "defaultdict": lambda body, tensors: defaultdict(_FACTORIES[body[0]], decode(body[1], tensors)),
     "deque": lambda body, tensors: deque((decode(v, tensors) for v in body[1]), maxlen=body[0]),
     "dict": lambda body, tensors: dict(_pairs(body, tensors)),
     "undigested": lambda body, tensors: Undigested(_pairs(body, tensors)),

@@ -39,7 +39,7 @@ from everstep.exact.image import (
     entries_of,
     write_blocks,
 )
-from everstep.exact.jsonable import decode, encode
+from everstep.exact.jsonable import BESIDE, decode, encode
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, memory_of, round_up
 from everstep.exact.recollect import Collected, Recollection, encode_further, encode_groups
 from everstep.exact.settings import Settings
@@ -427,7 +427,8 @@ class ModelState:
         for name, module in self._keepers.items():
             give(module, tensors[_MODEL + name])
         for key, extra in self.extras.items():
-            extra.load_state_dict(decode(values[f"extras/{key}"], tensors))
+            if key != BESIDE or f"extras/{key}" in values:  # older checkpoints lack it
+                extra.load_state_dict(decode(values[f"extras/{key}"], tensors))
         self.settings.restore(manifest.get("settings", {}))
 
     def _refuse_foreign(self, entries: Sequence[StateEntry], values: Mapping[str, Any]) -> None:
@@ -448,7 +449,7 @@ class ModelState:
                 if _MODEL + name not in theirs:
                     raise ConfigError(f"the state has no {kind} {name}, which the model has")
         mine = {"groups": self.optimizer, "scheduler": self.scheduler, **{f"extras/{key}": key for key in self.extras}}
-        lacking = {key for key, thing in mine.items() if thing is not None} - set(values)
+        lacking = {key for key, thing in mine.items() if thing is not None} - set(values) - {f"extras/{BESIDE}"}
         if lacking:
             raise ConfigError(f"the state holds no {min(lacking)}, which this job has")
 

@@ -31,6 +31,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from everstep.exact.attributes import encoded, storage_of
+from everstep.exact.beside_state import beside, defines_state
 from everstep.exact.digest import digest_bytes, tensor_digest
 from everstep.exact.several import OptimizerSet, SchedulerSet
 
@@ -45,6 +47,7 @@ _ITERATORS: tuple[type, ...] = (
     *(enumerate, zip, map, filter, reversed, itertools.cycle, itertools.count, itertools.chain, itertools.islice),
     *(itertools.repeat, type(iter(range(0)))),
 )
+SEED = "seed_sequence"
 _FOREIGN_FOLDERS = tuple(
     {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).resolve().parents[1])}
 )
@@ -256,6 +259,7 @@ class Survey:
         the loop changes are carried (`exact.settings`), and those that forward passes change belong to their lanes."""
         for name, module in self.carried.model.named_modules():
             path = f"model.{name}" if name else "model"
+            self._seen[id(module)] = module
             owner = Fact("", "module", path, type(module).__name__)
             if users_class(type(module)):
                 found = [pair for pair in _attributes(module) if not isinstance(pair[1], _SCALARS)]
@@ -263,7 +267,12 @@ class Survey:
 
     def _given(self, place: _Place) -> None:
         """Visit an object given to `join`: it defines its own state, but other objects may be attached to it."""
-        if users_class(type(place.value)) and not isinstance(place.value, nn.Module | Optimizer):
+        if isinstance(place.value, nn.Module) and not defines_state(place.value):
+            for name, module in place.value.named_modules():
+                path = f".{name}." if name else "."
+                if users_class(type(module)):
+                    self._push(place, [(path + key, v) for key, v in beside(module) if encoded(key, v) is None])
+        elif users_class(type(place.value)) and not isinstance(place.value, Optimizer):
             found = dict(_defaults(type(place.value))) | dict(_attributes(place.value))
             stated = _stated(place.value) if self.trusting else {}
             self._push(place, [(name, v) for name, v in found.items() if not _is_stated(name, v, stated)])
@@ -401,11 +410,6 @@ def _filled(cell: Any) -> bool:
         return False
 
 
-def storage_of(tensor: Tensor) -> int:
-    """Number that is equal for tensors which share memory."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
 def _type_name(value: Any) -> str:
     return type(value).__name__
 
@@ -484,14 +488,16 @@ def _is_stated(name: str, value: Any, stated: Mapping[str, Any]) -> bool:
 
 
 def generator_state(value: Any) -> Any:
-    """State of a random generator of Python's, numpy's or torch's."""
+    """State of a random generator of Python's, numpy's or torch's; of numpy's new ones with that of their seeds."""
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, np.random.RandomState):
         return value.get_state(legacy=False)
-    return value.state if isinstance(value, np.random.BitGenerator) else value.bit_generator.state
+    generator = value if isinstance(value, np.random.BitGenerator) else value.bit_generator
+    seed = getattr(generator, "seed_seq", None)
+    return {**generator.state, **({SEED: seed.state} if isinstance(seed, np.random.SeedSequence) else {})}
 
 
 def _digest(value: Any) -> str:

@@ -32,6 +32,7 @@ from everstep.base.errors import BuffersDiffer, EverstepError
 from everstep.base.given import read_given, read_json
 from everstep.base.plan import Plan
 from everstep.base.readable import readable
+from everstep.exact.jsonable import BESIDE
 from everstep.protocol import messages as wire
 from everstep.protocol.step_types import LaneSaid
 from everstep.runtime.host.fork_server import redirect_output
@@ -293,6 +294,7 @@ class LifeLink(LoneLink):
         settings = {k: v for k, v in manifest.get("settings", {}).items() if k != "hyperparameters"}
         values = {**manifest["values"], "settings": settings}
         rows |= {f"{TRAINING}: {name}": json.dumps(value) for name, value in values.items()}
+        rows = {name: row for name, row in rows.items() if not name.startswith(f"{TRAINING}: extras/{BESIDE}")}
         facts = {name: Fact(digest, "training", TRAINING, "state", hard=True) for name, digest in rows.items()}
         whole = {**survey.facts, **facts}
         return Sighting(

@@ -17,6 +17,7 @@ from torch import nn
 
 import everstep
 from everstep.base.errors import ConfigError
+from everstep.exact.beside_state import known_storages
 from everstep.exact.state import ModelState
 from everstep.train.heal import pack_state, unpack_state
 
@@ -203,6 +204,58 @@ def test_a_checkpoint_that_does_not_tell_the_objects_loads_into_the_first_ones()
     first = kept.cur
     kept.load_state_dict({"values": {"cur": torch.ones(3), "best": None}, "objects": {"net": kept.net.state_dict()}})
     assert kept.cur is first and first.tolist() == [1, 1, 1] and kept.best is None
+
+
+def test_a_numpy_generator_spawns_what_it_would_have_spawned() -> None:
+    kept, resumed, older = (everstep.state(rng=np.random.default_rng(1)) for _ in range(3))
+    kept.rng.spawn(3)
+    saved = kept.state_dict()
+    unpack_state(carried(resumed), pack_state(carried(kept)))
+    older.load_state_dict({**saved, "objects": {"rng": kept.rng.bit_generator.state}})  # as it was saved before
+    assert resumed.rng.spawn(1)[0].random() == kept.rng.spawn(1)[0].random()
+    assert resumed.rng.bit_generator.seed_seq.n_children_spawned == 4
+    assert older.rng.bit_generator.seed_seq.n_children_spawned == 0
+    assert older.rng.random() == kept.rng.random()
+
+
+def test_types_of_containers_come_back() -> None:
+    def begun() -> tuple[Any, Any]:
+        seen: Any = collections.defaultdict(int)
+        return seen, everstep.state(seen=seen, fixed=frozenset({1}))
+
+    (counts, kept), (there, resumed) = begun(), begun()
+    counts["a"] += 1
+    unpack_state(carried(resumed), pack_state(carried(kept)))
+    there["b"] += 1
+    assert resumed.seen is there and there == {"a": 1, "b": 1} and type(resumed.fixed) is frozenset
+    kept.seen = collections.defaultdict(list)
+    unpack_state(carried(resumed), pack_state(carried(kept)))
+    resumed.seen["c"].append(1)
+    assert resumed.seen == {"c": [1]}
+
+
+def test_one_tensor_in_several_places_stays_one() -> None:
+    def begun() -> Any:
+        return everstep.state(cur=torch.zeros(2), stack=[], best=None)
+
+    kept, resumed = begun(), begun()
+    first = resumed.cur
+    kept.best = torch.ones(1)
+    kept.stack += [kept.cur, {"best": kept.best}]
+    unpack_state(carried(resumed), pack_state(carried(kept)))
+    assert resumed.stack[0] is resumed.cur is first and resumed.stack[1]["best"] is resumed.best
+    assert carried(resumed).state_digest(1) == carried(kept).state_digest(1)
+
+
+def test_a_parameter_of_the_model_that_the_state_was_given_stays_that() -> None:
+    layer = nn.Linear(2, 2)
+    kept = everstep.state(weight=layer.weight)
+    kept.begin(lambda: known_storages([layer]))
+    saved = pack_state(carried(kept))
+    with torch.no_grad():
+        layer.weight.zero_()
+    unpack_state(carried(kept), saved)
+    assert kept.weight is layer.weight and layer.weight.any()
 
 
 def test_copies_have_first_objects_of_their_own() -> None:
