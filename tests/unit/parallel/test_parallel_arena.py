@@ -31,6 +31,28 @@ def test_no_two_runs_overlap(orders: list[tuple[int, int]]) -> None:
         assert len(arena) == len(taken) and all(start % 64 == 0 for start, _ in spans)
 
 
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), min_size=20, max_size=80))
+def test_what_is_given_back_lies_above_all_that_is_or_was_in_use_lately(orders: list[tuple[int, int]]) -> None:
+    """Each order takes some runs of 16 MiB, and forgets all but the newest steps."""
+    arena, taken, lately, idle = Arena(1 << 40), list[tuple[int, int]](), list[int](), (0, 0)
+    touched = 0
+    for step, (back, runs) in enumerate(orders):
+        for _ in range(runs):
+            stop = arena.take(step, 16 << 20) + (16 << 20)
+            taken.append((step, stop))
+            touched = max(touched, stop)
+        highest = max((stop for _, stop in taken), default=0)
+        kept = [run for run in taken if run[0] > step - back]
+        if len(kept) < len(taken):
+            lately = [*lately, highest][-8:]
+        taken = kept
+        idle = arena.forget(step - back)
+        if idle != (0, 0):
+            assert idle == (max(lately) + (16 << 20), touched) and len(lately) == 8 and idle[0] < idle[1]
+            touched = idle[0]
+        assert all(stop <= touched for _, stop in taken)
+
+
 def test_the_same_steps_get_the_same_places() -> None:
     arena = Arena(ROOM)
     first = [arena.take(1, 640), arena.take(1, 64)]
