@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_a_block_is_added_up_once_all_lanes_of_it_are_there(data: st.DataObject)
     wanted = sorted(data.draw(st.sets(st.integers(2, 9), min_size=1)))
     runs = runs_in(bytes(k in wanted for k in range(10)))
     bounds = sorted({lo, hi, *data.draw(st.sets(st.integers(lo, hi)))})
-    nodes = [Node(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    nodes = [Node(a, b) for a, b in pairwise(bounds)]
     sums = BlockSums(Node(lo, hi), runs)
     for node in nodes:
         with pytest.raises(ProtocolError, match="which others have"):
@@ -118,7 +119,7 @@ def test_blocks_leave_and_come_back_once(left: list[tuple[int, int]], came: list
     for run in left:
         runs = blocks.leave(Node(0, 1), *run)
         assert [k for one in runs for k in range(*one)] == [k for k in range(*run) if k not in gone]
-        assert all(one[1] < other[0] for one, other in zip(runs, runs[1:], strict=False))
+        assert all(one[1] < other[0] for one, other in pairwise(runs))
         gone |= set(range(*run))
     assert blocks.leave(Node(1, 2), 0, BLOCKS) == ((0, BLOCKS),)  # each node by itself
     there: set[int] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, cast
 
 from hypothesis import given
@@ -106,5 +107,5 @@ def test_every_byte_of_a_place_is_of_the_part_whose_rank_has_its_element(data: A
     assert [one.part for one in found for _ in range(one.offset, one.stop, 4)] == owners
     assert [k for one in found for k in range(one.offset, one.stop)] == list(range(64, 64 + 4 * at))
     assert [one.room for one in found] == [*(one.offset for one in found[1:]), room]
-    assert all(one.part != other.part for one, other in zip(found, found[1:], strict=False))
+    assert all(one.part != other.part for one, other in pairwise(found))
     assert owned(plan, place, None, room) == [(64, 64 + 4 * at, 0, room)]
