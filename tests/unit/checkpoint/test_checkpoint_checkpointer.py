@@ -39,6 +39,7 @@ class Job:
     """Workers with equal states, and what their checkpointers tell."""
 
     def __init__(self, directory: Path, workers: int, config: CheckpointConfig | None = None) -> None:
+        self.began_s = time.monotonic()
         self.states = [make_state(1) for _ in range(workers)]
         self.plan = plan_of(workers)
         self.told: list[tuple[str, dict[str, Any]]] = []
@@ -87,8 +88,12 @@ class Job:
             advance(state, seed)
 
     def close(self) -> None:
+        """And no time that was told is longer than all of this took."""
         for worker in self.workers:
             worker.close()
+        most_s = time.monotonic() - self.began_s
+        times = [f.get(name, 0.0) for _, f in self.told for name in ("duration_s", "stall_s")]
+        assert all(0.0 <= found <= most_s for found in [*times, *(one.cost_s / 2 for one in self.ended)])
 
 
 def plan_of(workers: int, generation: int = 1) -> Plan:

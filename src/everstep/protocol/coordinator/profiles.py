@@ -57,8 +57,8 @@ class Profiling:
         members = plan.worker_ids
         wanted = args.get("workers")
         ids = members if wanted is None else wanted
-        there = set(members)
-        if not isinstance(ids, list | tuple) or not ids or not all(type(i) is int and i in there for i in ids):
+        known_ids = set(members)
+        if not isinstance(ids, list | tuple) or not ids or not all(type(i) is int and i in known_ids for i in ids):
             return f"expected some of the workers that train now ({listed(members)}), got {wanted}", {}
         first = self._progress.step + 3  # a step is told of when the next one is decided, and by then another has begun
         if self._progress.step_times_ms:
