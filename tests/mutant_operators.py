@@ -12,6 +12,8 @@ from itertools import pairwise
 _EXCHANGED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 _TURNED = {ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is"}
 _OPPOSITE = {"max": "min", "min": "max", "any": "all", "all": "any"}
+_ANY_ORDER = ("isinstance", "getattr", "range", "max", "min")
+"""Calls whose arguments are not exchanged: the greatest of two values is the same in any order."""
 _SIGNS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*"}
 _TOLD = {
     "log",
@@ -177,7 +179,7 @@ class _Finder(ast.NodeVisitor):
         if isinstance(node.func, ast.Name) and name in _OPPOSITE:
             self._note(node.func, _OPPOSITE[name], "opposite function")
         plain = [arg for arg in node.args if not isinstance(arg, ast.Starred)]
-        if name not in ("isinstance", "getattr", "range") and len(plain) == len(node.args):
+        if name not in _ANY_ORDER and len(plain) == len(node.args):
             for one, other in pairwise(plain):
                 if self._text(one) != self._text(other) and not _text_for_people(one) and not _text_for_people(other):
                     begin, end = self._span(one)[0], self._span(other)[1]

@@ -263,7 +263,7 @@ class PartWriter:
         not be kept. Called with the lock."""
         room, order, passing = self._job.staging_blocks(), self._order, None
         low = len(order)
-        while low - 1 > self._next or (low - 1 == self._next and not self._copying):
+        while low > self._next:
             if low <= len(self._own) and len(self._saved) >= room:
                 break
             low -= 1

@@ -238,7 +238,7 @@ class Facts:
             self.account.paint(time_ns - round(stall_s * 1e9), time_ns, "checkpoints")
 
     def _warning(self, event: Event, time_ns: int) -> None:
-        saved_ns = max((c.time_ns for c in self.checkpoints.good() if c.tier == "disk"), default=0)
+        saved_ns = next((c.time_ns for c in self.checkpoints.good() if c.tier == "disk"), 0)
         if cause(event) is Cause.DISK and time_ns > saved_ns:  # it may be told after the disk has taken more
             self.full = Trouble(time_ns, reason_text(event.get("reason")))
         if cause(event) is Cause.CLOCK:

@@ -19,7 +19,7 @@ import torch
 from checkpoint_saving import advance, identity_of, make_state
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
-from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, StoreError
+from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, PartsAway, StoreError
 from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Member, Plan, Rank, Seat
 from everstep.checkpoint import checkpointer, part
@@ -27,7 +27,7 @@ from everstep.checkpoint.checkpointer import Checkpointer
 from everstep.checkpoint.manifest_assembly import Assembly
 from everstep.checkpoint.manifest_writer import Extent, WriteOutcome
 from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter, check_of
-from everstep.checkpoint.reader import open_checkpoint, steps_in
+from everstep.checkpoint.reader import Checkpoint, open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore, Draft
 from everstep.exact.image import BLOCK_BYTES
 from everstep.protocol.driver.policy import Due
@@ -39,6 +39,7 @@ class Job:
     """Workers with equal states, and what their checkpointers tell."""
 
     def __init__(self, directory: Path, workers: int, config: CheckpointConfig | None = None) -> None:
+        self.began_s = time.monotonic()
         self.states = [make_state(1) for _ in range(workers)]
         self.plan = plan_of(workers)
         self.told: list[tuple[str, dict[str, Any]]] = []
@@ -87,8 +88,12 @@ class Job:
             advance(state, seed)
 
     def close(self) -> None:
+        """And no time that was told is longer than all of this took."""
         for worker in self.workers:
             worker.close()
+        most_s = time.monotonic() - self.began_s
+        times = [f.get(name, 0.0) for _, f in self.told for name in ("duration_s", "stall_s")]
+        assert all(0.0 <= found <= most_s for found in [*times, *(one.cost_s / 2 for one in self.ended)])
 
 
 def plan_of(workers: int, generation: int = 1) -> Plan:
@@ -209,6 +214,35 @@ def test_damaged_ones_are_passed_over(start: Callable[..., Job]) -> None:
     with pytest.raises(CheckpointCorrupt, match="truncated"):
         job.workers[1].load(1, {0: job.states[0]})
     assert job.workers[1].restorable() == ()
+
+
+@pytest.mark.parametrize(
+    ("error", "comes_back"), [(PartsAway("its host is away", ["b"]), True), (StoreError("the disk is broken"), False)]
+)
+def test_what_is_on_hosts_that_are_away_is_read_once_they_are_back(
+    error: StoreError, comes_back: bool, start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a disk could not give is not tried again by this life: its members have heard that it cannot read it."""
+    job = start(1)
+    job.save(1)
+    job.wait_told(1)
+    check, worker, away = Checkpoint.check_files, job.workers[0], [error]
+
+    def found(checkpoint: Checkpoint) -> None:
+        if away:
+            raise away[0]
+        check(checkpoint)
+
+    monkeypatch.setattr(Checkpoint, "check_files", found)
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            worker.load(1, {0: job.states[0]})
+    away.clear()
+    if comes_back:
+        assert worker.load(1, {0: job.states[0]}).step == 1
+        return
+    with pytest.raises(StoreError, match="disk is broken"):
+        worker.load(1, {0: job.states[0]})
 
 
 def test_one_that_cannot_be_read_is_not_taken_for_none(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from everstep.base.errors import InvariantViolation
@@ -14,7 +14,8 @@ from everstep.parallel.channel import Arena
 ROOM = 1 << 20
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=120))
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 8)), max_size=120))
+@example([(2, 1), (2, 1), (0, 1), (0, 0), (0, 1)])  # those that stay begin at the very first place
 def test_no_two_runs_overlap(orders: list[tuple[int, int]]) -> None:
     """Steps go on by one; each order takes a run for a step near the newest, or forgets all but the newest steps."""
     arena, taken, newest = Arena(ROOM), [], 10
@@ -29,6 +30,28 @@ def test_no_two_runs_overlap(orders: list[tuple[int, int]]) -> None:
         spans = sorted((start, stop) for _, start, stop in taken)
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
         assert len(arena) == len(taken) and all(start % 64 == 0 for start, _ in spans)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), min_size=20, max_size=80))
+def test_what_is_given_back_lies_above_all_that_is_or_was_in_use_lately(orders: list[tuple[int, int]]) -> None:
+    """Each order takes some runs of 16 MiB, and forgets all but the newest steps."""
+    arena, taken, lately, idle = Arena(1 << 40), list[tuple[int, int]](), list[int](), (0, 0)
+    touched = 0
+    for step, (back, runs) in enumerate(orders):
+        for _ in range(runs):
+            stop = arena.take(step, 16 << 20) + (16 << 20)
+            taken.append((step, stop))
+            touched = max(touched, stop)
+        highest = max((stop for _, stop in taken), default=0)
+        kept = [run for run in taken if run[0] > step - back]
+        if len(kept) < len(taken):
+            lately = [*lately, highest][-8:]
+        taken = kept
+        idle = arena.forget(step - back)
+        if idle != (0, 0):
+            assert idle == (max(lately) + (16 << 20), touched) and len(lately) == 8 and idle[0] < idle[1]
+            touched = idle[0]
+        assert all(stop <= touched for _, stop in taken)
 
 
 def test_the_same_steps_get_the_same_places() -> None:

@@ -59,12 +59,13 @@ HUNG = m.WorkerPulse(worker_id=0, incarnation=0, step=1, phase="load", still_ms=
 
 def test_an_agent_speaks_for_its_own_workers_alone() -> None:
     world = running(elsewhere=(2,))
-    foreign = [
-        m.WorkerExited(agent_id="a2", worker_id=0, incarnation=0, **EXITED),
-        m.WorkerStarted(agent_id="a2", worker=LIFE),
-    ]
-    for message in foreign:
-        assert "about worker 0.0 from its own agent 'a1'" in verdict(world, "agent", "a2", message)
+    for i in (0, 1):
+        foreign = [
+            m.WorkerExited(agent_id="a2", worker_id=i, incarnation=0, **EXITED),
+            m.WorkerStarted(agent_id="a2", worker=m.WorkerLife(worker_id=i, incarnation=0, pid=4)),
+        ]
+        for message in foreign:
+            assert f"about worker {i}.0 from its own agent 'a1'" in verdict(world, "agent", "a2", message)
     assert "it spoke as 'a1'" in verdict(world, "agent", "a2", m.HostFailed(agent_id="a1", reason="lies"))
     assert world.plan.generation == 1 and world.plan.worker_ids == (0, 1, 2)
     own = m.WorkerExited(agent_id="a2", worker_id=2, incarnation=0, **EXITED)

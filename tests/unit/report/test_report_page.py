@@ -90,6 +90,17 @@ def test_the_report_says_everything_and_needs_nothing(tmp_path: Path) -> None:
     assert "://" not in re.sub(r"http://www\.w3\.org/2000/svg", "", page)
 
 
+def test_what_was_found_to_be_wrong_is_listed(tmp_path: Path) -> None:
+    history = History(run_directory(tmp_path, "calm")).load()
+    wrong, unlike = [[f"{what} {n} & more" for n in range(30)] for what in ("sample", "tensor")]
+    ledger = {"clean": False, "steps": 10, "problems": wrong}
+    text = Outline(report_page(history, Proof(ledger, reference="other", differences=unlike))).text
+    assert "differs from other" in text and "10 steps, 30 problems" in text and "clean" not in text
+    for listed in (wrong, unlike):
+        assert [line in text for line in listed] == [True] * 20 + [False] * 10
+    assert "the ledger was lost" in Outline(report_page(history, Proof(ledger_note="the ledger was lost"))).text
+
+
 def test_shares_add_up(tmp_path: Path) -> None:
     history = History(run_directory(tmp_path, "calm")).load()
     page = report_page(history, Proof())

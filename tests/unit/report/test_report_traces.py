@@ -54,6 +54,8 @@ def facts() -> Facts:
         (2.0, "generation_started", {"generation": 1, "workers": [0, 2], "reason": "first"}),
         (10.05, "worker_evicted", {"generation": 1, "worker_id": 1, "reason": "killed by SIGKILL"}),
         (10.06, "generation_started", {"generation": 2, "workers": [0], "reason": "worker 1 died"}),
+        (10.08, "recovery_completed", {"generation": 2, "duration_s": 0.03, "phases_s": {"redo": 0.01}, "reason": "x"}),
+        (50.0, "recovery_completed", {"generation": 3, "duration_s": 1.0, "phases_s": {}, "reason": "later"}),
         (99.0, "worker_evicted", {"generation": 2, "worker_id": 0, "reason": "later"}),
     ):
         known.take({"time_unix_ns": BASE_NS + int(at_s * S), "kind": kind, "step": 7, **more})
@@ -98,6 +100,10 @@ def test_rows_ids_and_one_clock(tmp_path: Path, name: str) -> None:
     job = [e for e in events if e["pid"] == rows["job"] and e["ph"] != "M"]
     ranges = {e["name"]: (e["ts"], e["dur"]) for e in job if e["ph"] == "X"}
     assert ranges["generation 1"] == (10e6, 60e3) and ranges["generation 2"] == (10.06e6, 50e3)
+    assert ranges["recovery to generation 2"] == (pytest.approx(10.05e6), pytest.approx(30e3)) and len(ranges) == 3
+    tracks = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name" and e["pid"] == rows["job"]}
+    there = {e["name"].partition(" ")[0]: e["tid"] for e in job if e["ph"] == "X"}
+    assert there == {"generation": tracks["generations"], "recovery": tracks["recoveries"]}
     assert [e["name"] for e in job if e["ph"] == "i"] == ["worker 1 was evicted: killed by SIGKILL"]
 
 

@@ -50,14 +50,15 @@ class Profiling:
             there = f"{known.request.name}; workers yet to end: {listed(pending)}"
             return f"a profile is being recorded already ({there}): wait for it", {}
         steps, name = args.get("steps"), args.get("folder")
-        if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= MOST_STEPS:
+        if type(steps) is not int or not 1 <= steps <= MOST_STEPS:
             return f"expected a number of steps from 1 to {MOST_STEPS}, got {steps!r}", {}
         if not isinstance(name, str) or _NAME.fullmatch(name) is None:
             return f"expected letters, digits, - and _ as the profile's folder, got {name!r}", {}
         members = plan.worker_ids
         wanted = args.get("workers")
         ids = members if wanted is None else wanted
-        if not isinstance(ids, list | tuple) or not ids or not set(ids) <= set(members):
+        known_ids = set(members)
+        if not isinstance(ids, list | tuple) or not ids or not all(type(i) is int and i in known_ids for i in ids):
             return f"expected some of the workers that train now ({listed(members)}), got {wanted}", {}
         first = self._progress.step + 3  # a step is told of when the next one is decided, and by then another has begun
         if self._progress.step_times_ms:

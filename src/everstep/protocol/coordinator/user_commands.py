@@ -93,7 +93,7 @@ def _scale(job: JobState, args: _Args) -> _Reply:
         return f"cannot scale: {hosts.SPANNED}", {}
     wanted, slots, members = args.get("workers"), job.slots, set(job.agreement.newest.worker_ids)
     least, most = _least(job), job.env.config.room
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or not least <= wanted <= most:
+    if type(wanted) is not int or not least <= wanted <= most:
         whose = "min_workers" if least == slots.least else "one per stage"
         return f"expected a number of workers from {least} ({whose}) to {most} (lanes), got {wanted!r}", {}
     ids, was = slots.ids(), slots.target
@@ -137,7 +137,7 @@ def _drain(job: JobState, args: _Args) -> _Reply:
     ids = slots.ids()
     if job.env.config.hosts.span > 1:
         return f"cannot drain worker {worker_id!r:.20}: {hosts.SPANNED}", {}
-    if not isinstance(worker_id, int) or worker_id not in ids:
+    if type(worker_id) is not int or worker_id not in ids:
         return f"no worker {worker_id!r}: the workers are {listed(ids)}", {}
     spare = plan is not NO_PLAN and worker_id not in plan.worker_ids
     staying = ids - {worker_id} - set(slots.lost)  # a slot that was given up starts nobody
