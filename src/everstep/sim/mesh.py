@@ -286,6 +286,7 @@ class Ties:
             step=now.step,
             follows=name_of(now.plan),
             prepared=now.prepared,
+            settled=now.settled,
             stages=now.stages,
             state_bytes=size,
             lanes=life.job.lanes + (life.me in life.site.strays),

@@ -1,9 +1,9 @@
 """How a journal restores a coordinator's parts. Pure.
 
-Entries are JSON-able dicts with a `kind`: lanes, target, plan, entered, evict, ticket, slot_lost, cell, grants,
-drained, struck, strike_asked, stop, term, ended. Entries of an unknown kind are skipped, so that an older program can
-read the common part of a newer journal. Entries that make no sense are skipped, and the rest counts: the workers supply
-the missing facts, since their hellos name their plan.
+Entries are JSON-able dicts with a `kind`: lanes, target, plan, entered, settled, evict, ticket, slot_lost, cell,
+grants, drained, struck, strike_asked, stop, term, ended. Entries of an unknown kind are skipped, so that an older
+program can read the common part of a newer journal. Entries that make no sense are skipped, and the rest counts: the
+workers supply the missing facts, since their hellos name their plan.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class _Planned(_Entry, frozen=True, kw_only=True, tag="plan"):
 
 
 class _Entered(_Entry, frozen=True, kw_only=True, tag="entered"):
+    generation: _Count
+
+
+class _Settled(_Entry, frozen=True, kw_only=True, tag="settled"):
     generation: _Count
 
 
@@ -184,8 +188,8 @@ def _take(job: JobState, entry: _Entry | None) -> None:
             job.slots.take_wish(entry.target, set(entry.slots), entry.because)
         case _Planned():
             _take_plan(job, entry)
-        case _Entered():
-            job.progress.closed(job.agreement.replay_entered(entry.generation))
+        case _Entered() | _Settled():
+            _take_entered(job, entry)
         case _Evicted():
             key = WorkerKey(entry.worker_id, entry.incarnation)
             job.membership.replay_evict(key, entry.because, again=entry.again)
@@ -208,6 +212,13 @@ def _take(job: JobState, entry: _Entry | None) -> None:
             job.earlier_targets.replay_asked(entry.strike)
         case _Stop() | _Term() | _Ended():
             _take_end(job, entry)
+
+
+def _take_entered(job: JobState, entry: _Entered | _Settled) -> None:
+    if isinstance(entry, _Entered):
+        job.progress.closed(job.agreement.replay_entered(entry.generation), journaled=True)
+    else:
+        job.progress.replay_settled(entry.generation)
 
 
 def _take_end(job: JobState, entry: _Stop | _Term | _Ended) -> None:
