@@ -390,9 +390,9 @@ class JobEnded(AnyMessage, frozen=True, kw_only=True):
 
 
 class TermBegun(AnyMessage, frozen=True, kw_only=True):
-    """First message of a coordinator that holds a lease: its term."""
+    """First message of a coordinator: its term; 0 without a lease, until the job is taken over."""
 
-    term: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+    term: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 # ---- coordinator -> the job's process

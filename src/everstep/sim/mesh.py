@@ -217,6 +217,7 @@ class SimControlClient:
             self.owner.soon(20 * MS, 300 * MS, self._try)
             return
         self.connection = connection
+        self._terms.connected()
         connection.send(self.owner, b"")
         waiting, self.queue = self.queue, []
         for message in [*self.hello(), *waiting]:

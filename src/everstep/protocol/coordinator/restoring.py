@@ -9,7 +9,7 @@ workers supply the missing facts, since their hellos name their plan.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -121,6 +121,15 @@ class _Ended(_Entry, frozen=True, kw_only=True, tag="ended"):
         return JobEnded(state=self.state, cause=self.because, reason=self.reason, exit_code=self.exit_code)
 
 
+class _Damaged(_Entry, frozen=True, kw_only=True, tag="damaged"):
+    """In place of a line of a file that cannot be read."""
+
+    def __post_init__(self) -> None:
+        raise ValueError("its line is damaged")
+
+
+DAMAGED: Final = {"kind": "damaged"}
+"""Entry that stands for one that cannot be read: it makes no sense, and the rest counts."""
 _KINDS = {kind.__struct_config__.tag: kind for kind in _Entry.__subclasses__()}
 
 
