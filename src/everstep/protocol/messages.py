@@ -155,8 +155,7 @@ class WorkerHello(AnyMessage, frozen=True, kw_only=True):
     prepared: generation of the newest plan that it holds and does not follow yet, 0 if none. stages: those whose
     state at `step` it has completely. wants_spare: it prefers to be a spare. state_bytes: size of the state that it
     would have to copy to become a member, -1 if unknown. lanes: of its job, which a script says when it joins; 0 if
-    it does not say. kernels, code: its numerics fingerprint, and the code that it has imported so far. settled: in
-    the plan that it follows.
+    it does not say. kernels, code: numerics fingerprint, and code imported so far. settled: in the plan it follows.
     """
 
     member: Member

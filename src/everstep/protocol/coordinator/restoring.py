@@ -128,7 +128,7 @@ class _Damaged(_Entry, frozen=True, kw_only=True, tag="damaged"):
         raise ValueError("its line is damaged")
 
 
-DAMAGED: Final = {"kind": "damaged"}
+DAMAGED: Final = {"kind": _Damaged.__struct_config__.tag}
 """Entry that stands for one that cannot be read: it makes no sense, and the rest counts."""
 _KINDS = {kind.__struct_config__.tag: kind for kind in _Entry.__subclasses__()}
 

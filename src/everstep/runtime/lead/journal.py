@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from everstep.base.below import open_below
+from everstep.base.below import open_below, write_atomically
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.given import read_given
 from everstep.protocol.coordinator.restoring import DAMAGED, end_in, sensible
@@ -121,7 +121,8 @@ class Journal:
         entries = [*self._found, entry]
         if self.damaged:
             with contextlib.suppress(OSError):
-                os.link(self.path, self.path.with_name(f"{self.path.name}.damaged"))
+                aside = self.path.with_name(f"{self.path.name}.damaged")
+                write_atomically(aside, read_given(self.path, _MOST_BYTES))
         self._replace(entries, b"".join(map(format_entry, entries)))
 
     def _look(self) -> None:
