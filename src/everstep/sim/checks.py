@@ -112,6 +112,10 @@ class SimRecords:
         the journal."""
         self._settled = max(self._settled, generation)
 
+    def doubted(self) -> None:
+        """A worker reports a doubt, which may be another one."""
+        self._settled = 0
+
     def clear(self) -> None:
         """Another run of the job begins; its generations count from 1."""
         self._entered = self._written = self._settled = 0

@@ -38,7 +38,7 @@ from everstep.sim.checks import Checks
 from everstep.sim.fate import Fate
 from everstep.sim.life import Life, SimSite
 from everstep.sim.mesh import SimControlClient
-from everstep.sim.orders import Orders, ScriptedStrikes, ended_doubt
+from everstep.sim.orders import Orders, ScriptedStrikes, ended_doubt, tells_of_doubt
 from everstep.sim.promises import require
 from everstep.sim.rules import USUAL, Rules
 from everstep.sim.sim_worker import SimWorker
@@ -113,6 +113,8 @@ class SimCoordinator(Process):
         if self.world.tracing and not _is_routine(event):
             self.world.log(self.name, "<-", event)
         self._orders.heard(event)
+        if tells_of_doubt(event):
+            self.control.checks.records.doubted()
         if isinstance(event, Received) and not isinstance(event.message, wire.Heartbeat):
             refused = self.machine.refusal(event.connection, event.message)
             self._orders.refuses(event.connection if refused else "")

@@ -32,6 +32,12 @@ def ended_doubt(event: CoordinatorEvent, job: JobState) -> list[Any]:
     return [plan.generation] if here and plan.sound >= 0 and not open_still else []
 
 
+def tells_of_doubt(event: CoordinatorEvent) -> bool:
+    """Whether a worker reports with this event that states are in doubt: it may not have settled behind them yet."""
+    said = event.message if isinstance(event, Received) else None
+    return isinstance(said, wire.SettleAgain | wire.WorkerFailed) and said.sound >= 0
+
+
 class Orders:
     """A slot is wanted of one host, of none that was drained, and a drained host is let go when nothing runs there."""
 
