@@ -158,6 +158,7 @@ class Journal:
         try:
             _write(fd, data)
             os.fsync(fd)
+            os.stat(self.path)  # a name that is gone is not made again
             self._look()
             if not _is_at(fd, draft, len(data)):
                 raise self._taken()
