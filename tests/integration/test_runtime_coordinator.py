@@ -22,13 +22,15 @@ from everstep.base.config_keys import TlsConfig
 from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.observe.events import read_events
-from everstep.protocol.messages import MAX_FRAME_BYTES, Command, CommandReply, decode, encode
+from everstep.protocol.messages import MAX_FRAME_BYTES, Command, CommandReply, TermBegun, decode, encode
 from everstep.protocol.roles import COMMANDS, PEOPLE
 from everstep.runtime.commands import NoJobRunning, ask
+from everstep.runtime.files.led_directory import MOVED
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.host.board import Board
 from everstep.runtime.host.fork_server_client import DEFAULT_PRELOAD, start_fork_server
 from everstep.runtime.lead.journal import Journal
+from everstep.runtime.lead.journal_and_lease import DEPOSED
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import EVENTS_FILE, JOURNAL_FILE, read_address, role_file
 from everstep.runtime.link.context import WorkerContext
@@ -133,6 +135,7 @@ def test_each_token_is_good_for_what_it_is_handed_out_for(run_dir: Path, tmp_pat
                     ask(other, name, {})
         with _connect(run_dir) as sock:
             seals = wire.handshake_client(sock, role_token(token, role), role, "x")
+            assert decode(wire.recv_frame(sock, seals)) == TermBegun(term=0)
             for name in ("stop", "chaos"):
                 if COMMANDS[name] != role:
                     wire.send_frame(sock, seals, encode(Command(request=1, name=name, args={})))
@@ -303,3 +306,39 @@ def test_one_that_is_started_again_while_the_disk_is_full_serves(tmp_path: Path)
     finally:
         again.kill()
         again.wait()
+
+
+def test_one_that_was_taken_over_from_writes_nothing_more_and_does_not_lead_again(tmp_path: Path) -> None:
+    """It lost its hosts and the lock, and comes back while its successor leads; then its job starts it once more."""
+    token, path, before = wire.new_token(), tmp_path / "coordinator.json", tmp_path / "before"
+    wire.write_token(tmp_path / "token", token)
+    (tmp_path / "job.json").write_text(json.dumps({"config": to_dict(load_config([("test", {})]))}))
+    command = [sys.executable, "-m", "everstep.runtime.lead.coordinator_main", str(tmp_path)]
+    with contextlib.ExitStack() as last_first:
+
+        def started(*words: str) -> subprocess.Popen[bytes]:
+            process = last_first.enter_context(subprocess.Popen([*command, *words], stderr=subprocess.PIPE))
+            last_first.callback(process.kill)
+            while not path.exists() or read_address(path).pid != process.pid:
+                assert process.poll() is None
+                time.sleep(0.005)
+            return process
+
+        first = started()
+        ask(tmp_path, "scale", {"workers": 5})
+        before.mkdir()
+        (before / "coordinator.json").write_bytes(path.read_bytes())
+        wire.write_token(before / "token", token)
+        second = started("--term", "1")
+        there = (tmp_path / JOURNAL_FILE).read_bytes()
+        with pytest.raises(EverstepError):
+            ask(before, "scale", {"workers": 7})
+        assert first.wait(PATIENCE_S) == DEPOSED
+        again = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        assert again.returncode == MOVED and again.stderr.startswith("the job was taken over (term 1 in ")
+        assert (tmp_path / JOURNAL_FILE).read_bytes() == there and read_address(path).pid == second.pid
+        assert ask(tmp_path, "status")["target"] == 5
+        second.kill()
+        second.wait()
+        started("--term", "1")
+        assert ask(tmp_path, "status")["target"] == 5

@@ -9,6 +9,8 @@ import pytest
 from msgspec import structs
 from planted_bugs import machine_with
 
+from everstep.protocol.coordinator import workers
+from everstep.protocol.coordinator.agreement import JobProgress
 from everstep.protocol.driver import comparing
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.comparing import Comparing
@@ -80,6 +82,11 @@ SCENARIOS = {
             SimFault("kill", 40, "computing", 2, delay_us=1500, pick=0),
         ),
         min_workers=2,
+    ),
+    # The coordinator and one of two workers died long after all had gone back: the next coordinator took the doubt from
+    # the plan in its journal, and all went back again.
+    "the coordinator dies when that is over": quiet(
+        *(2, SimJob(14, 4, 3), 2, FLIP, SimFault("coordinator", 400, for_ms=100), SimFault("kill", 400, pick=1))
     ),
     "loops that cannot go back": quiet(3, SimJob(8, 6, 3, write_every=2), 2, FLIP, rewindable=False),
 }
@@ -239,6 +246,18 @@ class Forgets(Switching):
     def _take(self, plan):
         object.__setattr__(plan, "sound", -1)
         return super()._take(plan)
+
+
+def test_the_scenario_of_the_next_coordinator_meets_its_bug(monkeypatch):
+    """Neither the journal nor a worker says that the doubt is over."""
+    monkeypatch.setattr(JobProgress, "replay_settled", lambda self, generation: None)
+    monkeypatch.setattr(workers, "_go_on", _before_hellos_said(workers._go_on))
+    outcomes = runs("the coordinator dies when that is over")
+    assert any("members had settled" in o.problem for o in outcomes)
+
+
+def _before_hellos_said(go_on):
+    return lambda job, worker, hello: go_on(job, worker, structs.replace(hello, settled=False))
 
 
 def test_the_scenario_of_the_outvoted_meets_its_bug():

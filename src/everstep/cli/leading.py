@@ -149,7 +149,8 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
                 alone = replace(begun, agent=0)
                 raise Deposed(outcome.why.reason, functools.partial(become_standby, alone, deposed=False))
             goes_on = begun.succession.guest or process.deposed
-            if outcome.alone or (goes_on and (not work.led or outcome.elsewhere or outcome.exit_code > 128)):
+            leaves = outcome.elsewhere or outcome.exit_code > 128 or outcome.exit_code == ANOTHER_LEADS
+            if outcome.alone or (goes_on and (not work.led or leaves)):
                 if work.led and outcome.elsewhere:
                     display.note(
                         f"the job has ended on another host, in a directory of its own: {run_dir} lacks its end"

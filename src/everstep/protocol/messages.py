@@ -155,7 +155,7 @@ class WorkerHello(AnyMessage, frozen=True, kw_only=True):
     prepared: generation of the newest plan that it holds and does not follow yet, 0 if none. stages: those whose
     state at `step` it has completely. wants_spare: it prefers to be a spare. state_bytes: size of the state that it
     would have to copy to become a member, -1 if unknown. lanes: of its job, which a script says when it joins; 0 if
-    it does not say. kernels, code: its numerics fingerprint, and the code that it has imported so far.
+    it does not say. kernels, code: numerics fingerprint, and code imported so far. settled: in the plan it follows.
     """
 
     member: Member
@@ -168,6 +168,7 @@ class WorkerHello(AnyMessage, frozen=True, kw_only=True):
     lanes: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     kernels: Kernels | None = None
     code: Code | None = None
+    settled: bool = False
 
 
 class Imported(OfLife, frozen=True, kw_only=True):
@@ -388,9 +389,9 @@ class JobEnded(AnyMessage, frozen=True, kw_only=True):
 
 
 class TermBegun(AnyMessage, frozen=True, kw_only=True):
-    """First message of a coordinator that holds a lease: its term."""
+    """First message of a coordinator: its term; 0 without a lease, until the job is taken over."""
 
-    term: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+    term: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 # ---- coordinator -> the job's process

@@ -368,7 +368,7 @@ class Job:
 
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._inbox.close)
-            if self._lead.here:
+            if self._lead.here and not self._coordinator.moved:
                 last_first.callback(_forget, self.run_dir / COORDINATOR_FILE)
             last_first.callback(self._coordinator.end)
             last_first.callback(hear_the_last)

@@ -213,7 +213,10 @@ class CoordinatorProcess(Supervised):
             given_up = self.exit_code == 0
             self.restart_at_s = now_s + _OTHERS_FIRST_S * given_up
             how = "given up" if given_up else "lost"
-            self.death = Why(Cause.LEASE, f"it has {how} its lease, and stands by")
+            text = (
+                f"it has {how} its lease, and stands by" if self._begun.succession.owner else last_line(self.log_path)
+            )
+            self.death = Why(Cause.LEASE, text)
             return self.death, False
         return why, hopeless
 

@@ -71,13 +71,14 @@ class SimRecords:
         self._judged: set[tuple[int, tuple[bytes, ...]]] = set()
         self._forgotten: float = inf
         self._unknown: set[int] = set()
-        self._entered = self._written = 0
+        self._entered = self._written = self._settled = 0
 
     def forget(self, known: Collection[int]) -> None:
         """The journal has the plans of these generations alone: others may get the numbers that follow, and what a
         lost plan said of states is known again once the journal has that plan from a worker."""
         self._forgotten = min(self._forgotten, 1 + max(known, default=0))
         self._unknown |= self.plans.keys() - set(known)
+        self._settled = 0
 
     @property
     def forgetful(self) -> bool:
@@ -106,9 +107,18 @@ class SimRecords:
     def entered(self, generation: int) -> None:
         self._entered = max(self._entered, generation)
 
+    def settled(self, generation: int) -> None:
+        """A coordinator has heard that members settled in this generation, and everything that it wrote by then is in
+        the journal."""
+        self._settled = max(self._settled, generation)
+
+    def doubted(self) -> None:
+        """A worker reports a doubt, which may be another one."""
+        self._settled = 0
+
     def clear(self) -> None:
         """Another run of the job begins; its generations count from 1."""
-        self._entered = self._written = 0
+        self._entered = self._written = self._settled = 0
         self._unknown.clear()
         self.plans.clear()
         self.holdings.clear()
@@ -130,6 +140,9 @@ class SimRecords:
         closed = doubt < 0 or self._entered >= before or 0 <= plan.sound <= doubt or plan.prepared
         if not closed:
             raise PromiseBroken(f"P1: states after step {doubt} are in doubt since generation {before}, not in {plan}")
+        settled = self.plans[self._settled].sound if self._settled else -1
+        over = settled >= plan.sound >= 0
+        require(not over, "P2", f"members had settled behind step {settled} in {self._settled}, and go back in {plan}")
 
     def contributed(self, generation: int, tag: Tag, worker_id: int, payload: bytes) -> None:
         """A member gives its record for a decision of this generation."""

@@ -38,7 +38,7 @@ from everstep.sim.checks import Checks
 from everstep.sim.fate import Fate
 from everstep.sim.life import Life, SimSite
 from everstep.sim.mesh import SimControlClient
-from everstep.sim.orders import Orders, ScriptedStrikes
+from everstep.sim.orders import Orders, ScriptedStrikes, ended_doubt, tells_of_doubt
 from everstep.sim.promises import require
 from everstep.sim.rules import USUAL, Rules
 from everstep.sim.sim_worker import SimWorker
@@ -113,13 +113,15 @@ class SimCoordinator(Process):
         if self.world.tracing and not _is_routine(event):
             self.world.log(self.name, "<-", event)
         self._orders.heard(event)
+        if tells_of_doubt(event):
+            self.control.checks.records.doubted()
         if isinstance(event, Received) and not isinstance(event.message, wire.Heartbeat):
             refused = self.machine.refusal(event.connection, event.message)
             self._orders.refuses(event.connection if refused else "")
         said = self.machine.handle(self.world.now_ns, event)
         self._orders.said(said)
         self.control.said(self.term, said, self.machine)
-        self._queue += said
+        self._queue += [*said, *ended_doubt(event, self.machine.job)]
         if not self._syncing:
             self._perform()
         self._set_timer()
@@ -146,6 +148,8 @@ class SimCoordinator(Process):
 
     def _act(self, effect: CoordinatorEffect) -> None:
         match effect:
+            case int(generation):  # of `ended_doubt`
+                self.control.checks.records.settled(generation)
             case Send(connection=name, message=message):
                 if isinstance(message, wire.PlanNow | wire.PlanPrepared):
                     self.control.checks.records.plan(message.plan)

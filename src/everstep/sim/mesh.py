@@ -217,6 +217,7 @@ class SimControlClient:
             self.owner.soon(20 * MS, 300 * MS, self._try)
             return
         self.connection = connection
+        self._terms.connected()
         connection.send(self.owner, b"")
         waiting, self.queue = self.queue, []
         for message in [*self.hello(), *waiting]:
@@ -286,6 +287,7 @@ class Ties:
             step=now.step,
             follows=name_of(now.plan),
             prepared=now.prepared,
+            settled=now.settled,
             stages=now.stages,
             state_bytes=size,
             lanes=life.job.lanes + (life.me in life.site.strays),

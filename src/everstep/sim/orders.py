@@ -9,6 +9,7 @@ from typing import Any
 from everstep.base.plan import WorkerKey
 from everstep.base.strikes import Strike
 from everstep.protocol import messages as wire
+from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.types import (
     Close,
     CoordinatorEffect,
@@ -20,6 +21,21 @@ from everstep.protocol.coordinator.types import (
 )
 from everstep.sim.checks import SimRecords
 from everstep.sim.promises import PromiseBroken, require
+
+
+def ended_doubt(event: CoordinatorEvent, job: JobState) -> list[Any]:
+    """The generation in which this event has ended a doubt, if it has: for the coordinator's effects, after those that
+    the journal needs."""
+    said = event.message if isinstance(event, Received) else None
+    plan, open_still = job.agreement.plan, job.progress.sound >= 0
+    here = isinstance(said, wire.GenerationEntered) and said.generation == plan.generation
+    return [plan.generation] if here and plan.sound >= 0 and not open_still else []
+
+
+def tells_of_doubt(event: CoordinatorEvent) -> bool:
+    """Whether a worker reports with this event that states are in doubt: it may not have settled behind them yet."""
+    said = event.message if isinstance(event, Received) else None
+    return isinstance(said, wire.SettleAgain | wire.WorkerFailed) and said.sound >= 0
 
 
 class Orders:

@@ -103,6 +103,7 @@ class GenerationTies:
             step=now.step,
             follows=name_of(now.plan),
             prepared=now.prepared,
+            settled=now.settled,
             stages=now.stages,
             state_bytes=self._view.stages.expected_bytes,
             lanes=self._view.config.lanes,

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import load_config
+from everstep.base.config import Config, load_config
 from everstep.base.errors import Deposed
 from everstep.base.exit_codes import ANOTHER_LEADS
 from everstep.cli import coming_back, leading
@@ -51,12 +51,15 @@ class FakeJob:
         self.signalled = number
 
 
-def led(run_dir: Path, monkeypatch: pytest.MonkeyPatch, outcome: Outcome, *, as_json: bool = False) -> int:
+def led(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, outcome: Outcome, *, as_json: bool = False, config: Config = CONFIG
+) -> int:
     monkeypatch.setattr(FakeJob, "outcome", outcome)
     monkeypatch.setattr(job_module, "Job", FakeJob)
-    job = JobFile("task.py:Task", (), CONFIG)
+    job = JobFile("task.py:Task", (), config)
     write_job(run_dir, job)
-    begun = Start(CONFIG, run_dir=run_dir, early=Mock(), succession=Succession(owner="o"))
+    owner = "o" if config.control.etcd is not None else ""
+    begun = Start(config, run_dir=run_dir, early=Mock(), succession=Succession(owner=owner))
     return leading.see_through(begun, job, leading.UserView(as_json=as_json))
 
 
@@ -83,6 +86,16 @@ def test_a_host_that_fails_while_another_one_leads_tells_no_end_of_the_job(
     assert led(tmp_path, monkeypatch, failed) == 1
     assert "its agent cannot start" in capsys.readouterr().err
     assert "job_failed" not in [event["kind"] for event in read_events(tmp_path / EVENTS_FILE)]
+
+
+def test_a_head_whose_job_was_taken_over_by_hand_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody stands by without a lease, and the job goes on in this directory."""
+    moved = Outcome(ANOTHER_LEADS, "interrupted", Why(Cause.LEASE, "the job was taken over"))
+    assert led(tmp_path, monkeypatch, moved, config=load_config([("test", {"steps": 3})])) == ANOTHER_LEADS
+    assert "error: the job was taken over" in capsys.readouterr().err
+    assert {e["kind"] for e in read_events(tmp_path / EVENTS_FILE)} <= {"job_started"}
 
 
 def test_the_script_that_started_a_host_knows_whether_it_leads_now(

@@ -110,11 +110,13 @@ class World:
         step: int = 0,
         host: str = "a1",
         shows: bool = True,
+        settled: bool = False,
     ) -> str:
-        """plan: that it follows; it shows that where it is asked, unless it does not (`shows`)."""
+        """plan: that it follows; settled: in that; it shows that where it is asked, unless it does not (`shows`)."""
         name = f"w{worker}.{incarnation}"
         self.connect(name, "worker")
-        self.say(name, m.WorkerHello(member=member(worker, incarnation, host), step=step, follows=name_of(plan)))
+        me = member(worker, incarnation, host)
+        self.say(name, m.WorkerHello(member=me, step=step, follows=name_of(plan), settled=settled))
         if shows and self.asked(name):
             self.shows(worker, incarnation, plan=plan)
         return name

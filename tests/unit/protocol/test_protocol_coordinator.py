@@ -10,6 +10,7 @@ from everstep.protocol import messages as m
 from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.types import Tick
 from everstep.protocol.following import StatesAlike, name_of
+from everstep.protocol.lease.writer import compacted
 
 # ---- start
 
@@ -380,7 +381,7 @@ def test_a_prepared_plan_leaves_taint_open_until_members_switch_to_it(switched):
     prepared = again.last(m.PlanPrepared, "w0.0").plan
     if switched:
         again.entered(0, prepared.generation, 10)
-    for life in (again, again.restart()):
+    for life in (again, again.restart(), again.restart(compacted(again.journal))):
         progress = life.coordinator.job.progress
         assert (progress.sound, progress.voided) == ((-1, 2) if switched else (9, 0))
 

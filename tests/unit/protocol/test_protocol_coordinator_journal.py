@@ -9,6 +9,7 @@ from coordinator_harness import World, member, running
 
 from everstep.base.cause import Cause
 from everstep.protocol import messages as m
+from everstep.protocol.lease.writer import compacted
 
 SENSELESS: tuple[dict[str, Any], ...] = (
     {"kind": "plan", "plan": None},
@@ -178,3 +179,35 @@ def test_a_plan_that_is_told_late_also_tells_of_its_leader(told: int | None, cha
     for i in (1, 2):
         world.hello(i, plan=before.plan, step=5)
     assert [r.fields["worker_id"] for r in world.reports if r.kind == "leader_changed"] == changes
+
+
+@pytest.mark.parametrize("anybody_left", [True, False])
+@pytest.mark.parametrize("short", [False, True])
+def test_a_restarted_coordinator_does_not_return_to_taint_in_which_all_have_settled(anybody_left, short):
+    """The job has come far since: worker 1 dies with the coordinator, and nobody has repeated yet that all settled."""
+    world = running(2)
+    words = {"reason": "the state differs before step 20", "tainted": 20, "decided_in": 1, "sound": 12}
+    world.say("w0.0", m.SettleAgain(worker_id=0, incarnation=0, generation=1, **words))
+    assert world.plan.generation == 2 and world.plan.sound == 12
+    for worker in (0, 1):
+        world.entered(worker, 2, 13)
+    world.progress(0, 2, 100_000)
+    again = world.restart(compacted(world.journal) if short else None)
+    again.agent((0, 0 if anybody_left else 1), (1, 1))
+    if anybody_left:
+        again.hello(0, step=100_000, plan=world.plan)
+    else:
+        again.hello(0, 1), again.hello(1, 1)
+    assert again.plan.generation > 2 and again.plan.sound == -1 and again.plan.voided == 2
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_who_has_settled_in_what_the_journal_calls_in_doubt_says_so_before_the_next_plan(settled):
+    """The coordinator died before it heard that; or its disk was full."""
+    world = running(2)
+    words = {"reason": "the state differs before step 20", "tainted": 20, "decided_in": 1, "sound": 12}
+    world.say("w0.0", m.SettleAgain(worker_id=0, incarnation=0, generation=1, **words))
+    again = world.restart()
+    again.agent((0, 0), (1, 1))
+    again.hello(0, step=100_000 if settled else 12, plan=world.plan, settled=settled)
+    assert (again.plan.sound, again.plan.voided) == ((-1, 2) if settled else (12, 0))

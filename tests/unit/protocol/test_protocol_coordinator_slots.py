@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from coordinator_harness import MS, S, World, drop, running
+from coordinator_harness import MS, S, World, drop, member, running
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
@@ -415,3 +415,15 @@ def test_after_a_restart_a_slot_that_was_given_up_and_runs_again_counts() -> Non
     assert world.coordinator.job.slots.lost == {}
     gives_up(world, 1)
     assert world.coordinator.job.progress.ended is None and world.plan.worker_ids == (0, 2)
+
+
+def test_a_life_of_the_same_number_on_another_host_does_not_take_the_place_of_a_member_that_is_heard() -> None:
+    """A host that was cut off counted alike; nobody had been given the slot."""
+    world = running(2)
+    world.connect("w1.elsewhere", "worker")
+    world.say("w1.elsewhere", m.WorkerHello(member=member(1, 0, "a9"), step=0))
+    assert world.last(m.Dismissed, "w1.elsewhere").reason == "worker 1 (incarnation 0) runs on host a1"
+    assert world.closed == ["w1.elsewhere"] and world.plan.generation == 1
+    drop(world, "w1.elsewhere")
+    world.progress(1, 1, 5)
+    assert world.coordinator.job.progress.step == 5 and world.last(m.Dismissed, "w1.0") is None

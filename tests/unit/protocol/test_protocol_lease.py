@@ -509,6 +509,23 @@ def test_an_older_coordinator_is_not_listened_to() -> None:
     assert not terms.refusal(wire.TermBegun(term=9)), "over another connection"
 
 
+def test_who_does_not_say_its_term_orders_nothing_once_another_has_said_one() -> None:
+    """A kill, a dismissal or the end bears no term; a coordinator of term 0 says so, too."""
+    orders = [wire.Dismissed(reason="", drained=False), wire.JobEnded(state="failed", reason="", exit_code=3)]
+    for order in orders:
+        terms = Terms()
+        terms.connected()
+        assert not terms.refusal(order), "nobody has said a term"
+        terms.connected()
+        assert not terms.refusal(wire.TermBegun(term=1)) and not terms.refusal(order)
+        terms.connected()
+        assert "does not say its term" in terms.refusal(order)
+        terms.connected()
+        assert "its term is 0" in terms.refusal(wire.TermBegun(term=0)) and terms.refusal(order)
+        terms.connected()
+        assert not terms.refusal(wire.TermBegun(term=1)) and not terms.refusal(order)
+
+
 def test_without_a_lease_nothing_is_refused() -> None:
     terms = Terms()
     assert not any(terms.refusal(planned(0, generation)) for generation in (1, 2, 2, 1))

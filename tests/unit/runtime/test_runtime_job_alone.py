@@ -425,6 +425,7 @@ def test_where_another_host_leads_in_its_own_directory_it_ends_and_no_other_host
     started.process.die()
     assert started.end() == ANOTHER_LEADS
     assert not said and started.process.starts == 1
+    assert (started.job.run_dir / "coordinator.json").exists(), "the other host's address, where they share a directory"
     assert [e["in_order"] for e in started.events if e["kind"] == "coordinator_died"] == [True], "it is said at the end"
     assert started.kinds() == ["coordinator_started", "coordinator_died", "job_ended"]
 

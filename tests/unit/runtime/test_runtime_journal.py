@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.runtime.lead.journal import Journal, format_entry, parse
+from everstep.protocol.coordinator.restoring import DAMAGED, restore
+from everstep.protocol.coordinator.types import CoordinatorConfig
+from everstep.runtime.lead.journal import Journal, JournalTaken, format_entry, parse
 
+CONFIG = CoordinatorConfig(8, 1, 3, 1, "replace", 1, 1, 1, 1, 1)
 ENTRIES = [{"kind": "plan", "generation": n, "text": "ü\n" * n} for n in range(5)]
 
 
@@ -40,13 +43,38 @@ def test_a_torn_tail_costs_only_what_is_torn(cut: int) -> None:
 
 
 @given(st.integers(min_value=0), st.integers(min_value=0, max_value=7))
-def test_an_altered_line_and_what_follows_is_not_believed(position: int, bit: int) -> None:
-    data = bytearray(b"".join(format_entry(entry) for entry in ENTRIES))
+def test_an_altered_line_is_not_believed_and_what_follows_counts(position: int, bit: int) -> None:
+    lines = [format_entry(entry) for entry in ENTRIES]
+    data = bytearray(b"".join(lines))
     position %= len(data)
     data[position] ^= 1 << bit
-    entries, _ = parse(bytes(data))
-    assert entries == ENTRIES[: len(entries)]
-    assert len(entries) < len(ENTRIES) or bytes(data[position : position + 1]).isalpha()  # a checksum's letter case
+    entries, end = parse(bytes(data))
+    if bytes(data[position : position + 1]).isalpha() and entries == ENTRIES:  # a checksum's letter case
+        return
+    ends = [sum(map(len, lines[: n + 1])) for n in range(len(lines))]
+    altered = next(n for n, at in enumerate(ends) if position < at)
+    joined = altered + 2 if position == ends[altered] - 1 else altered + 1  # it is the end of a line that is altered
+    good = [entry for entry in entries if entry != DAMAGED]
+    assert good == [*ENTRIES[:altered], *ENTRIES[joined:]]
+    assert (DAMAGED in entries) == (joined < len(ENTRIES))
+    assert end == (len(data) if joined < len(ENTRIES) else (ends[altered - 1] if altered else 0))
+
+
+def test_a_damaged_line_before_good_ones_is_kept_and_what_follows_counts(tmp_path: Path) -> None:
+    """No crash leaves such a line; what follows it has been acknowledged."""
+    path = tmp_path / "journal"
+    lines = [format_entry(target(number)) for number in range(50)]
+    data = b"".join([*lines[:3], b"\0" * 100 + b"\n", *lines[3:]])
+    path.write_bytes(data)
+    journal = Journal(path, 1000)
+    assert (journal.damaged, journal.cut_bytes) == (1, 0) and len(journal.entries) == 51
+    assert journal.append(target(50)) and path.read_bytes() == data + format_entry(target(50))
+    journal.take_over({"kind": "term", "term": 1})
+    assert parse(path.read_bytes())[0] == [*journal.entries, target(50), {"kind": "term", "term": 1}]
+    assert path.with_name("journal.damaged").read_bytes() == data + format_entry(target(50))
+    again = Journal(path, 1000)
+    said = restore(CONFIG, again.entries)[2]
+    assert again.damaged == 1 and said == ["entry 4: its line is damaged"]
 
 
 def test_opening_cuts_the_torn_tail_off(tmp_path: Path) -> None:
@@ -221,15 +249,61 @@ def test_at_every_point_of_shortening_all_of_it_is_there(tmp_path: Path, monkeyp
     assert all(last == target(8) for _, last in seen)
 
 
+# ---- another coordinator
+
+
 @pytest.mark.parametrize("compact_bytes", [1000, 100_000])
-def test_whoever_was_taken_over_from_does_not_put_its_file_in_the_place_of_its_successors(
+def test_whoever_was_taken_over_from_writes_nothing_into_its_successors_file(
     tmp_path: Path, compact_bytes: int
 ) -> None:
     path = tmp_path / "journal"
     before = filled(path, 5)
     after = Journal(path, compact_bytes)
     assert all(after.append(target(number)) for number in range(5, 100))
+    there = path.read_bytes()
     for _ in range(30):
-        before.append(target(1))
-    there = path.stat()
-    assert (there.st_ino, there.st_size) == (os.fstat(after._fd).st_ino, after._end)
+        with pytest.raises(JournalTaken):
+            before.append(target(1))
+    assert path.read_bytes() == there and after.append(target(100))
+
+
+@pytest.mark.parametrize("moment", ["before", "while it is written", "stale"])
+def test_what_a_lost_coordinator_still_writes_lands_in_no_file_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Its write may have hung in a file system that lost its server, and may come through long after."""
+    path, real = tmp_path / "journal", os.pwrite
+    before = filled(path, 5, 100_000)
+
+    def taken(fd: int, data: bytes, offset: int) -> int:
+        Journal(path).take_over({"kind": "term", "term": 1})
+        if moment == "stale":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(fd, data, offset)
+
+    if moment == "before":
+        taken(before._fd, b"", before._end)
+    with monkeypatch.context() as late:
+        if moment != "before":
+            late.setattr(os, "pwrite", taken)
+        with pytest.raises(JournalTaken):
+            before.append({"kind": "ended"})
+    assert Journal(path).entries == [*map(target, range(5)), {"kind": "term", "term": 1}]
+
+
+def test_a_life_knows_its_own_file_after_it_was_shortened_and_after_what_the_disk_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "journal", os.pwrite
+    journal = filled(path, 60)
+
+    def tears(fd: int, data: bytes, offset: int) -> int:
+        real(fd, data[:9], offset)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "pwrite", tears)
+        assert not journal.append(target(60)) and not journal.retry()
+    assert journal.append(target(61)) and journal.pending == 0
+    path.unlink()
+    assert journal.append(target(62)), "who took the directory away ends the job otherwise"

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import pytest
+
+from everstep.base.errors import ConfigError
 from everstep.runtime.files.host_directory import leave_word
-from everstep.runtime.lead.journal import Journal
+from everstep.runtime.lead import journal_and_lease
+from everstep.runtime.lead.journal import Journal, JournalTaken, term_in_file
 from everstep.runtime.lead.journal_and_lease import FileStore
 from everstep.runtime.lead.succession import Lead, Succession
-from everstep.runtime.link.address import COORDINATOR_FILE, announce
+from everstep.runtime.link.address import COORDINATOR_FILE, JOURNAL_FILE, announce
 
 WORD, OTHER = "ab" * 16, "cd" * 16
 
@@ -69,12 +78,91 @@ def test_without_a_lease_it_always_decides(tmp_path: Path) -> None:
     assert lead.here and not told
 
 
-def test_who_takes_a_job_over_finds_that_in_the_journal_and_so_does_the_next_life(tmp_path: Path) -> None:
-    """It goes on with a job that was to be stopped (`Saving.replay_stop`)."""
+# ---- taken over by hand
+
+
+def opened(tmp_path: Path, term: int) -> FileStore:
     events: Any = None
+    return FileStore(Journal(tmp_path / JOURNAL_FILE), events, term)
+
+
+def test_who_takes_a_job_over_finds_that_in_the_journal_and_so_does_the_next_life(tmp_path: Path) -> None:
+    """It goes on with a job that was to be stopped (`Saving.replay_stop`). A journal of before has such terms, too."""
     stop = {"kind": "stop", "cause": "requested", "reason": "stopped", "exit_code": 130, "grace_ns": 1}
-    Journal(tmp_path / "journal").append(stop)
-    term = {"kind": "term", "term": 1}
-    for anew in (True, False):
-        store = FileStore(Journal(tmp_path / "journal"), events, anew)
-        assert store.fence() == 1 and store.entries == [stop, term]
+    Journal(tmp_path / JOURNAL_FILE).append(stop)
+    terms = [{"kind": "term", "term": term} for term in (1, 2)]
+    for count in (1, 1, 2):
+        assert term_in_file(tmp_path / JOURNAL_FILE) in (count - 1, count)
+        store = opened(tmp_path, count)
+        assert store.fence() == count and store.entries == [stop, *terms[:count]]
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_head_does_not_lead_by_the_term_of_its_successor(tmp_path: Path, own: int) -> None:
+    """Its job's process starts its coordinator again, and knows nothing of the others."""
+    opened(tmp_path, own).fence()
+    opened(tmp_path, own + 1).fence()
+    there = (tmp_path / JOURNAL_FILE).read_bytes()
+    with pytest.raises(JournalTaken, match=rf"taken over .term {own + 1} in .*, of term {own}, ends"):
+        opened(tmp_path, own).fence()
+    assert (tmp_path / JOURNAL_FILE).read_bytes() == there
+
+
+def test_a_term_that_cannot_be_written_is_not_led_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next takeover would get the same one."""
+    before, there = opened(tmp_path, 0), (tmp_path / JOURNAL_FILE).read_bytes()
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "write", full)
+        with pytest.raises(ConfigError, match=r"cannot write the takeover into .*: No space left on device"):
+            opened(tmp_path, 1).fence()
+    assert (tmp_path / JOURNAL_FILE).read_bytes() == there and before.fence() == 0
+    assert opened(tmp_path, 1).fence() == 1
+
+
+def test_the_coordinator_that_was_taken_over_from_ends_before_it_acts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, safe, said = opened(tmp_path, 0), [], []
+    before._events = Mock(timing=lambda path: contextlib.nullcontext())
+    before.on_written(safe.append)
+    before.append([{"kind": "ticket", "ticket": 1}])
+    opened(tmp_path, 1).fence()
+
+    def ends(reason: str) -> None:
+        said.append(reason)
+        raise SystemExit
+
+    monkeypatch.setattr(journal_and_lease, "stand_down", ends)
+    with pytest.raises(SystemExit):
+        before.append([{"kind": "ended"}])
+    assert safe == [1] and said == [f"another coordinator writes {tmp_path / JOURNAL_FILE} by now"]
+
+
+def test_entries_that_a_full_disk_refused_are_tried_again_without_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_and_lease, "_REFUSED_S", 0.01)
+    real, tries = os.pwrite, []
+
+    def full(fd: int, data: bytes, offset: int) -> int:
+        tries.append(len(data))
+        if len(tries) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data, offset)
+
+    async def refused() -> None:
+        store = opened(tmp_path, 0)
+        store._events = Mock(timing=lambda path: contextlib.nullcontext())
+        monkeypatch.setattr(os, "pwrite", full)
+        store.append([{"kind": "ticket", "ticket": 1}])
+        async with asyncio.timeout(60):
+            while store._journal.pending:
+                await asyncio.sleep(0)
+        assert store._again is None and store._events.write.call_count == 1
+
+    asyncio.run(refused())
+    assert len(tries) == 3 and Journal(tmp_path / JOURNAL_FILE).entries == [{"kind": "ticket", "ticket": 1}]

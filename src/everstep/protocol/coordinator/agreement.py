@@ -288,10 +288,12 @@ class JobProgress:
             self._doubt = self._doubt if first else None
         self.closed(plan)
 
-    def closed(self, plan: Plan) -> None:
-        """Members have settled in this plan, and so know which states it calls sound."""
+    def closed(self, plan: Plan, *, journaled: bool = False) -> None:
+        """Members have settled in this plan, and so know which states it calls sound: the doubt is over for good."""
         if plan.sound == self.sound >= 0:
             self.sound, self.voided = -1, plan.generation
+            if not journaled:
+                self._env.persist("settled", generation=plan.generation)
 
     def _tell_fallback(self, plan: Plan, step: int, cause: Cause) -> None:
         """Report lost or doubtful state: where the members go on from, and how many steps are repeated."""
@@ -340,6 +342,14 @@ class JobProgress:
     def replay_ended(self, ended: JobEnded) -> None:
         """An earlier life of the coordinator had ended the job."""
         self.ended = ended
+
+    def replay_settled(self, generation: int) -> None:
+        """The journal says that members had settled in this generation, whose plan called states in doubt. The plan
+        may have left the journal since."""
+        check(generation <= self._agreement.generation, f"members settled in generation {generation}, which never was")
+        if generation == self._agreement.plan.generation:
+            self.closed(self._agreement.plan, journaled=True)
+        self.voided = max(self.voided, generation)
 
     def take_up(self, plan: Plan) -> None:
         """Take the newest plan of the journal, or one that workers follow; it may not have been entered yet. One that

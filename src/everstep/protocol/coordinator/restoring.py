@@ -4,12 +4,18 @@ Entries are JSON-able dicts with a `kind`: lanes, target, plan, entered, evict, 
 drained, struck, strike_asked, stop, term, ended. Entries of an unknown kind are skipped, so that an older program can
 read the common part of a newer journal. Entries that make no sense are skipped, and the rest counts: the workers supply
 the missing facts, since their hellos name their plan.
+
+
+Entries are JSON-able dicts with a `kind`: lanes, target, plan, entered, settled, evict, ticket, slot_lost, cell,
+grants, drained, struck, strike_asked, stop, term, ended. Entries of an unknown kind are skipped, so that an older
+program can read the common part of a newer journal. Entries that make no sense are skipped, and the rest counts: the
+workers supply the missing facts, since their hellos name their plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -53,6 +59,10 @@ class _Planned(_Entry, frozen=True, kw_only=True, tag="plan"):
 
 
 class _Entered(_Entry, frozen=True, kw_only=True, tag="entered"):
+    generation: _Count
+
+
+class _Settled(_Entry, frozen=True, kw_only=True, tag="settled"):
     generation: _Count
 
 
@@ -125,6 +135,15 @@ class _Ended(_Entry, frozen=True, kw_only=True, tag="ended"):
         return JobEnded(state=self.state, cause=self.because, reason=self.reason, exit_code=self.exit_code)
 
 
+class _Damaged(_Entry, frozen=True, kw_only=True, tag="damaged"):
+    """In place of a line of a file that cannot be read."""
+
+    def __post_init__(self) -> None:
+        raise ValueError("its line is damaged")
+
+
+DAMAGED: Final = {"kind": _Damaged.__struct_config__.tag}
+"""Entry that stands for one that cannot be read: it makes no sense, and the rest counts."""
 _KINDS = {kind.__struct_config__.tag: kind for kind in _Entry.__subclasses__()}
 
 
@@ -192,8 +211,8 @@ def _take(job: JobState, entry: _Entry | None) -> None:
             job.slots.take_wish(entry.target, set(entry.slots), entry.because)
         case _Planned():
             _take_plan(job, entry)
-        case _Entered():
-            job.progress.closed(job.agreement.replay_entered(entry.generation))
+        case _Entered() | _Settled():
+            _take_entered(job, entry)
         case _Evicted():
             key = WorkerKey(entry.worker_id, entry.incarnation)
             job.membership.replay_evict(key, entry.because, again=entry.again)
@@ -226,6 +245,13 @@ def _take_fate(job: JobState, entry: _SlotLost | _LetGo | _Cell) -> None:
             slots.owners.give_up(entry.worker_id, entry.agent_id, entry.process, why)
         case _Cell():
             slots.cells.replay(entry.worker_id, entry.ranks, entry.wide)
+
+
+def _take_entered(job: JobState, entry: _Entered | _Settled) -> None:
+    if isinstance(entry, _Entered):
+        job.progress.closed(job.agreement.replay_entered(entry.generation), journaled=True)
+    else:
+        job.progress.replay_settled(entry.generation)
 
 
 def _take_end(job: JobState, entry: _Stop | _Term | _Ended) -> None:

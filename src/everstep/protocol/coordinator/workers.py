@@ -29,10 +29,9 @@ KILL_AGAIN_NS = 5 * SECOND_NS
 def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
     """A worker says who it is and which plan it follows: welcome or dismiss it, and tell it what it has missed."""
     key, membership = hello.member.key, job.membership
-    grant = job.slots.grants.of(key.worker_id)
-    if grant is not None and job.foreign(key, host=hello.member.host):
+    text = _elsewhere(job, hello)
+    if text:
         # Not introduced: nothing that it says may count as said by the life of that number on its slot's own host.
-        text = f"slot {key.worker_id} was given to host {grant.host}"
         job.env.send(name, m.Dismissed(cause=Cause.REPLACED, reason=text, drained=False))
         job.env.close(name, text)
         return
@@ -74,6 +73,18 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
     job.profiling.remind(worker)
     if job.agreement.plan.has(key) and key.worker_id == job.agreement.plan.leader(0):
         job.saving.remind()
+
+
+def _elsewhere(job: JobState, hello: m.WorkerHello) -> str:
+    """Why a life of that number belongs to another host, "" if it may be this one's. Two hosts that know nothing of
+    each other may count alike."""
+    key, host = hello.member.key, hello.member.host
+    grant, known = job.slots.grants.of(key.worker_id), job.membership.alive(key)
+    if grant is not None and job.foreign(key, host=host):
+        return f"slot {key.worker_id} was given to host {grant.host}"
+    if known is not None and known.connection is not None and known.member is not None and known.member.host != host:
+        return f"{describe(key)} runs on host {known.member.host}"
+    return ""
 
 
 def processes(job: JobState, worker: Worker) -> dict[str, Any]:
@@ -200,6 +211,8 @@ def _go_on(job: JobState, worker: Worker, hello: m.WorkerHello) -> None:
     plan, prepared = agreement.plan, agreement.prepared
     if plan.has(worker.key) and known is plan:
         announce_late(job)
+        if hello.settled:  # it repeats that, but a plan may follow from this hello
+            job.progress.closed(plan)
         # Else that it has healed was told before a restart.
         if agreement.enter(worker.key.worker_id) and plan.generation == agreement.switched:
             _report_healed(job, worker, worker.step)

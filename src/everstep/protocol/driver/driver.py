@@ -96,7 +96,8 @@ class Driver:
         out.times.tick(now_ns)
         self._events.get(type(event), self._asked)(event)
         self._advance()
-        self.situation = Situation(machine.step, machine.stages, machine.plan, machine.prepared, out.lasting)
+        about = (machine.step, machine.stages, machine.plan, machine.prepared, machine.settled)
+        self.situation = Situation(*about, out.lasting)
         return out.drain()
 
     def _heard_of(self) -> dict[type, Callable[[Any], object]]:

@@ -22,13 +22,14 @@ class Situation(msgspec.Struct, frozen=True):
     """Facts for a coordinator that has missed messages: messages to repeat, and facts for the hello.
 
     step, stages: the state that this worker has completely. plan: the newest plan that it follows. prepared:
-        generation of the newest plan that it may switch to, 0 if none.
+        generation of the newest plan that it may switch to, 0 if none. settled: in the plan that it follows.
     """
 
     step: int = 0
     stages: tuple[int, ...] = ()
     plan: Plan | None = None
     prepared: int = 0
+    settled: bool = False
     messages: tuple[wire.AnyMessage, ...] = ()
 
 

@@ -26,7 +26,7 @@ MOST_BYTES = 1 << 20
 """Largest JSON in a request, which is sent deflated: a store limits requests (etcd 1.5 MiB: --max-request-bytes)."""
 COMPACT_EVERY = 200
 MOST_TERM = (1 << 62) - 1
-_REPEATED = ("target", "ticket", "evict", "slot_lost", "cell", "grants")
+_REPEATED = ("target", "ticket", "settled", "evict", "slot_lost", "cell", "grants")
 
 
 class Writer:

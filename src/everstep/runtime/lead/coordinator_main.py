@@ -27,7 +27,7 @@ from everstep.base.doors import is_loopback, parse_ports
 from everstep.base.errors import EverstepError, ProtocolError, check
 from everstep.base.given import read_json
 from everstep.base.plan import Plan
-from everstep.observe.events import EventLog, last_generation
+from everstep.observe.events import EventLog, last_generation, say
 from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.coordinator.types import (
@@ -64,9 +64,10 @@ from everstep.protocol.messages import (
 from everstep.protocol.roles import CONTROL_ROLES, PEOPLE
 from everstep.runtime.files.head_files import HeadFiles
 from everstep.runtime.files.host_directory import OWN_FOLDER, word_in
-from everstep.runtime.files.led_directory import led_directory
+from everstep.runtime.files.led_directory import MOVED, led_directory
 from everstep.runtime.files.standby_senders import StandbyHosts
 from everstep.runtime.lead.coordinator_setup import coordinator_config, job_facts, report_end, scripted_strikes
+from everstep.runtime.lead.journal import JournalTaken
 from everstep.runtime.lead.journal_and_lease import (
     EtcdStore,
     InOrder,
@@ -208,7 +209,7 @@ class ControlServer:
         """Pass an event to the coordinator and carry out its effects."""
         if self.tenure is not None and not self.tenure.sure():
             self.tenure.depose("its lease is over")
-        if isinstance(event, Connected) and self.coordinator.job.env.config.hosts.term:
+        if isinstance(event, Connected):
             self._send(event.connection, TermBegun(term=self.coordinator.job.env.config.hosts.term))
         self._effects.take(self.coordinator.handle(self._arrival_ns(), event))
         self._arm()
@@ -569,7 +570,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--owner", default="", help="stand by for the job's lease")
     parser.add_argument("--job", default="", help="name of the job in etcd")
     parser.add_argument("--copying-host", default="", help="name of this host, whose directory is a copy of the job's")
-    parser.add_argument("--anew", action="store_true", help="take the place of a coordinator on another host")
+    parser.add_argument("--term", type=int, default=0, help="number of the takeover by which this host leads")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the job's process, which ends it in order
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler may send its notice to all processes
@@ -580,6 +581,9 @@ def main(argv: list[str] | None = None) -> int:
         given = vars(arguments)
         down = {"down_since_unix_ns": given.pop("down_since"), "cause": Cause.read(given.pop("cause"))}
         uvloop.run(serve(Post(**given, **down)))
+    except JournalTaken as error:
+        say(str(error))
+        return MOVED
     except (EverstepError, OSError, ValueError, KeyError) as error:
         print(f"everstep coordinator: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2

@@ -1,8 +1,10 @@
 """The coordinator's memory on disk: JSON lines with a checksum each, synced before anything that depends on them.
 
-A crash leaves at most one torn line at the end; opening cuts it off. A full disk must not stop training: entries that
-cannot be written wait in memory and go first with the next that can. After much growth the file is rewritten, shorter,
-beside the old one and then in its place: until then the old one counts.
+A crash leaves at most one torn line at the end; opening cuts it off. A damaged line before good ones stays: it stands
+for an entry that makes no sense. A full disk must not stop training: entries that cannot be written wait in memory and
+go first with the next that can. After much growth the file is rewritten, shorter, beside the old one and then in its
+place: until then the old one counts. A job is taken over in a new file, too. So what the lost coordinator still writes
+lands in the old one, and it sees that its file has lost the name.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from everstep.base.below import open_below
-from everstep.base.errors import ConfigError
+from everstep.base.below import open_below, write_atomically
+from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.given import read_given
-from everstep.protocol.coordinator.restoring import end_in, sensible
-from everstep.protocol.lease.writer import compacted
+from everstep.protocol.coordinator.restoring import DAMAGED, end_in, sensible
+from everstep.protocol.lease.writer import MOST_TERM, compacted
 from everstep.protocol.messages import JobEnded
 
 COMPACT_BYTES = 1 << 20
@@ -28,12 +30,17 @@ _MOST_BYTES = 1 << 30
 _CHUNK = 1 << 20
 
 
+class JournalTaken(EverstepError):
+    """Another coordinator writes the job's journal by now."""
+
+
 class Journal:
     """An append-only file of JSON objects.
 
-    `entries` were in it when it was opened; `cut_bytes` of a torn tail were cut off; `pending` counts entries that are
-    not on disk yet because the disk refused them. compact_bytes: the growth after which, if its size has also doubled,
-    the file is shortened to the entries that still count, unless it was opened with invalid entries.
+    `entries` were in it when it was opened; `cut_bytes` of a torn tail were cut off; `damaged` lines are left;
+    `pending` counts entries that are not on disk yet because the disk refused them. compact_bytes: the growth after
+    which, if its size has also doubled, the file is shortened to the entries that still count, unless it was opened
+    with invalid entries.
     """
 
     def __init__(self, path: str | os.PathLike[str], compact_bytes: int = COMPACT_BYTES) -> None:
@@ -44,22 +51,24 @@ class Journal:
             if error.errno not in (errno.EINVAL, errno.EISDIR, errno.ELOOP):
                 raise
             raise ConfigError(f"{self.path}: expected the journal that Everstep wrote; {error.strerror}") from None
+        self._known = _number(os.fstat(self._fd))
         data = self._read()
         self.entries, self._end = parse(data)
-        self.cut_bytes = len(data) - self._end
+        self._most = len(data)  # size that the file may have, as far as this life knows
+        self.cut_bytes, self.damaged = len(data) - self._end, self.entries.count(DAMAGED)
         self._waiting = b""
         self.pending = 0
         self._compact_bytes = self._compact_at = compact_bytes
         self._found = list(self.entries)  # entries in the file
         self._new: list[dict[str, Any]] = []  # entries waiting for it
         self._placed = True  # whether the file is sure to have the name
-        self._shortens = True
+        self._shortens = not self.damaged
         if self.cut_bytes:
             with contextlib.suppress(OSError):  # of a disk that is still full: the rest is overwritten
                 os.ftruncate(self._fd, self._end)
                 os.fsync(self._fd)
         if self._end >= self._compact_at:
-            self._shortens = sensible(self.entries)
+            self._shortens = sensible(self.entries)  # a damaged line is not
             self._shorten()
 
     def _read(self) -> bytes:
@@ -72,18 +81,28 @@ class Journal:
         return bytes(data)
 
     def append(self, entry: dict[str, Any]) -> bool:
-        """Write and sync an entry. Returns False if the disk refused; the entry then waits for the next append."""
+        """Write and sync an entry. Returns False if the disk refused; the entry then waits for the next append, or for
+        `retry`. Raises: JournalTaken; it is not known then whether the entry counts."""
         self._waiting += format_entry(entry)
         self._new.append(entry)
         self.pending += 1
+        return self.retry()
+
+    def retry(self) -> bool:
+        """Write and sync the entries that wait. Returns and raises as `append`."""
         try:
+            self._look()
+            self._most = max(self._most, self._end + len(self._waiting))
             written = os.pwrite(self._fd, self._waiting, self._end)
             if written < len(self._waiting):
                 os.ftruncate(self._fd, self._end)
                 return False
             os.fdatasync(self._fd)
             self._place()
-        except OSError:
+            self._look()
+        except OSError as error:
+            if error.errno == errno.ESTALE:  # the file server has dropped this file: it has lost its name
+                raise self._taken() from None
             return False
         self._end += written
         self._found += self._new
@@ -95,6 +114,29 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._fd)
+
+    def take_over(self, entry: dict[str, Any]) -> None:
+        """Go on in a new file, which begins with all entries and this one. A damaged file is kept beside it. Raises:
+        OSError, and then the entry need not be there; JournalTaken."""
+        entries = [*self._found, entry]
+        if self.damaged:
+            with contextlib.suppress(OSError):
+                aside = self.path.with_name(f"{self.path.name}.damaged")
+                write_atomically(aside, read_given(self.path, _MOST_BYTES))
+        self._replace(entries, b"".join(map(format_entry, entries)))
+
+    def _look(self) -> None:
+        """Raises: JournalTaken if the name is another file's, or others have written into this one; OSError if that is
+        not known."""
+        try:
+            there = os.stat(self.path)
+        except FileNotFoundError:  # removed with its directory, which its job finds by itself
+            return
+        if _number(there) != self._known or not self._end <= there.st_size <= self._most:
+            raise self._taken()
+
+    def _taken(self) -> JournalTaken:
+        return JournalTaken(f"another coordinator writes {self.path} by now")
 
     # ---- superseded entries
 
@@ -116,16 +158,19 @@ class Journal:
         try:
             _write(fd, data)
             os.fsync(fd)
-            if not _is_at(self._fd, self.path, self._end) or not _is_at(fd, draft, len(data)):
-                raise FileExistsError(f"another coordinator, which has taken over, writes {self.path}")
+            os.stat(self.path)  # a name that is gone is not made again
+            self._look()
+            if not _is_at(fd, draft, len(data)):
+                raise self._taken()
             _move(fd, draft, self.path)
-        except OSError:
+        except (OSError, JournalTaken):
             os.close(fd)
             with contextlib.suppress(OSError):
                 draft.unlink()
             raise
         os.close(self._fd)
         self._fd, self._end, self._found, self._placed = fd, len(data), list(entries), False
+        self._known, self._most = _number(os.fstat(fd)), self._end
         self._place()
 
     def _place(self) -> None:
@@ -147,9 +192,13 @@ def _write(fd: int, data: bytes) -> None:
         rest = rest[os.write(fd, rest) :]
 
 
+def _number(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
 def _is_at(fd: int, path: Path, size: int) -> bool:
-    mine, there = os.fstat(fd), os.stat(path)
-    return (mine.st_dev, mine.st_ino, size) == (there.st_dev, there.st_ino, there.st_size)
+    there = os.stat(path)
+    return (_number(os.fstat(fd)), size) == (_number(there), there.st_size)
 
 
 def _move(fd: int, draft: Path, path: Path) -> None:
@@ -170,6 +219,17 @@ def end_in_file(path: Path) -> JobEnded | None:
         return None
 
 
+def newest_term(entries: Sequence[dict[str, Any]]) -> int:
+    """The highest term in a file's entries: how often the job was taken over by hand."""
+    terms = [entry.get("term") for entry in entries if entry.get("kind") == "term"]
+    return max((one for one in terms if type(one) is int and 0 <= one <= MOST_TERM), default=0)
+
+
+def term_in_file(path: Path) -> int:
+    """`newest_term` of a journal that no process should write any more. Raises: OSError."""
+    return newest_term(parse(read_given(path, _MOST_BYTES))[0])
+
+
 def format_entry(entry: dict[str, Any]) -> bytes:
     """One line: checksum, blank, JSON."""
     body = json.dumps(entry, separators=(",", ":")).encode()
@@ -177,19 +237,26 @@ def format_entry(entry: dict[str, Any]) -> bytes:
 
 
 def parse(data: bytes) -> tuple[list[dict[str, Any]], int]:
-    """The entries up to the first torn or altered line, and their number of bytes."""
+    """The entries up to the last good line, and their number of bytes. `DAMAGED` stands for each line before it that is
+    torn or altered."""
     entries: list[dict[str, Any]] = []
-    end = 0
-    while (stop := data.find(b"\n", end)) >= 0:
-        checksum, _, body = data[end:stop].partition(b" ")
-        try:
-            if int(checksum, 16) != zlib.crc32(body):
-                break
-            entry = json.loads(body)
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(entry, dict):
-            break
-        entries.append(entry)
-        end = stop + 1
+    begin = end = damaged = 0
+    while (stop := data.find(b"\n", begin)) >= 0:
+        entry = _entry(data[begin:stop])
+        begin = stop + 1
+        if entry is None:
+            damaged += 1
+            continue
+        entries += [*[DAMAGED] * damaged, entry]
+        end, damaged = begin, 0
     return entries, end
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """The entry in a line, None if the line is torn or altered."""
+    checksum, _, body = line.partition(b" ")
+    try:
+        entry = json.loads(body) if int(checksum, 16) == zlib.crc32(body) else None
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) else None

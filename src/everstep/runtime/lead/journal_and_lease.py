@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -14,11 +15,11 @@ from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config
-from everstep.base.errors import ProtocolError
+from everstep.base.errors import ConfigError, ProtocolError
 from everstep.base.etcd_address import EtcdAddress
 from everstep.observe.events import EventLog, say
 from everstep.protocol.coordinator.types import CoordinatorEffect
@@ -34,11 +35,11 @@ from everstep.protocol.lease.requests import (
     StoreRequest,
     Unanswered,
 )
-from everstep.protocol.lease.writer import MOST_TERM, Writer
+from everstep.protocol.lease.writer import Writer
 from everstep.runtime.files.led_directory import LedDirectory
 from everstep.runtime.lead.etcd import Etcd
 from everstep.runtime.lead.etcd_access import find_access
-from everstep.runtime.lead.journal import Journal
+from everstep.runtime.lead.journal import Journal, JournalTaken, newest_term
 from everstep.runtime.link.address import COORDINATOR_FILE, JOURNAL_FILE, NEWEST_FILE, announce
 from everstep.runtime.link.listener_probe import listens
 
@@ -48,6 +49,7 @@ _AGAIN_S = 0.05
 _KNOCK_S = 0.1
 _LOOK_S = 0.25
 _ANNOUNCE_S = 1.0
+_REFUSED_S = 1.0
 _RESIGN_S = 1.0
 _SAY_EVERY_S = 10.0
 _MOST_WORD = 64
@@ -79,14 +81,15 @@ class JournalStore(Protocol):
 
 class FileStore:
     """A journal in the run directory. Entries that the disk refuses wait in memory, and hold up nobody; events are told
-    of it. anew: this coordinator takes another's place, which the journal records."""
+    of it. term: number of the takeover by which this coordinator's job process leads; 0: it has begun the job."""
 
-    def __init__(self, journal: Journal, events: EventLog, anew: bool) -> None:
+    def __init__(self, journal: Journal, events: EventLog, term: int) -> None:
         self.entries = journal.entries
         torn = f"; a torn line of {journal.cut_bytes} bytes was cut off its end" if journal.cut_bytes else ""
         self.notes = torn
-        self._journal, self._events, self._anew = journal, events, anew
+        self._journal, self._events, self._term = journal, events, term
         self._warned = False
+        self._again: asyncio.TimerHandle | None = None
         self._written: Written = lambda count: None
 
     def on_written(self, written: Written) -> None:
@@ -94,29 +97,49 @@ class FileStore:
         self._written = written
 
     def fence(self) -> int:
-        """Number of the term: how often the job was taken over."""
-        terms = [entry.get("term") for entry in self.entries if entry.get("kind") == "term"]
-        term = max((one for one in terms if type(one) is int and 0 <= one <= MOST_TERM), default=0)
-        if self._anew:
-            term += 1
-            entry: JournalEntry = {"kind": "term", "term": term}
-            self._journal.append(entry)
+        """Number of the term: how often the job was taken over. Raises: JournalTaken if another host has taken it over
+        since; ConfigError if the journal does not take the term, which others could then have, too."""
+        newest, path = newest_term(self.entries), self._journal.path
+        if newest > self._term:
+            raise JournalTaken(
+                f"the job was taken over (term {newest} in {path}): this head, of term {self._term}, ends"
+            )
+        if newest < self._term:
+            entry: JournalEntry = {"kind": "term", "term": self._term}
+            try:
+                self._journal.take_over(entry)
+            except OSError as error:
+                text = f"cannot write the takeover into {path}: {error.strerror or error}"
+                raise ConfigError(f"{text}; make room or give access, and take over again") from None
             self.entries = [*self.entries, entry]
-        return term
+        return self._term
 
     def append(self, entries: list[JournalEntry]) -> None:
         """Write entries and sync them before this returns, unless the disk refuses."""
         for entry in entries:
-            with self._events.timing(self._journal.path):
-                written = self._journal.append(entry)
-            if not (written or self._warned):
-                text = (
-                    f"cannot write {self._journal.path}: the coordinator keeps {self._journal.pending} entries in"
-                    " memory and tries again; a restart of it would rely on what the workers report"
-                )
-                warn(self._events, Why(Cause.DISK, text))
-            self._warned = not written
+            self._put(functools.partial(self._journal.append, entry))
         self._written(len(entries))
+
+    def _put(self, write: Callable[[], bool]) -> None:
+        try:
+            with self._events.timing(self._journal.path):
+                written = write()
+        except JournalTaken as error:
+            stand_down(str(error))
+        if not (written or self._warned):
+            text = (
+                f"cannot write {self._journal.path}: the coordinator keeps {self._journal.pending} entries in"
+                " memory and tries again; a restart of it would rely on what the workers report"
+            )
+            warn(self._events, Why(Cause.DISK, text))
+        self._warned = not written
+        if not written and self._again is None:
+            self._again = asyncio.get_running_loop().call_later(_REFUSED_S, self._retry)
+
+    def _retry(self) -> None:
+        self._again = None
+        if self._journal.pending:
+            self._put(self._journal.retry)
 
 
 class EtcdStore:
@@ -327,7 +350,7 @@ class InOrder:
             self._act(effect)
 
 
-def stand_down(reason: str) -> None:
+def stand_down(reason: str) -> NoReturn:
     """End this process at once: further messages of it would not count."""
     say(f"everstep coordinator: it was deposed: {reason}")
     os._exit(DEPOSED)
@@ -354,7 +377,7 @@ def place_of(where: dict[str, Any]) -> str:
 class Post:
     """A coordinator's job process, and its place. parent: pid of that process. host, port: where it listens; "": as the
     config says. owner: its name among those that may hold the job's lease, "" if there is no lease; job: as `Etcd` has
-    it. anew: it takes the place of one on another host. copying_host: as `Succession` has it. down_since_unix_ns,
+    it. term: as `FileStore` has it. copying_host: as `Succession` has it. down_since_unix_ns,
     cause: of its predecessor's end."""
 
     run_dir: Path
@@ -363,7 +386,7 @@ class Post:
     port: int = 0
     owner: str = ""
     job: str = ""
-    anew: bool = False
+    term: int = 0
     copying_host: str = ""
     down_since_unix_ns: int = 0
     cause: Cause = Cause.UNKNOWN
@@ -381,7 +404,7 @@ async def open_journal(
     decides whether this host may have it."""
     if not place.owner or config.control.etcd is None:
         journal = Journal(place.run_dir / JOURNAL_FILE)
-        return None, FileStore(journal, events, place.anew)
+        return None, FileStore(journal, events, place.term)
     lease_s, loop = config.control.lease_s, asyncio.get_running_loop()
     address = EtcdAddress.parse("control.etcd", config.control.etcd)
     access = find_access(address, config.control, os.environ)

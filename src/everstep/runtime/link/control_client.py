@@ -182,6 +182,10 @@ class Ear:
         """The newest term in which any coordinator has spoken."""
         return self._terms.term
 
+    def connected(self) -> None:
+        """Another connection begins."""
+        self._terms.connected()
+
     def hear(self, message: AnyMessage) -> None:
         """Pass on a message. Raises: ProtocolError if its sender was deposed."""
         self.heard_s = time.monotonic()
@@ -364,6 +368,7 @@ class ControlClient:
                 backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
                 continue
             backoff_s, complained = FIRST_BACKOFF_S, ""
+            self._ear.connected()
             hearing = _Hearing(sock, FrameReader(seals), heard, self._ear)
             try:
                 self._talk(sock, seals, hearing.take)

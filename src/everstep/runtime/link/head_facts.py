@@ -100,7 +100,7 @@ def _asked(where: tuple[str, int], token: bytes, tls: TlsConfig, own: str, args:
         begin_ns = time.time_ns()
         wire.send_frame(sock, seals, encode(Command(request=1, name=ABOUT, args=args)))
         reply = decode(wire.recv_frame(sock, seals))
-        if isinstance(reply, TermBegun):  # with a lease, each connection begins with that
+        if isinstance(reply, TermBegun):  # each connection begins with that
             reply = decode(wire.recv_frame(sock, seals))
         end_ns = time.time_ns()
     return heard_of(reply, begin_ns, end_ns)
