@@ -215,7 +215,7 @@ def _prepare_if_due(job: JobState, leaving: list[Worker]) -> None:
     ids = [w.key.worker_id for w in going]
     handing_over = ids if _hold_alone(job.agreement.plan, ids) else []
     if handing_over:
-        parts[-1] = f"the others copy what worker {listed(ids)} holds, which then leaves as asked"
+        parts[-1] += ", once the others have copied what nobody else holds"
         going = []
     if parts:
         prepare(job, joiners, [w.key for w in going], Why(cause, "; ".join(parts)), handing_over=handing_over)
