@@ -27,8 +27,9 @@ log = logging.getLogger(__name__)
 
 LEAST_BYTES = 1 << 16
 """Smaller tensors stay where they are."""
-_LEAST_SLAB_BYTES, _SLAB_BYTES = 1 << 20, 1 << 26
-"""Size of the first slab, and of the largest that holds more than one tensor: each is as large as all before it."""
+_LEAST_SLAB_BYTES = 1 << 20
+_SLAB_BYTES = 1 << 26
+"""Sizes of the first slab and of the largest that holds several tensors: each is as large as all before it."""
 _PAGE = mmap.ALLOCATIONGRANULARITY
 
 
@@ -178,4 +179,4 @@ def _refusal(folder: Path, error: OSError) -> str:
 
 
 def _megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.0f} MB"
+    return f"{nbytes / 1e6:,.{int(nbytes < 1e7)}f} MB"

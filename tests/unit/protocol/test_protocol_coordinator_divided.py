@@ -181,6 +181,18 @@ def test_a_disk_that_a_later_life_cannot_use_does_not_end_the_others(step: int, 
         world.started(2, life + 1)
 
 
+def test_a_disk_that_no_member_can_use_ends_the_job_as_a_config_that_cannot_be_carried_out() -> None:
+    world = running(3)
+    world.progress(0, 1, 1)
+    words = {"incarnation": 0, "step": 0, "reason": "no room", "signature": "x", "fatal": True, "exit_code": 2}
+    for i, generation in ((2, 1), (1, 2)):
+        assert world.last(m.JobEnded, "w0.0") is None
+        failed = m.WorkerFailed(worker_id=i, generation=generation, cause=Cause.DISK, **words)
+        world.say(f"w{i}.0", failed)
+    ended = world.last(m.JobEnded, "w0.0")
+    assert ended is not None and ended.exit_code == 2 and "failed after step 0, as worker 2" in ended.reason
+
+
 @pytest.mark.parametrize(("copies", "needed"), [(1, True), (2, False)])
 def test_what_a_worker_holds_alone_is_saved_before_an_exception_ends_it(copies: int, needed: bool) -> None:
     world = divided(4, copies, save_ns=5_000_000_000)

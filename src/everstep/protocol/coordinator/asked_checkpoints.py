@@ -201,7 +201,8 @@ class Saving:
         if first != worker.key and not 0 < message.generation <= generation:
             reason = f"{who} failed after step {message.step}, as {describe(first)} did: {message.reason}"
             if self.ending is None:
-                self.end_after_saving("failed", Why(cause, reason), 1, self._env.config.save_ns)
+                code = message.exit_code if disk else 1
+                self.end_after_saving("failed", Why(cause, reason), code, self._env.config.save_ns)
             others = len(self._agreement.survivors()) > 1  # they hold the state
             return self.ending is not None and not needed and others
         if needed:

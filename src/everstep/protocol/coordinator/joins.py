@@ -212,8 +212,8 @@ def _prepare_if_due(job: JobState, leaving: list[Worker]) -> None:
         parts.append(f"workers {ids} leave as asked" if len(going) > 1 else f"worker {ids} leaves as asked")
     if not parts and job.speeds.idle_members(job.agreement.plan):
         parts.append("members without lanes get their share")
-    ids = [w.key.worker_id for w in going]
-    handing_over = ids if _hold_alone(job.agreement.plan, ids) else []
+    leave = [w.key.worker_id for w in going]
+    handing_over = leave if _hold_alone(job.agreement.plan, leave) else []
     if handing_over:
         parts[-1] += ", once the others have copied what nobody else holds"
         going = []
