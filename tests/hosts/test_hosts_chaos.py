@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hosts_harness import EVERSTEP, STEPS, HostJobs
@@ -208,8 +209,10 @@ LEFT: list[Event] = [{"kind": "generation_started", "cause": "preempted"}]
 
 
 @pytest.mark.longer
-def test_sigusr1_has_a_host_leave_in_order(on_hosts: HostJobs) -> None:
-    job = on_hosts.head("--set", "hosts.min=2", workers=4, until=LEFT, steps=100)
+@pytest.mark.parametrize(("task", "settings"), [("Text", {}), ("Wide", {"zero.stage": 2, "zero.copies": 1})])
+def test_sigusr1_has_a_host_leave_in_order(on_hosts: HostJobs, task: str, settings: dict[str, Any]) -> None:
+    """What it alone holds of the state is copied before."""
+    job = on_hosts.head(workers=4, until=LEFT, steps=100, task=task, settings={"hosts.min": 2, **settings})
     agent = on_hosts.agent(2)
     full = job.wait_for("generation_started", lambda e: len(e["workers"]) == 4)
     job.wait_for("step_committed", lambda e: e["generation"] >= full["generation"])
@@ -218,3 +221,4 @@ def test_sigusr1_has_a_host_leave_in_order(on_hosts: HostJobs) -> None:
     assert agent.wait(60) == 0
     on_hosts.check(job)
     assert not job.of_kind("worker_evicted") and job.of_kind("generation_started")[-1]["cause"] == "preempted"
+    assert not job.of_kind("fallback"), job.account()

@@ -185,6 +185,18 @@ def test_members_come_and_go_and_a_bit_that_flips_in_a_part_is_found(jobs: Jobs,
 
 
 @pytest.mark.longer
+def test_what_workers_hold_alone_is_copied_before_they_leave(jobs: Jobs, script: str, reference: Path) -> None:
+    """With one copy of each part that is so for each worker, with two for two that leave together."""
+    job = jobs.start(script, workers=5, settings=ZERO | {"zero.copies": 1}, environment={"LANE_S": "0.05"})
+    job.wait_for("step_committed", step=3)
+    assert jobs.command(["drain", str(job.run_dir), "0"], job.run_dir.with_name("drained")).end() == 0
+    job.wait_for("generation_started", lambda event: len(event["workers"]) == 4)
+    assert jobs.command(["scale", str(job.run_dir), "--workers", "2"], job.run_dir.with_name("fewer")).end() == 0
+    ended_alike(job, reference)
+    assert not job.of_kind("fallback") and len(job.of_kind("generation_started")[-1]["workers"]) == 2, job.account()
+
+
+@pytest.mark.longer
 @pytest.mark.parametrize("copies", [1, 2])
 def test_parameters_that_are_used_late_or_never(jobs: Jobs, tmp_path: Path, copies: int) -> None:
     (tmp_path / "train.py").write_text(LATE)

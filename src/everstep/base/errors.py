@@ -2,6 +2,7 @@
 
 EverstepError
 ├── ConfigError            the user's request cannot be carried out; one line: expected, came, what to do
+│   └── DiskUnfit          a folder that is named for large data takes no file, or has no room
 ├── TaskError              the user's task raised (build_model, loss, dataset, ...)
 ├── Uncarried              the loop changed state that no checkpoint holds; a resumed worker would lack it
 │   └── Restructured       modules, hooks or groups of parameters
@@ -92,6 +93,12 @@ class ConfigError(EverstepError):
 
     cause = Cause.CONFIG
     exit_code = 2
+
+
+class DiskUnfit(ConfigError):
+    """A folder that is named for large data takes no file, or has no room: now, and on this host."""
+
+    cause = Cause.DISK
 
 
 class BuffersDiffer(ConfigError):

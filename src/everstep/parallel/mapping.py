@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import xxhash
 
-from everstep.base.errors import CollectiveAborted, ConfigError, MembershipError, check
+from everstep.base.errors import CollectiveAborted, DiskUnfit, MembershipError, check
 from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.base.ports import Tag
 from everstep.exact.layout import BLOCK_ELEMENTS
@@ -125,7 +125,7 @@ class Mapping:
 
 class OwnMapping(Mapping):
     """The memory that this process writes. `magic`: 8 bytes that name the layout. folder: it is a file there, without a
-    name, of which memory holds what is in use. Raises: ConfigError if there can be none."""
+    name, of which memory holds what is in use. Raises: DiskUnfit if there can be none."""
 
     def __init__(
         self, me: WorkerKey, size_bytes: int, magic: bytes, facts: MappingFacts, folder: Path | None = None
@@ -156,7 +156,7 @@ class OwnMapping(Mapping):
 
     def take(self, offset: int, size_bytes: int) -> None:
         """Before pages of a file are written: a page that has no place on disk then would end the process. Raises:
-        ConfigError if the disk is full."""
+        DiskUnfit if the disk is full."""
         if self.folder is not None and offset not in self._on_disk:
             try:
                 os.posix_fallocate(self._fd, offset, size_bytes)
@@ -188,8 +188,8 @@ def _nameless(folder: Path) -> int:
         raise _no_room(folder, error) from None
 
 
-def _no_room(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(
+def _no_room(folder: Path, error: OSError) -> DiskUnfit:
+    return DiskUnfit(
         f"zero.offload_params: expected room for the gradients in {folder}, got: {error.strerror}: make room, name "
         "another folder as zero.offload, or set zero.offload_params=false"
     )
@@ -411,7 +411,7 @@ class OwnSegment(OwnMapping, _Segment):
         self.take(0, geometry.slot_offset(0))
 
     def flat(self, offset: int) -> torch.Tensor:
-        """As of any segment. Raises: ConfigError if there is no room for it."""
+        """As of any segment. Raises: DiskUnfit if there is no room for it."""
         self.take(offset, self.geometry.flat_bytes)
         return super().flat(offset)
 

@@ -7,7 +7,6 @@ is read ahead while the part before it is updated, and then dropped.
 
 from __future__ import annotations
 
-import errno
 import logging
 import mmap
 import os
@@ -20,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from everstep.base.errors import ConfigError
+from everstep.base.errors import DiskUnfit
 from everstep.exact.layout import round_up
 from everstep.exact.state_memory import StateMemory
 
@@ -28,7 +27,9 @@ log = logging.getLogger(__name__)
 
 LEAST_BYTES = 1 << 16
 """Smaller tensors stay where they are."""
+_LEAST_SLAB_BYTES = 1 << 20
 _SLAB_BYTES = 1 << 26
+"""Sizes of the first slab and of the largest that holds several tensors: each is as large as all before it."""
 _PAGE = mmap.ALLOCATIONGRANULARITY
 
 
@@ -60,7 +61,7 @@ class StateFile(FarMemory):
     state grows as it is used; each copy of a state has a file of its own, for as long as it is kept."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises: ConfigError if no file can be written there."""
+        """Raises: DiskUnfit if no file can be written there."""
         self.where = str(folder)
         self._slabs: list[_Slab] = []
         self._copies: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
@@ -69,30 +70,33 @@ class StateFile(FarMemory):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-            self._grow(_SLAB_BYTES)
         except OSError as error:
-            raise ConfigError(_refusal(folder, error)) from None
+            raise DiskUnfit(_refusal(folder, error)) from None
+        self._grow(0)
 
     def room_for(self, nbytes: int) -> None:
-        """Raises: ConfigError if the disk has no room for so much more."""
-        found = os.fstatvfs(self._file.fileno())
-        free = found.f_bavail * found.f_frsize + self._size - self._used
+        """Raises: DiskUnfit if the disk has no room for so much more."""
+        free = self._free() + self._size - self._used
         if free < nbytes:
-            raise ConfigError(
-                f"zero.offload: expected {_megabytes(nbytes)} of free space in {self.where} for each worker, got "
-                f"{_megabytes(free)}: make room, or name another folder"
-            )
+            raise self._no_room(nbytes, _megabytes(free))
+
+    def _free(self) -> int:
+        found = os.fstatvfs(self._file.fileno())
+        return found.f_bavail * found.f_frsize
+
+    def _no_room(self, nbytes: int, got: str) -> DiskUnfit:
+        return DiskUnfit(
+            f"zero.offload: expected {_megabytes(nbytes)} of free space in {self.where} for each worker, got {got}: "
+            "make room, or name another folder"
+        )
 
     def make(self, like: Tensor) -> Tensor:
-        """Raises: ConfigError if the disk is full."""
+        """Raises: DiskUnfit if the disk is full."""
         if like.numel() * like.element_size() < LEAST_BYTES:
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
         nbytes = like.numel() * like.element_size()
         if self._used + nbytes > self._size:
-            try:
-                self._grow(max(round_up(nbytes, _PAGE), _SLAB_BYTES))
-            except OSError as error:
-                raise ConfigError(_refusal(Path(self.where), error)) from None
+            self._grow(nbytes)
         slab = self._slabs[-1]
         at = self._used - (self._size - slab.size)
         self._used += round_up(nbytes, _PAGE)  # no page belongs to two tensors
@@ -111,9 +115,15 @@ class StateFile(FarMemory):
             self._copies.add(memory)
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes) if nbytes else super().flat(0)
 
-    def _grow(self, size: int) -> None:
-        """Begin a new slab; the rest of the one before stays unused."""
-        memory = _mapped(self._file.fileno(), self._size, size)
+    def _grow(self, nbytes: int) -> None:
+        """Begin a new slab, of so many bytes at least; the rest of the one before stays unused. Raises: DiskUnfit if
+        the disk is full."""
+        size = max(round_up(nbytes, _PAGE), min(max(self._size, _LEAST_SLAB_BYTES), _SLAB_BYTES))
+        free = self._free()  # what does not fit may take all of it
+        try:
+            memory = _mapped(self._file.fileno(), self._size, size)
+        except OSError as error:
+            raise self._no_room(size, f"{_megabytes(free)} ({error.strerror})") from None
         start = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
         self._slabs.append(_Slab(start, size, memory))
         self._used = self._size
@@ -152,15 +162,13 @@ def _mapped(fd: int, offset: int, size: int) -> mmap.mmap:
 
 
 def memory_for(offload: str | None, device: torch.device) -> StateMemory:
-    """The memory that `zero.offload` names, for a job on this device. Raises: ConfigError if it cannot be had."""
+    """The memory that `zero.offload` names, for a job on this device. Raises: DiskUnfit if it cannot be had."""
     if offload is None or (offload == "cpu" and device.type == "cpu"):
         return StateMemory()
     return FarMemory() if offload == "cpu" else StateFile(Path(offload))
 
 
 def _refusal(folder: Path, error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"zero.offload: {folder} is full: make room, or name another folder"
     why = error.strerror or str(error)
     if isinstance(error, FileExistsError):
         why = f"a link to {os.readlink(folder)}, which is no folder" if folder.is_symlink() else "it is no folder"
@@ -171,4 +179,4 @@ def _refusal(folder: Path, error: OSError) -> str:
 
 
 def _megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.0f} MB"
+    return f"{nbytes / 1e6:,.{int(nbytes < 1e7)}f} MB"

@@ -144,3 +144,59 @@ def test_fewer_workers_than_copies_are_told_once_when_it_comes_to_that() -> None
     world.exited(1)
     all_enter(world, 4)
     assert len(told(world)) == 1
+
+
+@pytest.mark.parametrize(("copies", "wanted"), [(1, 3), (2, 2), (1, 1)])
+def test_what_those_who_leave_hold_alone_is_copied_before_they_go(copies: int, wanted: int) -> None:
+    world = divided(4, copies)
+    before, going = held(world.plan), [*range(wanted, 4)]
+    world.command("scale", workers=wanted)
+    first = world.prepared
+    assert first is not None and first.worker_ids == (0, 1, 2, 3) and first.cause is Cause.SCALED
+    assert first.reason.endswith(" as asked, once the others have copied what nobody else holds")
+    after = held(first)
+    assert all(after[i] == before[i] for i in going) and lost_stages(first, range(wanted)) == []
+    assert Counter(n for i in range(wanted) for n in after[i]) == dict.fromkeys(range(SEGMENTS), min(copies, wanted))
+    for i in first.worker_ids:
+        world.entered(i, first.generation, 2)
+    second = world.prepared
+    assert second is not None and second.worker_ids == tuple(range(wanted)), "nobody holds anything alone any more"
+    assert held(second) == {i: after[i] for i in range(wanted)}
+
+
+@pytest.mark.parametrize(("step", "ends"), [(5, False), (0, True)])
+def test_a_disk_that_a_later_life_cannot_use_does_not_end_the_others(step: int, ends: bool) -> None:
+    """Before the first step it is a config that cannot be carried out."""
+    world = running(3)
+    for i in range(3 if step else 0):
+        world.progress(i, 1, step)
+    words = {"step": 0, "reason": "no room", "signature": "x", "fatal": True, "exit_code": 2, "cause": Cause.DISK}
+    for life in (0, 1, 2):
+        world.say("w2.0" if not life else "a1", m.WorkerFailed(worker_id=2, incarnation=life, **words))
+        assert (world.last(m.JobEnded, "w0.0") is not None) == ends
+        if ends:
+            break
+        assert world.plan is not None and world.plan.worker_ids == (0, 1)
+        world.exited(2, life)
+        world.started(2, life + 1)
+
+
+def test_a_disk_that_no_member_can_use_ends_the_job_as_a_config_that_cannot_be_carried_out() -> None:
+    world = running(3)
+    world.progress(0, 1, 1)
+    words = {"incarnation": 0, "step": 0, "reason": "no room", "signature": "x", "fatal": True, "exit_code": 2}
+    for i, generation in ((2, 1), (1, 2)):
+        assert world.last(m.JobEnded, "w0.0") is None
+        failed = m.WorkerFailed(worker_id=i, generation=generation, cause=Cause.DISK, **words)
+        world.say(f"w{i}.0", failed)
+    ended = world.last(m.JobEnded, "w0.0")
+    assert ended is not None and ended.exit_code == 2 and "failed after step 0, as worker 2" in ended.reason
+
+
+@pytest.mark.parametrize(("copies", "needed"), [(1, True), (2, False)])
+def test_what_a_worker_holds_alone_is_saved_before_an_exception_ends_it(copies: int, needed: bool) -> None:
+    world = divided(4, copies, save_ns=5_000_000_000)
+    words = {"step": 7, "reason": "ValueError: boom", "signature": "x", "fatal": False, "holds": True}
+    world.say("w3.0", m.WorkerFailed(worker_id=3, incarnation=0, generation=1, **words))
+    assert world.plan is not None and world.plan.generation == 2
+    assert world.plan.worker_ids == ((0, 1, 2, 3) if needed else (0, 1, 2)) and bool(world.plan.save) == needed

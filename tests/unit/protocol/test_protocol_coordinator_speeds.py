@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from coordinator_harness import S, World, running
 
 from everstep.base.plan import Plan, Seat
@@ -86,9 +89,9 @@ def test_nothing_is_looked_at_while_nobody_says_how_fast_it_is():
     assert not world.coordinator.job.speeds.watching
 
 
-def weakened(on_failure: str) -> World:
+def weakened(on_failure: str, copies: int = 0) -> World:
     """Two pools of three, of which the second has lost two members."""
-    world = running(6, stages=2, wish=make_wish(6, 2), on_failure=on_failure)
+    world = running(6, stages=2, wish=replace(make_wish(6, 2), copies=copies), on_failure=on_failure)
     for worker_id, generation in ((5, 2), (4, 3)):
         world.exited(worker_id)
         for i in range(worker_id):
@@ -111,6 +114,13 @@ def test_a_pool_that_lost_members_for_good_gets_one_of_another():
     assert world.report("worker_healed")["worker_id"] == 2
     let(world, 90, *[100.0] * 4)
     assert world.prepared is None and world.plan.generation == prepared.generation, "it stays so"
+
+
+@pytest.mark.parametrize(("copies", "goes"), [(1, False), (2, True)])
+def test_nobody_goes_who_alone_holds_a_part_of_its_stage(copies: int, goes: bool) -> None:
+    world = weakened("shrink", copies)
+    let(world, 45, *[100.0] * 4)
+    assert (world.prepared is not None and world.prepared.joining == (2,)) == goes
 
 
 def test_nobody_goes_to_a_pool_whose_dead_will_be_back():

@@ -155,7 +155,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match=f"{tmp_path} is full: make room"):
+    with pytest.raises(ConfigError, match=f"expected 100 MB of free space in {tmp_path} for each worker"):
         files.take(nn.Parameter(torch.zeros(5000, 5000)))
 
 

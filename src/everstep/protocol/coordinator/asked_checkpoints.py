@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
+from everstep.placement.shards import lost_stages
 from everstep.protocol.coordinator.agreement import Agreement, JobProgress
 from everstep.protocol.coordinator.arrivals import Quorum
 from everstep.protocol.coordinator.environment import Alarm, Environment, describe
@@ -179,9 +180,12 @@ class Saving:
         life, or in the worker that took over the first one's work. Several at once prove nothing.
         """
         who, cause = describe(worker.key), message.cause
-        if message.fatal:
+        apart = self._progress.step and not self._agreement.plan.has(worker.key)  # members hold the state
+        disk = self._progress.step and cause is Cause.DISK  # of one host, for a while perhaps: the others go on
+        if disk and apart:
+            return True
+        if message.fatal and not disk:
             why = Why(cause, f"{who}: {message.reason}")
-            apart = self._progress.step and not self._agreement.plan.has(worker.key)  # members hold the state
             if not message.holds and not apart:
                 self._progress.end("failed", why, message.exit_code)
             elif self.ending is None:
@@ -197,7 +201,8 @@ class Saving:
         if first != worker.key and not 0 < message.generation <= generation:
             reason = f"{who} failed after step {message.step}, as {describe(first)} did: {message.reason}"
             if self.ending is None:
-                self.end_after_saving("failed", Why(cause, reason), 1, self._env.config.save_ns)
+                code = message.exit_code if disk else 1
+                self.end_after_saving("failed", Why(cause, reason), code, self._env.config.save_ns)
             others = len(self._agreement.survivors()) > 1  # they hold the state
             return self.ending is not None and not needed and others
         if needed:
@@ -209,13 +214,12 @@ class Saving:
         return not needed
 
     def _is_needed(self, worker: Worker) -> bool:
-        """Whether the worker holds a stage that no other member holds that could go on."""
+        """Whether the worker holds a stage, or a part of one, that no other member holds that could go on."""
         plan, new, staying = self._agreement.plan, self._agreement.empty_handed(), self.staying
         if not self._env.config.save_ns or not plan.has(worker.key) or worker.key.worker_id in new:
             return False
-        able = [w.key for w in self._agreement.survivors() if w.key != worker.key and w.key not in staying]
-        held = {stage for key in able if key.worker_id not in new for stage in plan.stages_of(key.worker_id)}
-        return not held.issuperset(plan.stages_of(worker.key.worker_id))
+        able = {w.key.worker_id for w in self._agreement.survivors() if w.key != worker.key and w.key not in staying}
+        return not set(plan.stages_of(worker.key.worker_id)).isdisjoint(lost_stages(plan, able.difference(new)))
 
     def waits(self) -> bool:
         """Whether workers that have raised still have time for a checkpoint; if so, ring when it is over."""

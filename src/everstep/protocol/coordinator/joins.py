@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import SEGMENTS, Member, Plan, Seat, Shard, WorkerKey
 from everstep.cost.advice import step_ms
+from everstep.placement.shards import lost_stages
 from everstep.protocol.coordinator.environment import MILLISECOND_NS, Alarm, describe, listed
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Worker
@@ -211,8 +212,19 @@ def _prepare_if_due(job: JobState, leaving: list[Worker]) -> None:
         parts.append(f"workers {ids} leave as asked" if len(going) > 1 else f"worker {ids} leaves as asked")
     if not parts and job.speeds.idle_members(job.agreement.plan):
         parts.append("members without lanes get their share")
+    leave = [w.key.worker_id for w in going]
+    handing_over = leave if _hold_alone(job.agreement.plan, leave) else []
+    if handing_over:
+        parts[-1] += ", once the others have copied what nobody else holds"
+        going = []
     if parts:
-        prepare(job, joiners, [w.key for w in going], Why(cause, "; ".join(parts)))
+        prepare(job, joiners, [w.key for w in going], Why(cause, "; ".join(parts)), handing_over=handing_over)
+
+
+def _hold_alone(plan: Plan, worker_ids: Collection[int]) -> bool:
+    """Whether nobody else holds some of the optimizer's state that members have divided."""
+    staying = {*plan.worker_ids}.difference(worker_ids)
+    return bool(worker_ids) and not plan.divided_stages.isdisjoint(lost_stages(plan, staying))
 
 
 # ---- other lanes, or other pools, because some workers are slower than others
@@ -276,13 +288,15 @@ def _moving(job: JobState, plan: Plan, found: Mapping[int, float], now_ms: float
 
 
 def _moves(job: JobState, plan: Plan) -> list[Move]:
-    """Moves of workers into a pool that lacks members for good, the last worker of each pool first."""
+    """Moves of workers into a pool that lacks members for good, the last worker of each pool first. A worker that moves
+    gives up what it holds."""
     if plan.stages == 1 or len(plan.members) < job.slots.expected():
         return []
     pools = [[seat.worker_id for seat in plan.pool(stage)] for stage in range(plan.stages)]
     small = [k for k, pool in enumerate(pools) if len(pool) < job.env.config.wish.size(k)]
     free = [[i for i in pool if len(plan.seats_of(i)) == 1 and i != plan.leader(k)] for k, pool in enumerate(pools)]
-    return [Move(own[-1], k, target) for target in small for k, own in enumerate(free) if k != target and own]
+    last = {k: own[-1] for k, own in enumerate(free) if own and not _hold_alone(plan, own[-1:])}
+    return [Move(i, k, target) for target in small for k, i in last.items() if k != target]
 
 
 def _in_other_pool(plan: Plan, ms_per_lane: Mapping[int, float], move: Move) -> float:

@@ -6,8 +6,9 @@ newcomers only where there would be too few); a prepared one changes the members
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause, Why
@@ -114,8 +115,15 @@ def make_now(job: JobState, members: Sequence[Worker], why: Why, *, fresh: bool)
     announce(job, old)
 
 
-def _plan(job: JobState, members: Iterable[Worker], seats: tuple[Seat, ...], why: Why, **rest: Any) -> Plan:
-    """The next generation, of these members, which are all ready."""
+def _plan(
+    job: JobState,
+    members: Iterable[Worker],
+    seats: tuple[Seat, ...],
+    why: Why,
+    handing_over: Collection[int] = (),
+    **rest: Any,
+) -> Plan:
+    """The next generation, of these members, which are all ready. handing_over: as for `shards_of`."""
     config, there = job.env.config, sorted(members, key=lambda w: w.key.worker_id)
     return Plan(
         generation=job.agreement.generation + 1,
@@ -129,20 +137,24 @@ def _plan(job: JobState, members: Iterable[Worker], seats: tuple[Seat, ...], why
         cause=why.cause,
         term=config.hosts.term,
         alike=job.progress.known_alike,
-        shards=shards_of(job, seats),
+        shards=shards_of(job, seats, handing_over),
         voided=job.progress.voided,
         **rest,
     )
 
 
-def shards_of(job: JobState, seats: Sequence[Seat]) -> tuple[Shard, ...]:
-    """The holders of the segments of the optimizer's state: the present holders, as far as the shares are even."""
+def shards_of(job: JobState, seats: Sequence[Seat], handing_over: Collection[int] = ()) -> tuple[Shard, ...]:
+    """The holders of the segments of the optimizer's state: the present holders, as far as the shares are even.
+    handing_over: members that are about to leave; they keep what they hold, and the others hold everything."""
     config, old = job.env.config, job.agreement.plan
     found: list[Shard] = []
     for stage in range(config.stages) if config.wish.copies else ():
         ids = [seat.worker_id for seat in seats if seat.stage == stage]
         before = segment_holders(old, stage) if old.divided_stages else ()
-        holders = spread(SEGMENTS, config.wish.copies, ids, job.speeds.domains(ids), before)
+        staying = [i for i in ids if i not in handing_over] or ids
+        holders = spread(SEGMENTS, config.wish.copies, staying, job.speeds.domains(staying), before)
+        kept = [[i for i in who if i in handing_over] for who in before] if handing_over else []
+        holders = tuple(tuple(sorted({*who, *more})) for who, more in zip_longest(holders, kept, fillvalue=()))
         found += segment_shards(stage, holders, ids)
     return tuple(found)
 
@@ -209,10 +221,11 @@ def prepare(
     leaving: Sequence[WorkerKey],
     why: Why,
     move: Move | None = None,
+    handing_over: Collection[int] = (),
 ) -> None:
     """Hand out a plan to which the members switch by themselves, after an agree in which all hold it. joiners: with
     the stages whose state they hold. move: a member that changes its pool; it copies the state when it settles
-    there, while the others wait."""
+    there, while the others wait. handing_over: as for `shards_of`."""
     agreement = job.agreement
     check(agreement.running and agreement.prepared is None, "a plan is prepared upon a current one, one at a time")
     survivors, joining = agreement.survivors(), [w for w, _ in joiners]
@@ -220,7 +233,7 @@ def prepare(
     before = [*moved(agreement.plan.seats, move), *(seat for w, stages in joiners for seat in without_lanes(w, stages))]
     seats = job.speeds.seats([w.key.worker_id for w in members], before, anew=True)
     newcomers = {w.key.worker_id for w in joining} | (set() if move is None else {move.worker_id})
-    plan = _plan(job, members, seats, why, prepared=True, joining=tuple(sorted(newcomers)))
+    plan = _plan(job, members, seats, why, handing_over, prepared=True, joining=tuple(sorted(newcomers)))
     agreement.issue(plan)
     for worker in sorted([*survivors, *joining], key=lambda w: w.key):
         order(job, worker, PlanPrepared(plan=plan))
