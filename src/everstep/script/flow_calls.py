@@ -292,11 +292,11 @@ class Calls:
             return Value(memory.use(base), element=Value(items=(key, one)) if name == "items" else one)
         flags = base.flags & {"trained", "copy", "grad"} if name in ALIASING else frozenset()
         if name.startswith("named_"):
-            one = Value(memory.use(base), homes=self._homes(base), flags=flags, title=base.title)
+            one = Value(memory.use(base), homes=_homes(base), flags=flags, title=base.title)
             return Value(memory.use(base), element=Value(items=(Value(), one)))
         if name in COPIES and "trained" in base.flags:
             flags |= {"copy"}
-        homes = self._homes(base) if name in ALIASING or in_place else NOTHING
+        homes = _homes(base) if name in ALIASING or in_place else NOTHING
         asked = bare(given.plain[0]) if name in LOOKING and given.plain else None
         return Value(
             (memory.use(base) if asked is None else entry_of(memory, base, asked)) | whole,
@@ -304,10 +304,6 @@ class Calls:
             flags=flags,
             title=title if not homes else base.title,
         )
-
-    def _homes(self, base: Value) -> frozenset[Origin]:
-        alone = base.objects if "trained" not in base.flags else ()
-        return base.homes | {("object", id(t)) for t in alone if not isinstance(t, SCALARS)}
 
     def _function(self, node: ast.Call, callee: Value, name: str, given: Given, scope: Scope) -> Value:
         memory = self.memory
@@ -477,6 +473,11 @@ def _of_modules(reader: Reader, name: str, given: Given, deps: frozenset[Origin]
         found = [sys.modules.get(key) for key in plain[0].objects if isinstance(key, str)]
         return joined([memory.live(one, one.__name__) for one in found if one is not None] or [Value()])
     return None
+
+
+def _homes(base: Value) -> frozenset[Origin]:
+    alone = base.objects if "trained" not in base.flags else ()
+    return base.homes | {("object", id(t)) for t in alone if not isinstance(t, SCALARS)}
 
 
 def _only(value: Value) -> Any:

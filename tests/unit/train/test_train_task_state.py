@@ -120,7 +120,7 @@ class Kept(Plain):
 
 
 def assembled(task: Task, folder: Path, **given: Any) -> None:
-    link = LoneLink(Config(lanes=2, micro_batch=2, steps=2, **given), folder / "run")
+    link = LoneLink(Config(lanes=2, micro_batch=2, steps=2, **given), folder)
     task.config = link.config
     assemble_task(link, task)
 
