@@ -369,15 +369,6 @@ CLEAN = [
         setup=_net("self.calls += 1", "return self.l(x)"),
         after="model.eval()\nmodel(torch.ones(1, 4))\nmodel.train()",
     ),
-    Loop(
-        "scale_that_is_put_back",
-        setup=_net(
-            "old, self.scale = self.scale, 0.5",
-            "h = self.l(x) * self.scale",
-            "self.scale = old",
-            "return h * self.scale",
-        ),
-    ),
     Loop("hook_that_logs", setup=_hook("norms.append(float(model[0].weight.grad.norm()))", before="norms = []")),
     Loop(
         "hook_that_counts",

@@ -103,7 +103,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class WrittenOnce:
-    """A write: dependences of the value, and keys under which it was written. each: a change for each batch."""
+    """A write: dependences of the value, and keys under which it was written. each: for each batch."""
 
     deps: frozenset[Origin]
     keys: frozenset[Origin]
@@ -242,8 +242,8 @@ class RoundMemory:
         if place[0] == "attr":
             self._set.setdefault(place[1], set()).add(place)
         deps = self.use(value) if not strong or place[0] != "name" else value.deps
-        found, put_back = normal(self.use(value) | self.control), value.key == frozenset((place,))
-        self.stores.setdefault(place, []).append(WrittenOnce(found, frozenset(keys), self.at[2] and not put_back))
+        found = normal(self.use(value) | self.control)
+        self.stores.setdefault(place, []).append(WrittenOnce(found, frozenset(keys), self.at[2]))
         value = value.with_deps(deps | self.control)
         if not strong:
             before = self.values.get(place, Value(frozenset((place,))))
