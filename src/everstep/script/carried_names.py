@@ -10,6 +10,7 @@ import functools
 import io
 import itertools
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,17 +18,30 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizers
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from everstep.data.reading import reading_of
 from everstep.exact.attributes import storage_of
 from everstep.exact.beside_state import kept_beside
-from everstep.exact.several import optimizers_of, schedulers_of
+from everstep.exact.extra_state import has_extra_state
+from everstep.exact.several import optimizers_of, schedulers_of, with_inner
 from everstep.script.flow_calls import BesideLoop, Calls
-from everstep.script.flow_functions import Functions, unwrapped
+from everstep.script.flow_functions import Functions, method_of, unwrapped
 from everstep.script.flow_items import ContainerItems
-from everstep.script.flow_memory import LEADER, Judge, Origin, RoundMemory, Value, recalls, remembers
+from everstep.script.flow_memory import (
+    LEADER,
+    Judge,
+    Origin,
+    RoundMemory,
+    Value,
+    counts_batches,
+    recalls,
+    remembers,
+)
 from everstep.script.flow_reader import Reader, Scope
 from everstep.script.flow_sources import SyntaxTrees
 from everstep.script.flow_syntax import SYNTAX
@@ -36,7 +50,9 @@ from everstep.script.restarts import like_parameters
 
 _SAMPLING = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
 _DEEP, _WIDE = 3, 16
+_MOST_SAMPLED, _MOST_OF_A_KIND = 8_192, 4
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_UNSAMPLED = (*_PLAIN, type, types.ModuleType, Optimizer, LRScheduler)
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _HOOKS = (
     *(*_FORWARD, "_backward_hooks", "_backward_pre_hooks"),
@@ -84,42 +100,63 @@ class Read:
 
 def read_loop(frames: Sequence[types.FrameType], trained: Trained) -> Read:
     """Read the round of the loop that these frames are in, the innermost first."""
-    names, sources = _names(frames), SyntaxTrees()
-    memory, notes = _read_code(frames, trained, names, sources, RoundMemory(_judge(trained)))
-    if memory.items.grew:
-        again = RoundMemory(memory.judge, items=ContainerItems(memory.items.known))
-        memory, notes = _read_code(frames, trained, names, sources, again)
+    names, sources = _names(variables(frames)), SyntaxTrees()
+
+    def rounds(reader: Reader, calls: Calls) -> None:
+        loops = [(frame, loop) for frame in frames if (loop := sources.loop(frame)) is not None]
+        for frame, loop in loops:
+            with reader.memory.reading(frame.f_code.co_filename, loop.lineno):
+                _read_round(reader, loop, frame)
+        if not loops:
+            reader.notes.append("the source of the loop")
+
+    keyed = [(frame, id(frame)) for frame in frames if frame.f_code.co_name != "<module>"]
+    memory, notes = _read_code(rounds, keyed, trained, names, sources)
     loaded = {path for frame in frames for path in sources.loaded_before(frame)}
-    return _verdict(memory, names, trained, tuple(dict.fromkeys(notes)), loaded)
+    return _verdict(memory, names, trained, notes, loaded)
+
+
+def read_task(task: Any, trained: Trained) -> Read:
+    """Read what is done in each step of a task: for its batches, and in its update."""
+    names = _names((("task", task), ("model", trained.model), ("dataset", trained.dataset)))
+    loss = method_of(type(task), "loss")
+
+    def step(reader: Reader, calls: Calls) -> None:
+        memory = reader.memory
+        with memory.reading(loss.__code__.co_filename, loss.__code__.co_firstlineno, each=True):
+            for _ in range(2):
+                calls.train_on_batch(loss, [memory.live(task, "task"), memory.live(trained.model, "model")])
+        calls.updated()
+
+    if loss is None:
+        return Read(notes=("the source of its loss",))
+    memory, notes = _read_code(step, (), trained, names, SyntaxTrees())
+    return _verdict(memory, names, trained, notes, frozenset())
 
 
 def _read_code(
-    frames: Sequence[types.FrameType],
+    act: Callable[[Reader, Calls], None],
+    keyed: Sequence[tuple[types.FrameType, Any]],
     trained: Trained,
     names: Mapping[int, str],
     sources: SyntaxTrees,
-    memory: RoundMemory,
-) -> tuple[RoundMemory, list[str]]:
-    reader = Reader(memory, sources, SYNTAX)
-    keyed = [(frame, id(frame)) for frame in frames if frame.f_code.co_name != "<module>"]
-    reader.ask(Calls(reader, _beside_loop(trained, names), Functions(reader, _users_modules, keyed)))
-    seen = False
-    for frame in frames:
-        loop = sources.loop(frame)
-        if loop is None:
-            continue
-        seen = True
-        with memory.reading(frame.f_code.co_filename, loop.lineno):
-            _read_round(reader, loop, frame)
-    if not seen:
-        reader.notes.append("the source of the loop")
-    return memory, reader.notes
+) -> tuple[RoundMemory, tuple[str, ...]]:
+    memory = RoundMemory(_judge(trained))
+    for _ in range(2):
+        reader = Reader(memory, sources, SYNTAX)
+        calls = Calls(reader, _beside_loop(trained, names), Functions(reader, _users_modules, keyed))
+        reader.ask(calls)
+        act(reader, calls)
+        if not memory.items.grew:
+            break
+        memory = RoundMemory(memory.judge, items=ContainerItems(memory.items.known))
+    return reader.memory, tuple(dict.fromkeys(reader.notes))
 
 
-def _names(frames: Sequence[types.FrameType]) -> dict[int, str]:
-    """Names of objects, and of their contents, in the code of these frames."""
+def _names(variables: Iterable[tuple[str, Any]]) -> dict[int, str]:
+    """Names of objects, and of their contents, in code that knows these variables."""
     found: dict[int, str] = {}
-    layer = [(name, thing) for name, thing in variables(frames) if not isinstance(thing, _PLAIN)]
+    layer = [(name, thing) for name, thing in variables if not isinstance(thing, _PLAIN)]
     for _ in range(_DEEP):
         inner = []
         for name, thing in layer:
@@ -178,11 +215,12 @@ def _verdict(
     ignored = [given for given in trained.ignored if isinstance(given, str)]
     found: dict[str, tuple[str, str, str, int]] = {}
     harmless: dict[str, None] = {}
-    for place, (file, line) in memory.written.items():
+    for place, (file, line, _) in memory.written.items():
         if place[0] == "attr" and place[1] in memory.made:
             continue
         thing = memory.kept.get(place[1]) if place[0] in ("object", "attr") else None
-        if thing is not None and (id(thing) in carried_ids or "trained" in memory.judge.flags(thing)):
+        of_model = thing is not None and "trained" in memory.judge.flags(thing)
+        if thing is not None and (id(thing) in carried_ids or of_model) and not _counts(memory, place, thing):
             continue
         title = _title(place, memory, names)
         if any(title == given or title.startswith((f"{given}.", f"{given}[")) for given in ignored):
@@ -194,14 +232,25 @@ def _verdict(
             place in reaching and not (remembers(memory, place) and recalls(memory, place, reaching))
         )
         if needed or _is_average(place, thing, memory, trained):
-            found.setdefault(title, (title, _kind(place, thing), file, line))
-        elif place == LEADER:
+            found.setdefault(title, (title, "forward" if of_model else _kind(place, thing), file, line))
+        elif place == LEADER or of_model:
             continue
         elif place[0] == "file" and place[1] in loaded:
             found.setdefault(title, (title, "reread", file, line))
         else:
             harmless[title] = None
     return Read(tuple(found.values()), tuple(t for t in harmless if t not in found), notes)
+
+
+def _counts(memory: RoundMemory, place: Origin, module: Any) -> bool:
+    """Whether this is a plain attribute of a trained module with which its code counts on from batch to batch: what the
+    loop sets is carried."""
+    if not isinstance(module, nn.Module) or place[0] != "attr" or "trained" not in memory.judge.flags(module):
+        return False
+    stated = (module._parameters, module._buffers, module._modules, ("training",))
+    if has_extra_state(module) or any(place[2] in names for names in stated):
+        return False
+    return counts_batches(memory, place)
 
 
 def _kind(place: Origin, thing: Any) -> str:
@@ -346,20 +395,44 @@ def _beside_loop(trained: Trained, names: Mapping[int, str]) -> BesideLoop:
     streamed = callable(getattr(dataset, "__iter__", None)) and reading_of(dataset).streamed
     if streamed:  # what reading it changes is put back with its place, or is its reader's own
         data.append((names.get(id(dataset), "dataset"), dataset))
-    for thing in _within([trained.collate] if streamed else [dataset, trained.collate]):
-        title = names.get(id(thing), "dataset")
-        if isinstance(thing, types.FunctionType) and of_user(thing.__code__.co_filename):
-            samples.append((thing, ()))
-        elif users_class(type(thing)) and not isinstance(thing, nn.Module):
-            samples += [(f, ((title, thing),)) for f in _methods(thing, _SAMPLING)]
-        elif thing is dataset or isinstance(thing, list | dict | Tensor | np.ndarray):
-            data.append((title, thing))
-        if len(data) + len(samples) > 4 * _WIDE:
-            break
+    for thing in _sampled([trained.collate] if streamed else [dataset, trained.collate], trained):
+        if thing is dataset or isinstance(thing, list | dict | Tensor | np.ndarray):
+            data.append((names.get(id(thing), "dataset"), thing))
+        found = _code_of(thing, names, "dataset", _SAMPLING)
+        samples += [one for one in found if sum(f is one[0] for f, _ in samples) < _MOST_OF_A_KIND]
     if users_class(type(dataset)) and not streamed:
         data = []  # its own code says what it reads
-    forwards = {id(m): _hooks_of(m, _FORWARD, names) for m in trained.model.modules()}
-    return BesideLoop(samples, _hooks(trained.model, names), _updates(trained, names), data, forwards)
+    of_all = [one for kind in _FORWARD for one in _functions(getattr(torch_modules, f"_global{kind}"), names)]
+    forwards = {id(m): [*_hooks_of(m, _FORWARD, names), *of_all] for m in trained.model.modules()}
+    limit = 4 * _WIDE
+    hooks = [*_hooks(trained.model, names), *of_all]
+    return BesideLoop(samples[:limit], hooks, _updates(trained, names), data[:limit], forwards)
+
+
+def _sampled(things: Iterable[Any], trained: Trained) -> Iterator[Any]:
+    """These objects and their contents: some levels of the user's objects, whose code tells the rest, and any of a
+    library's around them."""
+    known = {id(module) for module in trained.model.modules()}
+    left = deque((thing, _DEEP) for thing in things)
+    while left and len(known) < _MOST_SAMPLED:
+        thing, levels = left.popleft()
+        if id(thing) in known or isinstance(thing, _UNSAMPLED) or trained.is_run(thing):
+            continue
+        known.add(id(thing))
+        yield thing
+        inner: Iterable[Any] = ()
+        if isinstance(thing, dict | list | tuple):
+            inner = thing.values() if isinstance(thing, dict) else thing
+        elif isinstance(thing, functools.partial):
+            inner = (*thing.args, *thing.keywords.values())
+        elif isinstance(thing, types.MethodType):
+            inner = () if users_class(type(thing.__self__)) else (thing.__self__,)  # the user's own code is read
+        elif not isinstance(thing, Tensor | np.ndarray | types.FunctionType):
+            levels -= users_class(type(thing))
+            own = vars(nn.Module()) if isinstance(thing, nn.Module) else {}
+            inner = [v for k, v in getattr(thing, "__dict__", {}).items() if k not in own or k == "_modules"]
+        if levels > 0:
+            left += [(one, levels) for one in itertools.islice(inner, _WIDE)]
 
 
 def _methods(thing: Any, wanted: Iterable[str]) -> Iterator[types.FunctionType]:
@@ -381,24 +454,41 @@ def _hooks_of(thing: Any, kinds: Iterable[str], names: Mapping[int, str]) -> lis
 
 
 def _updates(trained: Trained, names: Mapping[int, str]) -> list[Any]:
-    found = [
-        one for attribute in _UPDATE_HOOKS for one in _functions(getattr(trained.optimizer, attribute, None), names)
-    ]
-    for scheduler in schedulers_of(trained.scheduler):
-        found += _functions(dict(enumerate(getattr(scheduler, "lr_lambdas", []))), names)
+    found: list[Any] = []
+    for member in optimizers_of(trained.optimizer).values():
+        hooks = [getattr(member, kind, None) for kind in _UPDATE_HOOKS]
+        hooks += [torch_optimizers._global_optimizer_pre_hooks, torch_optimizers._global_optimizer_post_hooks]
+        known = ("optimizer", member)
+        found += [(f, (*given, known)) for held in hooks for f, given in _functions(held, names)]
+        found += [(f, (known,)) for f in _methods(member, ("step",))]
+    schedulers = with_inner(trained.scheduler)
+    for scheduler in schedulers:
         found += [(f, (("scheduler", scheduler),)) for f in _methods(scheduler, ("get_lr", "step"))]
-    members = optimizers_of(trained.optimizer).values()
-    return found + [(f, (("optimizer", member),)) for member in members for f in _methods(member, ("step",))]
+    carried = list(_within(trained.carried))
+    for thing in (*schedulers, *(s for one in carried if isinstance(one, LRScheduler) for s in with_inner(one))):
+        found += _functions(dict(enumerate(getattr(thing, "lr_lambdas", []))), names)
+    averages = [one for one in carried if isinstance(one, AveragedModel)]
+    held = [f for one in averages for f in (getattr(one, "avg_fn", None), getattr(one, "multi_avg_fn", None))]
+    return found + _functions(dict(enumerate(held)), names)
 
 
 def _functions(hooks: Any, names: Mapping[int, str]) -> list[Any]:
     found: list[Any] = []
     for hook in list((hooks or {}).values()):
-        hook = hook[0] if isinstance(hook, tuple) else hook
-        if isinstance(hook, types.FunctionType) and of_user(hook.__code__.co_filename):
-            found.append((hook, ()))
-        elif isinstance(hook, types.MethodType) and of_user(hook.__func__.__code__.co_filename):
-            found.append((hook.__func__, ((names.get(id(hook.__self__), "hook"), hook.__self__),)))
-        elif not isinstance(hook, types.FunctionType) and users_class(type(hook)):
-            found += [(f, ((names.get(id(hook), "hook"), hook),)) for f in _methods(hook, ("__call__",))]
+        found += _code_of(hook[0] if isinstance(hook, tuple) else hook, names, "hook", ("__call__",))
     return found
+
+
+def _code_of(thing: Any, names: Mapping[int, str], title: str, methods: Sequence[str]) -> list[Any]:
+    """The user's functions that run if this is called, with their first arguments. methods: of other objects."""
+    if isinstance(thing, functools.partial):
+        return [(thing, ())]
+    if isinstance(thing, types.FunctionType):
+        return [(thing, ())] if of_user(thing.__code__.co_filename) else []
+    if isinstance(thing, types.MethodType):
+        inner = thing.__func__ if isinstance(thing.__func__, types.FunctionType) else None
+        own = ((names.get(id(thing.__self__), title), thing.__self__),)
+        return [(inner, own)] if inner is not None and of_user(inner.__code__.co_filename) else []
+    wanted = (*methods, "forward") if isinstance(thing, nn.Module) else methods
+    own = ((names.get(id(thing), title), thing),)
+    return [(f, own) for f in _methods(thing, wanted)] if users_class(type(thing)) else []

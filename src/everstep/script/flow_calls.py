@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,6 +47,7 @@ from everstep.script.flow_words import (
     FORGETTING,
     LOOKING,
     MODES,
+    MOVES,
     PASSING,
     READS,
     REFUSING,
@@ -69,7 +71,7 @@ class BesideLoop:
     hooks: at each backward pass; updates: at each update; forwards: at each call of a module, by its id. data: objects
     that hold the samples."""
 
-    samples: Sequence[tuple[types.FunctionType, tuple[Any, ...]]] = ()
+    samples: Sequence[tuple[types.FunctionType | partial[Any], tuple[Any, ...]]] = ()
     hooks: Sequence[tuple[types.FunctionType, tuple[Any, ...]]] = ()
     updates: Sequence[tuple[types.FunctionType, tuple[Any, ...]]] = ()
     data: Sequence[tuple[str, Any]] = ()
@@ -139,21 +141,29 @@ class Calls:
         memory.sink(deps)
         return Value(deps)
 
+    def train_on_batch(self, loss: types.FunctionType, own: Sequence[Value]) -> None:
+        """Note a batch of a task, whose loss is a function of these and the batch."""
+        self._backward(Given((self.functions.run(loss, [*own, self._batch()], {}),), {}))
+
     def updated(self) -> None:
-        """Note an update: schedulers and hooks of the optimizer run."""
+        """Note an update: schedulers and hooks of the optimizer run, which may change what they are given."""
         for function, given in self.feeds.updates:
-            self.memory.sink(self.memory.use(self._beside(function, given)))
+            self.memory.sink(self.memory.use(self._beside(function, given, frozenset(("grad",)))))
 
     def operate(self, value: Value, name: str, given: Sequence[Value]) -> Value | None:
         return self.functions.operate(value, name, given)
 
     def _beside(
         self,
-        function: types.FunctionType,
+        function: types.FunctionType | partial[Any],
         given: tuple[Any, ...],
         flags: frozenset[str] = frozenset(),
         deps: frozenset[Origin] = NOTHING,
     ) -> Value:
+        if isinstance(function, partial):
+            batch = Value(deps | {("arg", id(function), 0)}, flags=flags)
+            all_given = (*(self.memory.live(thing, title) for title, thing in given), batch)
+            return self.functions.live(function, Value(title="partial"), Given(all_given, {})) or Value()
         code = function.__code__
         own = [self.memory.live(thing, title) for title, thing in given]
         rest = [
@@ -261,7 +271,8 @@ class Calls:
                 memory.sink(whole)
         if name == "backward" and "inputs" in given.named:
             memory.mutate(given.named["inputs"], Value(memory.use(base)))
-        self._changed_arguments(name if isinstance(_only(base), np.ufunc) else "", given, whole)
+        changes = isinstance(_only(base), np.ufunc) or name == "shuffle"
+        self._changed_arguments(name if changes else "", given, whole)
         self.functions.handed_on(given, base)
         if name in REFUSING:
             memory.may_raise(memory.use(base))
@@ -281,11 +292,11 @@ class Calls:
             return Value(memory.use(base), element=Value(items=(key, one)) if name == "items" else one)
         flags = base.flags & {"trained", "copy", "grad"} if name in ALIASING else frozenset()
         if name.startswith("named_"):
-            one = Value(memory.use(base), homes=self._homes(base), flags=flags, title=base.title)
+            one = Value(memory.use(base), homes=_homes(base), flags=flags, title=base.title)
             return Value(memory.use(base), element=Value(items=(Value(), one)))
         if name in COPIES and "trained" in base.flags:
             flags |= {"copy"}
-        homes = self._homes(base) if name in ALIASING or in_place else NOTHING
+        homes = _homes(base) if name in ALIASING or in_place else NOTHING
         asked = bare(given.plain[0]) if name in LOOKING and given.plain else None
         return Value(
             (memory.use(base) if asked is None else entry_of(memory, base, asked)) | whole,
@@ -293,10 +304,6 @@ class Calls:
             flags=flags,
             title=title if not homes else base.title,
         )
-
-    def _homes(self, base: Value) -> frozenset[Origin]:
-        alone = base.objects if "trained" not in base.flags else ()
-        return base.homes | {("object", id(t)) for t in alone if not isinstance(t, SCALARS)}
 
     def _function(self, node: ast.Call, callee: Value, name: str, given: Given, scope: Scope) -> Value:
         memory = self.memory
@@ -332,8 +339,13 @@ class Calls:
             named = list(zip(node.args, given.plain, strict=False))
             named = named[:1] if name == "open" else named
             whole |= self._file(_opened(node) if name == "open" else name, named, whole)
+        if name in MOVES and len(node.args) == len(given.plain) == 2:
+            read = self._file("load", [(node.args[0], given.plain[0])], whole)
+            self._file("save", [(node.args[1], given.plain[1])], whole | read)
         self._changed_arguments(name, given, whole)
         self.functions.handed_on(given)
+        if name == "getenv":
+            whole |= memory.use(memory.live(os.environ, "os.environ"))
         if name in DRAWS and "generator" not in given.named:
             whole |= {RANDOM}
         types_made = [t for t in callee.objects if isinstance(t, type)]
@@ -461,6 +473,11 @@ def _of_modules(reader: Reader, name: str, given: Given, deps: frozenset[Origin]
         found = [sys.modules.get(key) for key in plain[0].objects if isinstance(key, str)]
         return joined([memory.live(one, one.__name__) for one in found if one is not None] or [Value()])
     return None
+
+
+def _homes(base: Value) -> frozenset[Origin]:
+    alone = base.objects if "trained" not in base.flags else ()
+    return base.homes | {("object", id(t)) for t in alone if not isinstance(t, SCALARS)}
 
 
 def _only(value: Value) -> Any:

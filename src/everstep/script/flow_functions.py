@@ -51,7 +51,8 @@ class Functions:
         memory = self.memory
         if isinstance(thing, functools.partial):
             bound = [memory.live(v, f"{callee.title}.args") for v in thing.args]
-            return self._function_of(thing.func, [*bound, *given.plain], given.named)
+            named = {name: memory.live(v, f"{callee.title}.{name}") for name, v in thing.keywords.items()}
+            return self.live(thing.func, callee, Given((*bound, *given.plain), {**named, **given.named}))
         if isinstance(thing, functools._lru_cache_wrapper):
             return self._cached(thing, callee.title, given)
         if isinstance(thing, types.FunctionType | types.MethodType | staticmethod | classmethod):

@@ -103,10 +103,11 @@ class Judge:
 
 @dataclass(frozen=True)
 class WrittenOnce:
-    """A write: dependences of the value, and keys under which it was written."""
+    """A write: dependences of the value, and keys under which it was written. each: for each batch."""
 
     deps: frozenset[Origin]
     keys: frozenset[Origin]
+    each: bool = False
 
 
 Point = tuple[dict[Origin, Value], KeysDone]
@@ -131,20 +132,21 @@ class Attempt:
 
 @dataclass
 class RoundMemory:
-    """All places. written: by place, file and line of the first write; stores: all writes. copies: places that came to
+    """All places. at: file and line, and whether it is done for each batch; written: by place, where it is first
+    written; stores: all writes. copies: places that came to
     hold a copy of trained values. sinks: places that training was found to depend on. control: dependences of whether
     the present statement is done. kept: live objects by id; made: stand-ins for objects that are made in the round.
     owners: by cell of a closure, its function."""
 
     judge: Judge
     values: dict[Origin, Value] = field(default_factory=dict)
-    written: dict[Origin, tuple[str, int]] = field(default_factory=dict)
+    written: dict[Origin, tuple[str, int, bool]] = field(default_factory=dict)
     stores: dict[Origin, list[WrittenOnce]] = field(default_factory=dict)
     titles: dict[Origin, str] = field(default_factory=dict)
     copies: set[Origin] = field(default_factory=set)
     sinks: set[Origin] = field(default_factory=set)
     control: frozenset[Origin] = NOTHING
-    at: tuple[str, int] = ("", 0)
+    at: tuple[str, int, bool] = ("", 0, False)
     kept: dict[int, Any] = field(default_factory=dict)
     made: dict[int, Any] = field(default_factory=dict)
     owners: dict[int, int] = field(default_factory=dict)
@@ -176,7 +178,8 @@ class RoundMemory:
         found |= {("read", place, None)}
         if (base := _beneath(thing)) is not None:
             found |= self.contents(base)
-        found = found.union(*(self.values[inner].deps for inner in self._set.get(id(thing), ())))
+        told = {inner for inner in self._set.get(id(thing), ()) if not _is_code_read(self.judge, thing, inner[2])}
+        found = found.union(*(self.values[inner].deps for inner in told))
         names = getattr(thing, "__dict__", None)
         if isinstance(names, dict) and self.judge.of_user(thing) and "trained" not in self.judge.flags(thing):
             for name in list(names)[:_MOST]:
@@ -239,7 +242,8 @@ class RoundMemory:
         if place[0] == "attr":
             self._set.setdefault(place[1], set()).add(place)
         deps = self.use(value) if not strong or place[0] != "name" else value.deps
-        self.stores.setdefault(place, []).append(WrittenOnce(normal(self.use(value) | self.control), frozenset(keys)))
+        found = normal(self.use(value) | self.control)
+        self.stores.setdefault(place, []).append(WrittenOnce(found, frozenset(keys), self.at[2]))
         value = value.with_deps(deps | self.control)
         if not strong:
             before = self.values.get(place, Value(frozenset((place,))))
@@ -296,9 +300,9 @@ class RoundMemory:
         self.sinks |= normal(frozenset(deps) | self.control)
 
     @contextmanager
-    def reading(self, file: str = "", line: int = 0) -> Iterator[None]:
-        """While inside, code is read that stands in this file, or at this line."""
-        before, self.at = self.at, (file or self.at[0], line or self.at[1])
+    def reading(self, file: str = "", line: int = 0, each: bool = False) -> Iterator[None]:
+        """While inside, code is read that stands in this file, or at this line, or that is done for each batch."""
+        before, self.at = self.at, (file or self.at[0], line or self.at[1], each or self.at[2])
         try:
             yield
         finally:
@@ -399,6 +403,31 @@ class RoundMemory:
             return True
         thing = self.kept.get(place[1]) if place[0] in ("object", "attr") else None
         return thing is not None and "carried" in self.judge.flags(thing)
+
+
+def _is_code_read(judge: Judge, thing: Any, name: str) -> bool:
+    """Whether this is an attribute of a trained object that only the user's code uses, which is read."""
+    if "trained" not in judge.flags(thing):
+        return False
+    others = [vars(kind).values() for kind in type(thing).__mro__ if not judge.of_user(kind)]
+    codes = [f.__code__ for held in others for f in held if isinstance(f, types.FunctionType)]
+    return not any(name in code.co_names for code in codes)
+
+
+def sink_setting(memory: RoundMemory, value: Value) -> None:
+    """Note that a trained object has an attribute of this value, on which the training may depend: on attributes of
+    trained objects it does where their code says so."""
+
+    def is_own(dep: Origin) -> bool:
+        place = dep[1] if dep[0] == "if" else dep
+        return place[0] == "attr" and "trained" in memory.judge.flags(memory.kept.get(place[1]))
+
+    memory.sinks.update(d for d in normal(memory.use(value) | memory.control) if not is_own(d))
+
+
+def counts_batches(memory: RoundMemory, place: Origin) -> bool:
+    """Whether the content of a place follows from its content before the batch."""
+    return any(store.each and place in store.deps for store in memory.stores.get(place, ()))
 
 
 def _beneath(thing: Any) -> Any:

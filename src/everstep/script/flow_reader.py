@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from everstep.script.flow_items import MISSING, namespace_of
 from everstep.script.flow_memory import (
     LEADER,
@@ -26,8 +28,10 @@ from everstep.script.flow_memory import (
     Value,
     items_of,
     joined,
+    sink_setting,
 )
 from everstep.script.flow_sources import Function, SyntaxTrees, names_of
+from everstep.script.flow_words import VIEWS
 
 _DEEPEST = 10
 _MOST_STATEMENTS = 30_000
@@ -273,7 +277,7 @@ class Reader:
         """Set an attribute, or run the user's class's own method for that."""
         memory = self.memory
         if base.flags & {"trained", "step"}:
-            memory.sink(memory.use(value))
+            sink_setting(memory, value)
         if not base.objects:
             memory.mutate(base, value)
             self.grow(node, base, value, scope)
@@ -349,6 +353,8 @@ class Reader:
             mine = ("attr", id(thing), name)
             if name == "__dict__":
                 found.append(base)
+            elif name in VIEWS and isinstance(thing, Tensor):
+                found.append(replace(base, objects=(thing,), title=f"{base.title}.{name}", key=None))
             elif isinstance(getter, types.FunctionType) and self.calls is not None:
                 made = self.run_function(getter, [base])
                 if not memory.judge.of_user(getter):

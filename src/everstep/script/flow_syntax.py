@@ -103,7 +103,7 @@ def _loop(reader: Reader, node: ast.For | ast.While, scope: Scope) -> None:
         else:
             deps = reader.truth(node.test, scope) if isinstance(node, ast.While) else NOTHING
         inner = replace(scope, left=NOTHING, skips=[], is_round=False)
-        with memory.under(deps | scope.left):
+        with memory.under(deps | scope.left), memory.reading(each=trains):
             reader.block(node.body, inner)
         memory.meet([memory.point(), *inner.skips])
         left.append(inner.left)

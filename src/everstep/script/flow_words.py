@@ -48,11 +48,20 @@ SEEDS = _words("manual_seed seed manual_seed_all set_rng_state setstate set_stat
 """Functions that set a global generator."""
 SHAPES = _words("shape dtype device ndim")
 """Attributes of a tensor that do not depend on its numbers."""
+VIEWS = _words("data grad")
+"""Attributes of a tensor that change with it, or that an update takes."""
 COPIES = _words("deepcopy copy clone parameters_to_vector state_dict")
 """Functions that copy."""
-WRITES = _words("save dump write_text write_bytes savez savetxt to_csv rename replace touch")
+WRITES = _words(
+    "save dump write_text write_bytes savez savetxt to_csv rename replace touch save_file save_pretrained "
+    "savez_compressed tofile to_parquet"
+)
 """Functions that write a file."""
-READS = _words("load read_text read_bytes loadtxt read_csv fromfile exists is_file")
+MOVES = _words("copy copy2 copyfile copytree move")
+"""Functions that write one file, or folder, from another."""
+READS = _words(
+    "load read_text read_bytes loadtxt read_csv fromfile exists is_file load_file from_pretrained read_parquet"
+)
 """Functions that read a file."""
 FIRST_CHANGED = _words(
     "heappush heappop heapify shuffle copyto delattr vector_to_parameters insort insort_left "

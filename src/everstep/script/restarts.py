@@ -33,8 +33,16 @@ _GIVEN_BEFORE = (
     "the loop lets this name stand for something else, but join has read what it stood for before: the training would "
     "go on with that"
 )
+_FORWARD = (
+    "the forward pass counts on from batch to batch, and the training depends on it: a worker computes only some "
+    "of the batches, and one that is resumed or healed would begin again"
+)
+_BY_TASK = (
+    "the task's code changes it from batch to batch, and the training depends on it: a worker computes only some of "
+    "the batches, and one that is resumed or healed would begin again"
+)
 _ANEW = "join does not carry this {}: it is lost on resume"
-_SAYS = {"reread": _REREAD, "leader": _LEADS, "given": _GIVEN_BEFORE}
+_SAYS = {"reread": _REREAD, "leader": _LEADS, "given": _GIVEN_BEFORE, "forward": _FORWARD}
 _GIVE = "give it to join: state={{'{key}': {name}}}"
 _STATE = (
     "write kept = everstep.state({key}={name}), give it to join as state=kept, and use kept.{key} in the loop instead"
@@ -44,6 +52,7 @@ _REMEDIES = {
     "carried": _STATE,
     "cache": "let its result depend on its arguments alone",
     "count": "count from step.number",
+    "forward": "set {name} from step.number in the loop, before the batches, or make it a buffer of the model",
     "file": "keep its content in everstep.state(...), and give that to join as state=",
     "reread": "do not load before the loop what the loop saves: a job goes on from its own checkpoints",
     "scheduler": "give it to join: scheduler={name}, which steps it once per update, or state={{'{key}': {name}}} to "
@@ -168,6 +177,12 @@ def read_in_code(name: str, kind: str, file: str, line: int) -> Finding:
     remedy = _remedy(kind, name)
     remedy += f"; or join(ignore=['{name}']) if no later step depends on it"
     return Finding(kind, name, "", True, remedy, file, line, _SAYS.get(kind, _CARRIES))
+
+
+def of_task(read: Iterable[tuple[str, str, str, int]]) -> list[str]:
+    """Why a task is not trained that changes these names for each batch, a line for each."""
+    remedy = "keep it in a buffer of the model, or let it follow from the batch"
+    return [str(Finding(kind, name, "", True, remedy, file, line, _BY_TASK)) for name, kind, file, line in read]
 
 
 def with_code(found: Sequence[Finding], read: Sequence[Finding], harmless: Sequence[str]) -> list[Finding]:

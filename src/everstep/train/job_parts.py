@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,9 @@ from everstep.exact.shard_sums import ShardMesh
 from everstep.order.cursor import SampleOrder
 from everstep.order.permutation import MAX_SIZE
 from everstep.placement.cuts import units_of
+from everstep.script.carried_names import Trained, read_task
+from everstep.script.reachable import users_class
+from everstep.script.restarts import of_task
 from everstep.script.unsupported import refuse_group, refuse_short_schedule, refuse_unsupported
 from everstep.train.blank_model import Skeleton, are_blank, blank_parameters
 from everstep.train.cell_head import CellHead
@@ -40,6 +44,8 @@ from everstep.train.task import Task, calling
 from everstep.train.trainer import EarlyStop
 from everstep.train.view import Stages
 from everstep.train.worker_link import WorkerLink
+
+log = logging.getLogger(__name__)
 
 
 def assemble(
@@ -102,6 +108,8 @@ def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
     built = BuiltTask(task, config, link.me.worker_id)
     device, early_stop = built.device, built.early_stop
     parts = built.make(() if config.meta_init and config.stages > 1 else None)
+    if config.rehearse and not (link.me.worker_id or link.me.incarnation) and users_class(type(task)):
+        _refuse_what_is_lost(task, parts, built.dataset)
     if config.cell.ranks > 1:
         built.order()  # which not all datasets have
     if config.stages == 1:
@@ -114,6 +122,19 @@ def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
     stages = built.stages(parts, data, checked=checked, made=None if cell is None else cell.attach)
     session = Session(link, stages, device, data, task.collate, whole, rewindable=True, cell=cell)
     return Run(session, parts.model), early_stop
+
+
+def _refuse_what_is_lost(task: Task, parts: Parts, dataset: Any) -> None:
+    """Raises: ConfigError for what the user's task changes for each batch, and that the training depends on."""
+    trained = Trained(parts.model, parts.optimizer, parts.scheduler, (), dataset, task.collate, lambda thing: False)
+    try:
+        lost = of_task(read_task(task, trained).carried)
+    except Exception as error:  # the user's objects may raise at any look
+        log.debug("the task's code was not read: %s", error)
+        return
+    if lost:
+        more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+        raise ConfigError(f"{lost[0]}{more}; rehearse=false skips this check")
 
 
 def _check_schedule(parts: Parts, data: JobData) -> None:

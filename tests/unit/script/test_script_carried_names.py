@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import beside_loops
 import carried_loops
 import everstep
 import harmless_loops
@@ -74,11 +75,15 @@ def read(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> Read:
     linecache.checkcache()
     with pytest.raises(Reading):
         exec(compile(text, str(script), "exec"), vars(module))
+    if "registered" in vars(module):  # for all modules, or all optimizers, of the process
+        module.registered.remove()
     assert runs[0].read is not None
     return runs[0].read
 
 
-@pytest.mark.parametrize("loop", [*carried_loops.BAD, *indirect_loops.BAD], ids=lambda loop: loop.name)
+@pytest.mark.parametrize(
+    "loop", [*carried_loops.BAD, *indirect_loops.BAD, *beside_loops.BAD], ids=lambda loop: loop.name
+)
 def test_what_reaches_the_training_is_named(loop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = read(tmp_path, loop.text, monkeypatch)
     assert {name for name, *_ in found.carried} == set(loop.refused)
@@ -86,7 +91,9 @@ def test_what_reaches_the_training_is_named(loop: Any, tmp_path: Path, monkeypat
     assert all(0 < line <= len(lines) and Path(file).name == "script.py" for _, _, file, line in found.carried)
 
 
-@pytest.mark.parametrize("loop", [*carried_loops.CLEAN, *harmless_loops.CLEAN], ids=lambda loop: loop.name)
+@pytest.mark.parametrize(
+    "loop", [*carried_loops.CLEAN, *harmless_loops.CLEAN, *beside_loops.CLEAN], ids=lambda loop: loop.name
+)
 def test_what_does_no_harm_is_not(loop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = read(tmp_path, loop.text, monkeypatch)
     assert not found.carried and not found.notes
