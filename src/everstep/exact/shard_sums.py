@@ -218,7 +218,7 @@ class ShardMesh:
         return x.narrow(_SEQUENCE, self.rank * size, size).contiguous()
 
 
-def _refuse_second() -> None:
+def refuse_second() -> None:
     """Inside a backward pass. Raises: ConfigError if it is to be derived, too."""
     if torch.is_grad_enabled():
         raise ConfigError(
@@ -260,11 +260,11 @@ class _Take(Function):
     @staticmethod
     def forward(ctx: Any, mesh: ShardMesh, cut: ShardCut, whole: Tensor) -> tuple[Tensor, ...]:
         ctx.mesh, ctx.cut, ctx.whole = mesh, cut, whole.detach()
-        return tuple(cut.take(whole, mesh.mine, mesh.shards))
+        return tuple(cut.lend(whole, mesh.mine, mesh.shards))
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
-        _refuse_second()
+        refuse_second()
         return None, None, ctx.mesh.whole_gradient(ctx.cut, ctx.whole, found)
 
 
@@ -276,7 +276,7 @@ class _Spread(Function):
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
-        _refuse_second()
+        refuse_second()
         return None, ctx.mesh.total(found)
 
 
@@ -288,7 +288,7 @@ class _Join(Function):
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
-        _refuse_second()
+        refuse_second()
         return None, *(found * ctx.count)
 
 
@@ -300,7 +300,7 @@ class _SpreadSequence(Function):
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
-        _refuse_second()
+        refuse_second()
         return None, ctx.mesh.part(ctx.mesh.total(found))
 
 
@@ -312,7 +312,7 @@ class _JoinSequence(Function):
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
-        _refuse_second()
+        refuse_second()
         return None, *([ctx.mesh.whole(found[0])] * len(ctx.mesh.mine))
 
 
@@ -324,7 +324,7 @@ class _EnterSequence(Function):
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
-        _refuse_second()
+        refuse_second()
         return None, ctx.mesh.whole(found[0])
 
 
@@ -336,5 +336,5 @@ class _LeaveSequence(Function):
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
-        _refuse_second()
+        refuse_second()
         return None, ctx.mesh.part(found[0])
