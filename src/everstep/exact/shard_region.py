@@ -143,7 +143,7 @@ class ShardedRegion:
             if isinstance(other, Tensor) and other.requires_grad:
                 raise TaskError("cell.shards: a sharded module takes one tensor with a gradient, its first argument")
         mesh, twin, draws = self._mesh, self._twin, _set_as_owner(self._pairs)
-        draws = draws and (self._rates is None or any(vars(twin)[rate] for rate in self._rates))
+        idle = self._rates is not None and not any(vars(twin)[rate] for rate in self._rates)
         call = getattr(twin, self._method) if self._method else twin
         weights = {layer: self._parts(layer) for layer in self._layers}
         xs = mesh.spread_hidden(hidden)
@@ -153,7 +153,7 @@ class ShardedRegion:
                 inner.hold(*weights[layer][k])
             return call(xs[k], *args[1:], **named) if args else call(**{**named, key: xs[k]})
 
-        found = mesh.each(act, draws=draws)
+        found = mesh.each(act, draws=draws, idle=idle)
         for inner in self._inner.values():
             inner.hold(None, None)
         first = found[0]
