@@ -13,8 +13,9 @@
   the surviving cell is in a pass any more, beside a pass of the same job (its median). hop: the same of a job of 2
   stages x 2 x cells of 2, whose surviving cells wait for what the dead one would have sent.
 - fsdp: step of a cell of two against FSDP2 that reduces each micro-batch. tp: of two processes with two shards against
-  torch's tensor parallelism. shards: of one process with four shards against one that is not cut, which has each weight
-  and its gradient copied once per lane: samples of few tokens (`--micro-batch`) show that most.
+  torch's tensor parallelism. shards: of one process with four shards against one that is not cut, which has all
+  gradients, and weights that are not cut along rows, copied once per lane: samples of few tokens (`--micro-batch`)
+  show that most.
 - three: 2 stages x 2 lanes at a time x 2 shards, blocks that wait, against torch's pipelining, FSDP2 and TP together.
 - memory: `memory.py`'s: a cell of four processes against what `plan memory` says, and against DDP with four.
 - hub: from the command line to the first step of a GPT-2 with fresh weights, beside transformers' Trainer.

@@ -20,8 +20,8 @@ def bounds(size: int, shards: int) -> list[tuple[int, int]]:
     return list(pairwise(starts))
 
 
-_ALIGNED_BYTES = 512
-"""Alignment of tensors that torch makes: 64 bytes on CPUs, 512 on GPUs."""
+_ALIGNED_BYTES = {"cpu": 64, "cuda": 512}
+"""Alignment of tensors that torch makes."""
 
 
 @lru_cache(maxsize=4096)  # asked for at every layer of every lane
@@ -65,12 +65,21 @@ class ShardCut:
         runs = _runs(whole.shape[self.axis], self.fused, shard, shards)
         return [whole.narrow(self.axis, first, length) for first, length in runs]
 
+    def lend(self, whole: Tensor, wanted: range, shards: int) -> list[Tensor]:
+        """`take`, without a copy if the shards lie in the whole parameter as tensors of their own would."""
+        aligned = _ALIGNED_BYTES.get(whole.device.type, 512)
+        apart = self.axis > 0 or self.fused > 1 or whole.shape[0] % shards or whole.nbytes // shards % aligned
+        if apart or whole.data_ptr() % aligned or not whole.is_contiguous():
+            return self.take(whole, wanted, shards)
+        parts = whole.detach().chunk(shards)
+        return [*parts[wanted.start : wanted.stop]]
+
     def take(self, whole: Tensor, wanted: range, shards: int) -> list[Tensor]:
         """Some shards of the whole parameter, copied. Kernels choose their ways by strides and alignment, so each lies
         as a tensor of its own would."""
         whole = whole.detach()
         part, more = divmod(whole.shape[self.axis], self.fused * shards)
-        if more or whole.nbytes // shards % _ALIGNED_BYTES:
+        if more or whole.nbytes // shards % _ALIGNED_BYTES.get(whole.device.type, 512):
             return [self._copied(self.views(whole, shard, shards)) for shard in wanted]
         before, after = whole.shape[: self.axis], whole.shape[self.axis + 1 :]
         by_shard = whole.reshape(*before, self.fused, shards, part, *after).movedim(self.axis + 1, 0)
@@ -86,5 +95,7 @@ class ShardCut:
             view.copy_(part)
 
     def join(self, found: Sequence[Tensor]) -> Tensor:
+        if self.fused == 1:
+            return torch.cat([*found], self.axis)
         parts = [one.chunk(self.fused, self.axis) for one in found]
         return torch.cat([part[k] for k in range(self.fused) for part in parts], self.axis)

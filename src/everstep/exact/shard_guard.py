@@ -80,7 +80,7 @@ class CutModules:
     def check(self) -> None:
         """Raises: ConfigError naming what has changed since, so that shards would pass over it."""
         for kind, words in _GLOBAL.items():
-            if not all(_of_torch(hook) for hook in getattr(torch_module, kind).values()):
+            if (hooks := getattr(torch_module, kind)) and not all(map(_of_torch, hooks.values())):
                 raise _passed_over("torch", words)
         for name, module, seen in self._seen:
             refuse_hooks(name, module)
@@ -105,7 +105,7 @@ class CutModules:
 def refuse_hooks(name: str, module: nn.Module) -> None:
     """Raises: ConfigError naming a hook of a module, unless it is ours, which shards do not pass over."""
     for kind, words in _HOOKS.items():
-        if any(not _own(hook) for hook in vars(module)[kind].values()):
+        if (hooks := vars(module)[kind]) and not all(map(_own, hooks.values())):
             raise _passed_over(name, words)
 
 

@@ -39,7 +39,8 @@ class RegionRule:
 
     modules: its name in the model, "*" for any one part of it; method: what is computed, if it is not the whole module;
     column, row: layers in it; after: modules that are applied to what the last row-parallel layer gives; divided:
-    numbers of the module that count what a shard has only its share of.
+    numbers of the module that count what a shard has only its share of; rates: numbers of the module that are all 0
+    where it draws nothing, None: it may draw whenever it is in training.
     """
 
     modules: str
@@ -48,20 +49,23 @@ class RegionRule:
     method: str = ""
     after: Sequence[str] = ()
     divided: Sequence[str] = ()
+    rates: Sequence[str] | None = None
 
 
 class ShardLinear(nn.Module):
     """A linear layer that has one shard's weight during a call. turned: the weight is (inputs, outputs), as GPT-2's."""
 
+    weight: Tensor | None
+    bias: Tensor | None
+
     def __init__(self, *, turned: bool) -> None:
         super().__init__()
         self.turned = turned
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
+        self.hold(None, None)
 
     def hold(self, weight: Tensor | None, bias: Tensor | None) -> None:
         """Set the weight and bias of the next call."""
-        self.weight, self.bias = weight, bias
+        self.__dict__.update(weight=weight, bias=bias)  # `nn.Module` takes several us for each
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., inputs of the shard) -> (..., outputs of the shard)."""
@@ -91,7 +95,7 @@ class ShardedRegion:
         biased = [self._layers[layer] for layer in rule.row if self._layers[layer].bias is not None]
         if len(biased) > 1:
             raise ConfigError(f"cell.shards: {name} has several row-parallel layers with biases: expected one")
-        self._biased = biased
+        self._biased, self._rates = biased, rule.rates
         self._pairs = _pairs(owner, self._twin, rule.divided)
         after = [owner.get_submodule(path) for path in rule.after]
         self._after = [
@@ -139,6 +143,7 @@ class ShardedRegion:
             if isinstance(other, Tensor) and other.requires_grad:
                 raise TaskError("cell.shards: a sharded module takes one tensor with a gradient, its first argument")
         mesh, twin, draws = self._mesh, self._twin, _set_as_owner(self._pairs)
+        idle = self._rates is not None and not any(vars(twin)[rate] for rate in self._rates)
         call = getattr(twin, self._method) if self._method else twin
         weights = {layer: self._parts(layer) for layer in self._layers}
         xs = mesh.spread_hidden(hidden)
@@ -148,7 +153,7 @@ class ShardedRegion:
                 inner.hold(*weights[layer][k])
             return call(xs[k], *args[1:], **named) if args else call(**{**named, key: xs[k]})
 
-        found = mesh.each(act, draws=draws)
+        found = mesh.each(act, draws=draws, idle=idle)
         for inner in self._inner.values():
             inner.hold(None, None)
         first = found[0]
@@ -227,10 +232,12 @@ def _refuse_missing(name: str, owner: nn.Module, rule: RegionRule) -> None:
     there = dict(owner.named_modules(remove_duplicate=False))
     missing = [path for path in (*rule.column, *rule.row, *rule.after) if path not in there]
     missing += [number for number in rule.divided if type(vars(owner).get(number)) is not int]
+    missing += [rate for rate in rule.rates or () if type(vars(owner).get(rate)) not in (int, float)]
     if rule.method and not callable(getattr(type(owner), rule.method, None)):
         missing.append(f"{rule.method}()")
     if missing:
         kind = "method" if missing[0].endswith("()") else "whole number" if missing[0] in rule.divided else "module"
+        kind = "number" if missing[0] in (rule.rates or ()) else kind
         raise ConfigError(f"cell.shards: the plan names the {kind} {name}.{missing[0]}, which is not there: {CORRECT}")
 
 

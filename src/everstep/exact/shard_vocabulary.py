@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional
 
 from everstep.base.errors import ConfigError, TaskError
 from everstep.exact.shard_cut import ShardCut, bounds
 from everstep.exact.shard_guard import CORRECT, CutModules, compare_with_whole
-from everstep.exact.shard_sums import ShardMesh
+from everstep.exact.shard_sums import ShardMesh, refuse_second
 
 _ROWS = ShardCut(0)
+_NONE = -1
+"""In the place of a token that has no gradient."""
 
 
 @dataclass(frozen=True)
@@ -32,21 +35,75 @@ class VocabularyLogits:
         """
         _refuse_unknown("targets", targets, self.words)
         logits = [own.float() for own in self.mine]
-        most = torch.stack(self.mesh.gather([own.detach().amax(-1) for own in logits])).amax(0)
-        above = [own - most.unsqueeze(-1) for own in logits]
-        limits = [bounds(self.words, self.mesh.shards)[shard] for shard in self.mesh.mine]
-        wanted = []
-        for own, (first, stop) in zip(above, limits, strict=True):
-            inside = (targets >= first) & (targets < stop)
-            place = (targets - first).clamp(0, stop - first - 1).unsqueeze(-1)
-            wanted.append(torch.stack([own.exp().sum(-1), own.gather(-1, place).squeeze(-1) * inside]))
-        masses, logit = self.mesh.join(wanted).unbind(0)
+        found: Tensor = _Masses.apply(self.mesh, self.words, targets, *logits)  # type: ignore[no-untyped-call]
+        masses, logit = found.unbind(0)
         loss: Tensor = (masses.log() - logit).sum()
         return loss
 
     def whole(self) -> Tensor:
         """All logits, without gradient: (N, T, words)."""
         return torch.cat(self.mesh.gather(self.mine), -1)
+
+
+class _Masses(Function):
+    """(mass of all words, logit of the target), (2, N, T), above the largest logit, of which it gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, mesh: ShardMesh, words: int, targets: Tensor, *logits: Tensor) -> Tensor:
+        most = torch.stack(mesh.gather([own.amax(-1) for own in logits])).amax(0).unsqueeze(-1)
+        kept, found = list[Tensor](), []
+        for shard, own in zip(mesh.mine, logits, strict=True):
+            inside, place = _inside(targets, *bounds(words, mesh.shards)[shard])
+            above, place = own - most, place.unsqueeze(-1)
+            logit = above.gather(-1, place).squeeze(-1) * inside
+            mass = above.exp_()
+            found.append(torch.stack([mass.sum(-1), logit]))
+            kept += [mass, place, inside]
+        ctx.save_for_backward(*kept)
+        return mesh.total(found)
+
+    @staticmethod
+    def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
+        refuse_second()
+        by_mass, by_logit = found[0].unsqueeze(-1).unbind(0)
+        kept, given = ctx.saved_tensors, []
+        for mass, place, inside in zip(kept[::3], kept[1::3], kept[2::3], strict=True):
+            given.append((mass * by_mass).scatter_add_(-1, place, by_logit * inside.unsqueeze(-1)))
+        return None, None, None, *given
+
+
+class _Look(Function):
+    """Rows of an embedding. Each word belongs to one shard, and the other shards give zeros: a rank that has all rows
+    looks them up at once."""
+
+    @staticmethod
+    def forward(ctx: Any, mesh: ShardMesh, padding: int, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.mesh, ctx.padding, ctx.weight = mesh, padding, weight.detach()
+        ctx.save_for_backward(tokens)
+        if mesh.degree == 1:
+            return functional.embedding(tokens, weight).add_(0.0)  # a sum makes 0.0 of -0.0
+        found = []
+        for shard in mesh.mine:
+            first, stop = bounds(weight.shape[0], mesh.shards)[shard]
+            inside, place = _inside(tokens, first, stop)
+            found.append(functional.embedding(place, weight[first:stop]).masked_fill_(~inside.unsqueeze(-1), 0.0))
+        return mesh.total(found)
+
+    @staticmethod
+    def backward(ctx: Any, *found: Tensor) -> tuple[Any, ...]:
+        refuse_second()
+        (tokens,), mesh, given = ctx.saved_tensors, ctx.mesh, []
+        for shard in mesh.mine:
+            first, stop = bounds(ctx.weight.shape[0], mesh.shards)[shard]
+            inside, place = _inside(tokens, first, stop)
+            place.masked_fill_(~inside | (tokens == ctx.padding), _NONE)
+            given.append(torch.ops.aten.embedding_dense_backward(found[0], place, stop - first, _NONE, False))
+        return None, None, None, mesh.whole_gradient(_ROWS, ctx.weight, given)
+
+
+def _inside(tokens: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Whether tokens are words of a shard, and which of its words, or any."""
+    return (tokens >= first) & (tokens < stop), (tokens - first).clamp(0, stop - first - 1)
 
 
 class _VocabularyModule:
@@ -92,15 +149,9 @@ class VocabularyEmbedding(_VocabularyModule):
         """input: tokens, (N, T) int64 -> (N, T, width). Raises: TaskError for tokens that are no words."""
         padding_idx = self._padding()
         _refuse_unknown("tokens", input, self._words)
-        limits = bounds(self._words, self._mesh.shards)
-        found = []
-        for shard, weight in zip(self._mesh.mine, self._parts(), strict=True):
-            first, stop = limits[shard]
-            inside = (input >= first) & (input < stop)
-            padding = None if padding_idx is None or not first <= padding_idx < stop else padding_idx - first
-            looked = functional.embedding((input - first).clamp(0, stop - first - 1), weight, padding)
-            found.append(looked * inside.unsqueeze(-1))
-        joined = self._mesh.join(found)
+        self._guard.check()
+        padding = _NONE if padding_idx is None else padding_idx
+        joined = cast(Tensor, _Look.apply(self._mesh, padding, input, self._owner.weight))  # type: ignore[no-untyped-call]
         scale = getattr(self._owner, "embed_scale", None)  # Gemma's
         return joined if scale is None else joined * scale.to(joined.dtype)
 

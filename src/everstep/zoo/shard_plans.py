@@ -12,8 +12,9 @@ from everstep.zoo.transformer import TransformerConfig
 
 def transformer_plan(config: TransformerConfig) -> ShardPlan:
     """The plan of the zoo's transformer."""
-    attention = RegionRule("blocks.*.attention", {"qkv": Column(3, config.heads)}, ["out"], divided=["heads"])
-    perceptron = RegionRule("blocks.*", {"up": Column()}, ["down"], method="perceptron")
+    columns = {"qkv": Column(3, config.heads)}
+    attention = RegionRule("blocks.*.attention", columns, ["out"], divided=["heads"], rates=["dropout"])
+    perceptron = RegionRule("blocks.*", {"up": Column()}, ["down"], method="perceptron", rates=[])
     between = ["blocks.*.norm1", "blocks.*.norm2", "blocks.*.dropout"]
     sequence = SequenceRule("blocks.0", "head.norm", between)
     return ShardPlan([attention, perceptron], sequence, "embedding.tokens", "head", "logits")
@@ -23,8 +24,9 @@ def _rotary(config: Any) -> ShardPlan:
     """Plan for models like Llama, with biases or without: attention of grouped heads, then a gated perceptron."""
     own, grouped = Column(heads=config.num_attention_heads), Column(heads=config.num_key_value_heads)
     columns = {"q_proj": own, "k_proj": grouped, "v_proj": grouped}
-    attention = RegionRule("model.layers.*.self_attn", columns, ["o_proj"])
-    perceptron = RegionRule("model.layers.*.mlp", {"gate_proj": Column(), "up_proj": Column()}, ["down_proj"])
+    attention = RegionRule("model.layers.*.self_attn", columns, ["o_proj"], rates=["attention_dropout"])
+    gated = {"gate_proj": Column(), "up_proj": Column()}
+    perceptron = RegionRule("model.layers.*.mlp", gated, ["down_proj"], rates=[])
     between = ["model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm"]
     sequence = SequenceRule("model.layers.0", "model.norm", between)
     return ShardPlan([attention, perceptron], sequence, "model.embed_tokens", "lm_head")
@@ -38,7 +40,7 @@ def _gpt2(config: Any) -> ShardPlan:
         after=["resid_dropout"],
         divided=["num_heads", "embed_dim", "split_size"],
     )
-    perceptron = RegionRule("transformer.h.*.mlp", {"c_fc": Column()}, ["c_proj"], after=["dropout"])
+    perceptron = RegionRule("transformer.h.*.mlp", {"c_fc": Column()}, ["c_proj"], after=["dropout"], rates=[])
     between = ["transformer.h.*.ln_1", "transformer.h.*.ln_2"]
     sequence = SequenceRule("transformer.h.0", "transformer.ln_f", between)
     return ShardPlan([attention, perceptron], sequence, "transformer.wte", "lm_head")

@@ -1,4 +1,4 @@
-"""Shards of a parameter: copies that lie as tensors of their own, and the whole from all of them."""
+"""Shards of a parameter: they lie as tensors of their own, and make up the whole."""
 
 from __future__ import annotations
 
@@ -27,3 +27,20 @@ def test_a_shard_lies_alike_whoever_else_is_taken(shape: tuple[int, ...], axis: 
     for shard, one in enumerate(found):
         cut.put(one, pieces, shard, shards)
     assert torch.equal(pieces, whole)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "fused", "lent"),
+    [((96, 256), 0, 1, True), ((96, 256), 0, 3, False), ((256, 96), 1, 1, False), ((97, 64), 0, 1, False)],
+)
+def test_only_what_lies_as_a_tensor_of_its_own_is_lent(
+    shape: tuple[int, ...], axis: int, fused: int, lent: bool
+) -> None:
+    whole, cut = torch.randn(shape), ShardCut(axis, fused)
+    odd = torch.randn(whole.numel() + 1)[1:].view(shape)  # begins between two places where torch's memory begins
+    turned = torch.randn(shape[::-1]).t()
+    for one, may in ((whole, lent), (odd, False), (turned, False)):
+        found, copied = cut.lend(one, range(1, 3), 4), cut.take(one, range(1, 3), 4)
+        for mine, other in zip(found, copied, strict=True):
+            assert torch.equal(mine, other) and mine.stride() == other.stride() and mine.data_ptr() % 64 == 0
+            assert (mine.untyped_storage().data_ptr() == one.untyped_storage().data_ptr()) == may

@@ -15,6 +15,8 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError, TaskError
+from everstep.exact import shard_sums
+from everstep.exact.seeding import seed_all
 from everstep.exact.shard_plan import ShardPlan, gather_gradients, shard_model
 from everstep.exact.shard_region import Column, RegionRule
 from everstep.exact.shard_sums import ShardMesh
@@ -213,6 +215,35 @@ def test_shards_draw_apart() -> None:
     assert len({tuple(one.tolist()) for one in drawn}) == 4
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_streams_of_shards_are_made_only_where_something_is_drawn(
+    monkeypatch: pytest.MonkeyPatch, dropout: float
+) -> None:
+    made, after = list[int](), []
+    monkeypatch.setattr(shard_sums, "seed_all", lambda seed: made.append(seed) or seed_all(seed))
+    for rated in (True, False):
+        one, before = _zoo(dropout), len(made)
+        rules = [rule if rated else replace(rule, rates=None) for rule in one.plan.regions]
+        shard_model(one.model, replace(one.plan, regions=rules), ShardMesh(4))
+        torch.manual_seed(0)
+        logits = one.forward(_batch(0)[:, :-1]).whole()
+        after.append((logits, torch.get_rng_state()))
+        assert len(made) - before == (16 if not rated else 8 if dropout else 0)  # by region, layer and shard
+    assert all(map(torch.equal, *after))
+
+
+def test_a_zero_of_an_embedding_has_one_sign_at_every_degree() -> None:
+    def looked(mesh: ShardMesh) -> Tensor:
+        made = _zoo(0.0)
+        shard_model(made.model, made.plan, mesh)
+        embedding = made.model.get_submodule("embedding.tokens")
+        nn.init.constant_(cast(Tensor, embedding.weight), -0.0)
+        return cast(Tensor, embedding(_batch(0)))
+
+    for degree in (1, 2, 4):
+        assert not any(bool(found.signbit().any()) for found in on_ranks(4, degree, looked))
+
+
 def _refusal(plan: Any, shards: int, model: nn.Module | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
         shard_model(model or _zoo(0.0).model, plan, ShardMesh(shards))
@@ -250,6 +281,7 @@ def test_a_plan_that_names_no_module_is_refused() -> None:
     for regions, missing in (
         ([replace(attention, after=["drop"]), perceptron], "attention.drop"),
         ([replace(attention, divided=["headz"]), perceptron], "attention.headz"),
+        ([replace(attention, rates=["rate"]), perceptron], "attention.rate"),
         ([attention, replace(perceptron, method="mlp")], "mlp()"),
     ):
         said = _refusal(replace(whole, regions=regions), 4)
