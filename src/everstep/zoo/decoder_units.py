@@ -161,6 +161,9 @@ class ChainedDecoder:
                 cast(Any, module).reset_parameters()
             if ".lora_B." in path:
                 nn.init.zeros_(cast(Tensor, module.weight))
+            elif path.endswith((".lora_embedding_A", ".lora_embedding_B")):  # one of both is not 0, so that they learn
+                for value in module.parameters():
+                    value.zero_() if path.endswith("A") else value.normal_()
             elif ".lora_A." not in path:
                 self._init_weights(module)  # type: ignore[attr-defined]
             if path.endswith(".c_proj"):  # GPT-2 scales these from the module around them

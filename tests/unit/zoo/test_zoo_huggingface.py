@@ -106,12 +106,14 @@ def test_final_is_read_by_transformers(tmp_path: Path, data: str) -> None:
         keep_hub_files(str(folder), task.config.task, tmp_path)
 
 
-@pytest.mark.parametrize("name", ("llama", "gpt2", "gpt_neox"))
-def test_adapter(tmp_path: Path, data: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "modules"), [("llama", ""), ("llama", "embed_tokens,q_proj"), ("gpt2", "wte"), ("gpt2", ""), ("gpt_neox", "")]
+)
+def test_adapter(tmp_path: Path, data: str, name: str, modules: str) -> None:
     """Only the adapter is trained; it begins as nothing, and peft reads what is written."""
     peft = pytest.importorskip("peft")
     folder = made(tmp_path / "model", name)
-    task = task_of(folder, data=data, lora={"rank": 2})
+    task = task_of(folder, data=data, lora={"rank": 2, "modules": modules})
     model, base = task.build_model().eval(), transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens = torch.arange(12).unsqueeze(0)
     assert torch.equal(model(input_ids=tokens).logits, base(input_ids=tokens).logits)
@@ -119,8 +121,9 @@ def test_adapter(tmp_path: Path, data: str, name: str) -> None:
     assert trained and all(".lora_" in n for n in trained)
     with torch.no_grad():
         for n, p in model.named_parameters():
-            if ".lora_B." in n:
+            if ".lora_B." in n or ".lora_embedding_A." in n:
                 p.fill_(0.1)
+    assert not torch.equal(model(input_ids=tokens).logits, base(input_ids=tokens).logits)
     keep_hub_files(str(folder), task.config.task, tmp_path)
     tensors = model_tensors(model)
     write_final(tmp_path, tensors, "m", "s", 1)
