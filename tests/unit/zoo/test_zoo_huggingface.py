@@ -107,7 +107,8 @@ def test_final_is_read_by_transformers(tmp_path: Path, data: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "modules"), [("llama", ""), ("llama", "embed_tokens,q_proj"), ("gpt2", "wte"), ("gpt2", ""), ("gpt_neox", "")]
+    ("name", "modules"),
+    [("llama", ""), ("llama", "embed_tokens,q_proj"), ("gpt2", "wte"), ("gpt2", ""), ("gpt_neox", "")],
 )
 def test_adapter(tmp_path: Path, data: str, name: str, modules: str) -> None:
     """Only the adapter is trained; it begins as nothing, and peft reads what is written."""
@@ -338,6 +339,12 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         "vocabulary of its tokenizer is empty",
     ),
     "odd heads": (settings(num_attention_heads=3), "not valid for llama"),
+    "activation that there is not": (
+        settings(hidden_act="nope"),
+        "config.json makes no LlamaForCausalLM: KeyError: 'nope'",
+    ),
+    "padding outside the vocabulary": (settings(pad_token_id=999), "makes no LlamaForCausalLM: .* within num_emb"),
+    "no heads": (settings(num_key_value_heads=0), "makes no LlamaForCausalLM: ZeroDivisionError"),
     "quantised": (settings(quantization_config={"quant_method": "gptq"}), "quantised"),
     "small vocabulary": (settings(vocab_size=100), "too small for bytes"),
     "adapter": (lambda d: (d / "adapter_config.json").write_text("{}"), "holds an adapter"),
@@ -366,6 +373,14 @@ def test_directories_that_are_refused(tmp_path: Path, data: str, case: str) -> N
         task.build_dataset("train")
         task.build_model()
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("changed", [{"hidden_act": "nope"}, {"pad_token_id": 999}])
+def test_a_config_alone_that_makes_no_model_is_refused(tmp_path: Path, data: str, changed: dict[str, Any]) -> None:
+    folder = made(tmp_path / "model", "llama")
+    settings(**changed)(folder)
+    with pytest.raises(ConfigError, match="makes no LlamaForCausalLM"):
+        task_of(folder / "config.json", data=data).build_model()
 
 
 def test_weights_of_a_model_in_one_piece_are_looked_at_before_the_start(tmp_path: Path) -> None:
