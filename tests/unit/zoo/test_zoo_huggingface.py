@@ -391,6 +391,10 @@ def test_weights_of_a_model_in_one_piece_are_looked_at_before_the_start(tmp_path
     weights(lambda w: {k: v for k, v in w.items() if "output.dense.weight" not in k})(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"are incomplete: bert.encoder.layer.0.attention.output.dense.weight is in"):
         HuggingFace(str(tmp_path / "model"))
+    narrow = made(tmp_path / "narrow", "gpt_neox")
+    weights(lambda w: {k: v.to(torch.int8) if "dense.weight" in k else v for k, v in w.items()})(narrow)
+    with pytest.raises(ConfigError, match=r"attention.dense.weight' is I8: expected F64"):
+        HuggingFace(str(narrow))
     other = made(tmp_path / "other", "llama")
     settings(model_type="bert", is_decoder=True)(other)
     with pytest.raises(ConfigError, match=r"are incomplete: bert.embeddings.word_embeddings.weight is in none"):
