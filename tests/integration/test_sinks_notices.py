@@ -123,6 +123,16 @@ def test_in_a_storm_the_end_of_the_job_is_told(tmp_path: Path) -> None:
     assert len(heard) == 60 + 3, "the limit, and what comes after it: one end each"
 
 
+def test_old_news_wake_nobody_but_an_end_is_told_for_a_week(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    rule = {"command": script(tmp_path, f'echo "$EVERSTEP_EVENT" >> {out}'), "events": ["waiting", "job_failed"]}
+    notices = begun(tmp_path / "notify", **rule)
+    for kind, at_s in (("waiting", -3700.0), ("job_failed", -8 * 86400.0), ("job_failed", -3700.0)):
+        told(notices, kind, at_s)
+    notices.flush()
+    assert out.read_text().split() == ["job_failed"]
+
+
 def test_what_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     command = script(tmp_path, f"sleep 1000 & echo $! > {pid}.part; mv {pid}.part {pid}; wait")
@@ -178,10 +188,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Server]]:
 def test_a_server_is_posted_to_until_it_takes_it(server: type[Server], tmp_path: Path) -> None:
     notices = begun(tmp_path / "notify", webhook="HOOK")
     server.answers[:] = [500, 302]
-    told(notices, "job_failed")
+    notices.event(7, "<!channel> failed", {"kind": "job_failed", "time_unix_ns": int(NOW_S * 1e9), "cause": "killed"})
     notices.flush()
     assert [path for path, _ in server.heard] == [f"/{SECRET}"] * 3
-    assert server.heard[-1][1]["text"] == "mine: job_failed happened"
+    assert server.heard[-1][1]["text"] == "mine: ‹!channel› failed"
 
 
 def test_a_server_that_does_not_is_named_without_its_address(

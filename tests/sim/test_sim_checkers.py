@@ -37,9 +37,13 @@ from everstep.protocol.stepping.states_held import NextStep
 from everstep.sim import scenario
 from everstep.sim.checks import SimRecords
 from everstep.sim.faults import SimFault
+from everstep.sim.life import SimSite
 from everstep.sim.model import SimJob
 from everstep.sim.promises import PromiseBroken
 from everstep.sim.scenario import simulate
+
+WRONG = ((2, 1), (2, 3), (0, 2))
+"""(step, bits) of lives; odd bits descend from a flipped one."""
 
 SMALL = scenario.Setup(3, 0, 2, 1, "replace", SimJob(6, 6, 3), ())
 DISTURBED = replace(
@@ -286,3 +290,12 @@ def test_a_doubt_that_the_journal_lost_counts_once_a_worker_has_shown_its_plan(s
         records.journaled(5)
     with pytest.raises(PromiseBroken, match="in doubt since") if shown else nullcontext():
         records.plan(replace(first, generation=6, sound=-1))
+
+
+def test_a_joiner_that_has_trained_nothing_does_not_know_better() -> None:
+    """Its initial state is right, and says nothing of states that were trained with a flipped bit."""
+    lives = [SimpleNamespace(alive=True, state=SimpleNamespace(at=at, stages={0: ((bit,),)})) for at, bit in WRONG]
+    site: Any = SimpleNamespace(lives=dict(enumerate(lives)))
+    assert SimSite.all_wrong(site, 0) and not SimSite.all_wrong(site, 1)
+    lives[0].state.stages = {0: ((2,),)}
+    assert not SimSite.all_wrong(site, 0)

@@ -58,6 +58,11 @@ def audit_run(run_dir: Path) -> LedgerReport:
         )
     digest = read_digest(run_dir)
     upto = int(digest["step"]) if digest is not None else last_committed_step(run_dir / EVENTS_FILE)
+    if digest is None and not (run_dir / EVENTS_FILE).is_file():
+        raise ConfigError(
+            f"the ledger of {run_dir} cannot be checked: neither {EVENTS_FILE} nor final/digest.json is there to say "
+            "which steps were committed"
+        )
     ended, after, order = digest is not None, job.begins_after, sample_order(run_dir, job)
     epochs = order.epoch_of(min(upto, order.total_steps) + 1)
     if epochs > _MOST_EPOCHS or order.global_batch > _MOST_SAMPLES:

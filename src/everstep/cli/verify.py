@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ _NUMPY = {
     "U8": np.uint8,
     "BOOL": np.uint8,
 }
+_BYTES = {"BF16": 2} | {name: np.dtype(kind).itemsize for name, kind in _NUMPY.items()}
 
 
 @click.command()
@@ -38,14 +40,15 @@ _NUMPY = {
 def command(dir_a: Path, dir_b: Path) -> int:
     """Compare the final weights and digests of two finished runs. Exit code 0: bitwise equal; 1: they differ."""
     found = compare(dir_a, dir_b)
-    digest = read_digest(dir_a) or {}
-    note = incomparable(digest, read_digest(dir_b) or {})
+    digest, other = read_digest(dir_a), read_digest(dir_b)
+    note = incomparable(digest or {}, other or {})
     if note:
         print(note)
     if not found:
-        with_optimizer = digest.get("state") and not note
-        of_what = "weights, buffers and optimizer state" if with_optimizer else "weights and buffers"
-        print(f"bitwise equal: {of_what}, step {digest.get('step', '?')}, digest {digest.get('model', '?')}")
+        compared = digest if digest is not None and other is not None and not note else {}
+        of_what = "weights, buffers and optimizer state" if compared.get("state") else "weights and buffers"
+        known = digest or other or {}
+        print(f"bitwise equal: {of_what}, step {known.get('step', '?')}, digest {known.get('model', '?')}")
         return 0
     for line in found:
         print(line)
@@ -167,8 +170,11 @@ def read_weights(path: Path) -> dict[str, StoredTensor]:
                 start, stop = entry["data_offsets"]
                 if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= len(body):
                     raise ValueError(f"{name} lies outside of the file")
-                if not isinstance(entry["dtype"], str) or not all(type(n) is int for n in entry["shape"]):
+                if not isinstance(entry["dtype"], str) or not all(type(n) is int and n >= 0 for n in entry["shape"]):
                     raise ValueError(f"{name} has no type and shape")
+                each = _BYTES.get(entry["dtype"])
+                if each is not None and stop - start != each * math.prod(entry["shape"]):
+                    raise ValueError(f"{name} has {stop - start} bytes, its type and shape are of another size")
                 tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), body[start:stop])
         return tensors
     except OSError as error:

@@ -23,6 +23,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from everstep.base.doors import at_port, is_loopback
 from everstep.base.errors import ConfigError, EverstepError
@@ -52,6 +53,7 @@ _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg"
 _TICK_S = 0.5
 _ALIVE_S = 2.0
 _MOST_STREAMS = 64
+_MOST_TRACES = 4
 _MOST_BODY = 4096
 _encode = msgspec.json.Encoder().encode
 _PATIENCE_S = 10.0
@@ -74,8 +76,8 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
     async def stream(request: Request) -> Response:
         if not streams.acquire(blocking=False):
             return JSONResponse({"ok": False, "error": f"more than {_MOST_STREAMS} pages are open"}, status_code=503)
-        names = request.query_params.getlist("run")
-        return StreamingResponse(_events(feeds, streams, names), media_type="text/event-stream")
+        content = _events(feeds, request.query_params.getlist("run"))
+        return _Placed(streams, StreamingResponse(content, media_type="text/event-stream"))
 
     async def action(request: Request) -> Response:
         run = _numbered(feeds, request.path_params["run"])
@@ -106,6 +108,7 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
 
 def _details(feeds: Feeds) -> list[Route]:
     """Routes that a page asks for beside the stream, and the route that takes its notes."""
+    traces = threading.BoundedSemaphore(_MOST_TRACES)
 
     async def notes(request: Request) -> Response:
         body = await _body(request)
@@ -131,12 +134,16 @@ def _details(feeds: Feeds) -> list[Route]:
 
     async def profile(request: Request) -> Response:
         run, asked = _numbered(feeds, request.path_params["run"]), request.path_params
-        found = None if run is None else await asyncio.to_thread(trace, run.run_dir, asked["folder"], asked["name"])
-        if found is None:
-            return _not_found("there is no such trace")
-        name = f"{asked['folder']}-{asked['name']}"
-        disposition = {"content-disposition": f'attachment; filename="{name}"'}
-        return Response(found, media_type="application/gzip", headers=disposition)
+        if not traces.acquire(blocking=False):
+            return JSONResponse({"ok": False, "error": "too many traces are being read: try again"}, status_code=503)
+        try:
+            found = None if run is None else await asyncio.to_thread(trace, run.run_dir, asked["folder"], asked["name"])
+        except BaseException:
+            traces.release()
+            raise
+        headers = {"content-disposition": f'attachment; filename="{asked["folder"]}-{asked["name"]}"'}
+        answer = Response(found, media_type="application/gzip", headers=headers)
+        return _Placed(traces, _not_found("there is no such trace") if found is None else answer)
 
     return [
         Route("/api/notes", notes, methods=["POST"]),
@@ -207,14 +214,32 @@ async def _body(request: Request) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-async def _events(feeds: Feeds, streams: threading.BoundedSemaphore, names: Sequence[str]) -> AsyncIterator[bytes]:
+class _Placed(Response):
+    """A response that has one of a few places. However it ends, also before its first byte, it gives the place back."""
+
+    def __init__(self, places: threading.BoundedSemaphore, response: Response) -> None:
+        self._places, self._response = places, response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._response(scope, receive, send)
+        finally:
+            self._places.release()
+
+
+async def _events(feeds: Feeds, names: Sequence[str]) -> AsyncIterator[bytes]:
     """Patches of the runs, twice a second if something changed; a comment now and then keeps the connection open.
     names: runs that are wanted from a list."""
-    numbers = await asyncio.to_thread(feeds.open, names)
-    runs = [(number, feeds.runs[number], PageCursor()) for number in numbers]
+
+    def close(opened: asyncio.Future[list[int]]) -> None:
+        if opened.exception() is None:
+            feeds.close(opened.result())
+
+    opening = asyncio.ensure_future(asyncio.to_thread(feeds.open, names))
     listed: dict[str, ListRow] = {}
     silent_s = 0.0
     try:
+        runs = [(number, feeds.runs[number], PageCursor()) for number in await asyncio.shield(opening)]
         yield b"retry: 1000\n\n"
         first = True
         while not feeds.stopped:
@@ -229,8 +254,7 @@ async def _events(feeds: Feeds, streams: threading.BoundedSemaphore, names: Sequ
             silent_s += _TICK_S
             await asyncio.sleep(_TICK_S)
     finally:
-        feeds.close(numbers)
-        streams.release()
+        opening.add_done_callback(close)
 
 
 def _changes(

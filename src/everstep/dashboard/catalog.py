@@ -47,7 +47,7 @@ def list_row(
     change with time. digest: of the final state, "" before the end; times in ms."""
     facts, now = history.facts, history.now(running, live, asked)
     said = headline(facts, now)
-    digest = history.digest.get("state") or history.digest.get("model")
+    digest = history.final.get("state") or history.final.get("model")
     return {
         "name": history.name,
         "task": one_line(history.job.get("task"), 200),
@@ -78,6 +78,16 @@ def _settings(job: Mapping[str, Any]) -> dict[str, str]:
     return {one_line(key, 80): one_line(setting_text(config[key]), 120) for key in keys[:_MOST_SETTINGS]}
 
 
+def _unreadable(name: str, error: Exception) -> ListRow:
+    """Row of a run that this version cannot read."""
+    said = {"level": "bad", "text": f"This run cannot be read: {one_line(f'{type(error).__name__}: {error}', 200)}"}
+    texts = dict.fromkeys(("task", "loss_text", "level", "digest", "note"), "")
+    numbers = dict.fromkeys(("step", "faults", "began_ms"), 0)
+    nothing = dict.fromkeys(("total", "loss", "goodput"))
+    rest = {"running": False, "disk_trouble": False, "loaded": True, "settings": {}, "tags": []}
+    return {"name": name, "state": "unreadable", "said": said, **texts, **numbers, **nothing, **rest}
+
+
 class Catalog:
     """The runs below a folder. `rows`: by name. One thread calls `advance`; rows are replaced, never changed."""
 
@@ -106,7 +116,16 @@ class Catalog:
         for gone in self.rows.keys() - set(names):
             for known in (self.rows, self._stamps, self._reading):
                 known.pop(gone, None)
-        busy = [self._look(name) for name in names]
+        busy, wrong = [], list[Exception]()
+        for name in names:
+            try:
+                busy.append(self._look(name))
+            except Exception as error:  # its row would stay as it is, and say that all is well
+                wrong.append(error)
+                self.rows[name] = _unreadable(name, error)
+                self._reading.pop(name, None)
+        if wrong:
+            raise wrong[0]
         return any(busy)
 
     def _names(self) -> list[str]:
@@ -130,7 +149,7 @@ class Catalog:
         self._stamps[name] = stamp
         if history.loaded and not running and not history.maybe_trains(running):
             del self._reading[name]
-        return not history.loaded
+        return not (history.loaded or history.trouble)
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

@@ -69,6 +69,7 @@ class RunFeed:
         self._logs = LogFiles(run_dir, events=False, last_bytes=_LAST_BYTES) if logs else None
         self._audit = audit
         self._auditing = threading.Lock()
+        self._audited = (0, 0)
 
     @property
     def run_dir(self) -> Path:
@@ -108,6 +109,7 @@ class RunFeed:
         resets, known = self._events
         if resets != self.history.resets:
             self.lines.clear()
+            self.ledger = {}
             known = 0
         fresh = list(takewhile(lambda line: line.number > known, reversed(self.history.facts.log)))[::-1]
         self._events = (self.history.resets, fresh[-1].number if fresh else known)
@@ -154,8 +156,8 @@ class RunFeed:
         automatic: only if the ledger is small and the result is not known yet.
         """
         with self._auditing:
-            step = self.history.facts.course.step
-            known = self.ledger.get("checked_step") == step
+            step, resets = self.history.facts.course.step, self.history.resets
+            known = bool(self.ledger) and self._audited == (resets, step)
             if self._audit is None or (automatic and (known or self._ledger_bytes() > _AUTOMATIC_LEDGER_BYTES)):
                 return self.ledger
             result: dict[str, Any] = {"checked_step": step, "clean": None, "steps": 0, "problems": [], "note": ""}
@@ -166,7 +168,7 @@ class RunFeed:
             except EverstepError as error:
                 result["note"] = str(error)
             with self.lock:
-                self.ledger = result
+                self.ledger, self._audited = result, (resets, step)
             return result
 
     def _ledger_bytes(self) -> int:

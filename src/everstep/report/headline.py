@@ -13,9 +13,9 @@ from typing import Any
 
 from everstep.base.cause import Cause
 from everstep.report.crew import MEMBERS
-from everstep.report.facts import Facts, by_itself, heard_lately
+from everstep.report.facts import SET_BACK_NS, Facts, by_itself, heard_lately
 from everstep.report.incidents import Incident
-from everstep.report.told_facts import Strange, TierCount
+from everstep.report.told_facts import CheckpointFact, Strange, TierCount
 from everstep.report.words import as_dict, number, reason_text, shortened, time_text, whole_number
 
 _FULL_BYTES = 1 << 20
@@ -53,10 +53,11 @@ class Headline:
 @dataclass(frozen=True)
 class Now:
     """Facts beside the events. running: a job holds the directory. live: the coordinator's answer, None if it is silent
-    (asked: it was asked). phases: of each worker, as last sampled. total: the last step. disk_step: of the newest
-    checkpoint that can be read, None if nobody has looked. finished: the final state is there. resume: the command that
-    goes on. gives_up_s: how long workers are waited for. free_bytes: left on the disk of the directory. taken_ns: time
-    at which a job took the directory, if no event of it is there yet, else None."""
+    (asked: it was asked). phases: of each worker, as last sampled. total: the last step. disk_step: of the
+    newest checkpoint that can be read, None if nobody has looked. finished: the final state is there, of
+    final_step; left: the loop was left before the last step. resume: the command that goes on. gives_up_s: how
+    long workers are waited for. free_bytes: left on the disk of the directory. taken_ns: time at which a job
+    took the directory, if no event of it is there yet, else None. unreadable: why the events cannot be read now."""
 
     time_ns: int
     running: bool = True
@@ -66,16 +67,21 @@ class Now:
     total: int | None = None
     disk_step: int | None = None
     finished: bool = False
+    final_step: int = 0
+    left: bool = False
     resume: str = ""
     gives_up_s: float | None = None
     free_bytes: int | None = None
     taken_ns: int | None = None
+    unreadable: str = ""
 
 
 def headline(facts: Facts, now: Now) -> Headline:
     """The sentence for this moment."""
     said = (found for case in _CASES if (found := case(facts, now)) is not None)
-    return _with_full(_with_kills(next(said, None) or _well(facts, now), facts, now), facts, now)
+    return _with_full(
+        _with_kills(_with_clock(next(said, None) or _well(facts, now), facts, now), facts, now), facts, now
+    )
 
 
 def goes_on_untold(facts: Facts, now: Now) -> bool:
@@ -100,6 +106,16 @@ def _with_full(found: Headline, facts: Facts, now: Now) -> Headline:
     level = "warning" if found.level == "good" else found.level
     what = f"The disk is full ({_free(now)} left)." if _is_full(now) else "The disk refuses what is written."
     return Headline(level, f"{found.text} {what}", f"{found.more} Free some space.".strip())
+
+
+def _with_clock(found: Headline, facts: Facts, now: Now) -> Headline:
+    """The headline, with a note on this host's clock if it is behind the events: they would seem to be new for long."""
+    ahead_ns = facts.told_ns - now.time_ns
+    if found.level != "good" or ahead_ns <= SET_BACK_NS or facts.condition.ended_ns is not None or now.finished:
+        return found
+    said = found.text.removeprefix("All is well: ")
+    text = f"{said[:1].upper()}{said[1:]} The clock of this host is {span(ahead_ns / 1e9)} behind the newest event."
+    return Headline("warning", text, "So nobody can see here whether training stands still: set the clocks.")
 
 
 def _with_kills(found: Headline, facts: Facts, now: Now) -> Headline:
@@ -141,6 +157,13 @@ def _s(begin_ns: int, now: Now) -> float:
 # ---- it is over
 
 
+def _unreadable(facts: Facts, now: Now) -> Headline | None:
+    if not now.unreadable:
+        return None
+    newest = f"Step {facts.course.step} is the newest known." if facts.counts else "Nothing is known of the job."
+    return Headline("bad", f"The events of this job cannot be read: {now.unreadable}.", newest)
+
+
 def _coming(facts: Facts, now: Now) -> Headline | None:
     if now.taken_ns is None:
         return None
@@ -162,16 +185,26 @@ def _over(facts: Facts, now: Now) -> Headline | None:
     if now.finished or facts.condition.state == "completed":
         if not facts.course.step:
             return Headline("good", "Finished.", "Its events are gone, so nothing is known of how it went.")
-        done = f"Finished: all {facts.course.step} steps are done"
-        if by_itself(facts):  # nobody knows when it ran
-            return Headline("good", f"{done}.", _was_strange(facts))
+        step = max(facts.course.step, now.final_step)
+        done = f"Finished: {f'the loop was left after step {step}' if now.left else f'all {step} steps are done'}"
+        ran = "" if by_itself(facts) else f", in {span(ran_s)}"  # nobody knows when a script by itself ran
+        if (wrong := _lacks(facts)) is not None:
+            return Headline("warning", f"{done}{ran}, but {wrong}", _was_strange(facts))
         faults = f"{facts.faults} fault{'s' * (facts.faults != 1)} survived." if facts.faults else "No fault."
-        return Headline("good", f"{done}, in {span(ran_s)}.", f"{faults} {_was_strange(facts)}".strip())
+        return Headline("good", f"{done}{ran}.", f"{faults if ran else ''} {_was_strange(facts)}".strip())
     reason = _raised(facts) or facts.condition.reason or "no reason was given"
     more = _behind(facts, now)
     if facts.condition.state == "interrupted":
         return Headline("warning", f"Stopped after step {facts.course.step}: {reason}.", more)
     return Headline("bad", f"Failed after step {facts.course.step}: {reason}.", more)
+
+
+def _lacks(facts: Facts) -> str | None:
+    """Words about what could not be written of a completed job: rows of its ledger, or its newest checkpoints."""
+    if facts.full is not None and facts.full.time_ns >= (facts.condition.ended_ns or 0) > 0:
+        return f"{facts.full.reason}."
+    failed = _failed(facts)
+    return None if failed is None else f"{_failure(failed)}."
 
 
 def _raised(facts: Facts) -> str:
@@ -231,8 +264,8 @@ def _behind(facts: Facts, now: Now, most: str = "") -> str:
 def _starting(facts: Facts, now: Now) -> Headline | None:
     began_ns = facts.condition.started_ns
     if not facts.counts:
-        refused = Headline("warning", "The job has not started: it wrote no events.")
-        return Headline("good", "Starting: no events so far.") if now.running else refused
+        said = "Starting: no events so far." if now.running else "The job has not started: it wrote no events."
+        return Headline("warning", said)
     if began_ns is None and facts.course.last_step_ns:
         return None
     if facts.incidents.open is not None or facts.condition.state == "waiting":
@@ -425,14 +458,11 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
             f"The disk is full ({_free(now)} left): training goes on, and its events wait in memory.",
             "Free some space.",
         )
-    tried = (tier.tried for tier in facts.checkpoints.tiers.values())
-    failed = next((c for c in tried if c is not None and not c.ok), None)
+    failed = _failed(facts)
     if failed is not None:
-        saved, ago = facts.checkpoint_step, span(_s(failed.time_ns, now))
-        where = _WHERE.get(failed.tier, f" in {failed.tier}")
+        saved, ago = facts.checkpoint_step, f" {span(_s(failed.time_ns, now))} ago"
         whole = f"The newest whole one is of step {saved}." if saved else "There is no other."
-        text = f"the checkpoint of step {failed.step}{where} failed {ago} ago: {failed.reason}."
-        return Headline("warning", f"Training goes on, but {text}", whole)
+        return Headline("warning", f"Training goes on, but {_failure(failed, ago)}.", whole)
     tiers = facts.checkpoints.tiers
     late = next((tier for name in _WHERE if (tier := tiers.get(name)) and _is_late(tier, now)), None)
     if late is not None:
@@ -447,6 +477,17 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
         ago = span(_s(facts.slow.time_ns, now))
         return Headline("warning", f"Training goes on, but {facts.slow.reason} ({ago} ago).")
     return None
+
+
+def _failed(facts: Facts) -> CheckpointFact | None:
+    """The newest checkpoint of a tier, if it failed."""
+    tried = (tier.tried for tier in facts.checkpoints.tiers.values())
+    return next((one for one in tried if one is not None and not one.ok), None)
+
+
+def _failure(failed: CheckpointFact, ago: str = "") -> str:
+    where = _WHERE.get(failed.tier, f" in {failed.tier}")
+    return f"the checkpoint of step {failed.step}{where} failed{ago}: {failed.reason}"
 
 
 def _is_late(tier: TierCount, now: Now) -> bool:
@@ -478,7 +519,8 @@ def _fewer(facts: Facts, now: Now) -> Headline | None:
 def _well(facts: Facts, now: Now) -> Headline:
     total = f" of {now.total}" if now.total else ""
     members = facts.crew.seated
-    text = f"step {step_of(facts, now)}{total}, {members} of {facts.crew.wanted or members} workers."
+    wanted = f" of {facts.crew.wanted}" if facts.crew.wanted else ""
+    text = f"step {step_of(facts, now)}{total}, {members}{wanted} worker{'s' * (bool(wanted) or members != 1)}."
     silent = (now.asked and now.live is None) or as_dict(now.live).get("state") == "starting"
     if silent and now.running and facts.course.step:
         return Headline("warning", f"Training goes on, but the coordinator does not answer: {text}")
@@ -501,6 +543,7 @@ def _free(now: Now) -> str:
 
 
 _CASES: tuple[Callable[[Facts, Now], Headline | None], ...] = (
+    _unreadable,
     _coming,
     _over,
     _by_itself,

@@ -36,6 +36,7 @@ from everstep.runtime.files.run_lock import is_locked
 from everstep.runtime.link.address import DATASET_FILE, EVENTS_FILE, JOB_FILE, LOCK_FILE, METRICS_FOLDER
 
 PORTION_BYTES = 4 << 20
+_MOST_DEEP = 30
 _NOT_AGAIN = ("chaos", "resume_from", "network.address", "cell.shards")  # a job keeps its shards
 
 
@@ -71,13 +72,18 @@ class History:
                 self.usage.take(sample)
             changed = True
         if not changed or not (self._events.unread_bytes() or self._metrics.unread_bytes()):
-            self.loaded = True
+            self.loaded = self.loaded or not self.trouble
         return changed
 
     def load(self) -> History:
         while self.poll():
             pass
         return self
+
+    @property
+    def trouble(self) -> str:
+        """Reason why events.jsonl cannot be read; "" if it can, or is not there."""
+        return self._events.trouble
 
     @property
     def absurd(self) -> str:
@@ -98,6 +104,11 @@ class History:
     def digest(self) -> dict[str, Any]:
         """Content of final/digest.json, {} if the job has not finished."""
         return self._json(os.path.join("final", "digest.json"))
+
+    @property
+    def final(self) -> dict[str, Any]:
+        """Digests of the final state: `digest`, unless it is of an earlier step or the job has ended badly since."""
+        return self.digest if self.finished else {}
 
     @property
     def total_steps(self) -> int | None:
@@ -241,10 +252,13 @@ class History:
             self.total_steps,
             self.disk_step() if over else None,
             self.finished,
+            whole_number(self.final.get("step")),
+            self.final.get("left") is True,
             self.resume if over else "",
             number(as_dict(self.job.get("config")).get("quorum_wait_s")) or None,
             free_bytes(self.run_dir),
             self._taken_ns() if self.begins(running) else None,
+            self.trouble,
         )
 
     def headline(self, running: bool, live: Mapping[str, Any] | None = None, asked: bool = False) -> Headline:
@@ -282,7 +296,8 @@ class History:
             stamp = (found.st_mtime_ns, found.st_ino)
             stored = self._stored.get(name)
             if stored is None or stored[0] != stamp:
-                stored = self._stored[name] = (stamp, as_dict(read_json(path, folders=name.count("/"))))
+                content = as_dict(read_json(path, folders=name.count("/")))
+                stored = self._stored[name] = (stamp, {} if _is_deeper_than(content, _MOST_DEEP) else content)
             return stored[1]
         except (OSError, ValueError):
             return {}
@@ -307,8 +322,16 @@ def step_seen(folder: Path) -> int | None:
     """The newest step with a manifest, for people: None if this user may not look."""
     try:
         return newest_step(folder)
-    except OSError:
+    except (OSError, ValueError):  # or no path at all
         return None
+
+
+def _is_deeper_than(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [one for values in inner for one in values]
+    return bool(level)
 
 
 def _doors(job: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:

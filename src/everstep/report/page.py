@@ -91,18 +91,18 @@ def compare_page(histories: Sequence[History]) -> str:
             "goodput": _percent(goodput(account)),
             "generations": str(h.facts.crew.generation),
             "recoveries": str(h.facts.counts.get("recovery_completed", 0)),
-            "digest of model": str(h.digest.get("model", "none")),
-            "digest of state": str(h.digest.get("state", "none")),
+            "digest of model": str(h.final.get("model", "none")),
+            "digest of state": str(h.final.get("state", "none")),
         }
         for h, account in zip(histories, accounts, strict=True)
     ]
     rows = [[key, *(column[key] for column in columns)] for key in columns[0]]
-    digests = [h.digest.get("state") or h.digest.get("model") for h in histories]
+    digests = [one_line(h.final.get("state") or h.final.get("model"), 200) for h in histories]
     verdict = "The final states are bitwise equal." if len(set(digests)) == 1 else "The final states are not all equal."
-    if len({str(version_of(h.digest)) for h in histories}) > 1:
+    if len({str(version_of(h.final)) for h in histories}) > 1:
         verdict = "Their digests are of different versions, which say nothing of each other: see everstep verify."
-    if None in digests:
-        missing = ", ".join(name for name, digest in zip(names, digests, strict=True) if digest is None)
+    if "" in digests:
+        missing = ", ".join(name for name, digest in zip(names, digests, strict=True) if not digest)
         verdict = f"Of {missing} there is no final state to compare: not finished."
     own = [figures.own_chart(histories, name) for name in figures.own_curves(histories)]
     body = [
@@ -173,7 +173,7 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
         ("wall time", _wall_time(seconds)),
         ("goodput", _percent(goodput(seconds))),
         ("goodput by capacity", _percent(history.goodput_by_capacity(running))),
-        ("faults" if over else "faults survived", str(history.faults(running))),
+        ("faults" if over else "faults survived", str(history.faults(running)) if facts.counts else "unknown"),
         ("median recovery", time_text(median(durations)) if durations else _no_recovery(history, running)),
         ("steps lost", str(facts.course.steps_lost)),
     ]
@@ -188,13 +188,16 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
 
 
 def _no_recovery(history: History, running: bool) -> str:
+    if not history.facts.counts:
+        return "unknown"
     return "none has ended" if any(one.end_ns is None for one in history.incidents(running)) else "none needed"
 
 
 def _story(history: History, running: bool) -> list[str]:
     """One line per incident; checkpoints and all the rest are folded away below."""
     incidents = [[_at(history, one.begin_ns), one.level, one.line()] for one in history.incidents(running)]
-    shown = _table(["time", "level", "what"], incidents[-_MOST_ROWS:], (0,)) if incidents else "<p>No fault.</p>"
+    none = "<p>No fault.</p>" if history.facts.counts else "<p>There are no events: nothing is known.</p>"
+    shown = _table(["time", "level", "what"], incidents[-_MOST_ROWS:], (0,)) if incidents else none
     return [shown, f"<details><summary>Event by event</summary>{''.join(_events(history))}</details>"]
 
 
@@ -315,7 +318,7 @@ def _tier(name: str, tier: TierCount) -> list[str]:
 
 
 def _exactness(history: History, proof: Proof) -> str:
-    digest = history.digest
+    digest = history.final
     rows = [[f"digest of {key}", str(digest[key])] for key in ("model", "state") if digest.get(key)]
     rows = rows or [["digest", "none: the job has not finished"]]
     if proof.differences is not None:

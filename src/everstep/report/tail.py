@@ -6,7 +6,6 @@ by its inode, so a rename (rotation) loses nothing and a new file under an old n
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -47,7 +46,7 @@ def _whole(digits: str) -> float:
 
 class Tail:
     """One growing file. `replaced` counts how often another file came under its name, or it was cut off; `absurd` names
-    the line with impossible numbers, "" if there is none.
+    the line with impossible numbers, `trouble` the reason why the newest look could not read it; "" if there is none.
 
     last_bytes: of the data already there, only so much of its end is read; None: all. folders: as for `base.below`.
     """
@@ -57,7 +56,7 @@ class Tail:
         self._folders = folders
         self._last_bytes = last_bytes
         self.replaced = 0
-        self.absurd = ""
+        self.absurd = self.trouble = ""
         self._number = 0
         self._position = 0
         self._rest = b""
@@ -71,20 +70,26 @@ class Tail:
 
         A missing or unreadable file has nothing new. A torn last line waits for its end.
         """
-        with contextlib.suppress(OSError), open_given(self.path, self._folders) as file:
-            self._look(file.fileno())
-            file.seek(self._position)
-            left = most_bytes
-            while left > 0:
-                data = file.read(min(CHUNK_BYTES, left))
-                if not data:
-                    return
-                left -= len(data)
-                skip_hole(file, data)
-                self._position = file.tell()
-                if len(self._head) < 64:
-                    self._head = os.pread(file.fileno(), 64, 0)
-                yield self._split(data)
+        self.trouble = ""
+        try:
+            with open_given(self.path, self._folders) as file:
+                self._look(file.fileno())
+                file.seek(self._position)
+                left = most_bytes
+                while left > 0:
+                    data = file.read(min(CHUNK_BYTES, left))
+                    if not data:
+                        return
+                    left -= len(data)
+                    skip_hole(file, data)
+                    self._position = file.tell()
+                    if len(self._head) < 64:
+                        self._head = os.pread(file.fileno(), 64, 0)
+                    yield self._split(data)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.trouble = error.strerror or str(error)
 
     def lines(self) -> Iterator[bytes]:
         """All lines appended since the last call, one by one."""

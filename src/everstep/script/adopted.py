@@ -22,6 +22,7 @@ from everstep.script.unsupported import refuse_group
 
 RAY_PROGRAM = "default_worker.py"
 """Program that runs Ray's actors and tasks."""
+_PRIVATE = ("env.", "notify.")  # may hold secrets, and every user of the host can read a command line
 IN_RAY = (
     "everstep.join in a Ray actor or task, where no process can become a worker and several would be as many jobs: "
     "start the job with 'everstep launch ray SCRIPT', or run the script by itself"
@@ -61,9 +62,13 @@ def command_of(
     script = Path(program).resolve()
     if script.suffix != ".py" or not script.is_file() or getattr(sys.modules["__main__"], "__spec__", None) is not None:
         raise foreign.refuse(f"what is no script ({program})")
-    settings = [f"--set={key}={_said(key, value)}" for key, value in dotted(given).items() if value is not None]
+    values = {key: value for key, value in dotted(given).items() if value is not None}
+    said = {key: _said(key, value) for key, value in values.items()}
+    private = {key: value for key, value in values.items() if key.startswith(_PRIVATE)}
+    settings = [f"--set={key}={text}" for key, text in said.items() if key not in private]
     where = ["--run-dir", str(run_dir)] if run_dir is not None else []
-    return own_command("everstep", "run", str(script), *where, *settings, *(["--", *argv] if argv else []))
+    unseen = ["--config", _nameless_file(json.dumps(private))] if private else []
+    return own_command("everstep", "run", str(script), *where, *unseen, *settings, *(["--", *argv] if argv else []))
 
 
 def _said(key: str, value: Any) -> str:
@@ -71,6 +76,13 @@ def _said(key: str, value: Any) -> str:
         return value if isinstance(value, str) else json.dumps(value)
     except TypeError:
         raise ConfigError(f"{key}: expected a value that YAML has, got {type(value).__name__}") from None
+
+
+def _nameless_file(text: str) -> str:
+    """Path of a file that only this process, and the program that it becomes, can open."""
+    fd = os.memfd_create("settings", 0)
+    os.write(fd, text.encode())
+    return f"/proc/self/fd/{fd}"
 
 
 def _go_on_as(command: list[str]) -> NoReturn:

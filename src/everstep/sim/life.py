@@ -351,8 +351,9 @@ class SimSite:
         return self.odd is not None and self.odd.worker_id == life.me.worker_id and life.me >= self.odd
 
     def all_wrong(self, stage: int) -> bool:
-        """Whether all copies of a stage that workers hold have wrong bits."""
-        held = [life.state.stages[stage] for life in self.lives.values() if life.alive and stage in life.state.stages]
+        """Whether all copies of a stage that workers have trained have wrong bits."""
+        trained = [life.state.stages for life in self.lives.values() if life.alive and life.state.at]
+        held = [stages[stage] for stages in trained if stage in stages]
         return bool(held) and all(map(wrong, held))
 
     def copies(self, life: Life, stage: int) -> int:

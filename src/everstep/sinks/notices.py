@@ -38,9 +38,11 @@ _AT_ONCE = 10
 _HOURLY = 60
 _HOUR_S = 3600.0
 _STALE_S = 3600.0
+_STALE_END_S = 7 * 86400.0
 _PAUSES_S = (0.0, 0.5, 2.0)
 _REMEMBERED = 512
 _MOST_BYTES = 1 << 16
+_PLAIN = str.maketrans("<>", "‹›")  # chats take <...> for links and mentions
 _ENDS = ("job_failed", "job_completed")
 _NO_FAILURES = ("busy", "regrouped")
 Notice = dict[str, Any]
@@ -129,7 +131,7 @@ class Notices(Sink):
         if kind not in self._wanted or (kind == "checkpoint_failed" and why in _NO_FAILURES):
             return
         time_ns = whole_number(event.get("time_unix_ns"))
-        if self._clock() - time_ns / 1e9 > _STALE_S:
+        if self._clock() - time_ns / 1e9 > (_STALE_END_S if kind in _ENDS else _STALE_S):
             return  # too old to wake anybody
         why_then = {"cause": cause(event), "reason": reason_text(event.get("reason"))}
         said = {"event": kind, "text": f"{self._about['run']}: {one_line(text)}", "step": step, **why_then}
@@ -219,7 +221,8 @@ class Notices(Sink):
         """Post the notice as JSON; `text` is the field that chats show. Returns "", or the error without the
         address."""
         headers = {"content-type": "application/json", "user-agent": "everstep"}
-        request = urllib.request.Request(url, json.dumps(notice).encode(), headers, method="POST")
+        said = {**notice, "text": notice["text"].translate(_PLAIN)}
+        request = urllib.request.Request(url, json.dumps(said).encode(), headers, method="POST")
         try:
             with urllib.request.build_opener(_NoRedirect).open(request, timeout=self._timeout_s) as answer:
                 answer.read(1024)

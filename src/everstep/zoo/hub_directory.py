@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,11 @@ class HubDirectory:
         else:
             remedy = "expected an architecture that transformers has; write a Task for this one"
         self._refuse_code(self.config, CONFIG, remedy)
+        if kernel := next(_foreign_kernels(self.config), ""):
+            raise ConfigError(
+                f"hf:{self.name}: {CONFIG} asks for code from {kernel[:100]!a} (attn_implementation), which is never "
+                "run: remove that key"
+            )
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Content of the tokenizer's files by name; empty if there are none. Raises: ConfigError."""
@@ -155,6 +160,19 @@ class HubDirectory:
             raise ConfigError(
                 f"hf:{self.name}: {name} asks for code of its own (auto_map), which is never run: {remedy}"
             )
+
+
+def _foreign_kernels(config: Mapping[str, Any]) -> Iterator[str]:
+    """Repositories of code that the config names for its attention or experts, at any depth."""
+    left: list[tuple[Any, bool]] = [(config, False)]
+    while left:
+        value, is_named = left.pop()
+        if isinstance(value, Mapping):
+            left += [(inner, is_named or key.endswith("_implementation")) for key, inner in value.items()]
+        elif isinstance(value, list):
+            left += [(inner, is_named) for inner in value]
+        elif is_named and isinstance(value, str) and "/" in value:
+            yield value
 
 
 class WeightFiles:

@@ -72,6 +72,22 @@ def test_equal_nans_are_equal(tmp_path: Path) -> None:
     assert compare(finished(tmp_path / "a", nans), finished(tmp_path / "b", nans)) == []
 
 
+def test_weights_alone_say_nothing_of_the_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = finished(tmp_path / "a", BASE)
+    save_file(BASE, tmp_path / "model.safetensors")
+    for one, other in ((a, tmp_path / "model.safetensors"), (tmp_path, a)):
+        assert run_command(["verify", str(one), str(other)]) == 0
+        assert capsys.readouterr().out.startswith("bitwise equal: weights and buffers, step 3")
+
+
+def test_bytes_that_do_not_fit_the_shape_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = finished(tmp_path / "a", {"w": np.zeros(2, np.float32)})
+    data = (a / "final" / "model.safetensors").read_bytes()
+    (tmp_path / "other.safetensors").write_bytes(data.replace(b'"shape":[2]', b'"shape":[3]'))
+    assert run_command(["verify", str(a), str(tmp_path / "other.safetensors")]) == 2
+    assert "w has 8 bytes" in capsys.readouterr().err
+
+
 def test_optimizer_state_counts_too(tmp_path: Path) -> None:
     a, b = finished(tmp_path / "a", BASE), finished(tmp_path / "b", BASE, state="other")
     assert compare(a, b) == ["state in digest.json differs: cd and other"]
@@ -178,6 +194,12 @@ def test_a_ledger_that_is_not_clean(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "used other samples" in capsys.readouterr().out
     write_rows(tmp_path, range(1, 3))
     assert "step 3 has no row" in audit_run(tmp_path).problems
+
+
+def test_nobody_knows_which_steps_were_committed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(job_dir(tmp_path), range(1, 4), wrong_lane=1)
+    assert run_command(["ledger", str(tmp_path)]) == 2
+    assert "neither events.jsonl nor final/digest.json" in capsys.readouterr().err
 
 
 def test_rows_that_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from everstep.dashboard import catalog as catalog_module
 from everstep.dashboard import feed as feed_module
+from everstep.dashboard.catalog import Catalog
 from everstep.dashboard.feed import Feeds, RunFeed
+from everstep.report.notes import read_notes
 from everstep.runtime import commands
 from told_events import trained, write_events
 
@@ -31,6 +34,45 @@ def test_an_old_answer_is_none(two_runs: list[Path], monkeypatch: pytest.MonkeyP
     assert run.status == {"state": "running"}
     monkeypatch.setattr(feed_module, "_STALE_S", -1.0)
     assert run.status is None
+
+
+def test_the_ledger_of_the_job_before_is_not_shown(two_runs: list[Path]) -> None:
+    audits: list[Path] = []
+
+    def audit(run_dir: Path) -> dict[str, Any]:
+        audits.append(run_dir)
+        return {"clean": len(audits) == 1, "steps": 10, "problems": []}
+
+    run = RunFeed(two_runs[0], audit)
+    run.load()
+    assert run.check_ledger(automatic=True)["clean"] and run.check_ledger(automatic=True)["clean"] and len(audits) == 1
+    write_events(two_runs[0], trained(), earlier_ns=10**9)  # another job, up to the same step
+    run.load()
+    assert run.ledger == {} and run.check_ledger(automatic=True)["clean"] is False
+
+
+def test_one_run_that_cannot_be_read_leaves_the_rows_of_others(two_runs: list[Path]) -> None:
+    deep = '{"config": ' + '{"a": ' * 700 + "1" + "}" * 701
+    for content in (deep, '{"config": {"checkpoint": {"disk": {"path": "\\u0000"}}}}'):
+        (two_runs[0] / "job.json").write_text(content)
+        catalog = Catalog(two_runs[0].parent)
+        while catalog.advance():
+            pass
+        assert all(row["step"] == 10 and row["said"]["level"] == "bad" for row in catalog.rows.values())
+
+
+def test_a_run_in_trouble_says_so_in_its_row(two_runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes(path: Path) -> Any:
+        if path.name == "a":
+            raise RuntimeError("broken")
+        return read_notes(path)
+
+    monkeypatch.setattr(catalog_module, "read_notes", notes)
+    catalog = Catalog(two_runs[0].parent)
+    with pytest.raises(RuntimeError):
+        catalog.advance()
+    assert catalog.rows["a"]["said"] == {"level": "bad", "text": "This run cannot be read: RuntimeError: broken"}
+    assert catalog.rows["b"]["step"] == 10 and catalog.rows["a"].keys() == catalog.rows["b"].keys()
 
 
 def test_a_silent_coordinator_holds_up_no_other(two_runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import http.client
 import json
 import os
@@ -21,7 +23,7 @@ from everstep.base.doors import is_loopback  # noqa: E402
 from everstep.base.errors import ConfigError  # noqa: E402
 from everstep.cli.main import run_command  # noqa: E402
 from everstep.cli.status import read_status  # noqa: E402
-from everstep.dashboard.app import make_app, make_metrics_app  # noqa: E402
+from everstep.dashboard.app import _MOST_STREAMS, make_app, make_metrics_app  # noqa: E402
 from everstep.dashboard.catalog import Catalog, holds_runs, list_row  # noqa: E402
 from everstep.dashboard.feed import Feeds, RunFeed  # noqa: E402
 from everstep.dashboard.guard import checked_token, kept_token  # noqa: E402
@@ -424,6 +426,31 @@ def test_runs_that_no_page_shows_make_room(tmp_path: Path) -> None:
         feeds.close(feeds.open([name]))
     assert set(kept) <= set(feeds.runs) and len(feeds.runs) <= 33
     assert feeds.open(names[:2]) == kept
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["gone", "unreadable"])
+def test_a_page_that_goes_at_once_gives_its_place_back(tmp_path: Path, breaks: bool, monkeypatch: Any) -> None:
+    feeds = Feeds([make_run(tmp_path)])
+    app = make_app(feeds, "127.0.0.1", TOKEN, public=True)
+    headers = [(b"host", b"127.0.0.1")]
+    scope = {"type": "http", "method": "GET", "path": "/api/stream", "headers": headers, "query_string": b""}
+    statuses = []
+
+    async def gone() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        statuses.extend([message["status"]] if message["type"] == "http.response.start" else [])
+
+    async def many_pages() -> None:
+        for _ in range(2 * _MOST_STREAMS):
+            with contextlib.suppress(OSError, ExceptionGroup):
+                await app({**scope, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)}, gone, send)
+
+    if breaks:
+        monkeypatch.setattr(feeds, "open", lambda names: os.listdir(tmp_path / "nowhere"))
+    asyncio.run(many_pages())
+    assert 503 not in statuses and not feeds._looked_at[0]
 
 
 def test_patches_hold_only_what_changed(tmp_path: Path) -> None:

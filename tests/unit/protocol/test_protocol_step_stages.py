@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from everstep.base.errors import InvariantViolation
-from everstep.base.extents import WHOLE, Extents
+from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Member, Plan, Seat, Shard, WorkerKey
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_phases import Phase
@@ -434,6 +434,16 @@ def test_a_gradient_outlives_the_loss_of_blocks_that_it_is_not_for():
     reduce_second(w)
     w.on(BlocksLost(0, blocks(3)))
     assert w.machine.holding().gradients == {0: MINE} and w.machine.holding().gradient_step == 2
+
+
+def test_a_gradient_that_does_not_say_what_it_is_for_is_lost_with_any_block():
+    """So it is in the step with which the state grows: nobody can know whether what is left suffices."""
+    w = sharing()
+    w.on(Takes(2, {0: NONE}))
+    reduce_second(w)
+    assert w.machine.holding().gradients == {0: NONE} and w.machine.holding().gradient_step == 2
+    w.on(BlocksLost(0, blocks(3)))
+    assert w.machine.holding().gradients == {} and w.machine.holding().gradient_step == 0
 
 
 def test_who_holds_more_than_its_share_has_that_when_it_rolls_forward():

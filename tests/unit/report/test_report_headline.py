@@ -46,6 +46,7 @@ DONE = event("job_completed", 7, step=10, state="completed", exit_code=0)
 KILLED = [event("coordinator_killed", 5 + n / 10, cause="hung", reason="silent", kills=n) for n in range(3)]
 SCRIPT = [one for one in trained() if one["kind"] == "step_committed"]
 ALONE = {"running": False, "total": 60, "disk_step": 6}
+OVER = {"running": False, "finished": True}
 GONE = {"running": False, "disk_step": 6, "resume": "everstep run digits --run-dir runs/a"}
 
 STRANGE = [
@@ -477,7 +478,43 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
     "starting": (trained()[:3], 3, {}, "good", ("Starting for 3 s: 2 of 4 workers are ready.",)),
     "the first step": (trained()[:6], 4, {}, "good", ("step 1, the first one",)),
     "starting for ever": (trained()[:3], 300, {}, "warning", ("Starting for 5m00s",)),
-    "nothing at all": ([], 0, {}, "good", ("no events so far",)),
+    "nothing at all": ([], 0, {}, "warning", ("no events so far",)),
+    "events that cannot be read": (
+        trained(),
+        6,
+        {"unreadable": "Input/output error"},
+        "bad",
+        ("cannot be read: Input/output error.", "Step 10 is the newest known."),
+    ),
+    "this clock is behind": (trained(), -3600, {}, "warning", ("Step 10", "1h00m behind the newest event")),
+    "done, but rows are missing": (
+        [*trained(), DONE, event("warning", 7.1, **FULL)],
+        8,
+        OVER,
+        "warning",
+        ("Finished: all 10 steps are done, in", ", but rows of the ledger cannot be written: No space left"),
+    ),
+    "done, but nothing is in the store": (
+        [*trained(), event("checkpoint_failed", 6, **{**FAILED, **STORE}), DONE],
+        8,
+        OVER,
+        "warning",
+        ("all 10 steps", ", but the checkpoint of step 9 in the object store failed: No space left on device."),
+    ),
+    "done, and the last events are lost": (
+        trained(),
+        8,
+        {**OVER, "final_step": 12},
+        "good",
+        ("all 12 steps are done",),
+    ),
+    "a loop that was left": (
+        [*trained(), DONE],
+        8,
+        {**OVER, "final_step": 10, "left": True},
+        "good",
+        ("Finished: the loop was left after step 10, in",),
+    ),
     "a script by itself": (SCRIPT, 8, ALONE, "good", ("Step 10 of 60, last heard of 2 s ago.",)),
     "a script by itself, not heard of for long": (
         SCRIPT,

@@ -199,11 +199,14 @@ def test_compare_overlays_and_names_differences(tmp_path: Path) -> None:
     assert "seed" in outline.text and "first" in outline.text and "second" in outline.text
     assert sum(attributes.get("class") in ("curve l0", "curve l1") for _, attributes in outline.tags) == 4
     (first / "final").mkdir(exist_ok=True)
-    (first / "final" / "digest.json").write_text('{"step": 3, "model": "ab", "state": "cd"}')
+    (first / "final" / "digest.json").write_text('{"step": 300, "model": "ab", "state": ["cd"]}')
     assert run_command(["compare", str(first), str(second), "--out", str(tmp_path / "c.html")]) == 0
     assert "Of second there is no final state to compare" in Outline((tmp_path / "c.html").read_text()).text
     (second / "final").mkdir(exist_ok=True)
-    (second / "final" / "digest.json").write_text('{"version": 2, "step": 3, "model": "ab", "state": "cd"}')
+    (second / "final" / "digest.json").write_text('{"step": 3, "model": "ab", "state": ["cd"]}')  # of an earlier step
+    assert run_command(["compare", str(first), str(second), "--out", str(tmp_path / "c.html")]) == 0
+    assert "Of second there is no final state to compare" in Outline((tmp_path / "c.html").read_text()).text
+    (second / "final" / "digest.json").write_text('{"version": 2, "step": 300, "model": "ab", "state": "cd"}')
     assert run_command(["compare", str(first), str(second), "--out", str(tmp_path / "c.html")]) == 0
     assert "digests are of different versions" in Outline((tmp_path / "c.html").read_text()).text
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +12,10 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.base.config import Config
+from everstep.base.config import Config, load_config
 from everstep.base.errors import ConfigError
 from everstep.base.foreign import foreign_launcher
+from everstep.cli.config_file import said_layers
 from everstep.script.adopted import command_of
 from everstep.train import join as join_module
 
@@ -44,3 +47,18 @@ def test_so_it_does_under_run_and_under_a_launcher(given: dict[str, Any], said: 
     with pytest.raises(ConfigError) as refused:
         command_of(foreign, __file__, [], given, None)
     assert str(refused.value).startswith(said)
+
+
+def test_no_secret_of_a_script_is_in_the_command_that_it_becomes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = foreign_launcher({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
+    assert foreign is not None
+    given = {"env": {"KEY": "s3cret"}, "notify.command": "tell --token s3cret", "lanes": 4}
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    command = command_of(foreign, str(script), [], given, None)
+    assert "--set=lanes=4" in command and "s3cret" not in " ".join(command)
+    config = load_config(said_layers(Path(command[command.index("--config") + 1]), []))
+    assert config.env == {"KEY": "s3cret"} and config.notify.command == "tell --token s3cret"

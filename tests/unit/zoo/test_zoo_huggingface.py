@@ -318,6 +318,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unknown": (settings(model_type="foo"), "no architecture 'foo'"),
     "no causal head": (settings(model_type="t5"), "no causal language model"),
     "own code": (settings(auto_map={"AutoModel": "m.M"}, model_type="foo"), "code of its own .* write a Task"),
+    "a kernel from elsewhere": (settings(_attn_implementation="some/kernel"), "asks for code from 'some/kernel'"),
     "own code, not needed": (settings(auto_map={"AutoModel": "m.M"}), "transformers has llama, too: remove auto_map"),
     "own code of the tokenizer": (
         lambda d: (

@@ -132,7 +132,7 @@ export class RunList {
     const line = this.lines.get(key) ?? this.made(key);
     const { cells } = line;
     const alike = this.alike.get(row.digest) ?? [], digest = row.digest ? `${row.digest.slice(0, 12)}${alike.length > 1 ? ` (${alike.length} equal)` : ""}` : "–";
-    const texts = [null, `${this.silentS !== null && row.running ? "was " : ""}${row.state}${row.disk_trouble ? ", disk trouble" : ""}`, `${row.step}${row.total ? ` / ${row.total}` : ""}`, row.loss_text || "–", percent(row.goodput), String(row.faults), digest, row.began_ms ? began(row.began_ms) : "–"];
+    const texts = [null, `${this.silentS !== null && row.running ? "was " : ""}${row.state}${row.disk_trouble ? ", disk trouble" : ""}`, `${row.step}${row.total ? ` / ${row.total}` : ""}`, row.loss_text || "–", percent(row.goodput), row.began_ms || row.step ? String(row.faults) : "–", digest, row.began_ms ? began(row.began_ms) : "–"];
     write(line.link, row.name);
     attribute(line.link, "aria-current", String(key === this.current));
     attribute(line.link, "title", row.task);

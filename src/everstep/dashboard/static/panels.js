@@ -34,7 +34,7 @@ export function head(run, nowMs, silentS) {
   write($("task"), h.task);
   write($("state"), state);
   attribute($("state"), "data-state", h.state);
-  const said = silentS !== null ? unheard(h, silentS) : h.loaded ? h.headline : { level: "good", text: `reading the run's history, step ${h.step} so far …` };
+  const said = silentS !== null ? unheard(h, silentS) : h.loaded ? h.headline : { level: "lost", text: `reading the run's history, step ${h.step} so far …` };
   writeLinked($("sentence"), `${said.text} ${said.more ?? ""}`.trim());
   for (const id of ["sentence", "state"]) attribute($(id), "data-level", said.level);
   $("raised").hidden = !h.raised?.length;
@@ -62,7 +62,7 @@ function tiles(run, nowMs) {
   const items = [
     ["Step", `${h.step}${h.total ? ` / ${h.total}` : ""}`, h.eta_s ? `${duration(h.eta_s)} left` : ""],
     ["Loss", h.loss_text || "–", h.loss_step ? `of step ${h.loss_step}` : h.strange ? `not finite: ${h.strange.text}` : Object.entries(run.metrics.values ?? {}).slice(0, 2).map(([k, v]) => `${k} ${v === null ? "not finite" : number(v, 4)}`).join(", "), { bad: "bad", warning: "warn" }[h.strange?.level] ?? ""],
-    ["Samples/s", number(h.rate ?? h.mean_rate), h.rate !== null ? `over the last ${plural(h.rate_steps, "step")}` : h.mean_rate ? "mean, undisturbed" : ""],
+    ["Samples/s", number(h.rate ?? (h.running ? null : h.mean_rate)), h.rate !== null ? `over the last ${plural(h.rate_steps, "step")}` : h.mean_rate ? `mean, undisturbed${h.running ? `: ${number(h.mean_rate)}` : ""}` : ""],
     ["Workers", h.wanted && h.ended_ns === null ? `${h.members} / ${h.wanted}` : h.ended_ns === null ? `${h.members}` : "ended", beside.join(", "), dead || suspect ? "bad" : h.running && h.members < h.wanted ? "warn" : ""],
     ["Generation", h.generation, plural(h.recoveries, "recovery").replace("recoverys", "recoveries")],
     ["Goodput", percent(h.goodput), h.steps_lost ? `${plural(h.steps_lost, "step")} done again` : "", ""],
@@ -99,13 +99,18 @@ export function generations(run, nowMs) {
   );
 }
 
+/** Whether any event has told of the job. */
+function knows(run) {
+  return Boolean(run.head.began_ns || run.head.step);
+}
+
 export function recoveries(run) {
   if (!$("phase-legend").children.length) {
     $("phase-legend").append(...PHASES.map((phase) => styled(el("li", { "data-glyph": "" }, term(phase)), { "--swatch": phaseColour(phase) })));
   }
   const list = run.recoveries.toReversed();
   $("phase-legend").hidden = !list.length;
-  $("recoveries").replaceChildren(...(list.length ? falls(list) : [el("p", { className: "soft" }, run.incidents.some(([, , end]) => end === null) ? `none has ended${run.head.running ? " yet" : ""}` : "none was needed")]));
+  $("recoveries").replaceChildren(...(list.length ? falls(list) : [el("p", { className: "soft" }, run.incidents.some(([, , end]) => end === null) ? `none has ended${run.head.running ? " yet" : ""}` : knows(run) ? "none was needed" : "unknown")]));
 }
 
 /** One line per incident, newest first: the fault, the reaction, the duration. */
@@ -114,7 +119,7 @@ export function incidents(run) {
     const when = el("button", { type: "button", className: "link-to", title: "read the log at this moment", onclick: () => acts.moment(begin, null) }, clock(begin));
     return el("li", { "data-level": level }, when, " ", ...causeTag(cause), ...linked(line));
   });
-  $("incidents").replaceChildren(...(lines.length ? lines : [el("li", { className: "soft" }, "no fault")]));
+  $("incidents").replaceChildren(...(lines.length ? lines : [el("li", { className: "soft" }, knows(run) ? "no fault" : "unknown: there are no events")]));
 }
 
 /** Recoveries as waterfalls: each phase in its colour, at its place. */

@@ -116,7 +116,7 @@ class NextStep:
         self.gradient_step, self.gradients = step, gradients
 
     def lose_blocks(self, stage: int, left: Extents) -> None:
-        """Drop the gradient of a stage if blocks that it applies to are no longer held."""
-        self.gradients = {k: part for k, part in self.gradients.items() if k != stage or not less(left, part)}
+        """Drop the gradient of a stage if blocks that it applies to are no longer held, or if it does not say which."""
+        self.gradients = {k: of for k, of in self.gradients.items() if k != stage or (of and not less(left, of))}
         if not self.gradients:
             self.gradient_step = 0
