@@ -133,9 +133,9 @@ def adapter_names(names: Iterable[str]) -> dict[str, str]:
     them in a file; empty if it has none."""
     prefix = "base_model.model."
     return {
-        name: prefix + name.removeprefix(prefix).replace(".default.", ".")
+        name: prefix + name.removeprefix(prefix).replace(".default.", ".").removesuffix(".default")
         for name in names
-        if ".lora_A." in name or ".lora_B." in name
+        if any(part in name for part in (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B."))
     }
 
 

@@ -173,6 +173,8 @@ def _files(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
         if path.name.startswith((".", "__pycache__")) or (endings and path.name in _SKIPPED):
             continue
         if path.is_dir():
+            if path.is_symlink() and folder.resolve().is_relative_to(path.resolve()):
+                continue  # a link back to a folder that holds it: its files would count again and again
             yield from _files(path, endings)
         elif path.is_file() and (not endings or path.suffix in endings):
             yield path

@@ -161,6 +161,9 @@ class ChainedDecoder:
                 cast(Any, module).reset_parameters()
             if ".lora_B." in path:
                 nn.init.zeros_(cast(Tensor, module.weight))
+            elif path.endswith((".lora_embedding_A", ".lora_embedding_B")):  # one of both is not 0, so that they learn
+                for value in module.parameters():
+                    value.zero_() if path.endswith("A") else value.normal_()
             elif ".lora_A." not in path:
                 self._init_weights(module)  # type: ignore[attr-defined]
             if path.endswith(".c_proj"):  # GPT-2 scales these from the module around them
@@ -202,8 +205,9 @@ def names_in_files(model: Any, weights: WeightFiles) -> dict[str, str]:
 
 
 def refuse_other_model(kind: type[nn.Module], config: Any, weights: WeightFiles) -> None:
-    """Raises: ConfigError, before anything is read, if these are incomplete, or another model's. A file may have old
-    names of a model's tensors, which transformers knows: where some are strange, those that lack say nothing."""
+    """Raises: ConfigError, before anything is read, if these are incomplete, another model's, or no floats. A file may
+    have old names of a model's tensors, which transformers knows: where some are strange, those that lack say nothing.
+    """
     try:
         with torch.device("meta"):
             model = cast(Any, kind)(config)
@@ -216,6 +220,10 @@ def refuse_other_model(kind: type[nn.Module], config: Any, weights: WeightFiles)
     lacking = [tied[0] for tied in names.values() if there.isdisjoint(name.removeprefix(prefix) for name in tied)]
     if lacking and (there <= known or there.isdisjoint(known)):
         raise _incomplete(weights, lacking[0])
+    parameters = {name.removeprefix(prefix) for tied in names.values() for name in tied}
+    for name in weights.shapes:
+        if name.removeprefix(prefix) in parameters:
+            weights.refuse_other(name)
 
 
 _REMEDY = "take the config.json that they were saved with"

@@ -131,7 +131,7 @@ class HuggingFace(ReadyTask):
         if self.whole:
             if self.config is not None and self.config.meta_init:
                 raise ConfigError(f"meta_init: expected false, because the model is built in one piece: {self.whole}")
-            model = self._kind(self.model_config) if meta else self._read_whole()
+            model = self._made(self._kind) if meta else self._read_whole()
             if not meta:
                 self._refuse_looking_ahead(model)
             self._adapt(model)
@@ -144,10 +144,18 @@ class HuggingFace(ReadyTask):
     def _chained(self) -> nn.Module:
         from everstep.zoo.decoder_units import chained_class
 
-        model = chained_class(self._kind)(self.model_config)
+        model: Any = self._made(chained_class(self._kind))
         self._adapt(model)
         model.make_chain(self.directory.weights())
         return model  # type: ignore[no-any-return]
+
+    def _made(self, kind: type[nn.Module]) -> nn.Module:
+        """The model, by the config. Raises: ConfigError for values that transformers cannot make a model of."""
+        try:
+            return kind(self.model_config)
+        except Exception as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise ConfigError(f"hf:{self.directory.name}: config.json makes no {self._kind.__name__}: {said}") from None
 
     @property
     def _adapted(self) -> bool:
@@ -162,7 +170,9 @@ class HuggingFace(ReadyTask):
         weights = self.directory.weights()
         if weights is None:
             torch.manual_seed(build_seed(0 if self.config is None else self.config.seed))
-            return self._kind(self.model_config)
+            return self._made(self._kind)
+        with torch.device("meta"):
+            self._made(self._kind)
         try:
             model, said = self._kind.from_pretrained(  # type: ignore[attr-defined]
                 str(self.directory.folder),

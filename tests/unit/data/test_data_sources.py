@@ -96,6 +96,15 @@ def test_the_standard_library_reads_the_same_twice() -> None:
     assert b"import" in text
 
 
+def test_text_of_a_folder_with_a_link_to_itself_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "deep" / "a").write_bytes(b"a")
+    (tmp_path / "deep" / "up").symlink_to(tmp_path)
+    (tmp_path / "other" / "b").symlink_to(tmp_path / "deep")
+    assert read_text(str(tmp_path)) == b"aa"
+
+
 def test_text_of_a_folder_comes_in_the_order_of_names(tmp_path: Path) -> None:
     for name, content in (("b.txt", "two "), ("a/z.txt", "one "), (".hidden", "no"), ("c", "three")):
         (tmp_path / name).parent.mkdir(exist_ok=True)

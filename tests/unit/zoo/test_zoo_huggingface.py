@@ -106,12 +106,15 @@ def test_final_is_read_by_transformers(tmp_path: Path, data: str) -> None:
         keep_hub_files(str(folder), task.config.task, tmp_path)
 
 
-@pytest.mark.parametrize("name", ("llama", "gpt2", "gpt_neox"))
-def test_adapter(tmp_path: Path, data: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [("llama", ""), ("llama", "embed_tokens,q_proj"), ("gpt2", "wte"), ("gpt2", ""), ("gpt_neox", "")],
+)
+def test_adapter(tmp_path: Path, data: str, name: str, modules: str) -> None:
     """Only the adapter is trained; it begins as nothing, and peft reads what is written."""
     peft = pytest.importorskip("peft")
     folder = made(tmp_path / "model", name)
-    task = task_of(folder, data=data, lora={"rank": 2})
+    task = task_of(folder, data=data, lora={"rank": 2, "modules": modules})
     model, base = task.build_model().eval(), transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens = torch.arange(12).unsqueeze(0)
     assert torch.equal(model(input_ids=tokens).logits, base(input_ids=tokens).logits)
@@ -119,8 +122,9 @@ def test_adapter(tmp_path: Path, data: str, name: str) -> None:
     assert trained and all(".lora_" in n for n in trained)
     with torch.no_grad():
         for n, p in model.named_parameters():
-            if ".lora_B." in n:
+            if ".lora_B." in n or ".lora_embedding_A." in n:
                 p.fill_(0.1)
+    assert not torch.equal(model(input_ids=tokens).logits, base(input_ids=tokens).logits)
     keep_hub_files(str(folder), task.config.task, tmp_path)
     tensors = model_tensors(model)
     write_final(tmp_path, tensors, "m", "s", 1)
@@ -336,6 +340,12 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         "vocabulary of its tokenizer is empty",
     ),
     "odd heads": (settings(num_attention_heads=3), "not valid for llama"),
+    "activation that there is not": (
+        settings(hidden_act="nope"),
+        "config.json makes no LlamaForCausalLM: KeyError: 'nope'",
+    ),
+    "padding outside the vocabulary": (settings(pad_token_id=999), "makes no LlamaForCausalLM: .* within num_emb"),
+    "no heads": (settings(num_key_value_heads=0), "makes no LlamaForCausalLM: ZeroDivisionError"),
     "quantised": (settings(quantization_config={"quant_method": "gptq"}), "quantised"),
     "small vocabulary": (settings(vocab_size=100), "too small for bytes"),
     "adapter": (lambda d: (d / "adapter_config.json").write_text("{}"), "holds an adapter"),
@@ -366,6 +376,14 @@ def test_directories_that_are_refused(tmp_path: Path, data: str, case: str) -> N
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("changed", [{"hidden_act": "nope"}, {"pad_token_id": 999}])
+def test_a_config_alone_that_makes_no_model_is_refused(tmp_path: Path, data: str, changed: dict[str, Any]) -> None:
+    folder = made(tmp_path / "model", "llama")
+    settings(**changed)(folder)
+    with pytest.raises(ConfigError, match="makes no LlamaForCausalLM"):
+        task_of(folder / "config.json", data=data).build_model()
+
+
 def test_weights_of_a_model_in_one_piece_are_looked_at_before_the_start(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.BertConfig(vocab_size=256, is_decoder=True, **sizes)
@@ -374,6 +392,10 @@ def test_weights_of_a_model_in_one_piece_are_looked_at_before_the_start(tmp_path
     weights(lambda w: {k: v for k, v in w.items() if "output.dense.weight" not in k})(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"are incomplete: bert.encoder.layer.0.attention.output.dense.weight is in"):
         HuggingFace(str(tmp_path / "model"))
+    narrow = made(tmp_path / "narrow", "gpt_neox")
+    weights(lambda w: {k: v.to(torch.int8) if "dense.weight" in k else v for k, v in w.items()})(narrow)
+    with pytest.raises(ConfigError, match=r"attention.dense.weight' is I8: expected F64"):
+        HuggingFace(str(narrow))
     other = made(tmp_path / "other", "llama")
     settings(model_type="bert", is_decoder=True)(other)
     with pytest.raises(ConfigError, match=r"are incomplete: bert.embeddings.word_embeddings.weight is in none"):
