@@ -561,3 +561,36 @@ def test_a_worker_that_began_over_fewer_hosts_gets_no_smaller_cell_when_it_ends(
     parts.ready(0, 0, 1)
     parts.world.exited(0, 1, agent="a0")
     assert parts.world.kinds().count("cell_shrunk") == 1
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_the_host_of_a_workers_other_part_may_come_back_before_the_job_ends(restarts: bool) -> None:
+    """It is lost while the slot of another host is nobody's: over one host it could go on."""
+    parts = running(2, quorum_wait_ns=600 * S)
+    parts.world.exited(1, agent="a1")
+    parts.world.exited(0, agent="a0", again=True)
+    drop(parts.world, "a0")
+    if restarts:
+        parts.world = parts.world.restart()
+        parts.greets(1, lost=[gives_up(1, 1)])
+    else:
+        parts.world.say("a1", gives_up(1, 1))
+    parts.world.wait(30 * S)
+    assert parts.world.coordinator.job.progress.ended is None
+    parts.greets(0)
+    assert set(parts.world.coordinator.job.slots.lost) == {1} and has(parts, 0) == [0]
+    assert parts.world.report("cell_shrunk")["ranks"] == 2
+
+
+def test_what_a_host_gives_up_that_is_anothers_does_not_count() -> None:
+    """While it was cut off it went on with lives of its own."""
+    parts = running(2, more=3)
+    for name in ("a1", "p1.0"):
+        drop(parts.world, name)
+    parts.world.wait(2 * S)
+    assert has(parts, 2) == [1]
+    parts.greets(1, lost=[gives_up(1, 1)])
+    parts.looks(1, 2, 1)
+    parts.world.exited(1, 1, agent="a2")
+    parts.world.say("a2", gives_up(2, 1))
+    assert not parts.world.coordinator.job.slots.lost and [1] in [has(parts, i) for i in (1, 3, 4)]

@@ -163,8 +163,8 @@ def _say_lost(job: JobState, worker_id: int, why: Why) -> None:
 
 def lose_worn(job: JobState) -> None:
     """Slots of which hosts have given up a worker's part, and that no other one takes, are lost: workers go on over
-    fewer hosts, or the job ends. That waits for hosts that may come back, and where all members train and one could
-    not do without the slot, for the end of that one."""
+    fewer hosts, or the job ends. That waits for hosts that may come back. A slot that a worker could not do without
+    also waits while all members train, and for owners of other slots that are lost (`quorum_wait_s` limits that)."""
     slots, agreement, begins = job.slots, job.agreement, job.agreement.plan is NO_PLAN
     if job.env.config.hosts.span == 1 or job.membership.in_grace or job.saving.ending is not None:
         return
@@ -175,9 +175,11 @@ def lose_worn(job: JobState) -> None:
     away = any(a.connection is None and not a.draining for a in job.agents.known.values())
     if away or (begins and job.quorum.lacks_hosts):
         return
-    trains, lost = not begins and not agreement.broken, dict[int, Why]()
+    owners = {agent_id for i, agent_id in slots.grants.agents() if i in wanted and slots.owners.of(i) is not None}
+    waits = (not begins and not agreement.broken) or not owners <= job.agents.known.keys()
+    lost = dict[int, Why]()
     for worker_id, why in slots.owners.nobodys(wanted).items():
-        if (slots.left(but=worker_id) >= slots.least or not trains) and slots.lose(worker_id, "", why):
+        if (slots.left(but=worker_id) >= slots.least or not waits) and slots.lose(worker_id, "", why):
             lost[worker_id] = why
     if not lost:
         return

@@ -61,9 +61,12 @@ class Owners:
     def give_up(self, worker_id: int, agent_id: str, process: str, why: Why) -> bool:
         """This process of an agent does not get the slot again; it has room for one less. Returns whether that is
         new."""
-        had, known = self.of(worker_id) == agent_id, self.has_given_up(worker_id, agent_id, process)
+        owner, known = self.of(worker_id), self.has_given_up(worker_id, agent_id, process)
+        had = owner == agent_id
         if had:
             self.forget(worker_id)
+        elif owner is not None:
+            return False  # it ran lives of its own while it was cut off
         self._given_up.setdefault((agent_id, process, worker_id), why)
         return had or not known
 
