@@ -55,7 +55,7 @@ def test_no_secret_of_a_script_is_in_the_command_that_it_becomes(
     foreign = foreign_launcher({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
     assert foreign is not None
     given = {"env": {"KEY": "s3cret 😀"}, "notify.command": "tell --token s3cret", "lanes": 4}
-    given["control.etcd"] = "etcd://me:s3cret@host:1/jobs"
+    given["resume_from"] = "https://me:s3cret@host/runs"
     script = tmp_path / "train.py"
     script.touch()
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
