@@ -371,6 +371,7 @@ def _within(things: Iterable[Any]) -> Iterator[Any]:
                 inner += list(thing)[:_WIDE]
             elif isinstance(thing, nn.Module):
                 inner += [*thing.modules(), *thing.parameters(), *thing.buffers()]
+                inner += [part for m in thing.modules() for part in (m._modules, m._parameters, m._buffers)]
             elif isinstance(thing, Optimizer):
                 inner += [thing.param_groups, thing.state]
             elif not isinstance(thing, Tensor | np.ndarray | str):

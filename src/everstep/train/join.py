@@ -186,8 +186,7 @@ def join(
     lost = _lost_scheduler(link, optimizer, (*schedulers_of(scheduler), *extras.values()), ignore)
     device = prepare_torch(link.config, link.me.worker_id)
     refuse_elsewhere(model, device)
-    beside = {BESIDE: BesideState(model, extras)} if extras else {}
-    extras.update({**data.extras, **beside})
+    extras |= {**data.extras, **({BESIDE: BesideState(model, extras)} if extras else {})}
     parts = Parts(model, optimizer, scheduler, list(units) if units else [model], extras, named=named)
     _tell_ledger(link, data.dataset)
     watched = link.config.rehearse and not isinstance(link, LifeLink)
