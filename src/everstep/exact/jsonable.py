@@ -66,8 +66,7 @@ def _with_defaults(value: Any, path: str, pairs: list[Any]) -> Any:
     factory: Any = value.default_factory if type(value) is defaultdict else None
     if factory in _FACTORIES.values():
         return {"defaultdict": [factory.__name__, {"dict": pairs}]}
-    allowed = f"use a dict, or a defaultdict of {', '.join(_FACTORIES)}"
-    raise ConfigError(f"state {path} is a {type(value).__name__}, which would not come back as that: {allowed}")
+    raise ConfigError(f"state {path} is a {type(value).__name__}, which would come back as another kind: use a dict")
 
 
 def _pair(path: str, key: Any, value: Any, tensors: dict[str, Tensor] | None, depth: int, typed: bool) -> list[Any]:

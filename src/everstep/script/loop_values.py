@@ -128,17 +128,16 @@ def held(extras: Mapping[str, Any]) -> list[Any]:
     return [*found, *(v for thing in found if isinstance(thing, LoopValues) for v in vars(thing).values())]
 
 
-def refuse_shared(things: Iterable[Any], model: torch.nn.Module, optimizer: Any) -> None:
-    """Raises: ConfigError for a tensor of an everstep.state in memory of the trained model or its optimizer's state."""
+def shared(things: Iterable[Any], model: torch.nn.Module, optimizer: Any) -> str:
+    """Objection to a tensor of an everstep.state in memory of the trained model or the optimizer's state, or ""."""
     states = (one.values() for one in optimizer.state.values() if isinstance(one, dict))
     trained = (*model.parameters(), *model.buffers(), *chain.from_iterable(states))
     known = {storage_of(tensor) for tensor in trained if isinstance(tensor, torch.Tensor)}
     values = ((name, v) for thing in things if isinstance(thing, LoopValues) for name, v in vars(thing).items())
     for name, (path, tensor) in ((name, leaf) for name, value in values for leaf in tree_leaves_with_path(value)):
         if isinstance(tensor, torch.Tensor) and storage_of(tensor) in known:
-            raise ConfigError(
-                f"everstep.state: {name}{keystr(path)} shares memory with what is trained: store a clone (x.clone())"
-            )
+            return f"everstep.state: {name}{keystr(path)} shares memory with what is trained: store a clone (x.clone())"
+    return ""
 
 
 def _another(name: str, first: Any) -> Any:

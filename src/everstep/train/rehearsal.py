@@ -47,7 +47,7 @@ from everstep.runtime.process import (
 )
 from everstep.script.carried_names import Read, Trained, is_run, read_loop
 from everstep.script.importing import import_from_script
-from everstep.script.loop_values import held, refuse_shared
+from everstep.script.loop_values import held, shared
 from everstep.script.name_origins import Places
 from everstep.script.reachable import Carried, Fact, Survey, loop_frames, of_user, variables
 from everstep.script.restarts import (
@@ -283,7 +283,8 @@ class LifeLink(LoneLink):
         parts = replica.parts
         if view.step < 2:
             return Sighting(view.step, error="it does fewer than two steps")
-        refuse_shared(parts.extras.values(), parts.model, parts.optimizer)
+        if text := shared(parts.extras.values(), parts.model, parts.optimizer):
+            return Sighting(view.step, error=text, known=True)
         carried = Carried.of(parts.model, parts.optimizer, parts.scheduler, *held(parts.extras))
         frames = loop_frames(frame)
         scopes = [f.f_locals["self"] for f in frames if "self" in f.f_locals]
