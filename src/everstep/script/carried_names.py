@@ -25,8 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from everstep.data.reading import reading_of
-from everstep.exact.attributes import storage_of
-from everstep.exact.beside_state import kept_beside
+from everstep.exact.attributes import plain
 from everstep.exact.extra_state import has_extra_state
 from everstep.exact.several import optimizers_of, schedulers_of, with_inner
 from everstep.script.flow_calls import BesideLoop, Calls
@@ -45,7 +44,7 @@ from everstep.script.flow_memory import (
 from everstep.script.flow_reader import Reader, Scope
 from everstep.script.flow_sources import SyntaxTrees
 from everstep.script.flow_syntax import SYNTAX
-from everstep.script.reachable import GENERATORS, kind_of, of_user, users_class, variables
+from everstep.script.reachable import GENERATORS, kind_of, of_user, storage_of, users_class, variables
 from everstep.script.restarts import like_parameters
 
 _SAMPLING = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
@@ -344,8 +343,8 @@ def _judge(trained: Trained) -> Judge:
 
 
 def _carried(trained: Trained) -> list[Any]:
-    """Objects in `state=`, and what is carried beside the state of these and of the optimizer, scalars aside."""
-    own = (value for thing in (trained.optimizer, *trained.carried) for value in kept_beside(thing))
+    """Objects in `state=`, and attributes of a user's own optimizer, scalars aside."""
+    own = plain(trained.optimizer).values()
     return [*trained.carried, *(value for value in own if not isinstance(value, _PLAIN))]
 
 
