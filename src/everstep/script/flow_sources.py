@@ -167,6 +167,13 @@ def names_of(node: Function) -> frozenset[str]:
     return frozenset(found - others)
 
 
+def gives(node: Function) -> bool:
+    """Whether a function has another result than None."""
+    returned = [inner.value for inner in inside_of(node) if isinstance(inner, ast.Return)]
+    yields = any(isinstance(inner, ast.Yield | ast.YieldFrom) for inner in inside_of(node))
+    return yields or any(v is not None and not (isinstance(v, ast.Constant) and v.value is None) for v in returned)
+
+
 def named_by(node: ast.AST) -> set[str]:
     """Names that a node sets which are no names of their own kind in the tree."""
     match node:
