@@ -129,6 +129,8 @@ def read_task(task: Any, trained: Trained) -> Read:
         memory = reader.memory
         with memory.reading(loss.__code__.co_filename, loss.__code__.co_firstlineno, each="beside"):
             for _ in range(2):
+                memory.stores.clear()  # what the first batch has put back counts nothing
+                memory.sinks.clear()
                 calls.train_on_batch(loss, [memory.live(task, "task"), memory.live(trained.model, "model")])
             calls.updated()
 

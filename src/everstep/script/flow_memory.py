@@ -7,6 +7,7 @@ content before. Pure: no code of the user's is run; live objects are only told a
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.script.flow_items import MISSING, ContainerItems, KeysDone
+from everstep.script.reachable import users_class
 
 Origin = tuple[Any, ...]
 """("name", scope, NAME), ("attr", id, NAME), ("object", id), ("item", id, KEY), ("file", PATH), ("count", LINE, N); or
@@ -411,9 +413,14 @@ def _is_code_read(judge: Judge, thing: Any, name: str) -> bool:
     """Whether this is an attribute of a trained object that only the user's code uses, which is read."""
     if "trained" not in judge.flags(thing):
         return False
-    others = [vars(kind).values() for kind in type(thing).__mro__ if not judge.of_user(kind)]
-    codes = [f.__code__ for held in others for f in held if isinstance(f, types.FunctionType)]
-    return not any(name in code.co_names for code in codes)
+    return name not in _names_in_libraries(type(thing))
+
+
+@functools.lru_cache(1024)
+def _names_in_libraries(kind: Any) -> frozenset[str]:
+    """Names in the code of those bases of a class that are not the user's."""
+    held = [f for base in kind.__mro__ if not users_class(base) for f in vars(base).values()]
+    return frozenset().union(*(f.__code__.co_names for f in held if isinstance(f, types.FunctionType)))
 
 
 def sink_setting(memory: RoundMemory, value: Value) -> None:
@@ -444,7 +451,8 @@ def note_setting(memory: RoundMemory, base: Value, name: str, value: Value) -> N
     """Note that a batch sets an attribute of these objects, or of unknown ones."""
     if memory.at[2]:
         store = WrittenOnce(normal(memory.use(value) | memory.control), NOTHING, memory.at[2])
-        for kind in [type(thing) for thing in base.objects] or [None]:
+        kinds: list[Any] = [type(thing) for thing in base.objects]
+        for kind in kinds or [None]:
             memory.stores.setdefault(("set", kind, name), []).append(store)
 
 

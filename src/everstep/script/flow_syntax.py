@@ -217,9 +217,10 @@ def _attribute(reader: Reader, node: ast.Attribute, scope: Scope) -> Value:
 def _shape(reader: Reader, base: Value, node: ast.expr) -> Value:
     """A property of a batch that does not depend on its numbers: equal in every step, if told apart by its value."""
     found = reader.attribute_of(base, node.attr) if isinstance(node, ast.Attribute) else base
-    deps = reader.memory.use(found)
     if base.objects:
         return found
+    placed = isinstance(node, ast.Attribute) and node.attr == "device"  # by the worker
+    deps = NOTHING if placed else reader.memory.use(found)
     key = frozenset((("arg", "shape", id(node)),))
     return Value(key | {d for d in deps if not reader.memory.is_plain(d)}, key=key, title=found.title)
 

@@ -137,6 +137,7 @@ def loop_frames(frame: types.FrameType | None) -> list[types.FrameType]:
     return found
 
 
+@functools.cache
 def of_user(filename: str | None) -> bool:
     """Whether a source file is neither Everstep's, nor the standard library's, nor of an installed package."""
     if not filename or filename.startswith("<") or "site-packages" in filename or "dist-packages" in filename:
