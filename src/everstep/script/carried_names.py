@@ -217,8 +217,7 @@ def _counted(memory: RoundMemory, each: Value, loop: Any) -> Value:
 def _verdict(
     memory: RoundMemory, names: Mapping[int, str], trained: Trained, notes: tuple[str, ...], loaded: Set[str] | None
 ) -> Read:
-    """Which of the names that are written are carried. loaded: files that a script loads before its loop; None for a
-    task."""
+    """Names that are carried. loaded: files that a script loads before its loop; None for a task."""
     reaching = memory.reaching()
     carried_ids = {id(thing) for thing in _within([*_carried(trained), *trained.ignored])}
     ignored = [given for given in trained.ignored if isinstance(given, str)]
@@ -240,9 +239,8 @@ def _verdict(
         needed = ("if", place) in reaching or (
             place in reaching and not (remembers(memory, place) and recalls(memory, place, reaching))
         )
-        if loaded is None or place[0] != "object":
-            needed = needed and not is_harmless_beside(memory, place)
-        if needed or _is_average(place, thing, memory, trained):
+        harmless_here = (loaded is None or place[0] != "object") and is_harmless_beside(memory, place)
+        if (needed and not harmless_here) or _is_average(place, thing, memory, trained):
             found.setdefault(title, (title, "forward" if of_model else _kind(place, thing), file, line))
         elif place == LEADER or of_model:
             continue
@@ -409,8 +407,8 @@ def _beside_loop(trained: Trained, names: Mapping[int, str]) -> BesideLoop:
     for thing in _sampled([trained.collate] if streamed else [dataset, trained.collate], trained):
         if thing is dataset or isinstance(thing, list | dict | Tensor | np.ndarray):
             data.append((names.get(id(thing), "dataset"), thing))
-        indexed = hasattr(thing, "__getitem__") and not isinstance(thing, IterableDataset)
-        found = _code_of(thing, names, "dataset", _BY_INDEX if indexed else _SAMPLING)
+        by_index = hasattr(thing, "__getitem__") and not isinstance(thing, IterableDataset)
+        found = _code_of(thing, names, "dataset", _BY_INDEX if by_index else _SAMPLING)
         samples += [one for one in found if sum(f is one[0] for f, _ in samples) < _MOST_OF_A_KIND]
     if users_class(type(dataset)) and not streamed:
         data = []  # its own code says what it reads

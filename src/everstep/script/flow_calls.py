@@ -220,7 +220,7 @@ class Calls:
                 continue
             method = method_of(type(thing), name) if memory.judge.of_user(thing) else None
             if name in ALIASING and not self.functions.is_users(method):
-                continue  # a library's `modules` gives more than its code says
+                continue
             if method is not None and name not in getattr(thing, "__dict__", {}):
                 found.append(self.functions.run(method, [memory.live(thing, base.title), *given.plain], given.named))
         if found:

@@ -304,8 +304,7 @@ class RoundMemory:
 
     @contextmanager
     def reading(self, file: str = "", line: int = 0, each: str = "") -> Iterator[None]:
-        """While inside, code is read that stands in this file, or at this line, or that is done for each batch. each:
-        as of `WrittenOnce`."""
+        """While inside, code is read that stands in this file, or at this line, or with this `each` of `WrittenOnce`."""
         before, self.at = self.at, (file or self.at[0], line or self.at[1], each or self.at[2])
         try:
             yield
@@ -413,11 +412,11 @@ def _is_code_read(judge: Judge, thing: Any, name: str) -> bool:
     """Whether this is an attribute of a trained object that only the user's code uses, which is read."""
     if "trained" not in judge.flags(thing):
         return False
-    return name not in _names_in_libraries(type(thing))
+    return name not in _names_in_libraries(type(thing))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(1024)
-def _names_in_libraries(kind: Any) -> frozenset[str]:
+def _names_in_libraries(kind: type) -> frozenset[str]:
     """Names in the code of those bases of a class that are not the user's."""
     held = [f for base in kind.__mro__ if not users_class(base) for f in vars(base).values()]
     return frozenset().union(*(f.__code__.co_names for f in held if isinstance(f, types.FunctionType)))
@@ -451,8 +450,7 @@ def note_setting(memory: RoundMemory, base: Value, name: str, value: Value) -> N
     """Note that a batch sets an attribute of these objects, or of unknown ones."""
     if memory.at[2]:
         store = WrittenOnce(normal(memory.use(value) | memory.control), NOTHING, memory.at[2])
-        kinds: list[Any] = [type(thing) for thing in base.objects]
-        for kind in kinds or [None]:
+        for kind in [*map(type, base.objects)] or [type(None)]:
             memory.stores.setdefault(("set", kind, name), []).append(store)
 
 
@@ -460,11 +458,11 @@ def is_set_anew(memory: RoundMemory, thing: Any, name: str) -> bool:
     """Whether each batch surely sets an attribute of such objects to what does not depend on the batches before."""
 
     def is_anew(dep: Origin) -> bool:
-        inner = dep[1] if dep[0] == "if" else dep
-        told = inner == TRAINED or (dep[0] != "if" and memory.is_plain(dep))
-        return told or not (inner[0] in _VARYING or inner in memory.written)
+        if dep[0] != "if":
+            return memory.is_plain(dep) or dep not in memory.written
+        return dep[1] == TRAINED or not (dep[1][0] in _VARYING or dep[1] in memory.written)
 
-    stores = [s for kind in (type(thing), None) for s in memory.stores.get(("set", kind, name), ())]
+    stores = [s for kind in (type(thing), type(None)) for s in memory.stores.get(("set", kind, name), ())]
     return any(all(map(is_anew, store.deps)) for store in stores)
 
 

@@ -169,9 +169,8 @@ def names_of(node: Function) -> frozenset[str]:
 
 def gives(node: Function) -> bool:
     """Whether a function has another result than None."""
-    returned = [inner.value for inner in inside_of(node) if isinstance(inner, ast.Return)]
-    yields = any(isinstance(inner, ast.Yield | ast.YieldFrom) for inner in inside_of(node))
-    return yields or any(v is not None and not (isinstance(v, ast.Constant) and v.value is None) for v in returned)
+    given = [inner.value for inner in inside_of(node) if isinstance(inner, ast.Return | ast.Yield | ast.YieldFrom)]
+    return any(value is not None and getattr(value, "value", value) is not None for value in given)
 
 
 def named_by(node: ast.AST) -> set[str]:

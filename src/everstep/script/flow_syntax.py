@@ -219,8 +219,7 @@ def _shape(reader: Reader, base: Value, node: ast.expr) -> Value:
     found = reader.attribute_of(base, node.attr) if isinstance(node, ast.Attribute) else base
     if base.objects:
         return found
-    placed = isinstance(node, ast.Attribute) and node.attr == "device"  # by the worker
-    deps = NOTHING if placed else reader.memory.use(found)
+    deps = NOTHING if getattr(node, "attr", "") == "device" else reader.memory.use(found)
     key = frozenset((("arg", "shape", id(node)),))
     return Value(key | {d for d in deps if not reader.memory.is_plain(d)}, key=key, title=found.title)
 

@@ -125,8 +125,7 @@ def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
 
 
 def _refuse_what_is_lost(task: Task, parts: Parts, dataset: Any, *, begun: bool) -> None:
-    """Raises: ConfigError for what the user's task changes for each batch, and that the training depends on; a job that
-    goes on from a checkpoint is only warned."""
+    """Raises: ConfigError for what the user's task changes for each batch, if training needs it and has not begun."""
     trained = Trained(parts.model, parts.optimizer, parts.scheduler, (), dataset, task.collate, lambda thing: False)
     try:
         lost = of_task(read_task(task, trained).carried)
