@@ -304,7 +304,7 @@ class RoundMemory:
 
     @contextmanager
     def reading(self, file: str = "", line: int = 0, each: str = "") -> Iterator[None]:
-        """While inside, code is read that stands in this file, or at this line, or with this `each` of `WrittenOnce`."""
+        """While inside, code is read that stands in this file, or at this line, or that is done for `each` batch."""
         before, self.at = self.at, (file or self.at[0], line or self.at[1], each or self.at[2])
         try:
             yield
