@@ -141,9 +141,10 @@ class Job:
         if not self._begun.succession.begins:
             return
         (self.run_dir / COORDINATOR_FILE).unlink(missing_ok=True)
-        (self.run_dir / JOURNAL_FILE).unlink(missing_ok=True)
         if self._begun.succession.term:
             begin_term(self.run_dir / JOURNAL_FILE, self._begun.succession.term)
+        else:
+            (self.run_dir / JOURNAL_FILE).unlink(missing_ok=True)
         (self.run_dir / HOSTS_FILE).unlink(missing_ok=True)
         leave_word(self.run_dir, self.config.checkpoint.disk.path, self._begun.succession.word)
         wire.write_token(self.run_dir / TOKEN_FILE, self._token)

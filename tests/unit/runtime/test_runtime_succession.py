@@ -102,6 +102,7 @@ def test_who_takes_a_job_over_writes_that_and_all_lives_of_its_coordinator_find_
 
 def test_a_job_that_begins_after_a_takeover_has_a_term_and_nothing_to_go_on_from(tmp_path: Path) -> None:
     assert term_in_file(tmp_path / JOURNAL_FILE) == 0
+    Journal(tmp_path / JOURNAL_FILE).append({"kind": "entered", "generation": 1})
     assert begin_term(tmp_path / JOURNAL_FILE, 3) == 3
     store = opened(tmp_path, 3)
     assert store.fence() == 3 and store.entries == []
@@ -114,12 +115,20 @@ def test_a_job_that_begins_after_a_takeover_has_a_term_and_nothing_to_go_on_from
 def test_a_head_leads_by_its_own_term_alone(tmp_path: Path, own: int, there: int) -> None:
     """Its job's process starts its coordinator again, and knows nothing of a takeover, or of a job that began anew."""
     journal = tmp_path / JOURNAL_FILE
+    Journal(journal).append({"kind": "entered", "generation": 1})
     if there:
         begin_term(journal, there)
-    before = journal.read_bytes() if there else b""
+    before = journal.read_bytes()
     with pytest.raises(JournalTaken, match=rf"taken over .term {there} in .*, of term {own}, ends"):
         opened(tmp_path, own).fence()
     assert journal.read_bytes() == before
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_journal_that_was_lost_says_of_nobody_that_it_leads(tmp_path: Path, own: int) -> None:
+    begin_term(tmp_path / JOURNAL_FILE)
+    (tmp_path / JOURNAL_FILE).unlink()
+    assert opened(tmp_path, own).fence() == own
 
 
 def test_a_term_that_cannot_be_written_is_not_led_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

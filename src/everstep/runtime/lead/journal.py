@@ -118,10 +118,10 @@ class Journal:
     def close(self) -> None:
         os.close(self._fd)
 
-    def take_over(self, entry: dict[str, Any]) -> None:
-        """Go on in a new file, which begins with all entries and this one. The first damaged file is kept beside it.
-        Raises: OSError, and then the entry need not be there; JournalTaken."""
-        entries = [*self._found, entry]
+    def take_over(self, entry: dict[str, Any], *, anew: bool = False) -> None:
+        """Go on in a new file, which begins with all entries and this one; anew: with this one alone. The first damaged
+        file is kept beside it. Raises: OSError, and then the entry need not be there; JournalTaken."""
+        entries = [entry] if anew else [*self._found, entry]
         aside = self.path.with_name(f"{self.path.name}.damaged")
         if self.damaged and not aside.exists():
             with contextlib.suppress(OSError):
@@ -164,7 +164,7 @@ class Journal:
             os.stat(self.path)  # a name that is gone is not made again
             self._look()
             if not self._is_at(fd, draft):
-                raise self._taken()
+                raise OSError(errno.ESTALE, "it changed while it was written", str(draft))
             self._move(fd, draft)
         except (OSError, JournalTaken):
             os.close(fd)
@@ -234,13 +234,13 @@ def term_in_file(path: Path) -> int:
 
 
 def begin_term(path: Path, term: int = 0) -> int:
-    """Write into the journal that a new job process leads, by this term, or by the one after the newest. Only
-    coordinators of that process write it from then on. Returns the term. Raises: ConfigError if that cannot be
+    """Write into the journal that a new job process leads: by this term, without older entries, or by the one after the
+    newest. Only coordinators of that process write it from then on. Returns the term. Raises: ConfigError if that cannot be
     written; the next try gets another term, or this one if it is not there."""
     try:
         with contextlib.closing(Journal(path)) as journal:
-            term = term or 1 + newest_term(journal.entries)
-            journal.take_over({"kind": "term", "term": term})
+            anew, term = bool(term), term or 1 + newest_term(journal.entries)
+            journal.take_over({"kind": "term", "term": term}, anew=anew)
     except (OSError, JournalTaken) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(f"cannot write into {path} who leads the job: {why}; make room or give access") from None
