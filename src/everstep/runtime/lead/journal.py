@@ -235,8 +235,8 @@ def term_in_file(path: Path) -> int:
 
 def begin_term(path: Path, term: int = 0) -> int:
     """Write into the journal that a new job process leads: by this term, without older entries, or by the one after the
-    newest. Only coordinators of that process write it from then on. Returns the term. Raises: ConfigError if that cannot be
-    written; the next try gets another term, or this one if it is not there."""
+    newest. Only coordinators of that process write it from then on. Returns the term. Raises: ConfigError if that
+    cannot be written; the next try gets another term, or this one if it is not there."""
     try:
         with contextlib.closing(Journal(path)) as journal:
             anew, term = bool(term), term or 1 + newest_term(journal.entries)

@@ -98,8 +98,8 @@ class FileStore:
         self._written = written
 
     def fence(self) -> int:
-        """Number of the term. Raises: JournalTaken if another job process leads by this journal; an empty one says nothing
-        of that."""
+        """Number of the term. Raises: JournalTaken if another job process leads by this journal; an empty one says
+        nothing of that."""
         if self._newest > self._term or (self._newest < self._term and self.entries):
             where = f"term {self._newest} in {self._journal.path}"
             raise JournalTaken(f"the job was taken over ({where}): this head, of term {self._term}, ends")
