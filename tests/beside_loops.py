@@ -47,6 +47,41 @@ class Library(torch.utils.data.TensorDataset):
     pass
 """
 
+_READER = """
+import io, sqlite3
+class Reader(torch.utils.data.Dataset):
+    def __init__(self):
+        self.env = self.txn = self.cur = self.rows = None
+        self.gen, self.rng, self.file = torch.Generator(), random.Random(0), io.BytesIO(b'everstep' * 8)
+        self.first, self.n = self.rng.getstate(), 0
+    def __len__(self): return 32
+    def __getitem__(self, i):
+        {}
+        return {}, torch.tensor(i % 2)
+data = Reader()
+"""
+_BLOCKS = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l, self.aux = nn.Linear(4, 4), 0.0
+    def forward(self, x):
+        h = self.l(x)
+        self.aux += h.square().mean()
+        return h
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(12)), nn.Linear(4, 2)
+    def forward(self, x):
+        for block in self.blocks: x = block(x)
+        return self.head(x)
+    def reset(self):
+        for block in self.blocks: block.aux = 0.0
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
 BAD = [
     # ---- attributes that a forward pass changes
     Loop(
@@ -319,6 +354,65 @@ BAD = [
         "optimizer.param_groups[0]['lr'] = float(os.getenv('RATE'))\n",
         refused=("os.environ",),
     ),
+    # ---- samples and batches that count
+    Loop(
+        "samples_drawn_by_a_generator",
+        setup=_READER.format("pass", "torch.rand(4, generator=self.gen)"),
+        refused=("data.gen",),
+    ),
+    Loop(
+        "samples_drawn_after_one_seed",
+        setup=_READER.format("if i == 0: self.rng.seed(i)", "torch.ones(4) * self.rng.random()"),
+        refused=("data.rng",),
+    ),
+    Loop(
+        "samples_read_on",
+        setup=_READER.format("pass", "torch.ones(4) * len(self.file.read(1))"),
+        refused=("data.file",),
+    ),
+    Loop(
+        "samples_read_on_from_here",
+        setup=_READER.format("self.file.seek(i, 1)", "torch.ones(4) * len(self.file.read(1))"),
+        refused=("data.file",),
+    ),
+    Loop(
+        "samples_counted",
+        setup=_READER.format("self.n = self.n + 1", "torch.ones(4) / self.n"),
+        refused=("data.n",),
+    ),
+    Loop(
+        "mask_that_grows",
+        setup=_net(
+            "self.scale = self.scale.to(x.device)", "self.scale = self.scale * 0.9", "return self.l(x * self.scale)"
+        )
+        + "model.scale = torch.ones(4)",
+        refused=("model.scale",),
+    ),
+    Loop(
+        "mask_in_another_form_later",
+        setup=_net(
+            "self.calls += 1", "if self.calls > 9: self.scale = self.scale.half()", "return self.l(x * self.scale)"
+        )
+        + "model.scale = torch.ones(4)",
+        refused=("model.calls",),
+    ),
+    Loop(
+        "loss_of_the_parts_that_is_kept",
+        setup=_BLOCKS + "one = model.blocks[0]\nmodel.blocks = model.blocks[:1]",
+        batch="out = model(x)\nstep.backward(loss_fn(out, y) + one.aux)\nif step.number > 3: one.aux = 0.0",
+        refused=("one.aux",),
+    ),
+    Loop(
+        "hook_that_ends_early",
+        setup=_hook(
+            "global n",
+            "n += 1",
+            "if n < 9: return",
+            "for p in model.parameters(): p.grad = p.grad / 2",
+            before="n = 0",
+        ),
+        refused=("n",),
+    ),
 ]
 
 CLEAN = [
@@ -425,4 +519,95 @@ CLEAN = [
         after="torch.save(model.state_dict(), 'last.pt')\nif step.loss < 1: shutil.copy('last.pt', 'best.pt')",
     ),
     Loop("variable_that_is_only_set", after="os.environ['STEP'] = str(step.number)\nprint(os.getenv('STEP'))"),
+    # ---- what is kept from batch to batch, and gives the same
+    Loop(
+        "opened_at_the_first_sample",
+        setup=_READER.format(
+            "if self.env is None:\n            self.env = sqlite3.connect(':memory:')\n"
+            "            self.txn = self.env.cursor()\n        self.txn.execute('select 1')",
+            "torch.ones(4) * self.txn.fetchone()[0]",
+        ),
+    ),
+    Loop(
+        "made_at_the_first_batch",
+        setup="class Batches:\n"
+        "    tok = pad = None\n"
+        "    def make(self, samples):\n"
+        "        if self.tok is None:\n"
+        "            self.tok = collections.Counter()\n"
+        "            self.pad = len(self.tok)\n"
+        "        x, y = torch.utils.data.default_collate(samples)\n"
+        "        return x + self.pad, y\n"
+        "batches = Batches()",
+        given="collate=batches.make",
+    ),
+    Loop(
+        "shard_that_is_kept",
+        setup=_READER.format(
+            "shard = i // 8\n        if self.cur != shard: self.cur, self.rows = shard, np.load(f'{shard}.npy')",
+            "torch.from_numpy(self.rows[i % 8])",
+        ),
+    ),
+    Loop(
+        "generator_seeded_for_each_sample",
+        setup=_READER.format("self.gen.manual_seed(i)", "torch.rand(4, generator=self.gen)"),
+    ),
+    Loop(
+        "numbers_seeded_for_each_sample", setup=_READER.format("self.rng.seed(i)", "torch.ones(4) * self.rng.random()")
+    ),
+    Loop(
+        "state_set_for_each_sample",
+        setup=_READER.format("self.rng.setstate(self.first)", "torch.ones(4) * self.rng.random()"),
+    ),
+    Loop(
+        "file_sought_for_each_sample",
+        setup=_READER.format("self.file.seek(i)", "torch.ones(4) * len(self.file.read(1))"),
+    ),
+    Loop(
+        "features_by_a_hook",
+        setup="feats = {}\ndef keep(module, args, out): feats['l4'] = out\nmodel[0].register_forward_hook(keep)",
+        batch="model(x)\nstep.backward(feats['l4'].square().mean())",
+    ),
+    Loop(
+        "read_by_index_that_iterates_too",
+        setup=_READER.format("pass", "torch.ones(4)")
+        + "def begin(self): return self\n"
+        + "def go_on(self):\n    self.n += 1\n    return self[self.n - 1]\n"
+        + "Reader.__iter__, Reader.__next__ = begin, go_on",
+    ),
+    Loop("mask_that_follows_the_batch", setup=_net("self.scale = self.scale.to(x.device)", "return self.l(x)")),
+    *(
+        Loop(
+            f"mask_in_another_form_{k}",
+            setup=_net(*lines, "return self.l(x * self.scale)") + "model.scale = torch.ones(4)",
+        )
+        for k, lines in enumerate(
+            (
+                ("self.scale = self.scale.to(x.device)",),
+                ("if self.scale.device != x.device: self.scale = self.scale.to(x.device)",),
+                ("self.scale = self.scale.to(x.dtype).contiguous()",),
+                ("self.scale = self.scale.detach().float()",),
+            )
+        )
+    ),
+    Loop(
+        "hook_that_prints_now_and_then",
+        setup=_hook("global n", "n += 1", "if n % 100: return", "print(n)", before="n = 0"),
+    ),
+    Loop(
+        "hook_that_gives_its_count",
+        setup="n = [0]\ndef hook(*_):\n    n[0] += 1\n    return n[0]\noptimizer.register_step_post_hook(hook)",
+    ),
+    *(
+        Loop(
+            f"loss_of_the_parts_{name}",
+            setup=_BLOCKS,
+            batch=f"out = model(x)\nstep.backward(loss_fn(out, y) + sum(m.aux for m in model.blocks))\n{reset}",
+        )
+        for name, reset in {
+            "of_a_list": "for m in model.blocks: m.aux = 0.0",
+            "of_all": "for m in model.modules():\n    if hasattr(m, 'aux'): m.aux = 0.0",
+            "by_a_method": "model.reset()",
+        }.items()
+    ),
 ]

@@ -21,7 +21,9 @@ from e2e_cli import COMMAND, TASK_FILE, Running, digest_of, events_of, everstep,
 from everstep.base.cause import Cause
 from everstep.base.errors import ProtocolError
 from everstep.observe.events import KINDS
+from everstep.runtime.lead.journal import Journal, begin_term, term_in_file
 from everstep.runtime.link import wire
+from everstep.runtime.link.address import JOURNAL_FILE
 from everstep.runtime.targets import TARGETS_FILE
 
 CHAOS = (
@@ -184,6 +186,23 @@ def test_fresh_with_a_simulated_failure(tmp_path: Path, small_task: str, undistu
     assert [e["fault"] for e in events_of(run_dir) if e["kind"] == "fault_injected"] == ["kill"]
     assert "\x1b" not in done.stdout and "step 12/12" in done.stdout
     assert everstep("verify", run_dir, run_dir / "previous-1").returncode == 0
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_run_after_a_takeover_by_hand_leads_with_a_higher_term(tmp_path: Path, small_task: str, fresh: bool) -> None:
+    """Agents that have heard the takeover listen to no lower one. It goes on from nothing that is in the journal."""
+    journal = tmp_path / "run" / JOURNAL_FILE
+    journal.parent.mkdir()
+    assert [begin_term(journal) for _ in range(2)] == [1, 2]
+    argv = ["run", small_task, "--workers", "1", "--run-dir", journal.parent, *["--fresh"] * fresh]
+    done = everstep(*argv, "--chaos", "kill:target=coordinator,at=4")
+    assert done.returncode == 0, done.stderr
+    assert term_in_file(journal) == 3 and Journal(journal).entries[0] == {"kind": "term", "term": 3}
+    kinds = [event["kind"] for event in events_of(journal.parent)]
+    assert (
+        kinds.count("coordinator_restarted") == 1
+        and "coordinator_restarted" not in kinds[: kinds.index("fault_injected")]
+    )
 
 
 @pytest.mark.longer

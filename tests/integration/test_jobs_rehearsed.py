@@ -54,6 +54,14 @@ def test_a_job_that_would_lose_its_average_does_not_begin(jobs: Jobs, tmp_path: 
     assert again.end() == 0, again.account()
 
 
+def test_a_job_whose_state_has_the_model_s_own_memory_does_not_begin(jobs: Jobs, tmp_path: Path) -> None:
+    script, _ = write(tmp_path, "{'ema': ema, 'kept': everstep.state(best=model.state_dict())}")
+    job = jobs.start(script, workers=1, settings={"lanes": 4})
+    assert job.end() == 2, job.account()
+    assert not job.of_kind("step_committed")
+    assert "best['weight'] shares memory with what is trained: store a clone" in job.of_kind("job_failed")[0]["reason"]
+
+
 @pytest.mark.longer
 def test_later_lives_do_not_rehearse(jobs: Jobs, tmp_path: Path) -> None:
     script, lives = write(tmp_path, "{'ema': ema}")

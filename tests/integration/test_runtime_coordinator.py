@@ -29,8 +29,7 @@ from everstep.runtime.files.led_directory import MOVED
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.host.board import Board
 from everstep.runtime.host.fork_server_client import DEFAULT_PRELOAD, start_fork_server
-from everstep.runtime.lead.journal import Journal
-from everstep.runtime.lead.journal_and_lease import DEPOSED
+from everstep.runtime.lead.journal import Journal, begin_term
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import EVENTS_FILE, JOURNAL_FILE, read_address, role_file
 from everstep.runtime.link.context import WorkerContext
@@ -329,11 +328,12 @@ def test_one_that_was_taken_over_from_writes_nothing_more_and_does_not_lead_agai
         before.mkdir()
         (before / "coordinator.json").write_bytes(path.read_bytes())
         wire.write_token(before / "token", token)
+        assert begin_term(tmp_path / JOURNAL_FILE) == 1
         second = started("--term", "1")
         there = (tmp_path / JOURNAL_FILE).read_bytes()
         with pytest.raises(EverstepError):
             ask(before, "scale", {"workers": 7})
-        assert first.wait(PATIENCE_S) == DEPOSED
+        assert first.wait(PATIENCE_S) == MOVED
         again = subprocess.run(command, stderr=subprocess.PIPE, text=True)
         assert again.returncode == MOVED and again.stderr.startswith("the job was taken over (term 1 in ")
         assert (tmp_path / JOURNAL_FILE).read_bytes() == there and read_address(path).pid == second.pid
@@ -342,3 +342,18 @@ def test_one_that_was_taken_over_from_writes_nothing_more_and_does_not_lead_agai
         second.wait()
         started("--term", "1")
         assert ask(tmp_path, "status")["target"] == 5
+        (tmp_path / JOURNAL_FILE).unlink()
+        last = subprocess.run([*command, "--term", "1"], stderr=subprocess.PIPE, text=True)
+        assert last.returncode == MOVED and "term 0 in " in last.stderr, "a job that has begun anew since goes on"
+
+
+def test_a_coordinator_notices_that_the_host_of_a_client_is_silent(run_dir: Path) -> None:
+    """Else a lost host's connection stands for ever, and keeps out who follows it."""
+    there = read_address(run_dir / "coordinator.json")
+    with socket.create_connection((there.host, there.port)) as sock:
+        ends = tuple(f":{port:04X}" for port in (there.port, sock.getsockname()[1]))
+        end, timer = time.monotonic() + PATIENCE_S, ""
+        while timer != "02" and time.monotonic() < end:
+            rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+            timer = "".join(row[5][:2] for row in rows if row[1].endswith(ends[0]) and row[2].endswith(ends[1]))
+        assert timer == "02", "the kernel's timer for questions to a silent host"

@@ -80,8 +80,10 @@ from everstep.runtime.files.private import owner_words
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.host.admission import cannot_strike
 from everstep.runtime.host.fork_server_client import EarlyForkServer
+from everstep.runtime.lead.journal import term_in_file
+from everstep.runtime.lead.succession import Succession
 from everstep.runtime.link import wire
-from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, TOKEN_FILE
+from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE
 from everstep.runtime.link.interfaces import check_own
 from everstep.runtime.link.tls import check_tls
 from everstep.runtime.start import Start
@@ -470,6 +472,9 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     asked, run_dir = invocation.asked, invocation.begun.folder
     job = make_job(asked.spec.canonical, asked.argv, config, probe.dataset_size, invocation.request)
     open_still = close_to_others(run_dir, config)
+    term = term_in_file(run_dir / JOURNAL_FILE)  # of a job that was taken over: who has heard it hears no lower one
+    succession = Succession(term=term + 1 if term else 0)
+    invocation = dataclasses.replace(invocation, begun=dataclasses.replace(invocation.begun, succession=succession))
     aside = set_aside(run_dir) if asked.fresh else None
     found = inspect(run_dir, job)
     if found.state == "finished":

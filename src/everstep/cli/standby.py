@@ -37,7 +37,7 @@ from everstep.runtime.files.run_lock import is_locked, run_lock
 from everstep.runtime.lead.etcd import Announced, Etcd
 from everstep.runtime.lead.etcd_access import find_access
 from everstep.runtime.lead.finding import among, in_etcd
-from everstep.runtime.lead.journal import term_in_file
+from everstep.runtime.lead.journal import begin_term
 from everstep.runtime.lead.journal_and_lease import place_of
 from everstep.runtime.lead.succession import Succession, new_owner
 from everstep.runtime.link import wire
@@ -273,22 +273,14 @@ def takeover(run_dir: Path, listen: str | None, slots: int | None) -> int:
         raise ConfigError(f"cannot read the job's token in {run_dir / TOKEN_FILE}: {error}") from None
     host = os.uname().nodename
     with run_lock(run_dir):
-        succession = Succession(term=_next_term(run_dir / JOURNAL_FILE))
-        known: dict[str, Any] = {"run_dir": run_dir, "token": token, "port": port, "succession": succession}
+        known: dict[str, Any] = {"run_dir": run_dir, "token": token, "port": port}
         begun = start_here(job.config, host=host, own=own, room=slots, **known)
         _refuse_if_led(begun)
         _refuse_if_stopped(run_dir)
         check_network(load_config([("the job", to_dict(job.config)), ("--listen", {"network.address": own})]), port)
         print(about_to_run(job), file=sys.stderr, flush=True)
-        return see_through(begun, job)
-
-
-def _next_term(journal: Path) -> int:
-    """Raises: ConfigError if the journal cannot be read."""
-    try:
-        return term_in_file(journal) + 1
-    except OSError as error:
-        raise ConfigError(f"cannot read {journal}: {error.strerror or error}") from None
+        succession = Succession(by_hand=True, term=begin_term(run_dir / JOURNAL_FILE))
+        return see_through(replace(begun, succession=succession), job)
 
 
 def _refuse_if_led(begun: Start) -> None:

@@ -174,7 +174,11 @@ def metrics_route(feeds: Feeds) -> Route:
         accept = request.headers.get("accept", "")
         content, media_type = await asyncio.to_thread(_scrape, run, accept)
         if not content:  # half-read counters would look like a new start
-            return PlainTextResponse("the files of the run are still being read\n", status_code=503)
+            why = run.history.trouble
+            said = (
+                f"the events of the run cannot be read: {why}" if why else "the files of the run are still being read"
+            )
+            return PlainTextResponse(f"{said}\n", status_code=503)
         return Response(content, media_type=media_type)
 
     return Route(METRICS, metrics)
@@ -232,7 +236,7 @@ async def _events(feeds: Feeds, names: Sequence[str]) -> AsyncIterator[bytes]:
     names: runs that are wanted from a list."""
 
     def close(opened: asyncio.Future[list[int]]) -> None:
-        if opened.exception() is None:
+        if not opened.cancelled() and opened.exception() is None:
             feeds.close(opened.result())
 
     opening = asyncio.ensure_future(asyncio.to_thread(feeds.open, names))

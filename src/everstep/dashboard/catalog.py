@@ -123,8 +123,7 @@ class Catalog:
             except Exception as error:  # its row would stay as it is, and say that all is well
                 wrong.append(error)
                 self.rows[name] = _unreadable(name, error)
-                self._reading.pop(name, None)
-        if wrong:
+        if wrong and not any(busy):
             raise wrong[0]
         return any(busy)
 
@@ -147,7 +146,7 @@ class Catalog:
         history.poll(_PORTION_BYTES)
         self.rows[name] = list_row(history, running, read_notes(path))
         self._stamps[name] = stamp
-        if history.loaded and not running and not history.maybe_trains(running):
+        if history.loaded and not (running or history.trouble or history.maybe_trains(running)):
             del self._reading[name]
         return not (history.loaded or history.trouble)
 

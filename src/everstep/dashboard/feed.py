@@ -113,7 +113,7 @@ class RunFeed:
             known = 0
         fresh = list(takewhile(lambda line: line.number > known, reversed(self.history.facts.log)))[::-1]
         self._events = (self.history.resets, fresh[-1].number if fresh else known)
-        if self.history.loaded and self._waiting:
+        if (self.history.loaded or self.history.trouble) and self._waiting:
             fresh, self._waiting = sorted(fresh + self._waiting, key=lambda line: line.time_ns), []
         for line in fresh:
             self._numbers += 1

@@ -7,7 +7,7 @@ or resumed. Optimizers of torch keep nothing there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -28,23 +28,17 @@ _OF_OTHERS = frozenset({"step", "zero_grad", "_opt_called", "_step_count", "_wit
 def plain(optimizer: Optimizer) -> dict[str, Any]:
     """Attributes that can be carried, by name: those that `jsonable.encode` takes, without memory of parameters or
     state."""
-    said = {name: (value, encoded(name, value)) for name, value in _own(optimizer)}
-    known = storages(optimizer) if said else set()
-    return {name: value for name, (value, one) in said.items() if one is not None and is_apart(one[1], known)}
-
-
-def encoded(name: str, value: Any) -> tuple[Any, dict[str, Tensor]] | None:
-    """The value as JSON, and its tensors; None if it cannot be carried."""
-    tensors: dict[str, Tensor] = {}
-    try:
-        return encode(value, name, tensors), tensors
-    except ConfigError:
-        return None
-
-
-def is_apart(tensors: Mapping[str, Tensor], known: Set[int]) -> bool:
-    """Whether none of the tensors lies in one of these storages."""
-    return not any(storage_of(tensor) in known for tensor in tensors.values())
+    known = _storages(optimizer)
+    found: dict[str, Any] = {}
+    for name, value in _own(optimizer):
+        tensors: dict[str, Tensor] = {}
+        try:
+            encode(value, name, tensors)
+        except ConfigError:
+            continue
+        if not any(_storage(tensor) in known for tensor in tensors.values()):
+            found[name] = value
+    return found
 
 
 def assign(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
@@ -99,7 +93,7 @@ class Watched:
 
     def _look(self) -> dict[str, str]:
         optimizer = self._optimizer
-        carried, known = plain(optimizer), storages(optimizer)
+        carried, known = plain(optimizer), _storages(optimizer)
         seen = {id(optimizer), id(optimizer.state), id(optimizer.param_groups), *map(id, optimizer.param_groups)}
         return {
             name: repr(_facts(value, known, seen, _MAX_DEPTH)) for name, value in _own(optimizer) if name not in carried
@@ -125,24 +119,23 @@ def of_torch(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
-def storage_of(tensor: Tensor) -> int:
-    """Number that is equal for tensors which share memory."""
+def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
-def storages(optimizer: Optimizer) -> set[int]:
+def _storages(optimizer: Optimizer) -> set[int]:
     """Storages of the parameters, their gradients, and the state kept for them."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
     kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return {storage_of(tensor) for tensor in (*parameters, *gradients, *kept)}
+    return {_storage(tensor) for tensor in (*parameters, *gradients, *kept)}
 
 
 def _facts(value: Any, known: set[int], seen: set[int], depth: int) -> Any:
     """A comparable form of the value in which every number counts; tensors of the parameters are left out."""
     if isinstance(value, Tensor):
-        return None if storage_of(value) in known else tensor_digest(value)
+        return None if _storage(value) in known else tensor_digest(value)
     if value is None or isinstance(value, bool | int | float | str | bytes | complex):
         return value
     if id(value) in seen or depth == 0 or callable(value):

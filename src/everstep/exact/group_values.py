@@ -77,7 +77,7 @@ def put_values(groups: Sequence[dict[str, Any]], told: Sequence[Mapping[str, Any
                 continue
             sharing = [n for n, other in enumerate(groups) if n != k and key in other and other[key] is present]
             if all(_same(value, told[n].get(key, present)) for n in sharing):
-                group[key] = in_place(present, value)
+                group[key] = _in_place(present, value)
             else:
                 group[key] = _beside(present, value)
 
@@ -92,7 +92,7 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and encode(one, "", None) == encode(other, "", None)
 
 
-def in_place(present: Any, value: Any) -> Any:
+def _in_place(present: Any, value: Any) -> Any:
     """The value, in the object that is there if it can take it."""
     if _tensors(present, value) and (present.shape, present.dtype) == (value.shape, value.dtype):
         with torch.no_grad():

@@ -29,14 +29,14 @@ from torch import Tensor
 from everstep.base.errors import CheckpointCorrupt, check
 from everstep.base.extents import Sizes, with_ends
 from everstep.exact.digest import bytes_of, digest_bytes
-from everstep.exact.jsonable import BESIDE, canonical
+from everstep.exact.jsonable import canonical
 from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, round_up
 from everstep.exact.state_memory import IN_MEMORY, CopiesThere, StateMemory
 
 BLOCK_BYTES = BLOCK_ELEMENTS * 4
 _BLOCKS_AT_ONCE = 64
 _OFFSET = attrgetter("offset")
-_BESIDE = f"extras/{BESIDE}"
+BESIDE = "everstep.beside"  # an extra whose value no digest counts
 FORMAT = 2
 FORMATS = (1, FORMAT)
 """Formats that can be read. The first one had no planes: all of it is by unit, and in a unit by parameter."""
@@ -237,8 +237,6 @@ class Image:
         """(name, dtype, shape, digest) of every entry, by name. planes: of which; None: of all."""
         found = []
         for entry, data in zip(self.entries, self._data, strict=True):
-            if entry.name.startswith(f"{_BESIDE}/"):
-                continue
             plane = plane_at(self.outline.planes, entry.offset // BLOCK_BYTES) if planes is not None else None
             if planes is not None and plane is not None and plane.name not in planes:
                 continue
@@ -350,19 +348,22 @@ BlockSource = Callable[[int], Any]
 
 def rows_digest(rows: Sequence[tuple[str, str, tuple[int, ...], str]], values: Mapping[str, Any], *prefix: int) -> str:
     """32 hex digits over the rows (name, dtype, shape, digest), which ascend by name, the values and the prefix."""
-    plain = {key: canonical(value) for key, value in values.items() if key != _BESIDE}
+    plain = {key: canonical(value) for key, value in digested(values).items()}
     return digest_bytes(json.dumps([*prefix, rows, plain], sort_keys=True).encode())
 
 
 def value_digests(values: Mapping[str, Any]) -> dict[str, str]:
     """Digest of each value, and of each group of the optimizer, by name."""
     found: dict[str, str] = {}
-    for key, value in sorted(values.items()):
-        if key == _BESIDE:
-            continue
+    for key, value in sorted(digested(values).items()):
         each = {f"{key}/{k}": one for k, one in enumerate(value)} if isinstance(value, list) else {key: value}
         found |= {name: digest_bytes(json.dumps(canonical(one), sort_keys=True).encode()) for name, one in each.items()}
     return found
+
+
+def digested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those values that must be alike where states are."""
+    return {key: value for key, value in values.items() if key != f"extras/{BESIDE}"}
 
 
 def sealed(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,29 +23,19 @@ from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.exact.digest import bytes_of, dtype_of, tensor_of_bytes
 
 _MAX_DEPTH = 64
-BESIDE = "everstep.beside"
-"""Name of a part of the state that is saved, and that digests leave out with its tensors (`exact.beside_state`)."""
 
 
 class Undigested(dict[str, Any]):
     """A value of a dict that is saved, and that digests leave out: it may differ where all bits are the same."""
 
 
-class TiedValues(dict[str, Any]):
-    """Values by name, among which a tensor that is in several places is saved once, and decoded as one."""
+class TypedValues(dict[str, Any]):
+    """Values in which frozensets and dicts with defaults keep their types, too; other kinds of dicts are refused."""
 
 
-class _Once(dict[str, Tensor]):
-    """Tensors by name, each once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: dict[Any, str] = {}
-
-
-def encode(value: Any, path: str, tensors: dict[str, Tensor] | None, depth: int = 0) -> Any:
+def encode(value: Any, path: str, tensors: dict[str, Tensor] | None, depth: int = 0, typed: bool = False) -> Any:
     """The value as JSON. path: its name; tensors in it are put into `tensors` under names that begin with it. With
-    None, their dtype, shape and bytes are in the JSON.
+    None, their dtype, shape and bytes are in the JSON. typed: it is in `TypedValues`.
 
     Raises: ConfigError naming a part that is of another type, or nested too deeply (a cycle).
     """
@@ -59,37 +49,31 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor] | None, depth: int 
     if isinstance(value, Tensor):
         return {"tensor": _pull(value.detach(), path, tensors)}
     if kind in (set, frozenset):
-        return {kind.__name__: sorted((encode(v, path, tensors, depth + 1) for v in value), key=json.dumps)}
+        items = sorted((encode(v, path, tensors, depth + 1, typed) for v in value), key=json.dumps)
+        return {kind.__name__ if typed else "set": items}
     if kind in (list, tuple, torch.Size, deque):
-        items = [encode(v, f"{path}/{k}", tensors, depth + 1) for k, v in enumerate(value)]
+        items = [encode(v, f"{path}/{k}", tensors, depth + 1, typed) for k, v in enumerate(value)]
         return items if kind is list else {"deque": [value.maxlen, items]} if kind is deque else {"tuple": items}
     if isinstance(value, dict):
-        return _encode_dict(value, path, tensors, depth)
+        typed = typed or kind is TypedValues
+        pairs = [_pair(path, k, v, tensors, depth, typed) for k, v in value.items()]
+        tag = _DICTS.get(kind, "" if typed else "dict")
+        return {tag: pairs} if tag else _with_defaults(value, path, pairs)
     return _encode_rare(value, path, tensors)
 
 
-def _encode_dict(value: dict[Any, Any], path: str, tensors: dict[str, Tensor] | None, depth: int) -> Any:
-    kind: type = type(value)
-    if kind is defaultdict and value.default_factory in _FACTORIES.values():  # type: ignore[attr-defined]
-        name = value.default_factory.__name__  # type: ignore[attr-defined]
-        return {"defaultdict": [name, encode(dict(value), path, tensors, depth)]}
-    if kind not in _DICTS:
-        raise ConfigError(
-            f"state {path} is a {kind.__name__}, which would not come back as that: use a dict, or a defaultdict of "
-            f"{', '.join(_FACTORIES)}"
-        )
-    pulled = _Once() if kind is TiedValues and tensors is not None else tensors
-    node = {_DICTS[kind]: [_pair(path, k, v, pulled, depth) for k, v in value.items()]}
-    if tensors is not None and pulled is not None:
-        tensors.update(pulled)
-    return node
+def _with_defaults(value: Any, path: str, pairs: list[Any]) -> Any:
+    factory: Any = value.default_factory if type(value) is defaultdict else None
+    if factory in _FACTORIES.values():
+        return {"defaultdict": [factory.__name__, {"dict": pairs}]}
+    raise ConfigError(f"state {path} is a {type(value).__name__}, which would come back as another kind: use a dict")
 
 
-def _pair(path: str, key: Any, value: Any, tensors: dict[str, Tensor] | None, depth: int) -> list[Any]:
+def _pair(path: str, key: Any, value: Any, tensors: dict[str, Tensor] | None, depth: int, typed: bool) -> list[Any]:
     if not isinstance(key, str | int | float | bool | tuple | None):
         raise ConfigError(f"state {path} has a key of type {type(key).__name__}; keys must be strings or numbers")
     name = key if isinstance(key, str) else repr(key)
-    return [encode(key, path, tensors, depth + 1), encode(value, f"{path}/{name}", tensors, depth + 1)]
+    return [encode(key, path, tensors, depth + 1, typed), encode(value, f"{path}/{name}", tensors, depth + 1, typed)]
 
 
 def _pull(tensor: Tensor, path: str, tensors: dict[str, Tensor] | None) -> Any:
@@ -98,10 +82,6 @@ def _pull(tensor: Tensor, path: str, tensors: dict[str, Tensor] | None) -> Any:
         return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), bytes_of(tensor).hex()]
     while path in tensors:
         path += "~"
-    if isinstance(tensors, _Once) and tensor.layout is torch.strided and tensor.data_ptr():
-        known = tensors.names.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), path)
-        if known != path:
-            return known
     tensors[path] = tensor
     return path
 
@@ -167,13 +147,8 @@ def _pulled(body: Any, tensors: Mapping[str, Tensor]) -> Tensor:
     return tensor_of_bytes(kind, shape, bytes.fromhex(data))
 
 
-_DICTS: dict[type, str] = {
-    dict: "dict",
-    TiedValues: "dict",
-    Counter: "counter",
-    OrderedDict: "ordered",
-    Undigested: "undigested",
-}
+_DICTS: dict[type, str] = {dict: "dict", TypedValues: "dict", Counter: "counter", OrderedDict: "ordered"}
+_DICTS[Undigested] = "undigested"
 _FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple, deque, Counter)}
 _DECODERS: dict[str, Any] = {
     "f": lambda body, _: float.fromhex(body),

@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.nn.modules.dropout import _DropoutNd
 
 from everstep.base.errors import ConfigError, TaskError
 from everstep.exact.shard_cut import ShardCut
@@ -96,6 +97,7 @@ class ShardedRegion:
         if len(biased) > 1:
             raise ConfigError(f"cell.shards: {name} has several row-parallel layers with biases: expected one")
         self._biased, self._rates = biased, rule.rates
+        self._draws = [m for m in self._twin.modules() if isinstance(m, _DropoutNd | nn.RReLU)]
         self._pairs = _pairs(owner, self._twin, rule.divided)
         after = [owner.get_submodule(path) for path in rule.after]
         self._after = [
@@ -144,6 +146,7 @@ class ShardedRegion:
                 raise TaskError("cell.shards: a sharded module takes one tensor with a gradient, its first argument")
         mesh, twin, draws = self._mesh, self._twin, _set_as_owner(self._pairs)
         idle = self._rates is not None and not any(vars(twin)[rate] for rate in self._rates)
+        idle = idle and not any(getattr(module, "p", 1.0) for module in self._draws)  # the user may have put one there
         call = getattr(twin, self._method) if self._method else twin
         weights = {layer: self._parts(layer) for layer in self._layers}
         xs = mesh.spread_hidden(hidden)
@@ -232,7 +235,7 @@ def _refuse_missing(name: str, owner: nn.Module, rule: RegionRule) -> None:
     there = dict(owner.named_modules(remove_duplicate=False))
     missing = [path for path in (*rule.column, *rule.row, *rule.after) if path not in there]
     missing += [number for number in rule.divided if type(vars(owner).get(number)) is not int]
-    missing += [rate for rate in rule.rates or () if type(vars(owner).get(rate)) not in (int, float)]
+    missing += [rate for rate in rule.rates or () if rate not in vars(owner)]
     if rule.method and not callable(getattr(type(owner), rule.method, None)):
         missing.append(f"{rule.method}()")
     if missing:

@@ -23,6 +23,7 @@ from everstep.exact.divisible import block_range, divided_parameters, divisible,
 from everstep.exact.extra_state import SUFFIX, give, has_extra_state, keepers, packed
 from everstep.exact.group_values import put_values
 from everstep.exact.image import (
+    BESIDE,
     BLOCK_BYTES,
     FOREIGN,
     MODEL,
@@ -39,7 +40,7 @@ from everstep.exact.image import (
     entries_of,
     write_blocks,
 )
-from everstep.exact.jsonable import BESIDE, decode, encode
+from everstep.exact.jsonable import decode, encode
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, memory_of, round_up
 from everstep.exact.recollect import Collected, Recollection, encode_further, encode_groups
 from everstep.exact.settings import Settings
@@ -427,8 +428,7 @@ class ModelState:
         for name, module in self._keepers.items():
             give(module, tensors[_MODEL + name])
         for key, extra in self.extras.items():
-            if key != BESIDE or f"extras/{key}" in values:  # older checkpoints lack it
-                extra.load_state_dict(decode(values[f"extras/{key}"], tensors))
+            extra.load_state_dict(decode(values.get(f"extras/{key}", {"dict": []}), tensors))
         self.settings.restore(manifest.get("settings", {}))
 
     def _refuse_foreign(self, entries: Sequence[StateEntry], values: Mapping[str, Any]) -> None:
@@ -449,7 +449,7 @@ class ModelState:
                 if _MODEL + name not in theirs:
                     raise ConfigError(f"the state has no {kind} {name}, which the model has")
         mine = {"groups": self.optimizer, "scheduler": self.scheduler, **{f"extras/{key}": key for key in self.extras}}
-        lacking = {key for key, thing in mine.items() if thing is not None} - set(values) - {f"extras/{BESIDE}"}
+        lacking = {key for key, thing in mine.items() if thing is not None} - {*values, f"extras/{BESIDE}"}
         if lacking:
             raise ConfigError(f"the state holds no {min(lacking)}, which this job has")
 

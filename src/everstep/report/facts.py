@@ -71,9 +71,10 @@ class Facts:
             return
         if kind == "job_started" and self.account.begin_ns is not None:
             _not_running(self, time_ns)
-        back = kind == "step_committed" and self.course.last_step_ns - time_ns > SET_BACK_NS
-        if back and whole_number(event.get("step")) > self.course.pace.told:  # one of an earlier step is only told late
+        fresh = kind == "step_committed" and whole_number(event.get("step")) > self.course.pace.told  # else told late
+        if kind == "job_started" or (fresh and self.told_ns - time_ns > SET_BACK_NS):
             self.told_ns = 0
+        if fresh and self.course.last_step_ns - time_ns > SET_BACK_NS:
             self.account.clock_set_back(time_ns)
         self.told_ns = max(self.told_ns, time_ns)
         if kind == "worker_evicted" and cause(event) is Cause.REPLACED and self.stands_still(time_ns):

@@ -115,7 +115,8 @@ def _with_clock(found: Headline, facts: Facts, now: Now) -> Headline:
         return found
     said = found.text.removeprefix("All is well: ")
     text = f"{said[:1].upper()}{said[1:]} The clock of this host is {span(ahead_ns / 1e9)} behind the newest event."
-    return Headline("warning", text, "So nobody can see here whether training stands still: set the clocks.")
+    more = f"So nobody can see here whether training stands still: set the clocks. {found.more}"
+    return Headline("warning", text, more.strip())
 
 
 def _with_kills(found: Headline, facts: Facts, now: Now) -> Headline:
@@ -186,7 +187,7 @@ def _over(facts: Facts, now: Now) -> Headline | None:
         if not facts.course.step:
             return Headline("good", "Finished.", "Its events are gone, so nothing is known of how it went.")
         step = max(facts.course.step, now.final_step)
-        done = f"Finished: {f'the loop was left after step {step}' if now.left else f'all {step} steps are done'}"
+        done = f"Finished early, after step {step}" if now.left else f"Finished: all {step} steps are done"
         ran = "" if by_itself(facts) else f", in {span(ran_s)}"  # nobody knows when a script by itself ran
         if (wrong := _lacks(facts)) is not None:
             return Headline("warning", f"{done}{ran}, but {wrong}", _was_strange(facts))
@@ -204,7 +205,8 @@ def _lacks(facts: Facts) -> str | None:
     if facts.full is not None and facts.full.time_ns >= (facts.condition.ended_ns or 0) > 0:
         return f"{facts.full.reason}."
     failed = _failed(facts)
-    return None if failed is None else f"{_failure(failed)}."
+    cut_off = failed is None or failed.tier == "memory" or failed.cause is Cause.INTERRUPTED
+    return None if failed is None or cut_off else f"{_failure(failed)}."
 
 
 def _raised(facts: Facts) -> str:
@@ -480,9 +482,13 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
 
 
 def _failed(facts: Facts) -> CheckpointFact | None:
-    """The newest checkpoint of a tier, if it failed."""
-    tried = (tier.tried for tier in facts.checkpoints.tiers.values())
-    return next((one for one in tried if one is not None and not one.ok), None)
+    """The newest checkpoint of a tier, if it failed and none of that step is whole."""
+    for tier in facts.checkpoints.tiers.values():
+        tried, good = tier.tried, tier.good
+        whole = tried is None or tried.ok or (good is not None and good.step == tried.step)
+        if tried is not None and not whole:
+            return tried
+    return None
 
 
 def _failure(failed: CheckpointFact, ago: str = "") -> str:

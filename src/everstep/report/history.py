@@ -20,7 +20,7 @@ from everstep.base.given import read_json
 from everstep.checkpoint.names import manifest_name, step_of
 from everstep.observe.events import KINDS
 from everstep.order.cursor import last_step
-from everstep.report.facts import Facts, by_itself, heard_lately, lost_mark
+from everstep.report.facts import SET_BACK_NS, Facts, by_itself, heard_lately, lost_mark
 from everstep.report.headline import Headline, Now, headline
 from everstep.report.incidents import Incident, lost_launcher
 from everstep.report.job_condition import ENDED
@@ -107,8 +107,9 @@ class History:
 
     @property
     def final(self) -> dict[str, Any]:
-        """Digests of the final state: `digest`, unless it is of an earlier step or the job has ended badly since."""
-        return self.digest if self.finished else {}
+        """Digests of the final state: `digest`, unless it is of an earlier step."""
+        digest, step = self.digest, self.facts.course.step
+        return digest if whole_number(digest.get("step", step)) >= step else {}
 
     @property
     def total_steps(self) -> int | None:
@@ -130,7 +131,7 @@ class History:
     def begins(self, running: bool) -> bool:
         """Whether a job has taken the directory without an event so far: all facts are of the one before. If it was
         taken in the future, the clock was set back since, and nobody knows."""
-        return running and self.facts.told_ns < self._taken_ns() <= time.time_ns()
+        return running and self.facts.told_ns < self._taken_ns() <= time.time_ns() + SET_BACK_NS
 
     def _taken_ns(self) -> int:
         """Time at which the directory was last taken: each holder writes its name into the lock."""
@@ -151,9 +152,8 @@ class History:
     @property
     def finished(self) -> bool:
         """Whether the final state is there, is not that of an earlier step, and no other end was told."""
-        digest, step, told = self.digest, self.facts.course.step, self.facts.condition
-        newest = bool(digest) and whole_number(digest.get("step", step)) >= step
-        return newest and (told.ended_ns is None or told.state == "completed")
+        told = self.facts.condition
+        return bool(self.final) and (told.ended_ns is None or told.state == "completed")
 
     def maybe_trains(self, running: bool) -> bool:
         """Whether a script by itself, which holds no directory, has told something lately, and no end."""

@@ -43,7 +43,7 @@ from everstep.protocol.patience import Patience
 from everstep.protocol.roles import JOB, PEOPLE
 from everstep.runtime.files.host_directory import HOSTS_FILE, leave_word
 from everstep.runtime.job_end import JobEnd, Outcome, reserve_s
-from everstep.runtime.lead.journal import end_in_file
+from everstep.runtime.lead.journal import begin_term, end_in_file
 from everstep.runtime.lead.succession import Lead
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import (
@@ -142,6 +142,8 @@ class Job:
             return
         (self.run_dir / COORDINATOR_FILE).unlink(missing_ok=True)
         (self.run_dir / JOURNAL_FILE).unlink(missing_ok=True)
+        if self._begun.succession.term:
+            begin_term(self.run_dir / JOURNAL_FILE, self._begun.succession.term)
         (self.run_dir / HOSTS_FILE).unlink(missing_ok=True)
         leave_word(self.run_dir, self.config.checkpoint.disk.path, self._begun.succession.word)
         wire.write_token(self.run_dir / TOKEN_FILE, self._token)

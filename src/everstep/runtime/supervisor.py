@@ -209,14 +209,11 @@ class CoordinatorProcess(Supervised):
             self.restart_at_s = inf
             self.death = Why(Cause.LEASE, last_line(self.log_path))
             return self.death, False
-        if self.exit_code == DEPOSED or (self.exit_code == 0 and self._begun.succession.owner):
+        if self._begun.succession.owner and self.exit_code in (0, DEPOSED):
             given_up = self.exit_code == 0
             self.restart_at_s = now_s + _OTHERS_FIRST_S * given_up
             how = "given up" if given_up else "lost"
-            text = (
-                f"it has {how} its lease, and stands by" if self._begun.succession.owner else last_line(self.log_path)
-            )
-            self.death = Why(Cause.LEASE, text)
+            self.death = Why(Cause.LEASE, f"it has {how} its lease, and stands by")
             return self.death, False
         return why, hopeless
 

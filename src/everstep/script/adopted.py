@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
+
+import yaml
 
 from everstep.base.config import check_keys, dotted
 from everstep.base.errors import ConfigError
@@ -23,6 +26,7 @@ from everstep.script.unsupported import refuse_group
 RAY_PROGRAM = "default_worker.py"
 """Program that runs Ray's actors and tasks."""
 _PRIVATE = ("env.", "notify.")  # may hold secrets, and every user of the host can read a command line
+_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 IN_RAY = (
     "everstep.join in a Ray actor or task, where no process can become a worker and several would be as many jobs: "
     "start the job with 'everstep launch ray SCRIPT', or run the script by itself"
@@ -64,10 +68,10 @@ def command_of(
         raise foreign.refuse(f"what is no script ({program})")
     values = {key: value for key, value in dotted(given).items() if value is not None}
     said = {key: _said(key, value) for key, value in values.items()}
-    private = {key: value for key, value in values.items() if key.startswith(_PRIVATE)}
+    private = {key: value for key, value in values.items() if key.startswith(_PRIVATE) or _PASSWORD.search(said[key])}
     settings = [f"--set={key}={text}" for key, text in said.items() if key not in private]
     where = ["--run-dir", str(run_dir)] if run_dir is not None else []
-    unseen = ["--config", _nameless_file(json.dumps(private))] if private else []
+    unseen = ["--config", _nameless_file(yaml.safe_dump(private))] if private else []
     return own_command("everstep", "run", str(script), *where, *unseen, *settings, *(["--", *argv] if argv else []))
 
 

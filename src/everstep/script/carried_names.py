@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizers
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import IterableDataset
 
 from everstep.data.reading import reading_of
-from everstep.exact.attributes import storage_of
-from everstep.exact.beside_state import kept_beside
+from everstep.exact.attributes import plain
 from everstep.exact.extra_state import has_extra_state
 from everstep.exact.several import optimizers_of, schedulers_of, with_inner
 from everstep.script.flow_calls import BesideLoop, Calls
@@ -39,16 +39,19 @@ from everstep.script.flow_memory import (
     RoundMemory,
     Value,
     counts_batches,
+    is_harmless_beside,
+    is_set_anew,
     recalls,
     remembers,
 )
 from everstep.script.flow_reader import Reader, Scope
 from everstep.script.flow_sources import SyntaxTrees
 from everstep.script.flow_syntax import SYNTAX
-from everstep.script.reachable import GENERATORS, kind_of, of_user, users_class, variables
+from everstep.script.reachable import GENERATORS, kind_of, of_user, storage_of, users_class, variables
 from everstep.script.restarts import like_parameters
 
-_SAMPLING = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
+_BY_INDEX = ("__getitem__", "__getitems__", "__call__")
+_SAMPLING = (*_BY_INDEX, "__iter__", "__next__")
 _DEEP, _WIDE = 3, 16
 _MOST_SAMPLED, _MOST_OF_A_KIND = 8_192, 4
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -123,15 +126,18 @@ def read_task(task: Any, trained: Trained) -> Read:
 
     def step(reader: Reader, calls: Calls) -> None:
         memory = reader.memory
-        with memory.reading(loss.__code__.co_filename, loss.__code__.co_firstlineno, each=True):
+        with memory.reading(loss.__code__.co_filename, loss.__code__.co_firstlineno, each="beside"):
             for _ in range(2):
+                memory.stores.clear()  # what the first batch has put back counts nothing
+                memory.sinks.clear()
                 calls.train_on_batch(loss, [memory.live(task, "task"), memory.live(trained.model, "model")])
-        calls.updated()
+            calls.updated()
 
-    if loss is None:
+    sources = SyntaxTrees()
+    if loss is None or sources.function(unwrapped(loss).__code__) is None:
         return Read(notes=("the source of its loss",))
-    memory, notes = _read_code(step, (), trained, names, SyntaxTrees())
-    return _verdict(memory, names, trained, notes, frozenset())
+    memory, notes = _read_code(step, (), trained, names, sources)
+    return _verdict(memory, names, trained, notes, None)
 
 
 def _read_code(
@@ -208,8 +214,9 @@ def _counted(memory: RoundMemory, each: Value, loop: Any) -> Value:
 
 
 def _verdict(
-    memory: RoundMemory, names: Mapping[int, str], trained: Trained, notes: tuple[str, ...], loaded: Set[str]
+    memory: RoundMemory, names: Mapping[int, str], trained: Trained, notes: tuple[str, ...], loaded: Set[str] | None
 ) -> Read:
+    """Names that are carried. loaded: files that a script loads before its loop; None for a task."""
     reaching = memory.reaching()
     carried_ids = {id(thing) for thing in _within([*_carried(trained), *trained.ignored])}
     ignored = [given for given in trained.ignored if isinstance(given, str)]
@@ -231,11 +238,12 @@ def _verdict(
         needed = ("if", place) in reaching or (
             place in reaching and not (remembers(memory, place) and recalls(memory, place, reaching))
         )
-        if needed or _is_average(place, thing, memory, trained):
+        harmless_here = (loaded is None or place[0] != "object") and is_harmless_beside(memory, place)
+        if (needed and not harmless_here) or _is_average(place, thing, memory, trained):
             found.setdefault(title, (title, "forward" if of_model else _kind(place, thing), file, line))
         elif place == LEADER or of_model:
             continue
-        elif place[0] == "file" and place[1] in loaded:
+        elif place[0] == "file" and place[1] in (loaded or ()):
             found.setdefault(title, (title, "reread", file, line))
         else:
             harmless[title] = None
@@ -250,7 +258,7 @@ def _counts(memory: RoundMemory, place: Origin, module: Any) -> bool:
     stated = (module._parameters, module._buffers, module._modules, ("training",))
     if has_extra_state(module) or any(place[2] in names for names in stated):
         return False
-    return counts_batches(memory, place)
+    return counts_batches(memory, place) and not is_set_anew(memory, module, place[2])
 
 
 def _kind(place: Origin, thing: Any) -> str:
@@ -344,8 +352,8 @@ def _judge(trained: Trained) -> Judge:
 
 
 def _carried(trained: Trained) -> list[Any]:
-    """Objects in `state=`, and what is carried beside the state of these and of the optimizer, scalars aside."""
-    own = (value for thing in (trained.optimizer, *trained.carried) for value in kept_beside(thing))
+    """Objects in `state=`, and attributes of a user's own optimizer, scalars aside."""
+    own = plain(trained.optimizer).values()
     return [*trained.carried, *(value for value in own if not isinstance(value, _PLAIN))]
 
 
@@ -398,7 +406,8 @@ def _beside_loop(trained: Trained, names: Mapping[int, str]) -> BesideLoop:
     for thing in _sampled([trained.collate] if streamed else [dataset, trained.collate], trained):
         if thing is dataset or isinstance(thing, list | dict | Tensor | np.ndarray):
             data.append((names.get(id(thing), "dataset"), thing))
-        found = _code_of(thing, names, "dataset", _SAMPLING)
+        by_index = hasattr(thing, "__getitem__") and not isinstance(thing, IterableDataset)
+        found = _code_of(thing, names, "dataset", _BY_INDEX if by_index else _SAMPLING)
         samples += [one for one in found if sum(f is one[0] for f, _ in samples) < _MOST_OF_A_KIND]
     if users_class(type(dataset)) and not streamed:
         data = []  # its own code says what it reads

@@ -136,8 +136,9 @@ class Calls:
             memory.kept[id(thing)] = thing
             memory.titles.setdefault(place, title)
             deps |= memory.values[place].deps if place in memory.values else frozenset((place,))
-        for function, given in self.feeds.samples:
-            deps |= memory.use(self._beside(function, given))
+        with memory.reading(each="beside"):
+            for function, given in self.feeds.samples:
+                deps |= memory.use(self._beside(function, given))
         memory.sink(deps)
         return Value(deps)
 
@@ -148,7 +149,9 @@ class Calls:
     def updated(self) -> None:
         """Note an update: schedulers and hooks of the optimizer run, which may change what they are given."""
         for function, given in self.feeds.updates:
-            self.memory.sink(self.memory.use(self._beside(function, given, frozenset(("grad",)))))
+            result = self._beside(function, given, frozenset(("grad",)))
+            if not any(title == "optimizer" for title, _ in given):  # nothing uses the results of its hooks
+                self.memory.sink(self.memory.use(result))
 
     def operate(self, value: Value, name: str, given: Sequence[Value]) -> Value | None:
         return self.functions.operate(value, name, given)
@@ -216,6 +219,8 @@ class Calls:
             if isinstance(thing, types.ModuleType | type):
                 continue
             method = method_of(type(thing), name) if memory.judge.of_user(thing) else None
+            if name in ALIASING and not self.functions.is_users(method):
+                continue
             if method is not None and name not in getattr(thing, "__dict__", {}):
                 found.append(self.functions.run(method, [memory.live(thing, base.title), *given.plain], given.named))
         if found:
@@ -263,7 +268,7 @@ class Calls:
             first = given.plain[0] if given.plain else Value()
             keys = first.key or NOTHING if name == "setdefault" else NOTHING
             value = Value(whole - keys if name == "setdefault" else whole, flags=flags)
-            sets = name in SETTING or name == "setdefault"
+            sets = (name in SETTING and not (name == "seek" and len(given.all) > 1)) or name == "setdefault"
             with memory.unconditionally(LEADER) if name in MODES else nullcontext():
                 memory.mutate(base, value, keys=keys, sets=sets, forgets=name in FORGETTING, whole=name != "setdefault")
             self.reader.grow(func.value, base, value, scope)

@@ -7,6 +7,7 @@ content before. Pure: no code of the user's is run; live objects are only told a
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.script.flow_items import MISSING, ContainerItems, KeysDone
+from everstep.script.reachable import users_class
 
 Origin = tuple[Any, ...]
 """("name", scope, NAME), ("attr", id, NAME), ("object", id), ("item", id, KEY), ("file", PATH), ("count", LINE, N); or
@@ -103,11 +105,12 @@ class Judge:
 
 @dataclass(frozen=True)
 class WrittenOnce:
-    """A write: dependences of the value, and keys under which it was written. each: for each batch."""
+    """A write: dependences of the value, and keys under which it was written. each: "batch" in
+    code for each batch, "beside" in code that makes samples or is a task's."""
 
     deps: frozenset[Origin]
     keys: frozenset[Origin]
-    each: bool = False
+    each: str = ""
 
 
 Point = tuple[dict[Origin, Value], KeysDone]
@@ -132,21 +135,21 @@ class Attempt:
 
 @dataclass
 class RoundMemory:
-    """All places. at: file and line, and whether it is done for each batch; written: by place, where it is first
-    written; stores: all writes. copies: places that came to
+    """All places. at: file and line, and `each` of writes here; written: by place, where it is first
+    written; stores: all writes, and attributes by their class, where they are set. copies: places that came to
     hold a copy of trained values. sinks: places that training was found to depend on. control: dependences of whether
     the present statement is done. kept: live objects by id; made: stand-ins for objects that are made in the round.
     owners: by cell of a closure, its function."""
 
     judge: Judge
     values: dict[Origin, Value] = field(default_factory=dict)
-    written: dict[Origin, tuple[str, int, bool]] = field(default_factory=dict)
+    written: dict[Origin, tuple[str, int, str]] = field(default_factory=dict)
     stores: dict[Origin, list[WrittenOnce]] = field(default_factory=dict)
     titles: dict[Origin, str] = field(default_factory=dict)
     copies: set[Origin] = field(default_factory=set)
     sinks: set[Origin] = field(default_factory=set)
     control: frozenset[Origin] = NOTHING
-    at: tuple[str, int, bool] = ("", 0, False)
+    at: tuple[str, int, str] = ("", 0, "")
     kept: dict[int, Any] = field(default_factory=dict)
     made: dict[int, Any] = field(default_factory=dict)
     owners: dict[int, int] = field(default_factory=dict)
@@ -300,8 +303,8 @@ class RoundMemory:
         self.sinks |= normal(frozenset(deps) | self.control)
 
     @contextmanager
-    def reading(self, file: str = "", line: int = 0, each: bool = False) -> Iterator[None]:
-        """While inside, code is read that stands in this file, or at this line, or that is done for each batch."""
+    def reading(self, file: str = "", line: int = 0, each: str = "") -> Iterator[None]:
+        """While inside, code is read that stands in this file, or at this line, or that is done for `each` batch."""
         before, self.at = self.at, (file or self.at[0], line or self.at[1], each or self.at[2])
         try:
             yield
@@ -409,9 +412,14 @@ def _is_code_read(judge: Judge, thing: Any, name: str) -> bool:
     """Whether this is an attribute of a trained object that only the user's code uses, which is read."""
     if "trained" not in judge.flags(thing):
         return False
-    others = [vars(kind).values() for kind in type(thing).__mro__ if not judge.of_user(kind)]
-    codes = [f.__code__ for held in others for f in held if isinstance(f, types.FunctionType)]
-    return not any(name in code.co_names for code in codes)
+    return name not in _names_in_libraries(type(thing))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(1024)
+def _names_in_libraries(kind: type) -> frozenset[str]:
+    """Names in the code of those bases of a class that are not the user's."""
+    held = [f for base in kind.__mro__ if not users_class(base) for f in vars(base).values()]
+    return frozenset().union(*(f.__code__.co_names for f in held if isinstance(f, types.FunctionType)))
 
 
 def sink_setting(memory: RoundMemory, value: Value) -> None:
@@ -428,6 +436,41 @@ def sink_setting(memory: RoundMemory, value: Value) -> None:
 def counts_batches(memory: RoundMemory, place: Origin) -> bool:
     """Whether the content of a place follows from its content before the batch."""
     return any(store.each and place in store.deps for store in memory.stores.get(place, ()))
+
+
+def is_harmless_beside(memory: RoundMemory, place: Origin) -> bool:
+    """Whether only samples' or a task's code writes this place, and it counts nothing: a file that is opened late, a
+    shard that is kept until the next is wanted."""
+    stores = memory.stores.get(place, ())
+    only = bool(stores) and all(store.each == "beside" for store in stores)
+    return only and (place[0] == "file" or not counts_batches(memory, place))
+
+
+def note_setting(memory: RoundMemory, base: Value, name: str, value: Value) -> None:
+    """Note that a batch sets an attribute of these objects, or of unknown ones."""
+    if memory.at[2]:
+        store = WrittenOnce(normal(memory.use(value) | memory.control), NOTHING, memory.at[2])
+        for kind in [*map(type, base.objects)] or [type(None)]:
+            memory.stores.setdefault(("set", kind, name), []).append(store)
+
+
+def is_set_anew(memory: RoundMemory, thing: Any, name: str) -> bool:
+    """Whether each batch surely sets an attribute of such objects to what does not depend on the batches before."""
+
+    def is_anew(dep: Origin) -> bool:
+        if dep[0] != "if":
+            return memory.is_plain(dep) or dep not in memory.written
+        return dep[1] == TRAINED or not (dep[1][0] in _VARYING or dep[1] in memory.written)
+
+    stores = [s for kind in (type(thing), type(None)) for s in memory.stores.get(("set", kind, name), ())]
+    return any(all(map(is_anew, store.deps)) for store in stores)
+
+
+def keep_content(memory: RoundMemory, base: Value, name: str) -> None:
+    """Note that what was written last to an attribute of these objects is what it was, in another form."""
+    for place in (("attr", id(thing), name) for thing in base.objects):
+        stores = memory.stores.get(place, [])
+        stores[-1:] = [replace(store, deps=store.deps - {place}) for store in stores[-1:]]
 
 
 def _beneath(thing: Any) -> Any:

@@ -28,9 +28,10 @@ from everstep.script.flow_memory import (
     Value,
     items_of,
     joined,
+    note_setting,
     sink_setting,
 )
-from everstep.script.flow_sources import Function, SyntaxTrees, names_of
+from everstep.script.flow_sources import Function, SyntaxTrees, gives, names_of
 from everstep.script.flow_words import VIEWS
 
 _DEEPEST = 10
@@ -143,7 +144,7 @@ class Reader:
                 self.memory.meet([self.memory.point(), *inner.exits])
         finally:
             self._active.pop()
-        return joined(inner.results) if inner.results else Value()
+        return joined(inner.results) if inner.results and gives(node) else Value()
 
     def fresh(self) -> Origin:
         self._fresh += 1
@@ -278,6 +279,7 @@ class Reader:
         memory = self.memory
         if base.flags & {"trained", "step"}:
             sink_setting(memory, value)
+        note_setting(memory, base, name, value)
         if not base.objects:
             memory.mutate(base, value)
             self.grow(node, base, value, scope)

@@ -167,6 +167,12 @@ def names_of(node: Function) -> frozenset[str]:
     return frozenset(found - others)
 
 
+def gives(node: Function) -> bool:
+    """Whether a function has another result than None."""
+    given = [inner.value for inner in inside_of(node) if isinstance(inner, ast.Return | ast.Yield | ast.YieldFrom)]
+    return any(value is not None and getattr(value, "value", value) is not None for value in given)
+
+
 def named_by(node: ast.AST) -> set[str]:
     """Names that a node sets which are no names of their own kind in the tree."""
     match node:

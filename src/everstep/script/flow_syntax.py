@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from everstep.script.flow_items import MISSING, namespace_of, rounds_of
-from everstep.script.flow_memory import CHOSEN, NOTHING, SCALARS, Origin, Value, decided, entry_of, joined
+from everstep.script.flow_memory import CHOSEN, NOTHING, SCALARS, Origin, Value, decided, entry_of, joined, keep_content
 from everstep.script.flow_reader import Closure, Reader, Scope, bare, item_of, part_of
-from everstep.script.flow_words import OPERATORS, SHAPES
+from everstep.script.flow_words import FORMS, OPERATORS, SHAPES
 
 _AGAIN = 2
 _MOST_CHOICES = 32
@@ -25,7 +25,16 @@ def _assign(reader: Reader, node: ast.Assign, scope: Scope) -> None:
     for target in node.targets:
         _replace_given(reader, target, value, scope)
         reader.store(target, value, scope)
+        if isinstance(target, ast.Attribute) and _is_same(node.value, target):
+            keep_content(reader.memory, reader.value(target.value, scope), target.attr)
         reader.same(node.value, target, scope)
+
+
+def _is_same(node: ast.expr, target: ast.expr) -> bool:
+    """Whether this is the target itself, moved or in another form: `x.mask.to(device)`."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FORMS:
+        node = node.func.value
+    return ast.unparse(node) == ast.unparse(target)
 
 
 def _replace_given(reader: Reader, target: ast.expr, value: Value, scope: Scope) -> None:
@@ -103,7 +112,7 @@ def _loop(reader: Reader, node: ast.For | ast.While, scope: Scope) -> None:
         else:
             deps = reader.truth(node.test, scope) if isinstance(node, ast.While) else NOTHING
         inner = replace(scope, left=NOTHING, skips=[], is_round=False)
-        with memory.under(deps | scope.left), memory.reading(each=trains):
+        with memory.under(deps | scope.left), memory.reading(each="batch" if trains else ""):
             reader.block(node.body, inner)
         memory.meet([memory.point(), *inner.skips])
         left.append(inner.left)
@@ -208,9 +217,9 @@ def _attribute(reader: Reader, node: ast.Attribute, scope: Scope) -> Value:
 def _shape(reader: Reader, base: Value, node: ast.expr) -> Value:
     """A property of a batch that does not depend on its numbers: equal in every step, if told apart by its value."""
     found = reader.attribute_of(base, node.attr) if isinstance(node, ast.Attribute) else base
-    deps = reader.memory.use(found)
     if base.objects:
         return found
+    deps = NOTHING if getattr(node, "attr", "") == "device" else reader.memory.use(found)
     key = frozenset((("arg", "shape", id(node)),))
     return Value(key | {d for d in deps if not reader.memory.is_plain(d)}, key=key, title=found.title)
 

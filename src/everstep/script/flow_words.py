@@ -27,8 +27,10 @@ SHOWING = _words("tqdm track")
 """Functions that give what they are given, and show how far that is."""
 MODES = _words("train eval")
 """Methods by which a worker evaluates alone, and that it undoes; workers compare the modes of their models."""
-SETTING = _words("train eval requires_grad_ zero_grad copy_ zero_ fill_")
+SETTING = _words("train eval requires_grad_ zero_grad copy_ zero_ fill_ manual_seed seed set_state setstate seek")
 """Methods after which the old content does not matter."""
+FORMS = _words("to float half double bfloat16 contiguous detach cpu cuda")
+"""Methods of a tensor whose result has the same content."""
 ALIASING = _words(
     "parameters named_parameters buffers named_buffers modules named_modules children named_children "
     "state_dict values items get detach view reshape flatten view_as t transpose permute squeeze "

@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
-from itertools import pairwise
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from everstep.base.errors import ConfigError
-from everstep.exact.attributes import storage_of
-from everstep.exact.jsonable import TiedValues, Undigested
-from everstep.script.reachable import SEED, generator_state
+from everstep.exact.jsonable import TypedValues, Undigested
+from everstep.script.reachable import SEED, generator_state, storage_of
 
 _OBJECTS = "objects"
 _VALUES = "values"
@@ -29,7 +29,7 @@ class LoopValues:
     random generators, and objects with state_dict and load_state_dict, which are loaded in place. An attribute that the
     loop has set to another object gets another object, too: the script may need the first one as it was."""
 
-    __slots__ = ("__dict__", "__weakref__", "_first_objects", "_known", "_versions")
+    __slots__ = ("__dict__", "__weakref__", "_first_objects")
 
     def __init__(self, /, **values: Any) -> None:
         self.__setstate__(values)
@@ -39,8 +39,6 @@ class LoopValues:
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         vars(self).update(values)
-        self._known: Callable[[], set[int]] = set
-        self._versions: dict[tuple[Any, ...], int] = {}
         self._first_objects = {name: v for name, v in values.items() if isinstance(v, _FILLED) or _has_state(v)}
 
     def __repr__(self) -> str:
@@ -49,44 +47,14 @@ class LoopValues:
     def state_dict(self) -> dict[str, Any]:
         """All attributes; for an object with a state of its own, that state. And which objects they are, which digests
         leave out: a first object may come back out of a list, where a resumed worker has only its copy."""
-        found: dict[str, Any] = {_VALUES: TiedValues(), _OBJECTS: {}}
+        found: dict[str, Any] = {_VALUES: TypedValues(), _OBJECTS: {}}
         for name, value in vars(self).items():
             if _has_state(value):
                 found[_OBJECTS][name] = _state_of(value)
             else:
                 found[_VALUES][name] = value
-        self._refuse_shared()
         held = self._exchanged()
         return {**found, _HELD: Undigested(held)} if held else found
-
-    def begin(self, known: Callable[[], set[int]]) -> None:
-        """The state is carried from now on. known: storages of what else is, which it must not share."""
-        self._known = known
-
-    def _refuse_shared(self) -> None:
-        """Raises: ConfigError naming a tensor in memory of others, or of which another has a part that is written. One
-        tensor in two places is restored as that, and a first object that is a tensor in place."""
-        firsts = {id(first) for first in self._first_objects.values()}
-        found = list(_tensors(vars(self), firsts))
-        bound = {storage_of(t) for t in vars(self).values() if id(t) in firsts and isinstance(t, torch.Tensor)}
-        known = self._known() - bound if found else ()
-        lost = next(((name, "what is trained") for name, tensor in found if storage_of(tensor) in known), None)
-        before, self._versions = self._versions, {}
-        whole = [
-            (storage_of(t), t.storage_offset(), -t.numel(), t.shape, n, t._version)
-            for n, t in found
-            if t.is_contiguous()
-        ]
-        for one, other in pairwise(sorted(whole)):
-            if one[0] == other[0] and one[1] - one[2] > other[1] and one[1:4] != other[1:4]:
-                self._versions[one[:5] + other[:5]] = one[5]
-                if before.get(one[:5] + other[:5], one[5]) != one[5]:
-                    lost = lost or (one[4], other[4])
-        if lost is not None:
-            raise ConfigError(
-                f"everstep.state: {lost[0]} shares memory with {lost[1]}, and a worker that is resumed or healed would "
-                "have a copy: store a clone (tensor.clone(), copy.deepcopy(model.state_dict())), or keep it elsewhere"
-            )
 
     def _exchanged(self) -> dict[str, Any]:
         """For each attribute that has not its first object: whose first object it has, as text; or, in a list, the
@@ -110,8 +78,7 @@ class LoopValues:
         for name in own.keys() - saved.keys():
             del own[name]
         others = []
-        copies: dict[int, Any] = {}  # what is here for each saved tensor, by its id: one in several places stays one
-        for name, value in sorted(saved.items(), key=lambda pair: not isinstance(pair[1], torch.Tensor)):
+        for name, value in saved.items():
             owner = held.get(name, name)
             first = firsts.get(owner) if isinstance(owner, str) else None
             if first is None or _has_state(first) != (name in state[_OBJECTS]):
@@ -120,19 +87,15 @@ class LoopValues:
                 _load(first, value)
                 own[name] = first
             elif isinstance(value, _FILLED):
-                if _refill(first, value, copies):
-                    copies.setdefault(id(value), first)
-                else:
-                    new = copy.deepcopy(value, copies)
+                if not _refill(first, value):
+                    new = copy.deepcopy(value)
                     firsts.update({key: new for key, thing in firsts.items() if thing is first})
                 own[name] = firsts[owner]
             else:
                 others.append(name)
-        self._load_others(sorted(others), state, present, copies)
+        self._load_others(sorted(others), state, present)
 
-    def _load_others(
-        self, names: list[str], state: dict[str, Any], present: dict[str, Any], copies: dict[int, Any]
-    ) -> None:
+    def _load_others(self, names: list[str], state: dict[str, Any], present: dict[str, Any]) -> None:
         """Restore attributes that have no first object: into the present ones, unless another attribute has these."""
         own, taken = vars(self), {id(first) for first in self._first_objects.values()}
         for name in names:
@@ -145,7 +108,8 @@ class LoopValues:
                 own[name] = now if _has_state(now) else _another(name, self._first_objects.get(name))
                 _load(own[name], state[_OBJECTS][name])
             else:
-                own[name] = _put(now, state[_VALUES][name], copies)
+                value = state[_VALUES][name]
+                own[name] = now if _refill(now, value) else copy.deepcopy(value)
             taken.add(id(own[name]))
 
 
@@ -160,28 +124,20 @@ def state(**values: Any) -> LoopValues:
 
 def held(extras: Mapping[str, Any]) -> list[Any]:
     """All objects that are carried beside the model: those given to `join`, and their contents."""
-    return [*extras.values(), *inner(extras).values()]
+    found = list(extras.values())
+    return [*found, *(v for thing in found if isinstance(thing, LoopValues) for v in vars(thing).values())]
 
 
-def inner(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of the everstep.state objects among these, by name."""
-    states = {name: vars(thing) for name, thing in extras.items() if isinstance(thing, LoopValues)}
-    return {f"{name}.{key}": value for name, values in states.items() for key, value in values.items()}
-
-
-def _tensors(values: Mapping[Any, Any], firsts: Set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in these values, by name, and parameters of modules that are none of the first objects."""
-    layer = [(str(name), value) for name, value in values.items()]
-    while layer:
-        name, value = layer.pop()
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_inference():
-            yield name, value
-        elif isinstance(value, torch.nn.Module) and id(value) not in firsts:
-            layer += [(f"{name}.{key}", inner) for key, inner in value.named_parameters()]
-        elif isinstance(value, dict):
-            layer += [(f"{name}[{key!r}]", inner) for key, inner in value.items()]
-        elif isinstance(value, list | tuple | deque):
-            layer += [(f"{name}[{k}]", inner) for k, inner in enumerate(value)]
+def shared(things: Iterable[Any], model: torch.nn.Module, optimizer: Any) -> str:
+    """Objection to a tensor of an everstep.state in memory of the trained model or the optimizer's state, or ""."""
+    states = (one.values() for one in optimizer.state.values() if isinstance(one, dict))
+    trained = (*model.parameters(), *model.buffers(), *chain.from_iterable(states))
+    known = {storage_of(tensor) for tensor in trained if isinstance(tensor, torch.Tensor)}
+    values = ((name, v) for thing in things if isinstance(thing, LoopValues) for name, v in vars(thing).items())
+    for name, (path, tensor) in ((name, leaf) for name, value in values for leaf in tree_leaves_with_path(value)):
+        if isinstance(tensor, torch.Tensor) and storage_of(tensor) in known:
+            return f"everstep.state: {name}{keystr(path)} shares memory with what is trained: store a clone (x.clone())"
+    return ""
 
 
 def _another(name: str, first: Any) -> Any:
@@ -198,32 +154,21 @@ def _has_state(value: Any) -> bool:
     return isinstance(value, _GENERATORS) or callable(getattr(type(value), "load_state_dict", None))
 
 
-def _put(value: Any, saved: Any, copies: dict[int, Any]) -> Any:
-    """The saved value, in the present object if that can take it. copies: of saved objects, as for `deepcopy`."""
-    if id(saved) not in copies and _refill(value, saved, copies):
-        copies[id(saved)] = value
-    return copy.deepcopy(saved, copies)
-
-
-def _refill(value: Any, saved: Any, copies: dict[int, Any]) -> bool:
+def _refill(value: Any, saved: Any) -> bool:
     """Put a saved value into the present object, because the loop may have other names for it. False if that fails."""
-    if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor):  # a parameter is saved as a tensor
-        if (value.shape, value.dtype) != (saved.shape, saved.dtype):
-            return False
+    if type(value) is not type(saved) or getattr(value, "default_factory", 0) != getattr(saved, "default_factory", 0):
+        return False
+    if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (saved.shape, saved.dtype):
         with torch.no_grad():
             value.copy_(saved)
-        return True
-    same = getattr(value, "default_factory", None) is getattr(saved, "default_factory", None)
-    if type(value) is not type(saved) or not same:
-        return False
-    if isinstance(value, np.ndarray) and (value.shape, value.dtype) == (saved.shape, saved.dtype):
+    elif isinstance(value, np.ndarray) and (value.shape, value.dtype) == (saved.shape, saved.dtype):
         value[...] = saved
     elif isinstance(value, list | deque) and getattr(value, "maxlen", None) == getattr(saved, "maxlen", None):
         value.clear()
-        value.extend(copy.deepcopy(saved, copies))
+        value.extend(copy.deepcopy(saved))
     elif isinstance(value, dict | set):
         value.clear()
-        value.update(copy.deepcopy(saved, copies))
+        value.update(copy.deepcopy(saved))
     else:
         return False
     return True
@@ -242,19 +187,10 @@ def _load(value: Any, saved: Any) -> None:
     elif isinstance(value, np.random.RandomState):
         value.set_state(saved)
     elif isinstance(value, np.random.Generator):
-        _load_numpy(value.bit_generator, dict(saved))
+        generator: Any = value.bit_generator
+        seed, saved = saved.get(SEED), {key: part for key, part in saved.items() if key != SEED}
+        generator.__setstate__(saved)
+        if seed is not None and repr(seed) != repr(getattr(generator.seed_seq, "state", None)):
+            generator.__setstate__((saved, np.random.SeedSequence(**seed)))  # of numpy 2 on
     else:
         value.load_state_dict(saved)
-
-
-def _load_numpy(generator: Any, saved: dict[str, Any]) -> None:
-    seed = saved.pop(SEED, None)
-    generator.__setstate__(saved)
-    if seed is not None and repr(seed) != repr(getattr(generator.seed_seq, "state", None)):
-        try:
-            generator.__setstate__((saved, np.random.SeedSequence(**seed)))
-        except TypeError:
-            raise ConfigError(
-                "everstep.state: a numpy generator whose spawn() is called is restored by numpy 2 and later: update "
-                "numpy, or spawn before the loop"
-            ) from None

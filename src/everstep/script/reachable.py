@@ -31,8 +31,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from everstep.exact.attributes import encoded, storage_of
-from everstep.exact.beside_state import beside, defines_state
 from everstep.exact.digest import digest_bytes, tensor_digest
 from everstep.exact.several import OptimizerSet, SchedulerSet
 
@@ -137,6 +135,7 @@ def loop_frames(frame: types.FrameType | None) -> list[types.FrameType]:
     return found
 
 
+@functools.cache
 def of_user(filename: str | None) -> bool:
     """Whether a source file is neither Everstep's, nor the standard library's, nor of an installed package."""
     if not filename or filename.startswith("<") or "site-packages" in filename or "dist-packages" in filename:
@@ -259,7 +258,6 @@ class Survey:
         the loop changes are carried (`exact.settings`), and those that forward passes change belong to their lanes."""
         for name, module in self.carried.model.named_modules():
             path = f"model.{name}" if name else "model"
-            self._seen[id(module)] = module
             owner = Fact("", "module", path, type(module).__name__)
             if users_class(type(module)):
                 found = [pair for pair in _attributes(module) if not isinstance(pair[1], _SCALARS)]
@@ -267,12 +265,7 @@ class Survey:
 
     def _given(self, place: _Place) -> None:
         """Visit an object given to `join`: it defines its own state, but other objects may be attached to it."""
-        if isinstance(place.value, nn.Module) and not defines_state(place.value):
-            for name, module in place.value.named_modules():
-                path = f".{name}." if name else "."
-                if users_class(type(module)):
-                    self._push(place, [(path + key, v) for key, v in beside(module) if encoded(key, v) is None])
-        elif users_class(type(place.value)) and not isinstance(place.value, Optimizer):
+        if users_class(type(place.value)) and not isinstance(place.value, nn.Module | Optimizer):
             found = dict(_defaults(type(place.value))) | dict(_attributes(place.value))
             stated = _stated(place.value) if self.trusting else {}
             self._push(place, [(name, v) for name, v in found.items() if not _is_stated(name, v, stated)])
@@ -408,6 +401,11 @@ def _filled(cell: Any) -> bool:
         return cell.cell_contents is not cell
     except ValueError:
         return False
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Number that is equal for tensors which share memory."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _type_name(value: Any) -> str:

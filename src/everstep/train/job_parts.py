@@ -109,7 +109,7 @@ def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
     device, early_stop = built.device, built.early_stop
     parts = built.make(() if config.meta_init and config.stages > 1 else None)
     if config.rehearse and not (link.me.worker_id or link.me.incarnation) and users_class(type(task)):
-        _refuse_what_is_lost(task, parts, built.dataset)
+        _refuse_what_is_lost(task, parts, built.dataset, begun=bool(link.job.get("resumes_at")))
     if config.cell.ranks > 1:
         built.order()  # which not all datasets have
     if config.stages == 1:
@@ -124,8 +124,8 @@ def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
     return Run(session, parts.model), early_stop
 
 
-def _refuse_what_is_lost(task: Task, parts: Parts, dataset: Any) -> None:
-    """Raises: ConfigError for what the user's task changes for each batch, and that the training depends on."""
+def _refuse_what_is_lost(task: Task, parts: Parts, dataset: Any, *, begun: bool) -> None:
+    """Raises: ConfigError for what the user's task changes for each batch, if training needs it and has not begun."""
     trained = Trained(parts.model, parts.optimizer, parts.scheduler, (), dataset, task.collate, lambda thing: False)
     try:
         lost = of_task(read_task(task, trained).carried)
@@ -134,7 +134,9 @@ def _refuse_what_is_lost(task: Task, parts: Parts, dataset: Any) -> None:
         return
     if lost:
         more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-        raise ConfigError(f"{lost[0]}{more}; rehearse=false skips this check")
+        if not begun:
+            raise ConfigError(f"{lost[0]}{more}; rehearse=false skips this check")
+        log.warning("%s%s", lost[0], more)
 
 
 def _check_schedule(parts: Parts, data: JobData) -> None:

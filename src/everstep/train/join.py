@@ -14,7 +14,6 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from everstep.base.below import write_atomically, write_privately
 from everstep.base.config import Config, check_keys, dotted, load_config, read_layers, to_dict
@@ -23,8 +22,7 @@ from everstep.base.package_versions import refuse_versions
 from everstep.base.plan import WorkerKey
 from everstep.data.given_loader import AsRead, Collate, read_data
 from everstep.data.reading import reading_of
-from everstep.exact.beside_state import BesideState, known_storages
-from everstep.exact.jsonable import BESIDE
+from everstep.exact.image import BESIDE
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.exact.several import optimizers_of, schedulers_of
 from everstep.order.permutation import MAX_SIZE
@@ -32,9 +30,10 @@ from everstep.protocol import messages as wire
 from everstep.runtime.files.private import close_run_dir, refuse_foreign
 from everstep.runtime.link.address import DATASET_FILE
 from everstep.script.adopted import become_job
+from everstep.script.beside_state import BesideState
 from everstep.script.foreign_trainers import watch_trainers
 from everstep.script.join_again import second_call
-from everstep.script.loop_values import LoopValues, inner
+from everstep.script.loop_values import LoopValues
 from everstep.script.restarts import unpassed
 from everstep.script.unpassed import unpassed_scheduler
 from everstep.script.unsupported import (
@@ -187,7 +186,7 @@ def join(
     lost = _lost_scheduler(link, optimizer, (*schedulers_of(scheduler), *extras.values()), ignore)
     device = prepare_torch(link.config, link.me.worker_id)
     refuse_elsewhere(model, device)
-    extras.update({**data.extras, **_beside(extras, model, optimizer)})
+    extras |= {**data.extras, **({BESIDE: BesideState(model, extras)} if extras else {})}
     parts = Parts(model, optimizer, scheduler, list(units) if units else [model], extras, named=named)
     _tell_ledger(link, data.dataset)
     watched = link.config.rehearse and not isinstance(link, LifeLink)
@@ -206,21 +205,6 @@ def _carried(state: Any) -> dict[str, Any]:
         got = type(state).__name__
         raise ConfigError(f"state: expected objects by name ({{'ema': ema}}) or an everstep.state(...), got {got}")
     return {"state": state} if isinstance(state, LoopValues) else dict(state or {})
-
-
-def _beside(extras: Mapping[str, Any], model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """What modules and optimizers of `state=` keep beside their `state_dict`, if there is a state."""
-
-    def things() -> dict[str, Any]:
-        return {name: v for name, v in {**extras, **inner(extras)}.items() if isinstance(v, nn.Module | Optimizer)}
-
-    def known() -> set[int]:
-        return known_storages([model, optimizer, *things().values()])
-
-    for thing in extras.values():
-        if isinstance(thing, LoopValues):
-            thing.begin(known)
-    return {BESIDE: BesideState(model, things, known)} if extras else {}
 
 
 def _is_first(frame: FrameType) -> bool:

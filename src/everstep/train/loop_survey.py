@@ -20,7 +20,7 @@ import msgspec
 from everstep.base.cause import Cause
 from everstep.base.errors import ConfigError
 from everstep.script.carried_names import Read, Trained, is_run, read_loop
-from everstep.script.loop_values import held
+from everstep.script.loop_values import held, shared
 from everstep.script.reachable import Carried, Fact, Survey, loop_frames, variables
 from everstep.script.restarts import differing, is_one_of
 from everstep.train.view import WorkerView
@@ -69,7 +69,9 @@ class LoopSurvey:
         self._turns += 1
 
     def begin(self, frame: FrameType) -> None:
-        """A checkpoint is being taken: look, in a thread."""
+        """A checkpoint is being taken: look, in a thread. Raises: ConfigError for `shared` memory."""
+        if text := shared(self.trained.carried, self.trained.model, self.trained.optimizer):
+            raise ConfigError(text)
         if self._turns > _STEPS and (self._thread is None or not self._thread.is_alive()):
             frames = loop_frames(frame)
             thread = threading.Thread(target=self._compare, args=(frames,), name="everstep-survey", daemon=True)

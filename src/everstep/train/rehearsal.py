@@ -32,7 +32,7 @@ from everstep.base.errors import BuffersDiffer, EverstepError
 from everstep.base.given import read_given, read_json
 from everstep.base.plan import Plan
 from everstep.base.readable import readable
-from everstep.exact.jsonable import BESIDE
+from everstep.exact.image import digested
 from everstep.protocol import messages as wire
 from everstep.protocol.step_types import LaneSaid
 from everstep.runtime.host.fork_server import redirect_output
@@ -47,7 +47,7 @@ from everstep.runtime.process import (
 )
 from everstep.script.carried_names import Read, Trained, is_run, read_loop
 from everstep.script.importing import import_from_script
-from everstep.script.loop_values import held
+from everstep.script.loop_values import held, shared
 from everstep.script.name_origins import Places
 from everstep.script.reachable import Carried, Fact, Survey, loop_frames, of_user, variables
 from everstep.script.restarts import (
@@ -283,6 +283,8 @@ class LifeLink(LoneLink):
         parts = replica.parts
         if view.step < 2:
             return Sighting(view.step, error="it does fewer than two steps")
+        if text := shared(parts.extras.values(), parts.model, parts.optimizer):
+            return Sighting(view.step, error=text, known=True)
         carried = Carried.of(parts.model, parts.optimizer, parts.scheduler, *held(parts.extras))
         frames = loop_frames(frame)
         scopes = [f.f_locals["self"] for f in frames if "self" in f.f_locals]
@@ -292,9 +294,8 @@ class LifeLink(LoneLink):
         manifest = replica.state.manifest()
         rows = {f"{TRAINING}: {e[0]}": d for e, d in zip(manifest["entries"], manifest["digests"], strict=True)}
         settings = {k: v for k, v in manifest.get("settings", {}).items() if k != "hyperparameters"}
-        values = {**manifest["values"], "settings": settings}
+        values = {**digested(manifest["values"]), "settings": settings}
         rows |= {f"{TRAINING}: {name}": json.dumps(value) for name, value in values.items()}
-        rows = {name: row for name, row in rows.items() if not name.startswith(f"{TRAINING}: extras/{BESIDE}")}
         facts = {name: Fact(digest, "training", TRAINING, "state", hard=True) for name, digest in rows.items()}
         whole = {**survey.facts, **facts}
         return Sighting(

@@ -93,7 +93,8 @@ def perform(what: Rehearsed, enter: Callable[[LifeLink], None]) -> None:
         run_script(what)
 
     verdict = Rehearsal(what, body, in_turn=_gpus()).verdict()
-    said = {"note": verdict.note or verdict.refused, "refused": [str(f) for f in verdict.findings]}
+    refused = [verdict.refused] if verdict.refused and verdict.seen.step else [str(f) for f in verdict.findings]
+    said = {"note": verdict.note or verdict.refused, "refused": refused}
     write_atomically(what.path(_VERDICT), json.dumps(said), 1)
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +172,10 @@ def _foreign_kernels(config: Mapping[str, Any]) -> Iterator[str]:
             left += [(inner, is_named or key.endswith("_implementation")) for key, inner in value.items()]
         elif isinstance(value, list):
             left += [(inner, is_named) for inner in value]
-        elif is_named and isinstance(value, str) and "/" in value:
-            yield value
+        elif is_named and isinstance(value, str):
+            fetched = value.removeprefix("paged|").startswith("flash_attention") and find_spec("flash_attn") is None
+            if "/" in value or fetched:
+                yield value
 
 
 class WeightFiles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import io
@@ -30,6 +31,8 @@ from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, L
 from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, SOURCE_FILE, leave_word
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.lead.etcd import Announced
+from everstep.runtime.lead.journal import Journal
+from everstep.runtime.lead.succession import Succession
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE
 from everstep.runtime.start import Start
@@ -437,3 +440,22 @@ def test_a_job_that_has_stopped_is_not_taken_over(
     assert (f"the job in {run_dir} has stopped" in words) == (code == 2)
     assert (f"To go on: everstep run task.py:Task --run-dir {run_dir}" in words) == (code == 2)
     assert (run_dir / EVENTS_FILE).read_text() == told
+
+
+def test_a_takeover_that_cannot_be_written_ends_in_one_line_and_a_second_one_is_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, led = to_take_over(tmp_path, monkeypatch), []
+    monkeypatch.setattr(standby, "see_through", lambda begun, job: led.append(begun.succession) or 0)
+
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Journal, "take_over", full)
+        assert run_command(["takeover", str(run_dir)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if "error" in line] == said[-1:] and "who leads the job: No space left" in said[-1]
+    assert not led and not (run_dir / EVENTS_FILE).exists()
+    for term in (1, 2):
+        assert run_command(["takeover", str(run_dir)]) == 0 and led[-1] == Succession(by_hand=True, term=term)

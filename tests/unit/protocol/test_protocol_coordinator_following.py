@@ -187,6 +187,14 @@ def test_a_plan_that_they_have_switched_to_meanwhile_is_taken_as_well() -> None:
     assert again.last(m.PlanNow, "w1.0").plan == later
 
 
+def test_a_worker_has_not_settled_in_the_plan_to_which_it_has_switched_since_it_said_so() -> None:
+    again, newer = behind()
+    later = replace(newer, generation=3, sound=12)
+    again.hello(0, plan=newer, shows=False, settled=True)
+    again.shows(0, plan=later)
+    assert again.plan == later and again.coordinator.job.progress.sound == 12
+
+
 def of_term(plan: Plan | None, term: int, generation: int) -> Plan:
     assert plan is not None
     return replace(plan, term=term, generation=generation)

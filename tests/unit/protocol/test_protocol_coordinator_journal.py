@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from coordinator_harness import World, member, running
 
-from everstep.base.cause import Cause
+from everstep.base.cause import Cause, Why
 from everstep.protocol import messages as m
 from everstep.protocol.lease.writer import compacted
 
@@ -211,3 +211,18 @@ def test_who_has_settled_in_what_the_journal_calls_in_doubt_says_so_before_the_n
     again.agent((0, 0), (1, 1))
     again.hello(0, step=100_000 if settled else 12, plan=world.plan, settled=settled)
     assert (again.plan.sound, again.plan.voided) == ((-1, 2) if settled else (12, 0))
+
+
+def test_a_doubt_that_opens_after_another_one_is_over_is_ended_by_a_later_plan_alone():
+    """Who settled behind the first one repeats that after a restart, when the second one is known."""
+    world = running(2)
+    words = {"reason": "the state differs before step 20", "tainted": 20, "sound": 12}
+    world.say("w0.0", m.SettleAgain(worker_id=0, incarnation=0, generation=1, decided_in=1, **words))
+    for worker in (0, 1):
+        world.entered(worker, 2, 13)
+    again = world.restart()
+    again.agent((0, 0), (1, 0))
+    again.hello(0, step=20, plan=world.plan, settled=True)
+    again.coordinator.job.progress.in_doubt(Why(Cause.NONDETERMINISTIC, "they differ again"), 12)
+    again.hello(1, step=20, plan=world.plan, settled=True)
+    assert again.coordinator.job.progress.sound == 12

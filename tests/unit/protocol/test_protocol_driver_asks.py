@@ -216,20 +216,20 @@ def test_what_was_queued_for_the_old_generation_is_dropped() -> None:
 def test_the_situation_is_position_stages_plan_and_what_was_told_since_the_generation_was_entered() -> None:
     w = member_worker(0, 1, 2)
     entered = w.told(wire.GenerationEntered)[-1]
-    assert w.driver.situation == Situation(0, (0,), w.plan, 0, (entered,))
+    assert w.driver.situation == Situation(0, (0,), w.plan, 0, True, (entered,))
     w.step(1)
-    assert w.driver.situation == Situation(1, (0,), w.plan, 0, (entered,))
+    assert w.driver.situation == Situation(1, (0,), w.plan, 0, True, (entered,))
     w.to_agree(2)
     w.abort(1)
     fault = w.told(wire.PeerFault)[-1]
-    assert w.driver.situation == Situation(1, (0,), w.plan, 0, (entered, fault))
+    assert w.driver.situation == Situation(1, (0,), w.plan, 0, True, (entered, fault))
     w.hear(plan(2, (0, 1)))
     w.abort(1)
     again = w.told(wire.PeerFault)[-1]
     assert again.generation == 2 and w.driver.situation.messages == (entered, again), "the newest of a kind"
     w.hear(plan(3, (0, 1)))
     w.settle()
-    assert w.driver.situation == Situation(1, (0,), w.plan, 0, (w.told(wire.GenerationEntered)[-1],))
+    assert w.driver.situation == Situation(1, (0,), w.plan, 0, True, (w.told(wire.GenerationEntered)[-1],))
 
 
 def test_before_the_first_plan_the_situation_is_empty() -> None:

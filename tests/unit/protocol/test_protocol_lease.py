@@ -12,6 +12,7 @@ from everstep.base.config_keys import HeartbeatConfig
 from everstep.base.plan import Member, Plan, Seat
 from everstep.protocol import messages as wire
 from everstep.protocol.coordinator.coordinator import Coordinator
+from everstep.protocol.coordinator.restoring import restore
 from everstep.protocol.coordinator.types import CoordinatorConfig, Persist, Send
 from everstep.protocol.lease.candidate import GONE_PART, SECOND_NS, Candidate
 from everstep.protocol.lease.held import HeldEffects
@@ -469,6 +470,14 @@ def test_a_journal_that_is_not_understood_is_not_shortened() -> None:
 def test_of_takeovers_only_the_highest_term_is_kept() -> None:
     journal: list[JournalEntry] = [{"kind": "term", "term": term} for term in (1, 3, 2, "x")]
     assert compacted([plan(1, {0: 0}), *journal])[1:] == [journal[1], journal[3]]
+
+
+def test_a_plan_says_itself_which_doubts_were_over_before_it() -> None:
+    over: list[JournalEntry] = [{"kind": "settled", "generation": generation} for generation in (1, 2)]
+    for since in ([], over[1:]):
+        short = compacted([plan(1, {0: 0}), over[0], plan(2, {0: 0}), *since])
+        assert [entry["plan"]["generation"] for entry in short[:1]] == [2] and short[1:] == since
+        assert restore(CONFIG, short)[2] == []
 
 
 # ---- the order of effects

@@ -501,6 +501,25 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "warning",
         ("all 10 steps", ", but the checkpoint of step 9 in the object store failed: No space left on device."),
     ),
+    "done, and old checkpoints could not be removed": (
+        [
+            *trained(),
+            event("checkpoint_completed", 6, step=9, **STORE),
+            event("checkpoint_failed", 6.1, **{**FAILED, **STORE}),
+            DONE,
+        ],
+        8,
+        OVER,
+        "good",
+        ("all 10 steps are done, in",),
+    ),
+    "a clock that was ahead in the run before": (
+        [event("job_started", 3600, workers=4), event("step_committed", 3601, step=1), *trained()],
+        6,
+        {},
+        "good",
+        ("All is well",),
+    ),
     "done, and the last events are lost": (
         trained(),
         8,
@@ -513,7 +532,7 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         8,
         {**OVER, "final_step": 10, "left": True},
         "good",
-        ("Finished: the loop was left after step 10, in",),
+        ("Finished early, after step 10, in",),
     ),
     "a script by itself": (SCRIPT, 8, ALONE, "good", ("Step 10 of 60, last heard of 2 s ago.",)),
     "a script by itself, not heard of for long": (

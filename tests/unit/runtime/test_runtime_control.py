@@ -24,11 +24,12 @@ from everstep.protocol.messages import (
     JobEnded,
     Pong,
     SlotLost,
+    TermBegun,
     decode,
     encode,
 )
 from everstep.protocol.roles import CONTROL_ROLES
-from everstep.runtime.link.control_client import ControlClient, Unheard
+from everstep.runtime.link.control_client import FIRST_BACKOFF_S, ControlClient, Unheard
 from everstep.runtime.link.handshake import Seals, keys_of, role_token
 from everstep.runtime.link.wire import recv_frame, send_frame
 
@@ -194,6 +195,22 @@ def test_the_queue_is_bounded_by_dropping_what_passes(
     rest = [_read(sock) for _ in range(9)]
     assert rest[-1] == _important(1)
     assert rest[-2] == _passing(29)
+
+
+def test_a_coordinator_of_an_older_term_is_asked_more_and_more_rarely(
+    clients: Callable[[ControlClient], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there, and may be so for days; the newest one is asked at once when it is back."""
+    server, pauses = Server(), queue.Queue[float]()
+    monkeypatch.setattr(ControlClient, "_pause", lambda client, seconds: pauses.put(seconds))
+    clients(ControlClient(("127.0.0.1", server.port), KEY, "agent", "a", _hello, lambda message: None))
+    for term, pause in ((2, 1), (1, 2), (1, 4), (0, 8), (2, 1), (1, 2)):
+        sock = server.accept()
+        _read(sock)
+        send_frame(*sock, encode(TermBegun(term=term)))
+        if term == 2:
+            sock.close()
+        assert pauses.get(timeout=30) == pytest.approx(pause * FIRST_BACKOFF_S)
 
 
 def test_a_failing_callback_does_not_end_the_connection(clients: Callable[[ControlClient], None]) -> None:

@@ -159,13 +159,16 @@ def test_a_coordinator_decides_though_its_journal_and_its_words_are_refused(
     def full(*arguments: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    async def append(generation: int) -> None:
+        journal.append([{"kind": "entered", "generation": generation}])
+
     journal, safe = opened(tmp_path), []
     journal.on_written(safe.append)
     with monkeypatch.context() as disk:
         disk.setattr(os, "pwrite", full)
         disk.setattr(sys, "stderr", Full())
-        journal.append([{"kind": "term", "term": 1}])
+        asyncio.run(append(1))
     assert safe == [1]
-    journal.append([{"kind": "term", "term": 2}])
-    assert [entry["term"] for entry in opened(tmp_path).entries] == [1, 2]
+    asyncio.run(append(2))
+    assert [entry["generation"] for entry in opened(tmp_path).entries] == [1, 2]
     assert [event["cause"] for event in read_events(tmp_path / EVENTS_FILE)] == [Cause.DISK]

@@ -187,6 +187,14 @@ def test_what_others_need_is_in_the_run_directory_and_its_end_is_the_coordinator
     assert started.kinds() == ["coordinator_started", "job_ended"]
 
 
+@pytest.mark.parametrize("started", [{"succession": Succession(term=3)}], indirect=True)
+def test_a_job_that_begins_after_a_takeover_writes_its_term_before_anything_leads(started: Started) -> None:
+    assert (started.job.run_dir / JOURNAL_FILE).read_bytes() == format_entry({"kind": "term", "term": 3})
+    assert (started.job.run_dir / "token").exists()
+    started.over()
+    assert started.end() == 0
+
+
 def test_it_waits_for_agents_and_hears_how_far_their_workers_came(started: Started) -> None:
     started.coordinator.say(m.AgentCount(agent_ids=["a", "b"]))
     started.over()

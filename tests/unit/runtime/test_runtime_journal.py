@@ -74,7 +74,11 @@ def test_a_damaged_line_before_good_ones_is_kept_and_what_follows_counts(tmp_pat
     assert path.with_name("journal.damaged").read_bytes() == data + format_entry(target(50))
     again = Journal(path, 1000)
     said = restore(CONFIG, again.entries)[2]
-    assert again.damaged == 1 and said == ["entry 4: its line is damaged"]
+    assert again.damaged == 0 and said == ["entry 4: its line is damaged"], "the new file itself is whole"
+    again.take_over({"kind": "term", "term": 2})
+    path.write_bytes(b"\0\n" + path.read_bytes())
+    Journal(path).take_over({"kind": "term", "term": 3})
+    assert path.with_name("journal.damaged").read_bytes() == data + format_entry(target(50)), "the first one is kept"
 
 
 def test_opening_cuts_the_torn_tail_off(tmp_path: Path) -> None:
@@ -250,6 +254,28 @@ def test_at_every_point_of_shortening_all_of_it_is_there(tmp_path: Path, monkeyp
 
 
 # ---- another coordinator
+
+
+def test_where_names_and_open_files_have_other_numbers_the_size_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems of a network or of a user's process make numbers up."""
+    path, real, made = tmp_path / "journal", os.stat, iter(range(10**6))
+
+    def other(name: str | os.PathLike[str], **how: object) -> os.stat_result:
+        if not str(name).startswith(str(tmp_path)):
+            return real(name, **how)
+        found = list(real(name, **how))
+        found[1] = next(made)
+        return os.stat_result(found)
+
+    monkeypatch.setattr(os, "stat", other)
+    journal = filled(path, 60)
+    journal.take_over({"kind": "term", "term": 1})
+    assert journal.append(target(60)) and Journal(path).entries[-2:] == [{"kind": "term", "term": 1}, target(60)]
+    Journal(path).take_over({"kind": "term", "term": 2})
+    with pytest.raises(JournalTaken):
+        journal.append(target(61))
 
 
 @pytest.mark.parametrize("compact_bytes", [1000, 100_000])

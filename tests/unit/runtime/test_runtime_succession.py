@@ -14,8 +14,9 @@ import pytest
 
 from everstep.base.errors import ConfigError
 from everstep.runtime.files.host_directory import leave_word
+from everstep.runtime.files.led_directory import MOVED
 from everstep.runtime.lead import journal_and_lease
-from everstep.runtime.lead.journal import Journal, JournalTaken, term_in_file
+from everstep.runtime.lead.journal import Journal, JournalTaken, begin_term, term_in_file
 from everstep.runtime.lead.journal_and_lease import FileStore
 from everstep.runtime.lead.succession import Lead, Succession
 from everstep.runtime.link.address import COORDINATOR_FILE, JOURNAL_FILE, announce
@@ -86,41 +87,55 @@ def opened(tmp_path: Path, term: int) -> FileStore:
     return FileStore(Journal(tmp_path / JOURNAL_FILE), events, term)
 
 
-def test_who_takes_a_job_over_finds_that_in_the_journal_and_so_does_the_next_life(tmp_path: Path) -> None:
+def test_who_takes_a_job_over_writes_that_and_all_lives_of_its_coordinator_find_it(tmp_path: Path) -> None:
     """It goes on with a job that was to be stopped (`Saving.replay_stop`). A journal of before has such terms, too."""
+    path = tmp_path / JOURNAL_FILE
     stop = {"kind": "stop", "cause": "requested", "reason": "stopped", "exit_code": 130, "grace_ns": 1}
-    Journal(tmp_path / JOURNAL_FILE).append(stop)
+    Journal(path).append(stop)
     terms = [{"kind": "term", "term": term} for term in (1, 2)]
-    for count in (1, 1, 2):
-        assert term_in_file(tmp_path / JOURNAL_FILE) in (count - 1, count)
-        store = opened(tmp_path, count)
-        assert store.fence() == count and store.entries == [stop, *terms[:count]]
+    for count in (1, 2):
+        assert begin_term(path) == term_in_file(path) == count
+        for _ in range(2):
+            store = opened(tmp_path, count)
+            assert store.fence() == count and store.entries == [stop, *terms[:count]]
 
 
-@pytest.mark.parametrize("own", [0, 1])
-def test_a_head_does_not_lead_by_the_term_of_its_successor(tmp_path: Path, own: int) -> None:
-    """Its job's process starts its coordinator again, and knows nothing of the others."""
-    opened(tmp_path, own).fence()
-    opened(tmp_path, own + 1).fence()
-    there = (tmp_path / JOURNAL_FILE).read_bytes()
-    with pytest.raises(JournalTaken, match=rf"taken over .term {own + 1} in .*, of term {own}, ends"):
+def test_a_job_that_begins_after_a_takeover_has_a_term_and_nothing_to_go_on_from(tmp_path: Path) -> None:
+    assert term_in_file(tmp_path / JOURNAL_FILE) == 0
+    assert begin_term(tmp_path / JOURNAL_FILE, 3) == 3
+    store = opened(tmp_path, 3)
+    assert store.fence() == 3 and store.entries == []
+    begins, hand = Succession(term=3), Succession(by_hand=True, term=3)
+    assert begins.begins and begins.words("10.0.0.1") == ["--term", "3"]
+    assert not hand.begins and hand.words("10.0.0.1") == ["--host", "10.0.0.1", "--term", "3"]
+
+
+@pytest.mark.parametrize(("own", "there"), [(0, 1), (1, 2), (1, 0), (2, 0)])
+def test_a_head_leads_by_its_own_term_alone(tmp_path: Path, own: int, there: int) -> None:
+    """Its job's process starts its coordinator again, and knows nothing of a takeover, or of a job that began anew."""
+    journal = tmp_path / JOURNAL_FILE
+    if there:
+        begin_term(journal, there)
+    before = journal.read_bytes() if there else b""
+    with pytest.raises(JournalTaken, match=rf"taken over .term {there} in .*, of term {own}, ends"):
         opened(tmp_path, own).fence()
-    assert (tmp_path / JOURNAL_FILE).read_bytes() == there
+    assert journal.read_bytes() == before
 
 
 def test_a_term_that_cannot_be_written_is_not_led_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next takeover would get the same one."""
-    before, there = opened(tmp_path, 0), (tmp_path / JOURNAL_FILE).read_bytes()
+    path = tmp_path / JOURNAL_FILE
+    before, there = opened(tmp_path, 0), path.read_bytes()
 
     def full(fd: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as disk:
         disk.setattr(os, "write", full)
-        with pytest.raises(ConfigError, match=r"cannot write the takeover into .*: No space left on device"):
-            opened(tmp_path, 1).fence()
-    assert (tmp_path / JOURNAL_FILE).read_bytes() == there and before.fence() == 0
-    assert opened(tmp_path, 1).fence() == 1
+        with pytest.raises(ConfigError, match=r"cannot write into .* who leads the job: No space left on device"):
+            begin_term(path)
+    assert path.read_bytes() == there and before.fence() == 0
+    assert begin_term(path) == 1
 
 
 def test_the_coordinator_that_was_taken_over_from_ends_before_it_acts(
@@ -130,16 +145,16 @@ def test_the_coordinator_that_was_taken_over_from_ends_before_it_acts(
     before._events = Mock(timing=lambda path: contextlib.nullcontext())
     before.on_written(safe.append)
     before.append([{"kind": "ticket", "ticket": 1}])
-    opened(tmp_path, 1).fence()
+    begin_term(tmp_path / JOURNAL_FILE)
 
-    def ends(reason: str) -> None:
-        said.append(reason)
+    def ends(reason: str, exit_code: int) -> None:
+        said.append((reason, exit_code))
         raise SystemExit
 
     monkeypatch.setattr(journal_and_lease, "stand_down", ends)
     with pytest.raises(SystemExit):
         before.append([{"kind": "ended"}])
-    assert safe == [1] and said == [f"another coordinator writes {tmp_path / JOURNAL_FILE} by now"]
+    assert safe == [1] and said == [(f"another coordinator writes {tmp_path / JOURNAL_FILE} by now", MOVED)]
 
 
 def test_entries_that_a_full_disk_refused_are_tried_again_without_others(

@@ -17,7 +17,6 @@ from torch import nn
 
 import everstep
 from everstep.base.errors import ConfigError
-from everstep.exact.beside_state import known_storages
 from everstep.exact.state import ModelState
 from everstep.train.heal import pack_state, unpack_state
 
@@ -232,30 +231,6 @@ def test_types_of_containers_come_back() -> None:
     unpack_state(carried(resumed), pack_state(carried(kept)))
     resumed.seen["c"].append(1)
     assert resumed.seen == {"c": [1]}
-
-
-def test_one_tensor_in_several_places_stays_one() -> None:
-    def begun() -> Any:
-        return everstep.state(cur=torch.zeros(2), stack=[], best=None)
-
-    kept, resumed = begun(), begun()
-    first = resumed.cur
-    kept.best = torch.ones(1)
-    kept.stack += [kept.cur, {"best": kept.best}]
-    unpack_state(carried(resumed), pack_state(carried(kept)))
-    assert resumed.stack[0] is resumed.cur is first and resumed.stack[1]["best"] is resumed.best
-    assert carried(resumed).state_digest(1) == carried(kept).state_digest(1)
-
-
-def test_a_parameter_of_the_model_that_the_state_was_given_stays_that() -> None:
-    layer = nn.Linear(2, 2)
-    kept = everstep.state(weight=layer.weight)
-    kept.begin(lambda: known_storages([layer]))
-    saved = pack_state(carried(kept))
-    with torch.no_grad():
-        layer.weight.zero_()
-    unpack_state(carried(kept), saved)
-    assert kept.weight is layer.weight and layer.weight.any()
 
 
 def test_copies_have_first_objects_of_their_own() -> None:

@@ -54,11 +54,12 @@ def test_no_secret_of_a_script_is_in_the_command_that_it_becomes(
 ) -> None:
     foreign = foreign_launcher({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
     assert foreign is not None
-    given = {"env": {"KEY": "s3cret"}, "notify.command": "tell --token s3cret", "lanes": 4}
+    given = {"env": {"KEY": "s3cret 😀"}, "notify.command": "tell --token s3cret", "lanes": 4}
+    given["resume_from"] = "https://me:s3cret@host/runs"
     script = tmp_path / "train.py"
     script.touch()
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     command = command_of(foreign, str(script), [], given, None)
     assert "--set=lanes=4" in command and "s3cret" not in " ".join(command)
     config = load_config(said_layers(Path(command[command.index("--config") + 1]), []))
-    assert config.env == {"KEY": "s3cret"} and config.notify.command == "tell --token s3cret"
+    assert config.env == {"KEY": "s3cret 😀"} and config.notify.command == "tell --token s3cret"

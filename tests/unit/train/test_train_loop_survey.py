@@ -110,6 +110,15 @@ def test_what_code_that_is_not_read_changes_is_told_and_refused(
     survey.refuse(names, "step 5")
 
 
+def test_memory_of_the_trained_model_is_refused_with_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after = "if step.number > 3: kept.best = model.state_dict()"
+    loop = Loop("shared", "kept = everstep.state(best=None)", "state=kept", after=after)
+    with pytest.raises(ConfigError, match=r"best\['0.weight'\] shares memory with what is trained: store a clone"):
+        surveyed(tmp_path, loop, monkeypatch)
+
+
 def test_what_a_class_says_that_another_object_carries_is_not_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -319,6 +319,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no causal head": (settings(model_type="t5"), "no causal language model"),
     "own code": (settings(auto_map={"AutoModel": "m.M"}, model_type="foo"), "code of its own .* write a Task"),
     "a kernel from elsewhere": (settings(_attn_implementation="some/kernel"), "asks for code from 'some/kernel'"),
+    "a kernel instead of a package": (
+        settings(attn_implementation="flash_attention_2"),
+        "asks for code from 'flash_att",
+    ),
     "own code, not needed": (settings(auto_map={"AutoModel": "m.M"}), "transformers has llama, too: remove auto_map"),
     "own code of the tokenizer": (
         lambda d: (

@@ -97,7 +97,7 @@ def shown(job: JobState, worker: Worker, message: PlanShown) -> list[WorkerHello
         return []
     if said is not None and said.rank > before.rank and claims.opens(said, claims.wanted.rank):
         job.agreement.hear_of(said.generation)  # it has switched to that since its hello
-        claims.claim(connection, said, msgspec.structs.replace(hello, follows=said))
+        claims.claim(connection, said, msgspec.structs.replace(hello, follows=said, settled=False))
         before = said
     try:
         if message.plan is None or said != before:

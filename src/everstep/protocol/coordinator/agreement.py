@@ -298,8 +298,9 @@ class JobProgress:
         self.closed(plan)
 
     def closed(self, plan: Plan, *, journaled: bool = False) -> None:
-        """Members have settled in this plan, and so know which states it calls sound: the doubt is over for good."""
-        if plan.sound == self.sound >= 0:
+        """Members have settled in this plan, and so know which states it calls sound: the doubt is over for good. One
+        that opens after that is another one, which a later plan ends."""
+        if plan.sound == self.sound >= 0 and self.voided < plan.generation:
             self.sound, self.voided = -1, plan.generation
             if not journaled:
                 self._env.persist("settled", generation=plan.generation)

@@ -1,13 +1,7 @@
 """How a journal restores a coordinator's parts. Pure.
 
-Entries are JSON-able dicts with a `kind`: lanes, target, plan, entered, evict, ticket, slot_lost, let_go, cell, grants,
-drained, struck, strike_asked, stop, term, ended. Entries of an unknown kind are skipped, so that an older program can
-read the common part of a newer journal. Entries that make no sense are skipped, and the rest counts: the workers supply
-the missing facts, since their hellos name their plan.
-
-
-Entries are JSON-able dicts with a `kind`: lanes, target, plan, entered, settled, evict, ticket, slot_lost, cell,
-grants, drained, struck, strike_asked, stop, term, ended. Entries of an unknown kind are skipped, so that an older
+Entries are JSON-able dicts with a `kind`: lanes, target, plan, entered, settled, evict, ticket, slot_lost, let_go,
+cell, grants, drained, struck, strike_asked, stop, term, ended. Entries of an unknown kind are skipped, so that an older
 program can read the common part of a newer journal. Entries that make no sense are skipped, and the rest counts: the
 workers supply the missing facts, since their hellos name their plan.
 """

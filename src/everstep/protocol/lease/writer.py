@@ -156,8 +156,8 @@ def _parts(entries: Iterable[JournalEntry], most_bytes: int) -> list[list[Journa
 
 def compacted(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
     """Fewer entries that restore the same coordinator: of the plans only those in force and prepared, of entries
-    that repeat each other only the last. Entries of an unknown kind are kept; a plan that cannot be read keeps
-    everything."""
+    that repeat each other only the last. A plan says itself which doubt was over before it. Entries of an unknown kind
+    are kept; a plan that cannot be read keeps everything."""
     try:
         plans = _plans_that_count(entries)
     except (KeyError, TypeError):
@@ -168,6 +168,8 @@ def compacted(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
     for number, entry in enumerate(entries):
         if entry.get("kind") in ("plan", "entered"):
             found += [plans[number]] if number in plans else []
+        elif entry.get("kind") == "settled" and number < min(plans, default=0):
+            continue
         elif _is_term(entry):
             found += [entry] if entry["term"] == max(terms) else []
         elif entry.get("kind") not in _REPEATED or last[_about(entry)] == number:

@@ -84,6 +84,7 @@ from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FIL
 from everstep.runtime.link.handshake import Ends, Greeter, Seals, keys_of
 from everstep.runtime.link.head_facts import answer
 from everstep.runtime.link.listener_probe import PortProber
+from everstep.runtime.link.silence import CONTROL_SILENT_S, notice_silence
 from everstep.runtime.link.tls import Tls, TlsPipe, shown_by
 from everstep.runtime.link.unproven_connections import Complaints, Strangers
 from everstep.runtime.process import die_with_parent, raise_descriptor_limit
@@ -507,6 +508,8 @@ async def serve(place: Post) -> None:
         if place.port == 0:
             raise
         listener = await listen(0)  # another program took the port; clients read the new one from the address file
+    for one in listener.sockets:  # the connections that it accepts have that from it
+        notice_silence(one, CONTROL_SILENT_S)
     bound = listener.sockets[0].getsockname()
     where = address_of(host, bound[1], *((config.security.tls.mode, shown.ca) if shown is not None else ()))
     tenure, journal = await open_journal(place, config, token, where, own, directory)

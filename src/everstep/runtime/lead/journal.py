@@ -37,7 +37,7 @@ class JournalTaken(EverstepError):
 class Journal:
     """An append-only file of JSON objects.
 
-    `entries` were in it when it was opened; `cut_bytes` of a torn tail were cut off; `damaged` lines are left;
+    `entries` were in it when it was opened; `cut_bytes` of a torn tail were cut off; `damaged` lines cannot be read;
     `pending` counts entries that are not on disk yet because the disk refused them. compact_bytes: the growth after
     which, if its size has also doubled, the file is shortened to the entries that still count, unless it was opened
     with invalid entries.
@@ -51,18 +51,21 @@ class Journal:
             if error.errno not in (errno.EINVAL, errno.EISDIR, errno.ELOOP):
                 raise
             raise ConfigError(f"{self.path}: expected the journal that Everstep wrote; {error.strerror}") from None
-        self._known = _number(os.fstat(self._fd))
+        number = _number(os.fstat(self._fd))
+        # None: this file system has other numbers for names than for open files, so the size alone tells.
+        self._known = number if number == _number(os.stat(self.path)) else None
         data = self._read()
         self.entries, self._end = parse(data)
         self._most = len(data)  # size that the file may have, as far as this life knows
-        self.cut_bytes, self.damaged = len(data) - self._end, self.entries.count(DAMAGED)
+        self.cut_bytes = len(data) - self._end
+        self.damaged = sum(entry is DAMAGED for entry in self.entries)
         self._waiting = b""
         self.pending = 0
         self._compact_bytes = self._compact_at = compact_bytes
         self._found = list(self.entries)  # entries in the file
         self._new: list[dict[str, Any]] = []  # entries waiting for it
         self._placed = True  # whether the file is sure to have the name
-        self._shortens = not self.damaged
+        self._shortens = DAMAGED not in self.entries
         if self.cut_bytes:
             with contextlib.suppress(OSError):  # of a disk that is still full: the rest is overwritten
                 os.ftruncate(self._fd, self._end)
@@ -116,12 +119,12 @@ class Journal:
         os.close(self._fd)
 
     def take_over(self, entry: dict[str, Any]) -> None:
-        """Go on in a new file, which begins with all entries and this one. A damaged file is kept beside it. Raises:
-        OSError, and then the entry need not be there; JournalTaken."""
+        """Go on in a new file, which begins with all entries and this one. The first damaged file is kept beside it.
+        Raises: OSError, and then the entry need not be there; JournalTaken."""
         entries = [*self._found, entry]
-        if self.damaged:
+        aside = self.path.with_name(f"{self.path.name}.damaged")
+        if self.damaged and not aside.exists():
             with contextlib.suppress(OSError):
-                aside = self.path.with_name(f"{self.path.name}.damaged")
                 write_atomically(aside, read_given(self.path, _MOST_BYTES))
         self._replace(entries, b"".join(map(format_entry, entries)))
 
@@ -132,7 +135,7 @@ class Journal:
             there = os.stat(self.path)
         except FileNotFoundError:  # removed with its directory, which its job finds by itself
             return
-        if _number(there) != self._known or not self._end <= there.st_size <= self._most:
+        if self._known not in (None, _number(there)) or not self._end <= there.st_size <= self._most:
             raise self._taken()
 
     def _taken(self) -> JournalTaken:
@@ -160,9 +163,9 @@ class Journal:
             os.fsync(fd)
             os.stat(self.path)  # a name that is gone is not made again
             self._look()
-            if not _is_at(fd, draft, len(data)):
+            if not self._is_at(fd, draft):
                 raise self._taken()
-            _move(fd, draft, self.path)
+            self._move(fd, draft)
         except (OSError, JournalTaken):
             os.close(fd)
             with contextlib.suppress(OSError):
@@ -170,8 +173,20 @@ class Journal:
             raise
         os.close(self._fd)
         self._fd, self._end, self._found, self._placed = fd, len(data), list(entries), False
-        self._known, self._most = _number(os.fstat(fd)), self._end
+        self._known, self._most = self._known and _number(os.fstat(fd)), self._end
         self._place()
+
+    def _move(self, fd: int, draft: Path) -> None:
+        """Rename the draft. Raises: OSError; but not if it took effect and a file server's answer was lost."""
+        try:
+            os.rename(draft, self.path)
+        except OSError:
+            if not self._is_at(fd, self.path):
+                raise
+
+    def _is_at(self, fd: int, path: Path) -> bool:
+        here, there = os.fstat(fd), os.stat(path)
+        return here.st_size == there.st_size and (self._known is None or _number(here) == _number(there))
 
     def _place(self) -> None:
         """Sync the folder: entries count once no crash can give the name back to the old file. Raises: OSError."""
@@ -196,21 +211,6 @@ def _number(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _is_at(fd: int, path: Path, size: int) -> bool:
-    there = os.stat(path)
-    return (_number(os.fstat(fd)), size) == (_number(there), there.st_size)
-
-
-def _move(fd: int, draft: Path, path: Path) -> None:
-    """Rename the draft. Raises: OSError; but not if it took effect and a file server's answer was lost."""
-    size = os.fstat(fd).st_size
-    try:
-        os.rename(draft, path)
-    except OSError:
-        if not _is_at(fd, path, size):
-            raise
-
-
 def end_in_file(path: Path) -> JobEnded | None:
     """End of the job, if a journal that another process writes has it already."""
     try:
@@ -226,8 +226,25 @@ def newest_term(entries: Sequence[dict[str, Any]]) -> int:
 
 
 def term_in_file(path: Path) -> int:
-    """`newest_term` of a journal that no process should write any more. Raises: OSError."""
-    return newest_term(parse(read_given(path, _MOST_BYTES))[0])
+    """`newest_term` of a journal that no process should write any more; 0 if it cannot be read."""
+    try:
+        return newest_term(parse(read_given(path, _MOST_BYTES))[0])
+    except (OSError, ValueError):
+        return 0
+
+
+def begin_term(path: Path, term: int = 0) -> int:
+    """Write into the journal that a new job process leads, by this term, or by the one after the newest. Only
+    coordinators of that process write it from then on. Returns the term. Raises: ConfigError if that cannot be
+    written; the next try gets another term, or this one if it is not there."""
+    try:
+        with contextlib.closing(Journal(path)) as journal:
+            term = term or 1 + newest_term(journal.entries)
+            journal.take_over({"kind": "term", "term": term})
+    except (OSError, JournalTaken) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ConfigError(f"cannot write into {path} who leads the job: {why}; make room or give access") from None
+    return term
 
 
 def format_entry(entry: dict[str, Any]) -> bytes:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config
-from everstep.base.errors import ConfigError, ProtocolError
+from everstep.base.errors import ProtocolError
 from everstep.base.etcd_address import EtcdAddress
 from everstep.observe.events import EventLog, say
 from everstep.protocol.coordinator.types import CoordinatorEffect
@@ -36,7 +36,7 @@ from everstep.protocol.lease.requests import (
     Unanswered,
 )
 from everstep.protocol.lease.writer import Writer
-from everstep.runtime.files.led_directory import LedDirectory
+from everstep.runtime.files.led_directory import MOVED, LedDirectory
 from everstep.runtime.lead.etcd import Etcd
 from everstep.runtime.lead.etcd_access import find_access
 from everstep.runtime.lead.journal import Journal, JournalTaken, newest_term
@@ -81,13 +81,14 @@ class JournalStore(Protocol):
 
 class FileStore:
     """A journal in the run directory. Entries that the disk refuses wait in memory, and hold up nobody; events are told
-    of it. term: number of the takeover by which this coordinator's job process leads; 0: it has begun the job."""
+    of it. term: by which this coordinator's job process leads, as `Succession` has it."""
 
     def __init__(self, journal: Journal, events: EventLog, term: int) -> None:
-        self.entries = journal.entries
+        self.entries = journal.entries if any(e.get("kind") != "term" for e in journal.entries) else []
         torn = f"; a torn line of {journal.cut_bytes} bytes was cut off its end" if journal.cut_bytes else ""
         self.notes = torn
         self._journal, self._events, self._term = journal, events, term
+        self._newest = newest_term(journal.entries)
         self._warned = False
         self._again: asyncio.TimerHandle | None = None
         self._written: Written = lambda count: None
@@ -97,21 +98,10 @@ class FileStore:
         self._written = written
 
     def fence(self) -> int:
-        """Number of the term: how often the job was taken over. Raises: JournalTaken if another host has taken it over
-        since; ConfigError if the journal does not take the term, which others could then have, too."""
-        newest, path = newest_term(self.entries), self._journal.path
-        if newest > self._term:
-            raise JournalTaken(
-                f"the job was taken over (term {newest} in {path}): this head, of term {self._term}, ends"
-            )
-        if newest < self._term:
-            entry: JournalEntry = {"kind": "term", "term": self._term}
-            try:
-                self._journal.take_over(entry)
-            except OSError as error:
-                text = f"cannot write the takeover into {path}: {error.strerror or error}"
-                raise ConfigError(f"{text}; make room or give access, and take over again") from None
-            self.entries = [*self.entries, entry]
+        """Number of the term. Raises: JournalTaken if another job process leads by this journal."""
+        if self._newest != self._term:
+            where = f"term {self._newest} in {self._journal.path}"
+            raise JournalTaken(f"the job was taken over ({where}): this head, of term {self._term}, ends")
         return self._term
 
     def append(self, entries: list[JournalEntry]) -> None:
@@ -125,7 +115,7 @@ class FileStore:
             with self._events.timing(self._journal.path):
                 written = write()
         except JournalTaken as error:
-            stand_down(str(error))
+            stand_down(str(error), MOVED)
         if not (written or self._warned):
             text = (
                 f"cannot write {self._journal.path}: the coordinator keeps {self._journal.pending} entries in"
@@ -350,10 +340,10 @@ class InOrder:
             self._act(effect)
 
 
-def stand_down(reason: str) -> NoReturn:
+def stand_down(reason: str, exit_code: int = DEPOSED) -> NoReturn:
     """End this process at once: further messages of it would not count."""
     say(f"everstep coordinator: it was deposed: {reason}")
-    os._exit(DEPOSED)
+    os._exit(exit_code)
 
 
 def checked_where(where: dict[str, Any]) -> dict[str, Any]:

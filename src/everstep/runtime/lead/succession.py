@@ -16,15 +16,17 @@ from everstep.runtime.link.address import COORDINATOR_FILE, read_address
 @dataclass(frozen=True)
 class Succession:
     """Part of this process in leading the job. guest: the job was started on another host, and a signal ends only this
-    host's part. owner: as `Holder` has it, "" without a lease; job: as `Etcd` has it. term: number of the takeover by
-    which this process leads in place of a lost one, by hand; 0: of none. word: the one by which other hosts know the
-    run directory of a job that begins (`host_directory.leave_word`), "" if they were not told. copying_host: this
+    host's part. owner: as `Holder` has it, "" without a lease; job: as `Etcd` has it. by_hand: this process leads in
+    place of a lost one, as a user says. term: the number in the journal by which it leads without a lease: each
+    takeover by hand has a higher one, and so has a job that begins after one. word: the one by which other hosts know
+    the run directory of a job that begins (`host_directory.leave_word`), "" if they were not told. copying_host: this
     host's name, if the run directory is a copy that the head fills (`standby_files.CopyLink`); "" for the job's own
     directory."""
 
     guest: bool = False
     owner: str = ""
     job: str = ""
+    by_hand: bool = False
     term: int = 0
     word: str = ""
     copying_host: str = ""
@@ -32,13 +34,13 @@ class Succession:
     @property
     def begins(self) -> bool:
         """Whether the job begins with this process, so that all files in its directory are old."""
-        return not (self.guest or self.term)
+        return not (self.guest or self.by_hand)
 
     def words(self, address: str) -> list[str]:
         """Words for the command line of the coordinator. address: of this host, which need not be the config's."""
         words = ["--owner", self.owner, "--job", self.job] if self.owner else []
         words += ["--copying-host", self.copying_host] if self.copying_host else []
-        words += ["--host", address] if self.owner or self.term else []
+        words += ["--host", address] if self.owner or self.by_hand else []
         return [*words, *(["--term", str(self.term)] if self.term else [])]
 
 

@@ -169,12 +169,13 @@ class FrameQueue:
 
 class Ear:
     """Passes on messages of one connection after the other, unless a deposed coordinator sent them. `ended`: a message
-    said that the job is over. `heard_s`: time of the last message, monotonic."""
+    said that the job is over. `refused`: this connection's coordinator was deposed. `heard_s`: time of the last
+    message, monotonic."""
 
     def __init__(self, on_message: Callable[[AnyMessage], None]) -> None:
         self._on_message = on_message
         self._terms = Terms()
-        self.ended = False
+        self.ended = self.refused = False
         self.heard_s = time.monotonic()
 
     @property
@@ -185,12 +186,14 @@ class Ear:
     def connected(self) -> None:
         """Another connection begins."""
         self._terms.connected()
+        self.refused = False
 
     def hear(self, message: AnyMessage) -> None:
         """Pass on a message. Raises: ProtocolError if its sender was deposed."""
         self.heard_s = time.monotonic()
         refused = self._terms.refusal(message)
         if refused:
+            self.refused = True
             raise ProtocolError(f"this coordinator was deposed: {refused}")
         if isinstance(message, TermBegun):
             return
@@ -367,7 +370,7 @@ class ControlClient:
                 self._pause(backoff_s)
                 backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
                 continue
-            backoff_s, complained = FIRST_BACKOFF_S, ""
+            complained = ""
             self._ear.connected()
             hearing = _Hearing(sock, FrameReader(seals), heard, self._ear)
             try:
@@ -379,8 +382,9 @@ class ControlClient:
                     log.info("control connection lost: %s", error)
             finally:
                 self._disconnect(sock)
+            backoff_s = min(MAX_BACKOFF_S, backoff_s * 2) if self._ear.refused else FIRST_BACKOFF_S
             if not self._closing:
-                self._pause(FIRST_BACKOFF_S)
+                self._pause(backoff_s)
         with self._drained:
             self._waker.close()
 
