@@ -96,9 +96,14 @@ class ConfigError(EverstepError):
 
 
 class DiskUnfit(ConfigError):
-    """A folder that is named for large data takes no file, or has no room: now, and on this host."""
+    """A folder that is named for large data takes no file, or has no room: now, and on this host. signature: equal for
+    each folder, however much room there is."""
 
     cause = Cause.DISK
+
+    def __init__(self, text: str, folder: object) -> None:
+        super().__init__(text)
+        self.signature = f"{type(self).__name__}: {folder}"
 
 
 class BuffersDiffer(ConfigError):

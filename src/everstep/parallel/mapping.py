@@ -191,7 +191,8 @@ def _nameless(folder: Path) -> int:
 def _no_room(folder: Path, error: OSError) -> DiskUnfit:
     return DiskUnfit(
         f"zero.offload_params: expected room for the gradients in {folder}, got: {error.strerror}: make room, name "
-        "another folder as zero.offload, or set zero.offload_params=false"
+        "another folder as zero.offload, or set zero.offload_params=false",
+        folder,
     )
 
 

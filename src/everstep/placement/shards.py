@@ -245,15 +245,19 @@ def writers(plan: Plan, stage: int, of: Sizes) -> dict[int, Runs]:
     return divided(of, {seat.worker_id: share(plan.shard(seat.worker_id, stage), of) for seat in plan.pool(stage)})
 
 
-def lost_stages(plan: Plan, worker_ids: Collection[int]) -> list[int]:
-    """Stages of a plan of which these members together lack blocks, as far as the plan says."""
+def shards_held(plan: Plan, worker_ids: Collection[int]) -> list[Shard]:
+    """What these members hold, by the plan."""
+    return [plan.shard(seat.worker_id, seat.stage) for seat in plan.seats if seat.worker_id in worker_ids]
+
+
+def lost_stages(plan: Plan, worker_ids: Collection[int], others: Iterable[Shard] = ()) -> list[int]:
+    """Stages of a plan of which these members together lack blocks, as far as the plan says. others: what more there
+    is."""
     held, segments = dict.fromkeys(range(plan.stages), NONE), {k: set[int]() for k in range(plan.stages)}
-    for seat in plan.seats:
-        if seat.worker_id in worker_ids:
-            shard = plan.shard(seat.worker_id, seat.stage)
-            held[seat.stage] |= shard.state
-            runs = ((0, SEGMENTS),) if shard.segments is None else shard.segments
-            segments[seat.stage].update(n for run in runs for n in range(*run))
+    for shard in (*shards_held(plan, worker_ids), *others):
+        held[shard.stage] |= shard.state
+        runs = ((0, SEGMENTS),) if shard.segments is None else shard.segments
+        segments[shard.stage].update(n for run in runs for n in range(*run))
     return [stage for stage, blocks in held.items() if not blocks.whole or len(segments[stage]) < SEGMENTS]
 
 

@@ -7,6 +7,7 @@ is read ahead while the part before it is updated, and then dropped.
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
@@ -71,8 +72,8 @@ class StateFile(FarMemory):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         except OSError as error:
-            raise DiskUnfit(_refusal(folder, error)) from None
-        self._grow(0)
+            raise DiskUnfit(_refusal(folder, error), folder) from None
+        self._grow(_LEAST_SLAB_BYTES)
 
     def room_for(self, nbytes: int) -> None:
         """Raises: DiskUnfit if the disk has no room for so much more."""
@@ -81,13 +82,17 @@ class StateFile(FarMemory):
             raise self._no_room(nbytes, _megabytes(free))
 
     def _free(self) -> int:
-        found = os.fstatvfs(self._file.fileno())
+        try:
+            found = os.fstatvfs(self._file.fileno())
+        except OSError as error:
+            raise DiskUnfit(_refusal(Path(self.where), error), self.where) from None
         return found.f_bavail * found.f_frsize
 
     def _no_room(self, nbytes: int, got: str) -> DiskUnfit:
         return DiskUnfit(
             f"zero.offload: expected {_megabytes(nbytes)} of free space in {self.where} for each worker, got {got}: "
-            "make room, or name another folder"
+            "make room, or name another folder",
+            self.where,
         )
 
     def make(self, like: Tensor) -> Tensor:
@@ -116,14 +121,21 @@ class StateFile(FarMemory):
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes) if nbytes else super().flat(0)
 
     def _grow(self, nbytes: int) -> None:
-        """Begin a new slab, of so many bytes at least; the rest of the one before stays unused. Raises: DiskUnfit if
-        the disk is full."""
-        size = max(round_up(nbytes, _PAGE), min(max(self._size, _LEAST_SLAB_BYTES), _SLAB_BYTES))
+        """Begin a new slab, of so many bytes at least, and more if there is room; the rest of the one before stays
+        unused. Raises: DiskUnfit if the disk is full."""
+        least = round_up(nbytes, _PAGE)
+        size = max(least, min(self._size, _SLAB_BYTES))
         free = self._free()  # what does not fit may take all of it
         try:
-            memory = _mapped(self._file.fileno(), self._size, size)
+            try:
+                memory = _mapped(self._file.fileno(), self._size, size)
+            except OSError:
+                size = least
+                memory = _mapped(self._file.fileno(), self._size, size)
         except OSError as error:
-            raise self._no_room(size, f"{_megabytes(free)} ({error.strerror})") from None
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskUnfit(_refusal(Path(self.where), error), self.where) from None
+            raise self._no_room(least, f"{_megabytes(free)} ({error.strerror})") from None
         start = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
         self._slabs.append(_Slab(start, size, memory))
         self._used = self._size

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from coordinator_harness import World, drop, running
 
-from everstep.base.cause import Cause
-from everstep.base.plan import SEGMENTS, Plan
+from everstep.base.cause import Cause, Why
+from everstep.base.plan import SEGMENTS, Plan, Shard
 from everstep.base.pool_wish import PoolWish, even_homes
 from everstep.placement.shards import lost_stages, numbers_of_runs, segment_holders
 from everstep.protocol import messages as m
@@ -164,6 +165,66 @@ def test_what_those_who_leave_hold_alone_is_copied_before_they_go(copies: int, w
     assert held(second) == {i: after[i] for i in range(wanted)}
 
 
+def handing_over() -> World:
+    """Worker 3 is about to leave, and lacks nothing; the others have yet to copy what it holds."""
+    world = divided(4, 1, save_ns=5_000_000_000)
+    world.command("scale", workers=3)
+    assert world.prepared is not None
+    world.entered(3, world.prepared.generation, 2)
+    assert world.plan is not None and world.plan.generation == 2
+    return world
+
+
+def fails(world: World, worker_id: int, generation: int, incarnation: int = 0, **more: Any) -> None:
+    words = {"step": 7, "reason": "ValueError: boom", "signature": "x", "fatal": False, "holds": True} | more
+    life = {"worker_id": worker_id, "incarnation": incarnation, "generation": generation}
+    world.say(f"w{worker_id}.{incarnation}", m.WorkerFailed(**life, **words))
+
+
+NO_ROOM = {"step": 1, "reason": "no room", "fatal": True, "holds": False, "exit_code": 2, "cause": Cause.DISK}
+
+
+@pytest.mark.parametrize(("dies", "copied", "lost"), [(3, False, (0,)), (0, False, (0,)), (3, True, ())])
+def test_what_nobody_has_copied_yet_is_lost_with_who_leaves(dies: int, copied: bool, lost: tuple[int, ...]) -> None:
+    world = handing_over()
+    for i in range(3 if copied else 0):
+        world.entered(i, 2, 2)
+    world.exited(dies)
+    assert world.plan is not None and dies not in world.plan.worker_ids
+    assert world.coordinator.job.progress.lost_stages == lost
+    assert ("back to the newest copy" in world.plan.reason) == bool(lost)
+
+
+def test_who_leaves_is_needed_until_the_others_have_copied() -> None:
+    world = handing_over()
+    fails(world, 3, 2)
+    assert world.plan is not None and world.plan.worker_ids == (0, 1, 2, 3) and world.plan.save
+
+
+def test_nobody_stays_for_a_stage_that_is_lost_anyway() -> None:
+    world = divided(4, 1, save_ns=5_000_000_000, min_workers=4)
+    world.exited(2)
+    fails(world, 3, 1)
+    assert [w.key.worker_id for w in world.coordinator.job.agreement.survivors()] == [0, 1]
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_a_successor_that_has_copied_what_a_worker_holds_alone_takes_its_place_at_once(heals: bool) -> None:
+    world = divided(4, 1)
+    before = held(world.plan)
+    world.agent(4, name="a2", host="a2")
+    world.coordinator.job.slots.want(4, {0, 1, 2, 4}, Why(Cause.REBALANCED, "to another host"))
+    world.hello(4, host="a2")
+    if not heals:  # its ticket is of a time when others were there
+        join = world.coordinator.job.healing.joins[4]
+        world.coordinator.job.healing.joins[4] = replace(join, parts=(Shard(4, 0, segments=((0, 1),)),))
+    world.healed(4)
+    world.wait(300_000_000)
+    assert world.prepared is not None
+    assert world.prepared.worker_ids == ((0, 1, 2, 4) if heals else (0, 1, 2, 3, 4))
+    assert held(world.prepared)[4] == before[3]
+
+
 @pytest.mark.parametrize(("step", "ends"), [(5, False), (0, True)])
 def test_a_disk_that_a_later_life_cannot_use_does_not_end_the_others(step: int, ends: bool) -> None:
     """Before the first step it is a config that cannot be carried out."""
@@ -193,10 +254,45 @@ def test_a_disk_that_no_member_can_use_ends_the_job_as_a_config_that_cannot_be_c
     assert ended is not None and ended.exit_code == 2 and "failed after step 0, as worker 2" in ended.reason
 
 
+def test_a_disk_that_a_slot_cannot_use_life_after_life_says_nothing_of_the_others() -> None:
+    world = running(3)
+    world.progress(0, 1, 1)
+    fails(world, 2, 1, **NO_ROOM)
+    all_enter(world)
+    world.started(2, 1)
+    world.hello(2, 1)
+    world.healed(2, 1)
+    world.wait(300_000_000)
+    assert world.prepared is not None
+    world.entered(2, world.prepared.generation, 2, incarnation=1)
+    fails(world, 2, 3, 1, **NO_ROOM)
+    assert world.last(m.JobEnded, "w0.0") is None and world.plan is not None and world.plan.worker_ids == (0, 1)
+
+
+def test_a_disk_that_a_life_cannot_use_ends_the_job_where_no_member_lives() -> None:
+    world = running(3)
+    world.progress(0, 1, 1)
+    for i in range(3):
+        world.exited(i)
+    world.started(2, 1)
+    world.hello(2, 1)
+    fails(world, 2, 0, 1, **NO_ROOM)
+    ended = world.last(m.JobEnded, "a1")
+    assert ended is not None and ended.exit_code == 2 and ended.reason.endswith("no room")
+
+
+@pytest.mark.parametrize(("cause", "code"), [(Cause.DISK, 2), (Cause.KILLED, 1)])
+def test_a_slot_that_its_disk_has_cost_ends_the_job_with_its_cause(cause: Cause, code: int) -> None:
+    world = running(2, min_workers=2)
+    world.exited(1, cause=cause)
+    world.say("a1", m.SlotLost(agent_id="a1", worker_id=1, cause=Cause.CRASH_LOOP, reason="it died again: no room"))
+    ended = world.last(m.JobEnded, "a1")
+    assert ended is not None and ended.exit_code == code and (ended.cause is Cause.DISK) == (code == 2)
+
+
 @pytest.mark.parametrize(("copies", "needed"), [(1, True), (2, False)])
 def test_what_a_worker_holds_alone_is_saved_before_an_exception_ends_it(copies: int, needed: bool) -> None:
     world = divided(4, copies, save_ns=5_000_000_000)
-    words = {"step": 7, "reason": "ValueError: boom", "signature": "x", "fatal": False, "holds": True}
-    world.say("w3.0", m.WorkerFailed(worker_id=3, incarnation=0, generation=1, **words))
+    fails(world, 3, 1)
     assert world.plan is not None and world.plan.generation == 2
     assert world.plan.worker_ids == ((0, 1, 2, 3) if needed else (0, 1, 2)) and bool(world.plan.save) == needed

@@ -288,6 +288,52 @@ def test_a_small_state_needs_little_room(tmp_path: Path) -> None:
     assert sizes == [[2, 30], [2, 30, 32], [2, 30, 32, 64], [2, 30, 32, 64, 128]]
 
 
+@pytest.mark.parametrize(("code", "words"), [(errno.EDQUOT, "make room"), (errno.EIO, "a file can be written")])
+@pytest.mark.parametrize("name", ["posix_fallocate", "fstatvfs"])
+def test_whatever_the_disk_refuses_is_named(
+    code: int, words: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = StateFile(tmp_path)
+
+    def refuses(*of: int) -> None:
+        raise OSError(code, "it is so")
+
+    monkeypatch.setattr(os, name, refuses)
+    for use in (lambda: StateFile(tmp_path), lambda: memory.make(torch.empty(1 << 25, device="meta"))):
+        with pytest.raises(DiskUnfit, match=words if name == "posix_fallocate" else r"it is so\)"):
+            use()
+    if name == "fstatvfs":
+        with pytest.raises(DiskUnfit, match="it is so"):
+            memory.room_for(1)
+
+
+def test_a_tensor_for_which_there_is_room_needs_no_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, take = StateFile(tmp_path), os.posix_fallocate
+
+    def small(fd: int, offset: int, size: int) -> None:
+        if size > 1 << 19:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        take(fd, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", small)
+    made = [memory.make(torch.empty(1 << 17, device="meta")) for _ in range(4)]
+    assert [slab.size >> 19 for slab in memory._slabs] == [2, 1, 1] and not any(map(memory.lacks, made))
+
+
+def test_a_disk_is_the_same_whatever_room_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(folder: str, free: int) -> DiskUnfit:
+        memory = StateFile(tmp_path / folder)
+        monkeypatch.setattr(memory, "_free", lambda: free)
+        with pytest.raises(DiskUnfit) as caught:
+            memory.room_for(1 << 40)
+        return caught.value
+
+    one, same, other = said("a", 1 << 30), said("a", 1 << 31), said("b", 1 << 30)
+    assert one.signature == same.signature != other.signature and str(one) != str(same)
+
+
 def test_room_for_the_whole_state_is_looked_for_before_the_first_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ members then go back is known when the first of them has settled; it is reported
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import msgspec
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import InvariantViolation, check
 from everstep.base.plan import Plan, WorkerKey
+from everstep.placement.shards import lost_stages, shards_held
 from everstep.protocol.coordinator.claims import Claims
 from everstep.protocol.coordinator.environment import Environment, listed
 from everstep.protocol.coordinator.membership import Membership, Worker
@@ -184,6 +185,14 @@ def check_seats(plan: Plan) -> None:
     for stage in range(plan.stages):
         lanes = sorted(lane for seat in plan.pool(stage) for lane in seat.lanes)
         check(lanes == list(range(plan.lanes)), f"seats must cover each lane of stage {stage} once, got {lanes}")
+
+
+def stages_lost(agreement: Agreement, worker_ids: Collection[int]) -> list[int]:
+    """Stages of the plan in force of which these members together lack blocks. Members that have switched to it and not
+    settled yet hold what they held before."""
+    plan, before, holding = agreement.plan, agreement.before, {*worker_ids} - agreement.empty_handed()
+    late = (holding - agreement.entered).intersection(before.worker_ids if plan.prepared else ())
+    return lost_stages(plan, holding - late, shards_held(before, late))
 
 
 _ALIKE, _MOST_DIGEST = 4, 4096

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 
 from everstep.base.cause import Why
-from everstep.base.plan import WorkerKey
+from everstep.base.plan import Shard, WorkerKey
 from everstep.protocol.coordinator.environment import MILLISECOND_NS, SECOND_NS, Alarm, Environment
 from everstep.protocol.coordinator.spare_advice import SpareAdvice
 
@@ -117,21 +117,26 @@ class Quorum:
 
 @dataclass(frozen=True)
 class Join:
-    """A worker on its way in, by its newest ticket. stages: those whose state it copies for its future seats, in_parts:
-    its parts of them. healed_ns: when it began to follow closely enough; retry_ns: time of the next attempt, if one has
-    failed."""
+    """A worker on its way in, by its newest ticket. stages: those whose state it copies for its future seats, parts:
+    its parts of them, if it does not copy all. healed_ns: when it began to follow closely enough; retry_ns: time of the
+    next attempt, if one has failed."""
 
     key: WorkerKey
     ticket: int
     stages: tuple[int, ...]
     healed_ns: int | None = None
     retry_ns: int | None = None
-    in_parts: bool = False
+    parts: tuple[Shard, ...] = ()
 
     @property
     def copying(self) -> bool:
         """Whether the worker neither follows closely enough yet nor has failed."""
         return self.healed_ns is None and self.retry_ns is None
+
+    @property
+    def shards(self) -> Iterable[Shard]:
+        """What the worker holds once it has healed."""
+        return self.parts or (Shard(self.key.worker_id, stage) for stage in self.stages)
 
 
 class Healing:
@@ -169,12 +174,12 @@ class Healing:
         """A plan comes without these lives, which follow these stages. Earlier entries are out of date."""
         self._left_behind = stages
 
-    def attempt(self, key: WorkerKey, stages: tuple[int, ...], *, in_parts: bool = False) -> Join:
+    def attempt(self, key: WorkerKey, stages: tuple[int, ...], parts: tuple[Shard, ...] = ()) -> Join:
         """Give out a ticket, the first or a further one."""
         self._ticket += 1
         self._left_behind.pop(key, None)
         self._env.persist("ticket", ticket=self._ticket, **asdict(key))
-        join = self.joins[key.worker_id] = Join(key, self._ticket, stages, in_parts=in_parts)
+        join = self.joins[key.worker_id] = Join(key, self._ticket, stages, parts=parts)
         return join
 
     def succeed(self, join: Join) -> None:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
-from everstep.placement.shards import lost_stages
-from everstep.protocol.coordinator.agreement import Agreement, JobProgress
+from everstep.protocol.coordinator.agreement import Agreement, JobProgress, stages_lost
 from everstep.protocol.coordinator.arrivals import Quorum
 from everstep.protocol.coordinator.environment import Alarm, Environment, describe
 from everstep.protocol.coordinator.loops_left import Leaving
@@ -180,8 +179,9 @@ class Saving:
         life, or in the worker that took over the first one's work. Several at once prove nothing.
         """
         who, cause = describe(worker.key), message.cause
-        apart = self._progress.step and not self._agreement.plan.has(worker.key)  # members hold the state
-        disk = self._progress.step and cause is Cause.DISK  # of one host, for a while perhaps: the others go on
+        members = self._progress.step and self._agreement.survivors()  # they hold the state
+        apart = members and not self._agreement.plan.has(worker.key)
+        disk = members and cause is Cause.DISK  # of one host, for a while perhaps: the others go on
         if disk and apart:
             return True
         if message.fatal and not disk:
@@ -198,7 +198,8 @@ class Saving:
         now = (worker.key, message.generation)
         first, generation = self._first.setdefault((message.step, message.signature), now)
         needed = message.holds and self._is_needed(worker)
-        if first != worker.key and not 0 < message.generation <= generation:
+        again = first != worker.key and not 0 < message.generation <= generation
+        if again and not (disk and first.worker_id == worker.key.worker_id):
             reason = f"{who} failed after step {message.step}, as {describe(first)} did: {message.reason}"
             if self.ending is None:
                 code = message.exit_code if disk else 1
@@ -214,12 +215,13 @@ class Saving:
         return not needed
 
     def _is_needed(self, worker: Worker) -> bool:
-        """Whether the worker holds a stage, or a part of one, that no other member holds that could go on."""
-        plan, new, staying = self._agreement.plan, self._agreement.empty_handed(), self.staying
-        if not self._env.config.save_ns or not plan.has(worker.key) or worker.key.worker_id in new:
+        """Whether the worker, with those that stay, holds a stage that the members that could go on lack."""
+        agreement, staying = self._agreement, {key.worker_id for key in self.staying}
+        if not self._env.config.save_ns or not agreement.plan.has(worker.key):
             return False
-        able = {w.key.worker_id for w in self._agreement.survivors() if w.key != worker.key and w.key not in staying}
-        return not set(plan.stages_of(worker.key.worker_id)).isdisjoint(lost_stages(plan, able.difference(new)))
+        able = {w.key.worker_id for w in agreement.survivors()} - staying - {worker.key.worker_id}
+        lacking = stages_lost(agreement, able | staying | {worker.key.worker_id})
+        return not set(lacking).issuperset(stages_lost(agreement, able))
 
     def waits(self) -> bool:
         """Whether workers that have raised still have time for a checkpoint; if so, ring when it is over."""

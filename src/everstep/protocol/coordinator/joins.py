@@ -124,7 +124,7 @@ def _send_heal(job: JobState, key: WorkerKey) -> None:
     seats = _seats_with(job, key)
     stages = tuple(sorted(seat.stage for seat in seats if seat.worker_id == key.worker_id))
     parts = _parts_of(job, key.worker_id, stages, seats)
-    join = job.healing.attempt(key, stages, in_parts=bool(parts))
+    join = job.healing.attempt(key, stages, tuple(parts))
     worker.ordered(job.env.now)
     by_stage = [donors(job, join.ticket, stage) for stage in join.stages]
     everybody = list({m.worker_id: m for found in by_stage for m in found}.values())
@@ -213,7 +213,8 @@ def _prepare_if_due(job: JobState, leaving: list[Worker]) -> None:
     if not parts and job.speeds.idle_members(job.agreement.plan):
         parts.append("members without lanes get their share")
     leave = [w.key.worker_id for w in going]
-    handing_over = leave if _hold_alone(job.agreement.plan, leave) else []
+    coming = [shard for worker, _ in joiners for shard in joins[worker.key.worker_id].shards]
+    handing_over = leave if _hold_alone(job.agreement.plan, leave, coming) else []
     if handing_over:
         parts[-1] += ", once the others have copied what nobody else holds"
         going = []
@@ -221,10 +222,10 @@ def _prepare_if_due(job: JobState, leaving: list[Worker]) -> None:
         prepare(job, joiners, [w.key for w in going], Why(cause, "; ".join(parts)), handing_over=handing_over)
 
 
-def _hold_alone(plan: Plan, worker_ids: Collection[int]) -> bool:
-    """Whether nobody else holds some of the optimizer's state that members have divided."""
+def _hold_alone(plan: Plan, worker_ids: Collection[int], coming: Sequence[Shard] = ()) -> bool:
+    """Whether nobody else holds some of the optimizer's state that members have divided. coming: what joiners hold."""
     staying = {*plan.worker_ids}.difference(worker_ids)
-    return bool(worker_ids) and not plan.divided_stages.isdisjoint(lost_stages(plan, staying))
+    return bool(worker_ids) and not plan.divided_stages.isdisjoint(lost_stages(plan, staying, coming))
 
 
 # ---- other lanes, or other pools, because some workers are slower than others

@@ -17,9 +17,9 @@ from everstep.base.exit_codes import WORKERS_MISSING
 from everstep.base.plan import SEGMENTS, Member, Plan, Seat, Shard, WorkerKey
 from everstep.placement.domain_spread import Crowd
 from everstep.placement.lanes import leaders
-from everstep.placement.shards import lost_stages, segment_holders, segment_shards, spread
+from everstep.placement.shards import segment_holders, segment_shards, spread
 from everstep.protocol.coordinator import awaited_hosts
-from everstep.protocol.coordinator.agreement import NO_PLAN
+from everstep.protocol.coordinator.agreement import NO_PLAN, stages_lost
 from everstep.protocol.coordinator.arrivals import START_PATIENCE_NS
 from everstep.protocol.coordinator.cell_parts import count_cells
 from everstep.protocol.coordinator.environment import SECOND_NS, describe, listed
@@ -353,7 +353,7 @@ def _regroup(job: JobState) -> None:
         _fall_back(job, Why(cause, text))
         return
     needed = _as_before(job) if job.env.config.on_failure == "wait" else slots.least
-    lost = _lost_stages(job, survivors)
+    lost = stages_lost(agreement, [w.key.worker_id for w in survivors])
     if job.saving.ending is not None and not lost:  # they only save their state
         needed = agreement.plan.stages
     members = survivors + _newcomers(job, len(survivors), needed, lost)
@@ -384,12 +384,6 @@ def _as_before(job: JobState) -> int:
     """As many members as the plan has, as far as they are wanted and their slots were not given up. More may be wanted
     than the hosts have room for: nobody waits for those."""
     return max(job.slots.least, min(job.slots.expected(), len(job.agreement.plan.members)))
-
-
-def _lost_stages(job: JobState, survivors: Sequence[Worker]) -> list[int]:
-    """The stages of the plan that the survivors do not hold."""
-    holding = {w.key.worker_id for w in survivors} - job.agreement.empty_handed()
-    return lost_stages(job.agreement.plan, holding)
 
 
 def _newcomers(job: JobState, survivors: int, needed: int, lost: Sequence[int]) -> list[Worker]:
@@ -445,7 +439,7 @@ def _held_step(job: JobState, worker: Worker) -> int:
     """The step that a worker outside the plan is known to hold; 0 unless it has said that it has healed, and of whole
     stages."""
     join = job.healing.healed(worker.key)
-    parts = bool(job.env.config.wish.copies) and (join is None or join.in_parts)
+    parts = bool(job.env.config.wish.copies) and (join is None or bool(join.parts))
     return worker.step if followed(job, worker) and not parts else 0
 
 
