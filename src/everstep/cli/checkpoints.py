@@ -16,6 +16,7 @@ from everstep.base.config_keys import TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
 from everstep.cli.completing import complete_place
 from everstep.cli.signed import not_before
+from everstep.exact.image import digested
 from everstep.report.words import aligned, size_text
 
 if TYPE_CHECKING:
@@ -327,7 +328,7 @@ def _differences(a: Checkpoint, b: Checkpoint) -> dict[str, list[str]]:
         "only_b": [name for name in theirs if name not in mine],
         "other_kind": other_kind,
         "differ": [name for name in both if name not in other_kind and mine[name] != theirs[name]],
-        "values": _other(a.manifest.state["values"], b.manifest.state["values"]),
+        "values": _other(digested(a.manifest.state["values"]), digested(b.manifest.state["values"])),
         "identity": task + _other(job_a["numerics"], job_b["numerics"]),
     }
 

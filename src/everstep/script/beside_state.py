@@ -1,5 +1,6 @@
 """What modules and optimizers of `state=` keep beside their `state_dict`: modes, `requires_grad`, and attributes of the
-user's own classes that are numbers, where they differ from their values at `join`. It is in no digest and compared with
+user's own classes that are numbers, where they differ from their values at `join`. Numbers of a module that has made
+other attributes since then stay behind: they may be a cache, and its size. All this is in no digest and compared with
 nothing, unlike `settings` of the trained model: a count of calls differs between workers, and may."""
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,18 +23,21 @@ _INTERNAL = frozenset(vars(nn.Module()))
 class BesideState:
     """What these objects keep beside their state, by place. model: the trained one; its own modules are left out."""
 
-    __slots__ = ("_extras", "_first", "_trained")
+    __slots__ = ("_extras", "_first", "_others", "_trained")
 
     def __init__(self, model: nn.Module, extras: Mapping[str, Any]) -> None:
         self._extras, self._trained = dict(extras), {id(module): module for module in model.modules()}
         self._first = {place: _now(part) for place, part in self._parts()}
+        self._others = {place: _others(part) for place, part in self._parts()}
 
     def state_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for place, part in self._parts():
-            first = self._first.get(place, {})
-            if changed := {k: v for k, v in _now(part).items() if repr(v) != repr(first.get(k, ...))}:
-                found[place] = changed
+            first, others = self._first.get(place, {}), self._others.get(place, {})
+            made = any(value is not others.get(key) for key, value in _others(part).items())
+            changed = {k: v for k, v in _now(part).items() if repr(v) != repr(first.get(k, ...))}
+            if kept := {k: v for k, v in changed.items() if not made or k.startswith(".") or k == "training"}:
+                found[place] = kept
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -45,7 +50,7 @@ class BesideState:
             if isinstance(thing, Optimizer):
                 yield name, thing
             for path, module in thing.named_modules() if isinstance(thing, nn.Module) else ():
-                if id(module) not in self._trained:
+                if id(module) not in self._trained and not isinstance(module, torch.jit.ScriptModule):
                     yield f"{name}/{path}", module
 
 
@@ -58,6 +63,12 @@ def _now(part: nn.Module | Optimizer) -> dict[str, Any]:
     stated = (kind.get_extra_state, kind.state_dict) != (nn.Module.get_extra_state, nn.Module.state_dict)
     own = _numbers(vars(part)) if users_class(kind) and not stated else {}
     return {**found, "training": part.training, **own}
+
+
+def _others(part: nn.Module | Optimizer) -> dict[str, Any]:
+    """Attributes of a module that are no numbers or texts."""
+    own = vars(part) if isinstance(part, nn.Module) else {}
+    return {k: v for k, v in own.items() if k not in _INTERNAL and type(v) not in (*_NUMBERS, str)}
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:

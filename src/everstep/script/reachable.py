@@ -494,7 +494,7 @@ def generator_state(value: Any) -> Any:
     if isinstance(value, np.random.RandomState):
         return value.get_state(legacy=False)
     generator = value if isinstance(value, np.random.BitGenerator) else value.bit_generator
-    seed = getattr(generator, "seed_seq", None)
+    seed = getattr(generator, "seed_seq", None) if int(np.__version__.split(".")[0]) > 1 else None  # numpy 1 sets none
     return {**generator.state, **({SEED: seed.state} if isinstance(seed, np.random.SeedSequence) else {})}
 
 

@@ -105,8 +105,7 @@ class LoopSurvey:
         found = self._look(frames, LIMIT_S)
         both = {name: fact for name, fact in found.items() if name in self._first}
         moved = differing({name: self._first[name] for name in both}, both) - self._moving
-        counted = {name for name, kind, *_ in self._read.carried if kind == "forward"}  # by lanes, so in no state
-        named = sorted(counted | {_whole(n) for n in moved if not is_one_of(_whole(n), self._read.harmless)})
+        named = sorted({_whole(n) for n in moved if not is_one_of(_whole(n), self._read.harmless)})
         news = [name for name in named if name not in self.changed][: _MOST_NAMES - len(self.changed)]
         self.changed = (*self.changed, *(name[:_MOST_CHARACTERS] for name in news))
         for name in news:

@@ -34,7 +34,8 @@ class Average(nn.Module):
 
     def go_on(self) -> None:
         self.n, self.level, self.best, self.ratio, self.added = self.n + 1, 2, 0.1, -0.0, True
-        self.mean, self.where = self.mean + 1, "elsewhere"
+        self.mean += 1
+        self.where = "elsewhere"
         self.layer.eval()
         self.layer.bias.requires_grad_(False)
         self.trained.eval()
@@ -101,6 +102,14 @@ def test_a_worker_goes_back_to_the_beginning_and_nothing_is_written_over() -> No
     assert numbers(average) == before and average.added is True and average.layer.bias.requires_grad
     assert isinstance(average.head, nn.Linear) and average.mean.tolist() == [1, 1] and average.double == 0
     assert callable(average.go_on) and isinstance(average.layer, nn.Linear)
+
+
+def test_the_size_of_a_cache_does_not_come_back_without_the_cache() -> None:
+    (here, _, state), (there, _, other) = made(), made()
+    here.average.go_on()
+    here.average.mean = torch.ones(5)
+    unpack_state(other, pack_state(state))
+    assert there.average.n == 0 and not there.average.layer.training and len(there.average.mean) == 2
 
 
 def test_it_is_in_no_digest_and_no_comparison() -> None:
