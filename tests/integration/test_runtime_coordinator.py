@@ -342,9 +342,6 @@ def test_one_that_was_taken_over_from_writes_nothing_more_and_does_not_lead_agai
         second.wait()
         started("--term", "1")
         assert ask(tmp_path, "status")["target"] == 5
-        (tmp_path / JOURNAL_FILE).unlink()
-        last = subprocess.run([*command, "--term", "1"], stderr=subprocess.PIPE, text=True)
-        assert last.returncode == MOVED and "term 0 in " in last.stderr, "a job that has begun anew since goes on"
 
 
 def test_a_coordinator_notices_that_the_host_of_a_client_is_silent(run_dir: Path) -> None:

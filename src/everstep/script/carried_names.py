@@ -28,7 +28,7 @@ from torch.utils.data import IterableDataset
 from everstep.data.reading import reading_of
 from everstep.exact.attributes import plain
 from everstep.exact.extra_state import has_extra_state
-from everstep.exact.several import optimizers_of, schedulers_of, with_inner
+from everstep.exact.several import optimizers_of, with_inner
 from everstep.script.flow_calls import BesideLoop, Calls
 from everstep.script.flow_functions import Functions, method_of, unwrapped
 from everstep.script.flow_items import ContainerItems
@@ -308,7 +308,7 @@ def looks_trained(thing: Any, model: nn.Module) -> bool:
 
 def _judge(trained: Trained) -> Judge:
     model, optimizer = trained.model, trained.optimizer
-    parts: list[Any] = schedulers_of(trained.scheduler)[:]
+    parts: list[Any] = with_inner(trained.scheduler)
     for member in optimizers_of(optimizer).values():
         parts += [member, member.param_groups, *member.param_groups, member.state]
     for module in model.modules():
@@ -318,7 +318,7 @@ def _judge(trained: Trained) -> Judge:
     storages = {storage_of(part) for part in ids.values() if isinstance(part, Tensor)}
     carried = {id(thing) for thing in _within(_carried(trained))}
     of_join = [trained.given, getattr(trained.given, "dataset", None), trained.dataset]
-    of_join += [*schedulers_of(trained.scheduler), *optimizers_of(optimizer).values()]
+    of_join += [*with_inner(trained.scheduler), *optimizers_of(optimizer).values()]
     given = {id(thing) for thing in of_join if thing is not None}
     nothing: frozenset[str] = frozenset()
 
@@ -406,7 +406,7 @@ def _beside_loop(trained: Trained, names: Mapping[int, str]) -> BesideLoop:
     for thing in _sampled([trained.collate] if streamed else [dataset, trained.collate], trained):
         if thing is dataset or isinstance(thing, list | dict | Tensor | np.ndarray):
             data.append((names.get(id(thing), "dataset"), thing))
-        by_index = hasattr(thing, "__getitem__") and not isinstance(thing, IterableDataset)
+        by_index = hasattr(type(thing), "__getitem__") and not isinstance(thing, IterableDataset)
         found = _code_of(thing, names, "dataset", _BY_INDEX if by_index else _SAMPLING)
         samples += [one for one in found if sum(f is one[0] for f, _ in samples) < _MOST_OF_A_KIND]
     if users_class(type(dataset)) and not streamed:

@@ -281,15 +281,6 @@ def test_a_disk_that_a_life_cannot_use_ends_the_job_where_no_member_lives() -> N
     assert ended is not None and ended.exit_code == 2 and ended.reason.endswith("no room")
 
 
-@pytest.mark.parametrize(("cause", "code"), [(Cause.DISK, 2), (Cause.KILLED, 1)])
-def test_a_slot_that_its_disk_has_cost_ends_the_job_with_its_cause(cause: Cause, code: int) -> None:
-    world = running(2, min_workers=2)
-    world.exited(1, cause=cause)
-    world.say("a1", m.SlotLost(agent_id="a1", worker_id=1, cause=Cause.CRASH_LOOP, reason="it died again: no room"))
-    ended = world.last(m.JobEnded, "a1")
-    assert ended is not None and ended.exit_code == code and (ended.cause is Cause.DISK) == (code == 2)
-
-
 @pytest.mark.parametrize(("copies", "needed"), [(1, True), (2, False)])
 def test_what_a_worker_holds_alone_is_saved_before_an_exception_ends_it(copies: int, needed: bool) -> None:
     world = divided(4, copies, save_ns=5_000_000_000)

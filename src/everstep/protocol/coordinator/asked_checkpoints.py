@@ -181,7 +181,7 @@ class Saving:
         who, cause = describe(worker.key), message.cause
         members = self._progress.step and self._agreement.survivors()  # they hold the state
         apart = members and not self._agreement.plan.has(worker.key)
-        disk = members and cause is Cause.DISK  # of one host, for a while perhaps: the others go on
+        disk = members and cause is Cause.DISK and message.fatal  # of one host, perhaps: the others go on
         if disk and apart:
             return True
         if message.fatal and not disk:
@@ -217,7 +217,8 @@ class Saving:
     def _is_needed(self, worker: Worker) -> bool:
         """Whether the worker, with those that stay, holds a stage that the members that could go on lack."""
         agreement, staying = self._agreement, {key.worker_id for key in self.staying}
-        if not self._env.config.save_ns or not agreement.plan.has(worker.key):
+        left_out = not agreement.plan.has(worker.key) or worker.key.worker_id in agreement.empty_handed()
+        if left_out or not self._env.config.save_ns:
             return False
         able = {w.key.worker_id for w in agreement.survivors()} - staying - {worker.key.worker_id}
         lacking = stages_lost(agreement, able | staying | {worker.key.worker_id})

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any
 
 from everstep.base.cause import Cause, Why
-from everstep.base.errors import DiskUnfit
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator import hosts
@@ -200,10 +199,7 @@ def _end_without_slots(job: JobState) -> bool:
         f"slot {worker_id} was given up ({reason}); {slots.left()} of the {slots.least} workers that the job needs at "
         "least can still run"
     )
-    cause, code = Cause.QUORUM, 1
-    if job.membership.fenced_for(worker_id) is Cause.DISK:
-        cause, code = Cause.DISK, DiskUnfit.exit_code
-    job.saving.end_after_saving("failed", Why(cause, text), code, job.env.config.save_ns)
+    job.saving.end_after_saving("failed", Why(Cause.QUORUM, text), 1, job.env.config.save_ns)
     return True
 
 
