@@ -16,7 +16,6 @@ from everstep.base.config_keys import TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
 from everstep.cli.completing import complete_place
 from everstep.cli.signed import not_before
-from everstep.exact.image import digested
 from everstep.report.words import aligned, size_text
 
 if TYPE_CHECKING:
@@ -318,6 +317,8 @@ def diff_command(place_a: str, place_b: str, as_json: bool) -> int:
 
 
 def _differences(a: Checkpoint, b: Checkpoint) -> dict[str, list[str]]:
+    from everstep.exact.image import digested
+
     mine, theirs = _tensors(a.manifest), _tensors(b.manifest)
     both = [name for name in mine if name in theirs]
     other_kind = [name for name in both if mine[name][:2] != theirs[name][:2]]

@@ -448,7 +448,7 @@ def test_a_takeover_that_cannot_be_written_ends_in_one_line_and_a_second_one_is_
     run_dir, led = to_take_over(tmp_path, monkeypatch), []
     monkeypatch.setattr(standby, "see_through", lambda begun, job: led.append(begun.succession) or 0)
 
-    def full(*given: object) -> None:
+    def full(*given: object, **more: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as disk:
