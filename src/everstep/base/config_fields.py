@@ -108,6 +108,8 @@ SECRET_VARIABLES = (
     *("EVERSTEP_ETCD_USER", "EVERSTEP_ETCD_PASSWORD"),
 )
 """Everstep's own secret variables; only the command that gets them may see them, and no file."""
+WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+"""What an address with a password in it holds."""
 
 
 def variable(source: str, name: str, value: Any) -> str:

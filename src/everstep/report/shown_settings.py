@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from everstep.base.config_fields import WITH_PASSWORD
+
 HIDDEN = "(not shown)"
 _VARIABLE = re.compile(
     r"(^|_)(TOKENS?|KEYS?|SECRETS?|PASS|PWD|CREDENTIALS?|AUTH)(_|$)|(PASSWORD|PASSWD|APIKEYS?)(_|$)", re.IGNORECASE
 )
-_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 def is_secret(key: str, value: Any) -> bool:
@@ -18,7 +19,7 @@ def is_secret(key: str, value: Any) -> bool:
     that says so, a URL with a password."""
     group, _, name = key.partition(".")
     named = key == "notify.command" or (group == "env" and _VARIABLE.search(name) is not None)
-    return bool(value) and (named or _PASSWORD.search(str(value)) is not None)
+    return bool(value) and (named or WITH_PASSWORD.search(str(value)) is not None)
 
 
 def shown_settings(config: Mapping[str, Any], group: str = "") -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 import yaml
 
 from everstep.base.config import check_keys, dotted
+from everstep.base.config_fields import WITH_PASSWORD
 from everstep.base.errors import ConfigError
 from everstep.base.foreign import Foreign, check_numbered, foreign_launcher
 from everstep.runtime.process import own_command
@@ -26,7 +26,6 @@ from everstep.script.unsupported import refuse_group
 RAY_PROGRAM = "default_worker.py"
 """Program that runs Ray's actors and tasks."""
 _PRIVATE = ("env.", "notify.")  # may hold secrets, and every user of the host can read a command line
-_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 IN_RAY = (
     "everstep.join in a Ray actor or task, where no process can become a worker and several would be as many jobs: "
     "start the job with 'everstep launch ray SCRIPT', or run the script by itself"
@@ -68,7 +67,9 @@ def command_of(
         raise foreign.refuse(f"what is no script ({program})")
     values = {key: value for key, value in dotted(given).items() if value is not None}
     said = {key: _said(key, value) for key, value in values.items()}
-    private = {key: value for key, value in values.items() if key.startswith(_PRIVATE) or _PASSWORD.search(said[key])}
+    private = {
+        key: value for key, value in values.items() if key.startswith(_PRIVATE) or WITH_PASSWORD.search(said[key])
+    }
     settings = [f"--set={key}={text}" for key, text in said.items() if key not in private]
     where = ["--run-dir", str(run_dir)] if run_dir is not None else []
     unseen = ["--config", _nameless_file(yaml.safe_dump(private))] if private else []

@@ -105,8 +105,8 @@ class Judge:
 
 @dataclass(frozen=True)
 class WrittenOnce:
-    """A write: dependences of the value, and keys under which it was written. each: "batch" in
-    code for each batch, "beside" in code that makes samples or is a task's."""
+    """A write: dependences of the value, and keys under which it was written. each: "batch" in code for each batch,
+    "beside" in code that makes samples or is a task's."""
 
     deps: frozenset[Origin]
     keys: frozenset[Origin]

@@ -105,7 +105,7 @@ class LoopSurvey:
         found = self._look(frames, LIMIT_S)
         both = {name: fact for name, fact in found.items() if name in self._first}
         moved = differing({name: self._first[name] for name in both}, both) - self._moving
-        named = sorted({_whole(n) for n in moved if not is_one_of(_whole(n), self._read.harmless)})
+        named = sorted({_whole(name) for name in moved if not is_one_of(_whole(name), self._read.harmless)})
         news = [name for name in named if name not in self.changed][: _MOST_NAMES - len(self.changed)]
         self.changed = (*self.changed, *(name[:_MOST_CHARACTERS] for name in news))
         for name in news:
