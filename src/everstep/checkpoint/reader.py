@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -60,7 +60,16 @@ class Checkpoint:
         return f"{self.store.url}/{step_name(self.step)}"
 
     def check_file(self, file: PartFile) -> None:
-        """Raises: CheckpointCorrupt if a file is missing, of another size, or begins otherwise than it was written."""
+        """Raises: CheckpointCorrupt if a file is missing, of another size, or begins otherwise than it was written: on
+        each host that has it, if there are several."""
+        try:
+            self._check_copy(file)
+        except CheckpointCorrupt:
+            if not isinstance(self.store, HostsStore) or not self.store.distrust(file):
+                raise
+            self._check_copy(file)
+
+    def _check_copy(self, file: PartFile) -> None:
         where = f"{self.store.url}/{file.name}"
         try:
             size = self.store.size(file.name)
@@ -200,10 +209,17 @@ class Checkpoint:
         return [*found[:most], f"{len(found) - most} more"] if len(found) > most else found
 
 
-def steps_in(store: BlobStore) -> list[int]:
-    """The steps of which there is a manifest, ascending. Raises: StoreError."""
-    found = ((step_of(name), name) for name in store.list("step-"))
+def steps_in(store: BlobStore, names: Iterable[str] | None = None) -> list[int]:
+    """The steps of which there is a manifest, ascending; names: among these. Raises: StoreError."""
+    found = ((step_of(name), name) for name in (store.list("step-") if names is None else names))
     return sorted(step for step, name in found if step is not None and name == manifest_name(step))
+
+
+def names_there(store: BlobStore, prefix: str) -> list[str]:
+    """The names that begin with the prefix, without those on hosts that do not answer. Raises: StoreError."""
+    if isinstance(store, HostsStore):
+        return sorted(set().union(*store.listed(prefix, there=True).values()))
+    return store.list(prefix)
 
 
 def open_checkpoint(store: BlobStore, step: int, repair: Repairer | None = None) -> Checkpoint:
@@ -322,7 +338,7 @@ def newest_complete(
 def set_aside(store: BlobStore, step: int) -> str:
     """Gives a damaged checkpoint's manifest another name: it is no checkpoint any more, and nothing is lost. Its parts
     stay where they are, since others may need them. Returns the new name. Raises: StoreError."""
-    taken = set(store.list(f"{step_name(step)}/{DAMAGED}"))
+    taken = set(names_there(store, f"{step_name(step)}/{DAMAGED}"))
     number = 1
     while (name := f"{step_name(step)}/{DAMAGED}{number}-{MANIFEST}") in taken:
         number += 1

@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from everstep.base.config_keys import TierConfig
-from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
 from everstep.checkpoint.manifest import Manifest, decode
 from everstep.checkpoint.names import BEST, LATEST, is_damaged, is_part, manifest_name, step_name, step_of
 from everstep.checkpoint.pointers import read_pins, read_pointer, read_sealed, write_pointer
-from everstep.checkpoint.reader import open_checkpoint, set_aside, steps_in
+from everstep.checkpoint.reader import names_there, open_checkpoint, set_aside, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.protocol.driver.policy import best_of, kept
 
@@ -125,20 +125,39 @@ def discard_after(store: BlobStore, sound: int) -> None:
     later and write it, and that checkpoint must not look whole then. They stay while there is a manifest that cannot be
     read, since it may name them.
 
-    Raises: StoreError.
+    Raises: StoreError, when all that could be set aside is.
     """
-    shelf = Shelf.read(store)
-    for step in (step for step in steps_in(store) if step > sound):
-        with suppress(BlobMissing):
-            set_aside(store, step)
+    trouble: StoreError | None = None
+    try:
+        shelf = Shelf.read(store)
+    except StoreError as error:
+        shelf, trouble = Shelf(store), error
+    # Another worker may have been at it the first time.
+    trouble = (_set_aside_after(store, sound) and _set_aside_after(store, sound)) or trouble
     for name in (LATEST, BEST):
         with suppress(BlobMissing, CheckpointCorrupt):
             if (read_pointer(store, name) or 0) > sound:
                 store.delete(name)
+    if trouble is not None:
+        raise trouble
     needed = shelf.needed
     for name in store.list("step-") if not shelf.broken else ():
         if (step_of(name) or 0) > sound and name not in needed and is_part(name):
             store.delete(name)
+
+
+def _set_aside_after(store: BlobStore, sound: int) -> StoreError | None:
+    """Sets aside what it can. Returns what went wrong with another one."""
+    trouble: StoreError | None = None
+    for step in steps_in(store, names_there(store, "step-")):
+        try:
+            if step > sound:
+                set_aside(store, step)
+        except BlobMissing:
+            continue
+        except StoreError as error:
+            trouble = error
+    return trouble
 
 
 def would_go(store: BlobStore, rule: TierConfig, metric: str | None = None, mode: str = "max") -> list[int]:
