@@ -111,13 +111,12 @@ class HostsStore(DirectoryStore):
 
         Raises: PartsAway if it may be on a host that does not answer.
         """
-        stores = dict(self._each())
-        right = {host for host, store in stores.items() if _is_right(store, file)}
-        if right:
-            self._bad[file.name] = set(stores) - right
-        else:
+        right = {host: _is_right(store, file) for host, store in self._each()}
+        if True not in right.values():
             self.list(file.name)
-        return bool(right)
+            return False
+        self._bad[file.name] = {host for host, known in right.items() if known is False}
+        return True
 
     def size(self, name: str) -> int:
         return self._first(name, lambda at: at.size(name))
@@ -183,7 +182,7 @@ class HostsStore(DirectoryStore):
         hosts, domains = sorted([self._me, *others]), self._domains()
 
         def copy(file: PartFile) -> tuple[str, tuple[str, ...]]:
-            known, bad = holders[file.name], self._bad.setdefault(file.name, set())
+            known, bad = holders[file.name], set(self._bad.get(file.name, ()))
             found = [h for h in known if h in stores and ((h, file) in self._right or _is_right(stores[h], file))]
             if not found:
                 raise StoreError(f"{file.name} is on none of the hosts {', '.join(hosts)}")
@@ -193,10 +192,11 @@ class HostsStore(DirectoryStore):
                 target = next_host(left, found, domains)
                 left.remove(target)
                 if self._copy(file.name, found[0], target, others):
-                    if _is_right(stores[target], file):
-                        found = [*found, target]
-                    else:
-                        bad.add(target)  # another file is in the way
+                    right = _is_right(stores[target], file)
+                    found = [*found, target] if right else found
+                    bad |= {target} if right is False else set()  # another file is in the way
+            if bad:
+                self._bad[file.name] = bad - set(found)
             return file.name, tuple(sorted(found))
 
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -278,11 +278,11 @@ def next_host(hosts: Sequence[str], holders: Sequence[str], domains: Mapping[str
     return hosts[min(range(len(hosts)), key=crowd.near_worker)]
 
 
-def _is_right(store: DirectoryStore | _Far, file: PartFile) -> bool:
-    """Whether a file has the right size, and begins as it was written."""
+def _is_right(store: DirectoryStore | _Far, file: PartFile) -> bool | None:
+    """Whether a file has the right size, and begins as it was written; None if it is not there, or cannot be read."""
     with suppress(StoreError):
         return store.size(file.name) == file.size and digest_bytes(store.read(file.name, 0, file.data_at)) == file.head
-    return False
+    return None
 
 
 @dataclass(frozen=True)

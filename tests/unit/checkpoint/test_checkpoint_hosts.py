@@ -250,12 +250,16 @@ def test_a_bad_copy_of_a_file_discards_nothing_that_another_host_has(hosts: Host
         path = hosts.folders[name] / file.name
         data = path.read_bytes()
         path.write_bytes(data[: len(data) // 2] if how == "short" else b"x" * 9 + data[9:])
+    if "b" not in bad:
+        (hosts.folders["b"] / file.name).unlink()
     path = hosts.folders["c"] / file.name
     kept = path.read_bytes()
     for store in hosts.stores.values():
         found = newest_complete(store)
         assert found is not None and found.step == 2
         assert bytes(store.read(file.name)) == kept
+    others = [name for name in NAMES if name not in bad]
+    assert hosts.stores["c"].spread([file], 3) == {file.name: tuple(others)}, "what is in the way stays"
     path.unlink()
     told: list[int] = []
     found = newest_complete(hosts.stores["a"], told=lambda step, why: told.append(step))
