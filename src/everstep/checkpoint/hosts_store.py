@@ -118,8 +118,12 @@ class HostsStore(DirectoryStore):
             try:
                 self._write_at(host, others, name, data, if_absent and not decided)
                 decided = True
+            except BlobExists:
+                if host == self._me or not _has(self._lines, others[host], name, data):
+                    raise
+                decided = True  # the reply to an earlier attempt was lost
             except StoreError as error:
-                if host == self._me or not (decided or error.trouble == _AWAY):
+                if not (decided or error.trouble == _AWAY):
                     raise
                 log.warning("%s is not on %s: %s", name, host, error)
 
@@ -257,6 +261,12 @@ def _size(lines: _Lines, address: str, name: str) -> int:
     if not isinstance(sizes, dict) or type(sizes.get(name)) is not int:
         raise BlobMissing(f"{name} is not there")
     return int(sizes[name])
+
+
+def _has(lines: _Lines, address: str, name: str, data: bytes) -> bool:
+    """Whether a host has a file with exactly these bytes."""
+    pieces = (lines.read(address, name, at, CHUNK_BYTES) for at in range(0, len(data) + 1, CHUNK_BYTES))
+    return b"".join(pieces) == data
 
 
 class _Lines:
