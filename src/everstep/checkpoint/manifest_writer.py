@@ -259,7 +259,7 @@ class ManifestWriter:
             if not same:
                 raise StoreError(f"there is another checkpoint of step {manifest.step}, with other contents")
             _attempt(self._withdraw, assembly, True)
-            return found.manifest
+            return open_checkpoint(self._store, manifest.step).manifest  # unless it was set aside meanwhile
         verify_blocks(Checkpoint(self._store, manifest))  # it may refer to the same blocks
         self._store.write(manifest_name(manifest.step), [data], len(data), if_absent=True)
         return manifest
@@ -292,16 +292,10 @@ class ManifestWriter:
         return None
 
     def _withdraw(self, assembly: Assembly, tried: bool) -> None:
-        """Delete the parts of a checkpoint that will never be. tried: its manifest may be there, on some host, or may
-        be that of an equal one: what it names stays."""
-        names = set(assembly.files())
+        """Delete the parts of a checkpoint that will never be. tried: to write its manifest."""
         if tried:
             self._shelf = None  # what is there is not known
-            with suppress(BlobMissing):
-                names -= {file.name for file in read_manifest(self._store, assembly.step)[0].files}
-        for name in names:
-            with suppress(EverstepError):
-                self._store.delete(name)
+        _delete_parts(self._store, assembly, tried)
 
     def _the_shelf(self) -> Shelf:
         if self._shelf is None or self._shelf.broken:
@@ -333,6 +327,17 @@ def _attempt(work: Callable[..., None], *given: Any) -> None:
         pass  # the next one tries again
     except Exception:
         log.exception("after a checkpoint")
+
+
+def _delete_parts(store: DirectoryStore, assembly: Assembly, tried: bool = True) -> None:
+    """tried: there was a try to write a manifest; it may be on some host, and what one of that step names stays."""
+    names = set(assembly.files())
+    if tried:
+        with suppress(BlobMissing):
+            names -= {file.name for file in read_manifest(store, assembly.step)[0].files}
+    for name in names:
+        with suppress(EverstepError):
+            store.delete(name)
 
 
 def _facts(identity: JobIdentity, extent: Extent) -> dict[str, Any]:
@@ -390,7 +395,6 @@ def write_whole(
     try:
         store.write(manifest_name(step), [text], len(text), if_absent=True)
     except BlobExists:
-        for name in assembly.files():
-            store.delete(name)
+        _delete_parts(store, assembly)
         raise ConfigError(f"{store.url} has a checkpoint of step {step} already: choose another directory") from None
     return manifest

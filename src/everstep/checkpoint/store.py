@@ -80,28 +80,18 @@ class Draft:
         """
         folder, last = self._folders[-1], words_of(name)[-1]
         if if_absent:
-            try:
-                os.link(self._temporary, last, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
-            except FileExistsError:  # NFS asks again if the first reply is lost
-                if not self._is(last):
-                    raise
+            os.link(self._temporary, last, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
         else:
             os.replace(self._temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
         try:
             for fd in self._folders[-2:]:  # the folder may be new itself
                 os.fsync(fd)
         except OSError:
-            if if_absent and self._is(last):
-                with suppress(OSError):
+            with suppress(OSError):
+                there = os.stat(last, dir_fd=folder, follow_symlinks=False)
+                if if_absent and os.path.samestat(os.fstat(self.fd), there):
                     os.unlink(last, dir_fd=folder)
             raise
-
-    def _is(self, last: str) -> bool:
-        """Whether the file has this name."""
-        with suppress(OSError):
-            there = os.stat(last, dir_fd=self._folders[-1], follow_symlinks=False)
-            return os.path.samestat(os.fstat(self.fd), there)
-        return False
 
 
 class DirectoryStore:

@@ -15,13 +15,13 @@ import torch
 
 from checkpoint_saving import advance, identity_of, make_state, save, write_part
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig
-from everstep.base.errors import BlobExists, PartsAway, StoreError
+from everstep.base.errors import BlobExists, ConfigError, PartsAway, StoreError
 from everstep.base.plan import Member, Plan, Seat
 from everstep.checkpoint import hosts_store
 from everstep.checkpoint.checkpointer import Checkpointer
 from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.manifest_assembly import Assembly
-from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOutcome
+from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOutcome, write_whole
 from everstep.checkpoint.names import manifest_name, step_name
 from everstep.checkpoint.part import PartReport
 from everstep.checkpoint.reader import manifests_of, newest_complete, open_checkpoint, steps_in, verify_store
@@ -105,20 +105,26 @@ def test_a_manifest_whose_reply_was_lost_is_the_own_one_and_goes_to_all_hosts(
         store.write(manifest_name(1), [b"of another writer"], 17, if_absent=True)
 
 
-def test_a_link_whose_reply_was_lost_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS asks again, and hears that the name exists."""
+@pytest.mark.parametrize("whole", [False, True])
+def test_parts_stay_that_the_manifest_names_whose_reply_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """NFS asks again, and hears that the name exists. whole: a state that one process holds."""
     link = os.link
 
-    def twice(*given: Any, **more: Any) -> None:
-        link(*given, **more)
-        link(*given, **more)
+    def twice(old: str, new: str, **more: Any) -> None:
+        link(old, new, **more)
+        if new == "manifest.json":
+            link(old, new, **more)
 
     monkeypatch.setattr(os, "link", twice)
-    save(tmp_path, make_state(1), 1)
-    store = DirectoryStore(tmp_path)
-    assert verify_store(store) == [] and parts(tmp_path, 1) == {"part-s0-w0-g1.safetensors"}
-    with pytest.raises(BlobExists):
-        store.write(manifest_name(1), [b"other"], 5, if_absent=True)
+    store, state = DirectoryStore(tmp_path), make_state(1)
+    if whole:
+        with pytest.raises(ConfigError, match="has a checkpoint of step 1 already"):
+            write_whole(store, state, identity_of(state), step=1)
+    else:
+        save(store, state, 1)
+    assert steps_in(store) == [1] and verify_store(store) == []
 
 
 def test_the_leaders_full_disk_leaves_a_checkpoint_that_another_host_has(
@@ -410,7 +416,7 @@ def test_what_a_manifest_names_that_another_process_wrote_is_not_swept(tmp_path:
     save(store, state, 3)
     shelf = Shelf.read(store)
     save(store, state, 2, generation=2)
-    shelf.sweep({3}, "job-a")
+    shelf.sweep({3})
     assert verify_store(store) == [] and steps_in(store) == [2, 3]
 
 
