@@ -180,8 +180,8 @@ class Checkpointer:
         self._runner.run(part.run)
 
     def _find_base(self) -> Base:
-        """The newest checkpoint, to write only what changed since; nothing if it is time for a full one, or if this job
-        signs, and its key has not signed that one."""
+        """The newest checkpoint, to write only what changed since; nothing if it is time for a full one, or that one
+        could not be read, or this job signs, and its key has not signed it."""
         with suppress(EverstepError, IndexError):
             step = steps_in(self.store)[-1]
             if step != self._base.step:
@@ -189,6 +189,7 @@ class Checkpointer:
                 text, key = read_sealed(self.store, name), self._config.sign_key
                 manifest = decode(text, name)
                 known = key is None or sums_signed(read_public_key(key), manifest, text) is not None
+                known = known and step not in {passed for passed, _ in tuple(self._passed)}
                 self._base = Base(step, manifest.depth, frozenset(manifest.state["blocks"] if known else ()))
             return self._base if self._base.depth + 1 < self._config.disk.full_every else Base()
         return Base()
@@ -430,6 +431,7 @@ class Checkpointer:
         if (step, why.reason) in self._passed:
             return
         self._passed.add((step, why.reason))
+        self._base = Base()
         self._events("fallback", {"step": step, "cause": why.cause, "reason": why.reason, "what": "checkpoint"})
 
     # ---- the end

@@ -142,8 +142,12 @@ class HostsStore(DirectoryStore):
             try:
                 stores[host].write(name, [data], len(data), if_absent and not decided)
                 decided = True
+            except BlobExists:
+                if host == self._me or bytes(stores[host].read(name, 0, len(data) + 1)) != data:
+                    raise
+                decided = True  # the reply to an earlier attempt was lost
             except StoreError as error:
-                if host == self._me or not (decided or error.trouble == _AWAY):
+                if not (decided or error.trouble == _AWAY):
                     raise
                 log.warning("%s is not on %s: %s", name, host, error)
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from everstep.base.cause import Why
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError, PartsAway, StoreError
 from everstep.checkpoint.hosts_store import HostsStore
-from everstep.checkpoint.manifest import Manifest, PartFile, decode
+from everstep.checkpoint.manifest import MAX_HEAD_BYTES, Manifest, PartFile, decode
 from everstep.checkpoint.names import BEST, DAMAGED, LATEST, MANIFEST, is_damaged, manifest_name, step_name, step_of
 from everstep.checkpoint.part import tree_digest
 from everstep.checkpoint.pointers import detach, read_pins, read_pointer, read_sealed
@@ -173,19 +173,23 @@ class Checkpoint:
     def _read_into(self, piece: Sequence[int], parts: Sequence[Sequence[memoryview]], stage: int | None) -> None:
         """Reads blocks that lie one after the other in one file, each into its views."""
         file, at = self.manifest.place(piece[0])
+        trouble: StoreError | None = None
         try:
             got = self.store.read_into(file.name, at, [view for part in parts for view in part])
         except BlobMissing:
             raise self._missing(file) from None
+        except StoreError as error:
+            got, trouble = 0, error
         for k, (index, part) in enumerate(zip(piece, parts, strict=True)):
             there = min(BLOCK_BYTES, max(0, got - k * BLOCK_BYTES))
             if there < BLOCK_BYTES or digest_views(part) != self.manifest.state["blocks"][index]:
-                spread(self._repaired(index, there, stage), part)
+                spread(self._repaired(index, there, stage, trouble), part)
 
-    def _repaired(self, index: int, n_bytes: int, stage: int | None) -> memoryview:
-        """A block from elsewhere, of which so many bytes were read here. Raises: CheckpointCorrupt if there is none."""
+    def _repaired(self, index: int, n_bytes: int, stage: int | None, trouble: StoreError | None) -> memoryview:
+        """A block from elsewhere, of which so many bytes were read here. Raises: CheckpointCorrupt if there is none, or
+        the trouble that there was with reading it."""
         file, at = self.manifest.place(index)
-        error = CheckpointCorrupt(
+        error = trouble or CheckpointCorrupt(
             f"{self.store.url}/{file.name}: block {index} ({', '.join(self.inside(index))}) does not match its digest "
             f"({n_bytes} bytes)"
         )
@@ -359,14 +363,26 @@ def set_aside_and_say(store: BlobStore, step: int) -> str:
 def _foreign(head: bytes | bytearray | memoryview, name: str, manifest: Manifest) -> str:
     """Says so if these bytes begin a part of another job or step."""
     with suppress(ValueError, AttributeError):
-        text = bytes(head)
-        metadata = json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")])["__metadata__"]
+        metadata = _metadata(head)
         job, step = metadata.get("job"), metadata.get("step")
         if job and job != manifest.identity["job"]:
             return f"is a part of another job ({job}, not {manifest.identity['job']})"
         if step and step != str(step_of(name)):
             return f"is a part of step {step}"
     return ""
+
+
+def is_of(store: BlobStore, name: str, job: str) -> bool:
+    """Whether a part says that it is of this job, or says nothing of a job. False if it cannot be read."""
+    with suppress(EverstepError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
+        size = int.from_bytes(store.read(name, 0, 8), "little")
+        return bool(_metadata(store.read(name, 0, 8 + min(size, MAX_HEAD_BYTES))).get("job", job) == job)
+    return False
+
+
+def _metadata(head: bytes | bytearray | memoryview) -> Any:
+    text = bytes(head)
+    return json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")])["__metadata__"]
 
 
 # ---- verifying all that a store holds; it changes nothing

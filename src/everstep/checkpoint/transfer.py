@@ -235,7 +235,7 @@ def retention(
         shelf.add(newest)
         shelf.point(best_mode)
         shelf.retire(shelf.unkept(rule, best_mode, proven=proven(shelf.steps[-1])))
-        shelf.sweep({newest.step})
+        shelf.sweep({newest.step}, newest.identity["job"])
 
     return prune
 

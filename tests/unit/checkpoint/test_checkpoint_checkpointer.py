@@ -288,6 +288,11 @@ def test_one_whose_data_could_not_be_read_is_stated_no_more_and_not_taken_for_no
     def broken(store: DirectoryStore, name: str, *where: Any) -> Any:
         raise error(f"cannot read {name}: Input/output error")
 
+    def data_broken(store: DirectoryStore, name: str, start: int = 0, length: int | None = None) -> Any:
+        return broken(store, name) if start else read(store, name, start, length)
+
+    read = DirectoryStore.read
+    monkeypatch.setattr(DirectoryStore, "read", data_broken)
     monkeypatch.setattr(DirectoryStore, "read_into", broken)
     monkeypatch.setattr(DirectoryStore, "move", broken)
     worker = job.workers[0]
