@@ -330,7 +330,8 @@ def _attempt(work: Callable[..., None], *given: Any) -> None:
 
 
 def _delete_parts(store: DirectoryStore, assembly: Assembly, tried: bool = True) -> None:
-    """tried: there was a try to write a manifest; it may be on some host, and what one of that step names stays."""
+    """Delete the parts of a checkpoint that will never be. tried: its manifest may be on some host in spite of all:
+    what the manifest of that step names stays."""
     names = set(assembly.files())
     if tried:
         with suppress(BlobMissing):

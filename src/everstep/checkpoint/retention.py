@@ -32,7 +32,7 @@ class Shelf:
     strange: frozenset[int] = frozenset()
     """Steps whose state is not finite."""
     named: frozenset[str] = frozenset()
-    """Parts that a manifest has named, whatever became of it."""
+    """Parts that a manifest has named, whatever became of it, as long as they are there."""
 
     @staticmethod
     def read(store: BlobStore, metric: str | None = None) -> Shelf:
@@ -109,6 +109,7 @@ class Shelf:
         for step in {step for name in names if (step := step_of(name)) is not None and name == manifest_name(step)}:
             if step not in self.files:  # another process wrote it
                 needed |= {file.name for file in read_manifest(self.store, step)[0].files}
+        self.named = self.named.intersection(names)
         aside = {step_of(name) for name in names if is_damaged(name)}
         newest = max(self.files)
         for name in names:

@@ -395,6 +395,15 @@ def test_parts_of_another_job_are_swept_once_their_checkpoint_is_retired(tmp_pat
     assert parts(tmp_path, 1) == set() != parts(tmp_path, 2)
 
 
+def test_a_shelf_remembers_no_parts_that_are_gone(tmp_path: Path) -> None:
+    store, shelf = DirectoryStore(tmp_path), Shelf(DirectoryStore(tmp_path))
+    for step in range(1, 5):
+        shelf.add(save(store, make_state(step, TINY), step))
+        shelf.retire(shelf.steps[:-1])
+        shelf.sweep({step}, "job-a")
+        assert len(shelf.named) <= 2
+
+
 def test_parts_that_say_nothing_of_a_job_are_swept_and_what_cannot_be_read_is_not(
     tmp_path: Path, other_job: str
 ) -> None:
