@@ -407,7 +407,8 @@ class Reduction:
             said = format(self._state(k), "x") if operation.compare else ""
             probes, votes = self.lanes.given.of(step, (k,)), [msgspec.msgpack.encode(vote)]
             runs = tuple(chain(*owned))
-            sections.append(StageSection(k, reports, runs, norms.tobytes(), [], votes, said, probes=probes))
+            tied = {"embedding": str(step)} if operation.compare and k in (0, plan.stages - 1) and plan.stages > 1 else {}
+            sections.append(StageSection(k, reports, runs, norms.tobytes(), [], votes, said, tied, probes=probes))
         return AgreePayload(sections)
 
     def _state(self, stage: int) -> int:

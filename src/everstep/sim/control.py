@@ -154,9 +154,8 @@ class SimCoordinator(Process):
                 if isinstance(message, wire.PlanNow | wire.PlanPrepared):
                     self.control.checks.records.plan(message.plan)
                     kinds = {member.host == self.control.site.foreign for member in message.plan.members}
-                    require(
-                        len(kinds) == 1, "P1", f"members of generation {message.plan.generation} have other kernels"
-                    )
+                    alike = len(kinds) == 1 or self.control.rules.warns
+                    require(alike, "P1", f"members of generation {message.plan.generation} have other kernels")
                 if self.world.tracing and not isinstance(message, wire.Pong):
                     self.world.log(self.name, "->", name, message)
                 if name in self.peers:
@@ -534,6 +533,7 @@ class Control:
             self.checks.resumed(stages)
             self.fate.strikes.clear()
             self.site.disk.cut_anew(self.checks.job)
+            self.site.edit()
             self.start_coordinator()
             for host in self.hosts:
                 self.boot(host)

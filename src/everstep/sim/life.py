@@ -318,6 +318,7 @@ class SimSite:
         self.odd = odd
         self.differs, self.foreign, self.drifts = differs, foreign, drifts
         self.facts: dict[str, Any] = {}
+        self.edition = 0  # of the code
         self.donors = donors
         self.damaged = 0.0  # share of answers in which a block comes damaged
         self.world = world
@@ -337,6 +338,11 @@ class SimSite:
         """Generation of the last plan whose start this run of the job has told, 0 if none."""
         starts = (one for one in reversed(self.told) if one["kind"] in ("job_started", "generation_started"))
         return int(next((one.get("generation", 0) for one in starts), 0))
+
+    def edit(self) -> None:
+        """People edit the code before the job goes on."""
+        self.edition += 1
+        self.facts["code_before"] = self.facts.pop("code", None)
 
     def another_script(self, after: WorkerKey) -> None:
         """The next two lives of the slot run a script that says another number of lanes."""

@@ -292,7 +292,7 @@ class Ties:
             state_bytes=size,
             lanes=life.job.lanes + (life.me in life.site.strays),
             kernels=Kernels(("f" if life.host == life.site.foreign else "0") * 32, life.host, 1),
-            code=Code({"task.py": "0" * 16, f"stage{life.me.worker_id % 3}.py": "1" * 16}, {"numpy": "2"}),
+            code=Code({"task.py": f"{life.site.edition:016x}", f"stage{life.me.worker_id % 3}.py": "1" * 16}, {"numpy": "2"}),
         )
         return [hello, *now.messages]
 

@@ -10,9 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from everstep.base.cause import Cause
+from everstep.base.cause import Cause, Why
+from everstep.base.plan import Divides
 from everstep.protocol import messages as wire
+from everstep.protocol.driver import operations as do
+from everstep.protocol.identity import Code
 from everstep.protocol.roles import JOB, OPERATE
+from everstep.protocol.step_types import Holds, LaneDone, Takes
 from everstep.sim.control import FOUL
 from everstep.sim.faults import SimFault, SimInjector, draw_one
 from everstep.sim.life import nothing
@@ -21,6 +25,8 @@ from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS
 
 HOST_FAILED = "its host has no room for logs"
+UNLIKE = ("can be divided by", "it runs other code than the job", "its kernels give other bits")
+"""Words for what all workers of a job must share, and one does not."""
 _SAID = "what its sender may not say"
 _WEIGHTS = {
     "foul": 4,
@@ -37,6 +43,9 @@ _WEIGHTS = {
     "looked_at": 3,
     "other_entries": 2,
     "end_alone": 1.5,
+    "divides": 2,
+    "other_code": 1,
+    "echoes": 3,
 }
 WITHOUT_LEASE = frozenset({"other_entries", "end_alone"})
 """Acts on a journal on one host's disk, or by a job's only process."""
@@ -185,6 +194,42 @@ def _stray(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> 
         target.die("SIGKILL")
 
 
+def _divides(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """Workers say how the optimizer's state can be divided; now and then one says otherwise."""
+    odd = fault.pick % 6
+    for n, one in enumerate(injector.control.live_workers()):
+        how: Divides = "matrices" if n == odd else "elements"
+        one.ties.client.send(wire.Divided(**_of(one), stages={0: how}))
+
+
+def _other_code(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """The code of a worker was edited before it imported that."""
+    for one in injector.control.live_workers()[fault.pick % 3 :][:1]:
+        files = {f"part{n}.py": "3" * 16 for n in range(fault.pick % 6)}
+        one.ties.client.send(wire.Imported(**_of(one), code=Code(files)))
+        one.ties.client.send(wire.Imported(**_of(one), code=Code({name: "4" * 16 for name in files})))
+
+
+def _of(one: SimWorker) -> dict[str, int]:
+    return {"worker_id": one.me.worker_id, "incarnation": one.me.incarnation}
+
+
+def _echoes(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """What threads of a worker note of a step comes a second time, after the step, or about one that was undone."""
+    for one in injector.control.live_workers():
+        one.later(0, _echo, one, fault.pick)
+
+
+def _echo(one: SimWorker, pick: int) -> None:
+    step, stages = one.driver.machine.step, one.driver.machine.stages
+    notes = (
+        *(LaneDone(step, 0, 0), Takes(step, {}), Holds(step - 1, {}), do.TimePassed()),
+        *(do.OthersKept(step + 9, done=False), do.NotKept(step + 9, Why(Cause.DISK, "no room"))),
+    )
+    if stages:
+        one.handle(notes[pick % len(notes)])
+
+
 def _looked_at(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """People look again and again how hosts are, one of which goes."""
     agent, ask = injector.control.agents[injector.host(fault, worker)], injector.control.command
@@ -221,4 +266,7 @@ ODD_FAULTS: dict[str, Callable[[SimInjector, SimFault, SimWorker | None], None]]
     "stray": _stray,
     "looked_at": _looked_at,
     "other_entries": _other_entries,
+    "divides": _divides,
+    "other_code": _other_code,
+    "echoes": _echoes,
 }

@@ -159,7 +159,9 @@ def _said(life: Life) -> tuple[StageSection, ...]:
     held = () if plan is None or len(plan.members) == 1 else plan.stages_of(life.me.worker_id)
     trained = {k: life.job.trained(stages[k]) for k in held}
     whole = [(k, state) for k, state in trained.items() if None not in state]
-    return tuple(StageSection(k, [], (), b"", [], [], format(digest(state), "x")) for k, state in whole)
+    ties = [{"embedding": "last"} if life.job.stages > 1 and k in (0, life.job.stages - 1) else {} for k, _ in whole]
+    said = ((k, format(digest(state), "x"), tied) for (k, state), tied in zip(whole, ties, strict=True))
+    return tuple(StageSection(k, [], (), b"", [], [], of, tied) for k, of, tied in said)
 
 
 _EFFECTS: tuple[type, ...] = (*do.AtOnce.__subclasses__(), *do.Answer.__subclasses__(), Release, Discard)
