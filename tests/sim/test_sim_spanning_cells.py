@@ -62,4 +62,6 @@ def test_the_promises_hold_under_any_schedule() -> None:
 def test_two_parts_on_one_host_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = cell_parts.matched
     monkeypatch.setattr(cell_parts, "matched", lambda hosts, size: found({key: str(key) for key in hosts}, size))
-    assert any("two parts on a host" in simulate(seed, setup=set_up(seed).with_spanning(seed)).problem for seed in range(20))
+    assert any(
+        "two parts on a host" in simulate(seed, setup=set_up(seed).with_spanning(seed)).problem for seed in range(20)
+    )

@@ -13,7 +13,7 @@ from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.coordinator import Coordinator
-from everstep.protocol.coordinator.restoring import end_in
+from everstep.protocol.coordinator.restoring import end_in, sensible
 from everstep.protocol.coordinator.types import (
     Close,
     Connected,
@@ -240,7 +240,8 @@ class AgentProcess(Process):
     def _hello(self) -> list[wire.AnyMessage]:
         lives = [_life(w) for _, w in sorted(self.workers.items()) if w.alive]
         lost = list(self.lost.values())
-        rack = f"rack{self.control.hosts.index(self.host) // 2}"
+        number, says = self.control.hosts.index(self.host), self.control.rules.about
+        about = {} if says == "nothing" and number else {"address": self.host}
         return [
             wire.AgentHello(
                 agent_id=self.host,
@@ -252,8 +253,8 @@ class AgentProcess(Process):
                 failed=self.failed,
                 room=self.control.rules.room,
                 process=self.process,
-                domains={"rack": rack},
-                about={"address": self.host},
+                domains={"rack": f"rack{number // 2}"},
+                about={**about, "node": f"node{number}"} if says == "node" else about,
             )
         ]
 
@@ -493,6 +494,7 @@ class Control:
         status, said = coordinator.machine.status(), end_in(self.journal)
         ended = ("", "") if said is None else (said.state, said.reason)
         require(said is None or ended == (status["state"], status["reason"]), "P6", f"{ended} in the journal: {status}")
+        require(sensible(self.journal) or self.checks.records.forgetful, "P6", "the journal makes no sense")
         self.fate.began(status["state"], status["reason"])
 
     def mend(self) -> None:

@@ -319,6 +319,7 @@ class SimSite:
         self.differs, self.foreign, self.drifts = differs, foreign, drifts
         self.facts: dict[str, Any] = {}
         self.edition = 0  # of the code
+        self.unshown: list[int] = []  # how the next that are asked for their plan answer: late, or without a plan
         self.donors = donors
         self.damaged = 0.0  # share of answers in which a block comes damaged
         self.world = world

@@ -49,7 +49,7 @@ from everstep.sim.holders import HOLDER_FAULTS
 from everstep.sim.leases import LEASE_FAULTS, LeasedControl
 from everstep.sim.life import Disk, Life, SimSite
 from everstep.sim.model import PLANES, present, wrong
-from everstep.sim.odd_messages import HOST_FAILED, ODD_FAULTS
+from everstep.sim.odd_messages import HOST_FAILED, NO_SPACE, ODD_FAULTS
 from everstep.sim.odd_messages import UNLIKE as UNLIKE_SAID
 from everstep.sim.operating import OPERATING_FAULTS
 from everstep.sim.orders import STRIKES
@@ -326,8 +326,12 @@ class Simulation:
         for may, said, seen in (
             ("stuck" in kinds, "it is the second hang there", HUNG_TWICE),
             ("fails" in kinds, HOST_FAILED, FAILED_HOST),
+            ("strange" in kinds, NO_SPACE, FAILED_HOST),
             (self.setup.rules.patience_ms > 0, "gave up after waiting", WAITED),
-            *(({"divides", "other_code"} & kinds or isinstance(self.setup, UnlikeSetup), words, OTHERS) for words in UNLIKE_SAID),
+            *(
+                ({"divides", "other_code"} & kinds or isinstance(self.setup, UnlikeSetup), words, OTHERS)
+                for words in UNLIKE_SAID
+            ),
         ):
             if may and said in failed:
                 self.world.seen[seen] += 1

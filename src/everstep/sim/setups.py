@@ -126,13 +126,18 @@ class Setup:
         rng = Random(f"spans {seed}")
         span, late_ms, workers = rng.choice((2, 2, 3)), 200 + self.job.steps * 40, min(self.workers, 3)
         lost = [
-            SimFault(rng.choice(_OF_HOSTS), rng.randint(40, late_ms), pick=rng.randrange(99), for_ms=rng.randint(5, 3000))
+            SimFault(
+                rng.choice(_OF_HOSTS), rng.randint(40, late_ms), pick=rng.randrange(99), for_ms=rng.randint(5, 3000)
+            )
             for _ in range(rng.randint(1, 3))
         ]
         job = replace(self.job, write_every=self.job.write_every or rng.choice((1, 2, 3)))
         return replace(
             self,
-            **{"hosts": span + rng.randint(0, 2), "workers": workers, "spares": 0, "differs": None},
+            hosts=span + rng.randint(0, 2),
+            workers=workers,
+            spares=0,
+            differs=None,
             min_workers=min(self.min_workers, workers),
             job=job,
             faults=tuple(sorted((*self.faults, *lost), key=lambda fault: fault.at_ms)),

@@ -270,7 +270,8 @@ class SimWorker(Life):
 
     def _update(self, operation: do.Update) -> None:
         self.site.checks.taint.applies(self.me, operation.step, operation.records)
-        samples, lanes = operation.outcome.samples, self.job.lanes
+        samples, lanes, logged = operation.outcome.samples, self.job.lanes, operation.outcome.logged()
+        require(logged == {"seen": 2.0}, "P2", f"step {operation.step} logs {logged}")
         require(samples == lanes, "P2", f"step {operation.step} counts {samples} samples of {lanes} lanes")
         gradients = self.state.gradient(operation.step)
         gradients = {k: gradients[k] for k in operation.stages}
