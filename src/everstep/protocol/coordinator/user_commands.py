@@ -123,7 +123,10 @@ def _keep(job: JobState, members: list[int], wanted: int) -> list[int]:
         return members[:wanted]
     while len(kept) > wanted:
         pools = [[s.worker_id for s in plan.pool(k) if s.worker_id in kept] for k in range(plan.stages)]
-        kept.discard(max(pools, key=len)[-1])
+        largest = max(pools, key=len)
+        if len(largest) < 2:
+            break
+        kept.discard(largest[-1])
     return sorted(kept)
 
 

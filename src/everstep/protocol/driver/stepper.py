@@ -205,8 +205,7 @@ class Stepper:
         if not machine.settled or machine.switch is not None or outcome.nonfinite.left_out:
             return False
         plan = machine.current_plan()
-        mine = plan.divided_stages.intersection(plan.stages_of(machine.me.worker_id))
-        if not mine or not mine.issubset(machine.updating):  # what was lost after its record comes in the next settle
+        if plan.divided_stages.isdisjoint(plan.stages_of(machine.me.worker_id)):
             return False
         self._out.start(do.Spread, machine.generation, plan, machine.step)
         return True
