@@ -318,8 +318,6 @@ class SimSite:
         self.odd = odd
         self.differs, self.foreign, self.drifts = differs, foreign, drifts
         self.facts: dict[str, Any] = {}
-        self.edition = 0  # of the code
-        self.unshown: list[int] = []  # how the next that are asked for their plan answer: late, or without a plan
         self.donors = donors
         self.damaged = 0.0  # share of answers in which a block comes damaged
         self.world = world
@@ -342,7 +340,7 @@ class SimSite:
 
     def edit(self) -> None:
         """People edit the code before the job goes on."""
-        self.edition += 1
+        self.facts["edition"] = self.facts.get("edition", 0) + 1
         self.facts["code_before"] = self.facts.pop("code", None)
 
     def another_script(self, after: WorkerKey) -> None:

@@ -293,7 +293,8 @@ class Ties:
             lanes=life.job.lanes + (life.me in life.site.strays),
             kernels=Kernels(("f" if life.host == life.site.foreign else "0") * 32, life.host, 1),
             code=Code(
-                {"task.py": f"{life.site.edition:016x}", f"stage{life.me.worker_id % 3}.py": "1" * 16}, {"numpy": "2"}
+                {"task.py": f"{life.site.facts.get('edition', 0):016x}", f"stage{life.me.worker_id % 3}.py": "1" * 16},
+                {"numpy": "2"},
             ),
         )
         return [hello, *now.messages]
@@ -361,7 +362,7 @@ class Ties:
         life = self.life
         if isinstance(message, PlanAsked):
             life.world.seen["plans", "shown"] += 1
-            if (how := life.site.unshown.pop() if life.site.unshown else 0) > 1:
+            if (how := unshown.pop() if (unshown := life.site.facts.get("unshown")) else 0) > 1:
                 life.freeze()
                 life.world.later(how * MS, life.thaw)
             life.later(0, self.show_plan, self._plan() if how != 1 else None)

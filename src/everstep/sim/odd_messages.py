@@ -245,14 +245,13 @@ def _strange(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -
         machine, about = one.driver.machine, _of(one)
         match fault.pick % 5:
             case 0 if machine.plan is not None:
-                failed = wire.PeerFault(
-                    **about, generation=machine.generation, accused=[99], reason="a transfer failed"
-                )
+                about |= {"generation": machine.generation}
+                failed = wire.PeerFault(**about, accused=[99], cause=Cause.LINK, reason="a transfer failed")
                 one.ties.client.send(failed)
             case 1:
                 one.ties.show_plan(machine.plan)
             case 2:
-                one.ties.client.send(wire.HealFailed(**about, ticket=0, reason="nobody gives it", cause=Cause.LINK))
+                one.ties.client.send(wire.HealFailed(**about, ticket=0, cause=Cause.LINK, reason="nobody gives it"))
             case 3:
                 said = {"incarnation": one.me.incarnation + 9}
                 words = msgspec.structs.replace(one.last_words(Cause.EXCEPTION, "it is over"), **said)
@@ -269,7 +268,7 @@ def _unshown(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -
     control = injector.control
     control.coordinator.die("SIGKILL")
     forget(control, 1 + fault.pick % 4)
-    control.site.unshown[:] = ([1, 1200], [800, 1], [1], [3000, 3000, 1])[fault.pick // 4 % 4]
+    control.site.facts["unshown"] = list(([1, 1200], [800, 1], [1], [3000, 3000, 1])[fault.pick // 4 % 4])
     injector.for_a_while(fault, control.start_coordinator)
 
 
