@@ -52,8 +52,8 @@ def _walk(group: type[Any], path: tuple[str, ...] = ()) -> Iterator[_Leaf]:
 
 
 FREE = ("env", "task")
-LENGTHS = ("steps", "epochs")
 """Groups whose keys are not ours to name."""
+LENGTHS = ("steps", "epochs")
 
 _LEAVES: dict[str, _Leaf] = {leaf.name: leaf for leaf in _walk(Config)}
 _GROUPS: frozenset[str] = frozenset(
