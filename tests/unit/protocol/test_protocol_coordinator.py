@@ -842,7 +842,8 @@ def test_store_keeps_the_prepared_generation_too():
 def test_of_two_doubts_the_earlier_sound_step_counts(doubts: tuple[int, ...]) -> None:
     progress = running().coordinator.job.progress
     for sound in doubts:
-        progress.in_doubt(Why(Cause.CORRUPT, "states differ"), sound)
+        said = m.SettleAgain(worker_id=0, incarnation=0, generation=1, reason="x", tainted=9, decided_in=1, sound=sound)
+        progress.in_doubt(Why(Cause.CORRUPT, "states differ"), said)
     assert progress.sound == min(doubts)
 
 

@@ -223,6 +223,19 @@ def test_a_doubt_that_opens_after_another_one_is_over_is_ended_by_a_later_plan_a
     again = world.restart()
     again.agent((0, 0), (1, 0))
     again.hello(0, step=20, plan=world.plan, settled=True)
-    again.coordinator.job.progress.in_doubt(Why(Cause.NONDETERMINISTIC, "they differ again"), 12)
+    said = m.SettleAgain(worker_id=1, incarnation=0, generation=2, decided_in=2, **words)
+    again.coordinator.job.progress.in_doubt(Why(Cause.NONDETERMINISTIC, "they differ again"), said)
     again.hello(1, step=20, plan=world.plan, settled=True)
     assert again.coordinator.job.progress.sound == 12
+
+
+@pytest.mark.parametrize(("found_in", "sound", "opens"), [(1, 12, False), (1, 11, True), (2, 12, True)])
+def test_what_a_member_said_before_all_settled_behind_it_opens_no_doubt_when_it_comes_late(found_in, sound, opens):
+    """A coordinator that was frozen hears that from another connection than what came of it."""
+    world = running(3)
+    words = {"reason": "the state differs before step 20", "tainted": 20}
+    world.say("w0.0", m.SettleAgain(worker_id=0, incarnation=0, generation=1, decided_in=1, sound=12, **words))
+    world.entered(0, 2, 13)
+    late = m.SettleAgain(worker_id=1, incarnation=0, generation=found_in, decided_in=found_in, sound=sound, **words)
+    world.coordinator.job.progress.in_doubt(Why(Cause.CORRUPT, "late"), late)
+    assert world.coordinator.job.progress.sound == (sound if opens else -1)

@@ -178,6 +178,11 @@ class Agreement:
         return self.before
 
 
+def _found_in(said: SettleAgain | WorkerFailed) -> int:
+    """Generation in which states were found to differ."""
+    return said.decided_in if isinstance(said, SettleAgain) else said.generation
+
+
 def check_seats(plan: Plan) -> None:
     """Raises: InvariantViolation unless every member has a seat, and the seats cover all lanes."""
     check(bool(plan.members), "a plan needs members")
@@ -212,6 +217,7 @@ class JobProgress:
         self.lost_stages: tuple[int, ...] = ()
         self.sound = -1
         self.voided = 0
+        self._behind: int | None = None  # step behind which members settled in that generation, if known
         self.ended: JobEnded | None = None
         self._env, self._agreement = env, agreement
         self._fell_from = 0  # the step that had been reached when all state was lost
@@ -242,16 +248,19 @@ class JobProgress:
         self.step, self.lost_stages = step, ()
         return self._fell_from > 0
 
-    def in_doubt(self, why: Why, sound: int) -> None:
-        """A worker has found tainted states. It may be the only one, and gone before all others have heard of it."""
+    def in_doubt(self, why: Why, said: SettleAgain | WorkerFailed) -> None:
+        """A worker has found tainted states. It may be the only one, and gone before all others have heard of it. Or it
+        was found before members settled behind these states, and comes late: then it is over."""
+        if _found_in(said) < self.voided and self._behind is not None and self._behind <= said.sound:
+            return
         self._doubt = why
-        self.sound = sound if self.sound < 0 else min(self.sound, sound)
+        self.sound = said.sound if self.sound < 0 else min(self.sound, said.sound)
 
     def differ(self, why: Why, said: SettleAgain | WorkerFailed) -> bool:
         """A member has found that states differ. Returns whether that ends the job: it is drift, or was found in an
         earlier generation, too, and states have not been alike since at this step or a later one."""
         drift = isinstance(said, SettleAgain) and said.drift
-        generation = said.decided_in if isinstance(said, SettleAgain) else said.generation
+        generation = _found_in(said)
         (step, found_in), at = self._tainted, said.tainted
         self._tainted = (max(at, step), generation)
         if drift or (step and found_in != generation):
@@ -301,7 +310,7 @@ class JobProgress:
         """Members have settled in this plan, and so know which states it calls sound: the doubt is over for good. One
         that opens after that is another one, which a later plan ends."""
         if plan.sound == self.sound >= 0 and self.voided < plan.generation:
-            self.sound, self.voided = -1, plan.generation
+            self.sound, self.voided, self._behind = -1, plan.generation, plan.sound
             if not journaled:
                 self._env.persist("settled", generation=plan.generation)
 
@@ -359,13 +368,14 @@ class JobProgress:
         check(generation <= self._agreement.generation, f"members settled in generation {generation}, which never was")
         if generation == self._agreement.plan.generation:
             self.closed(self._agreement.plan, journaled=True)
-        self.voided = max(self.voided, generation)
+        if generation > self.voided:
+            self.voided, self._behind = generation, None
 
     def take_up(self, plan: Plan) -> None:
         """Take the newest plan of the journal, or one that workers follow; it may not have been entered yet. One that
         is prepared leaves open what the plan before it calls in doubt."""
         if plan is not self._agreement.prepared:
-            self.sound, self.voided = plan.sound, plan.voided
+            self.sound, self.voided, self._behind = plan.sound, plan.voided, None
         for step, stage, digest in plan.alike:
             self.alike(step, {stage: digest})
 

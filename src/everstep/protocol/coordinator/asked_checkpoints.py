@@ -193,7 +193,7 @@ class Saving:
             return False
         if message.sound >= 0:  # it is outvoted
             if not self._progress.differ(Why(cause, message.reason), message) and self._agreement.plan.has(worker.key):
-                self._progress.in_doubt(Why(cause, message.reason), message.sound)
+                self._progress.in_doubt(Why(cause, message.reason), message)
             return True
         now = (worker.key, message.generation)
         first, generation = self._first.setdefault((message.step, message.signature), now)

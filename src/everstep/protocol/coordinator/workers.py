@@ -360,7 +360,7 @@ def settle_again(job: JobState, worker: Worker, message: m.SettleAgain) -> None:
     if message.tainted:
         if job.progress.differ(why, message):
             return
-        job.progress.in_doubt(why, message.sound)
+        job.progress.in_doubt(why, message)
     in_force = message.generation == agreement.plan.generation or _left_behind(job, worker.key.worker_id)
     if in_force and agreement.plan.has(worker.key):
         text = message.reason if message.tainted else f"worker {worker.key.worker_id}: {message.reason}"
@@ -394,7 +394,7 @@ def _computed_otherwise(job: JobState, message: m.SettleAgain, why: Why) -> None
         job.membership.likeness.differed(worker.key.worker_id, worker.host, why)
         refuse(job, worker, why, alone=True)
     if message.ends:
-        job.progress.in_doubt(why, message.sound)
+        job.progress.in_doubt(why, message)
         left = f"the newest checkpoint up to step {message.sound}" if message.sound > 0 else "no checkpoint"
         job.progress.end("failed", Why(why.cause, f"{why.reason}; {left} counts"), 1)
     elif job.progress.ended is None:
