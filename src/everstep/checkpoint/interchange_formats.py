@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from everstep.base.errors import ConfigError, StoreError
-from everstep.base.given import open_given, read_json
+from everstep.base.given import MOST_BYTES, bounded_memory, open_given, read_json
 from everstep.base.hub_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from everstep.checkpoint.interchange import PassingWeights, Weights, adapter_names
 from everstep.checkpoint.tensor_file import TensorFile, TensorForm, bytes_in
@@ -31,6 +31,7 @@ SAFETENSORS, HF, DCP, TORCH = "safetensors", "hf", "dcp", "torch"
 WITH_OPTIMIZER = (DCP, TORCH)
 SHARD_BYTES = 5_000_000_000
 _MOST_INDEX_BYTES = 256 << 20
+_MOST_VALUES = 1 << 22
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -219,13 +220,54 @@ def load_weights(path: Path) -> Weights:
     """
     kind = detect(path)
     reader = {SAFETENSORS: _read_safetensors, HF: _read_hf, TORCH: _read_torch, DCP: _read_dcp}[kind]
-    try:
-        return reader(path)
-    except ConfigError:
-        raise
-    except Exception as error:  # four foreign readers, each with errors of its own
-        said = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ConfigError(f"cannot read {path} as {kind}: {said}") from error
+    size = _size(path)
+    with bounded_memory(size) as most, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return reader(path)
+        except ConfigError:
+            raise
+        except Exception as error:  # four foreign readers, each with errors of its own
+            said = " ".join(str(error).split())[:200] or type(error).__name__
+            if isinstance(error, MemoryError) or "allocate" in said:
+                said = f"it has {size} bytes and takes more than {most} of memory: expected tensors that are not packed"
+            elif isinstance(error, RecursionError):
+                said = "it is nested too deeply: expected a state dict"
+            raise ConfigError(f"cannot read {path} as {kind}: {said}") from error
+
+
+def _size(path: Path) -> int:
+    return sum(p.stat().st_size for p in (path.iterdir() if path.is_dir() else [path]) if p.is_file())
+
+
+def refuse_swollen(found: Any, path: Path) -> None:
+    """Values that are kept once and named many times are copied later, so what the copies take is counted before.
+
+    Raises: ConfigError if the values are too many or too large for the file, or a tensor is no plain one.
+    """
+    known: dict[int, tuple[int, int]] = {}
+
+    def sums(thing: Any) -> tuple[int, int]:
+        """(number of values, bytes of tensors) in this."""
+        if isinstance(thing, Tensor):
+            if thing.layout != torch.strided or thing.is_meta or thing.is_quantized or thing.is_nested:
+                raise ConfigError(f"{path} holds a sparse, quantised or empty tensor: expected dense numbers")
+            return 1, thing.numel() * thing.element_size()
+        inner = [*thing, *thing.values()] if isinstance(thing, dict) else thing
+        if not isinstance(inner, list | tuple | set):
+            return 1, 0
+        if id(thing) not in known:
+            known[id(thing)] = 0, 0  # if it contains itself, what encodes it says so
+            each = [sums(one) for one in inner]
+            known[id(thing)] = 1 + sum(count for count, _ in each), sum(size for _, size in each)
+        return known[id(thing)]
+
+    count, size = sums(found)
+    if count > _MOST_VALUES or size > MOST_BYTES + 16 * _size(path):
+        raise ConfigError(
+            f"{path} has {_size(path)} bytes and stands for {count} values and {size} bytes of tensors: expected at "
+            f"most {_MOST_VALUES} values, and tensors of 16 times its size"
+        )
 
 
 def _read_safetensors(path: Path) -> Weights:
@@ -250,7 +292,9 @@ def _read_hf(path: Path) -> Weights:
 
 
 def _read_torch(path: Path) -> Weights:
-    return _from_nested(torch.load(path, map_location="cpu", weights_only=True), path)
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    refuse_swollen(loaded, path)
+    return _from_nested(loaded, path)
 
 
 def _from_nested(loaded: Any, path: Path) -> Weights:
