@@ -147,7 +147,8 @@ def _stat(path: str) -> os.stat_result:
 def _members(raw: Any, where: str, size: int) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
     """Key and ending of each file in a tar. Raises: ConfigError naming the shard and what is wrong with it."""
     try:
-        with tarfile.open(fileobj=_Headers(raw), mode="r:") as tar:
+        headers: Any = _Headers(raw)
+        with tarfile.open(fileobj=headers, mode="r:") as tar:
             for member in tar:
                 if member.size < 0 or "\0" in member.name:
                     raise ValueError("a header has a size below 0, or a name with NUL")

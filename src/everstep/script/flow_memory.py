@@ -139,7 +139,7 @@ class RoundMemory:
     written; stores: all writes, and attributes by their class, where they are set. copies: places that came to
     hold a copy of trained values. sinks: places that training was found to depend on. control: dependences of whether
     the present statement is done. kept: live objects by id; made: stand-ins for objects that are made in the round.
-    owners: by cell of a closure, its function."""
+    owners: by cell of a closure, its function. bounded: dicts that lose entries."""
 
     judge: Judge
     values: dict[Origin, Value] = field(default_factory=dict)
@@ -153,6 +153,7 @@ class RoundMemory:
     kept: dict[int, Any] = field(default_factory=dict)
     made: dict[int, Any] = field(default_factory=dict)
     owners: dict[int, int] = field(default_factory=dict)
+    bounded: set[Origin] = field(default_factory=set)
     items: ContainerItems = field(default_factory=ContainerItems)
     _attempts: list[Attempt] = field(default_factory=list)
     _set: dict[int, set[Origin]] = field(default_factory=dict)
@@ -182,7 +183,7 @@ class RoundMemory:
         if (base := _beneath(thing)) is not None:
             found |= self.contents(base)
         told = {inner for inner in self._set.get(id(thing), ()) if not _is_code_read(self.judge, thing, inner[2])}
-        found = found.union(*(self.values[inner].deps for inner in told))
+        found = found.union(*(self.values[inner].deps for inner in told if inner in self.values))
         names = getattr(thing, "__dict__", None)
         if isinstance(names, dict) and self.judge.of_user(thing) and "trained" not in self.judge.flags(thing):
             for name in list(names)[:_MOST]:
@@ -294,7 +295,7 @@ class RoundMemory:
                 plain = Value(deps, flags=given.flags & {"copy"})
                 self.write(place, plain, title=value.title, strong=False, keys=keys)
             if whole and (sets or forgets) and len(places) == 1 and not (value.homes or keys):
-                items = self.stores[place] if place[1] in self.items.done else ()
+                items = self.stores.get(place, ()) if place[1] in self.items.done else ()
                 deps = (self.use(given) | self.control).union(*(store.deps for store in items))
                 self.values[place] = Value(normal(deps), title=value.title)
 
@@ -442,7 +443,7 @@ def is_harmless_beside(memory: RoundMemory, place: Origin) -> bool:
     """Whether only samples' or a task's code writes this place, and it counts nothing: a file that is opened late, a
     shard that is kept until the next is wanted."""
     stores = memory.stores.get(place, ())
-    only = bool(stores) and all(store.each == "beside" for store in stores)
+    only = bool(stores) and all(store.each == "beside" for store in stores) and place not in memory.bounded
     return only and (place[0] == "file" or not counts_batches(memory, place))
 
 
@@ -512,4 +513,5 @@ def recalls(memory: RoundMemory, place: Origin, reaching: set[Origin]) -> bool:
     keys = {key for store in memory.stores[place] for key in store.keys if key[0] != "arg"}
     read = {d[2] for d in reaching if d[0] == "read" and d[1] == place}
     read |= {d[1][2] for d in reaching if d[0] == "if" and d[1][:2] == ("read", place)}
-    return not keys or all(one is not None and keys == {key for key in one if key[0] != "arg"} for one in read)
+    some = bool(keys) or place in memory.bounded
+    return not some or all(one is not None and keys == {key for key in one if key[0] != "arg"} for one in read)
