@@ -513,5 +513,4 @@ def recalls(memory: RoundMemory, place: Origin, reaching: set[Origin]) -> bool:
     keys = {key for store in memory.stores[place] for key in store.keys if key[0] != "arg"}
     read = {d[2] for d in reaching if d[0] == "read" and d[1] == place}
     read |= {d[1][2] for d in reaching if d[0] == "if" and d[1][:2] == ("read", place)}
-    some = bool(keys) or place in memory.bounded
-    return not some or all(one is not None and keys == {key for key in one if key[0] != "arg"} for one in read)
+    return not (keys or place in memory.bounded) or all(r and keys == {k for k in r if k[0] != "arg"} for r in read)

@@ -213,6 +213,7 @@ def _lose_entry(reader: Reader, container: ast.expr, key: ast.expr, scope: Scope
     """Nothing gets the entry. If it depends on its key alone, it is made again, and a cache may be bounded so."""
     memory, base = reader.memory, reader.value(container, scope)
     is_first = ast.unparse(key) == f"next(iter({ast.unparse(container)}))"  # looking for it changes nothing
+    memory.may_raise(memory.use(base))
     memory.mutate(base, Value() if is_first else reader.value(key, scope), forgets=True, whole=False)
     memory.bounded |= {("object", id(thing)) for thing in base.objects}
 

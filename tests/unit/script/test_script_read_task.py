@@ -107,6 +107,20 @@ BAD = {
         "self.cache[i] = i",
         "return self.load(i) + sum(self.cache.values())",
     ),
+    "another entry": (
+        f"if len(self.cache) > 8: {FIRST}",
+        "self.cache[i] = i",
+        "return self.load(i) + self.cache.get(i - 1, 0)",
+    ),
+    "whether there is one": (
+        "y = 0",
+        "try:",
+        "    self.lru.pop(i)",
+        "except KeyError:",
+        "    y = 1",
+        "self.lru[i] = self.max_len = y + self.max_len",
+        "return self.load(i) + y",
+    ),
     "number of the rest": (
         f"if len(self.cache) > 8: {FIRST}",
         "self.cache[i] = i",
