@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from everstep.base.errors import ConfigError
 from everstep.base.given import open_given
-from everstep.checkpoint.interchange_formats import refuse_swollen
+from everstep.checkpoint.interchange import refuse_swollen
 
 _ALLOWED = {
     ("torch", "Size"),

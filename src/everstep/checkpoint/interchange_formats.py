@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from everstep.base.errors import ConfigError, StoreError
-from everstep.base.given import MOST_BYTES, bounded_memory, open_given, read_json
+from everstep.base.given import bounded_memory, open_given, read_json
 from everstep.base.hub_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from everstep.checkpoint.interchange import PassingWeights, Weights, adapter_names
+from everstep.checkpoint.interchange import PassingWeights, Weights, adapter_names, refuse_swollen, size_of
 from everstep.checkpoint.tensor_file import TensorFile, TensorForm, bytes_in
 from everstep.exact.extra_state import from_file, is_extra, to_file
 
@@ -31,7 +31,6 @@ SAFETENSORS, HF, DCP, TORCH = "safetensors", "hf", "dcp", "torch"
 WITH_OPTIMIZER = (DCP, TORCH)
 SHARD_BYTES = 5_000_000_000
 _MOST_INDEX_BYTES = 256 << 20
-_MOST_VALUES = 1 << 22
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -220,7 +219,7 @@ def load_weights(path: Path) -> Weights:
     """
     kind = detect(path)
     reader = {SAFETENSORS: _read_safetensors, HF: _read_hf, TORCH: _read_torch, DCP: _read_dcp}[kind]
-    size = _size(path)
+    size = size_of(path)
     with bounded_memory(size) as most, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -234,40 +233,6 @@ def load_weights(path: Path) -> Weights:
             elif isinstance(error, RecursionError):
                 said = "it is nested too deeply: expected a state dict"
             raise ConfigError(f"cannot read {path} as {kind}: {said}") from error
-
-
-def _size(path: Path) -> int:
-    return sum(p.stat().st_size for p in (path.iterdir() if path.is_dir() else [path]) if p.is_file())
-
-
-def refuse_swollen(found: Any, path: Path) -> None:
-    """Values that are kept once and named many times are copied later, so what the copies take is counted before.
-
-    Raises: ConfigError if the values are too many or too large for the file, or a tensor is no plain one.
-    """
-    known: dict[int, tuple[int, int]] = {}
-
-    def sums(thing: Any) -> tuple[int, int]:
-        """(number of values, bytes of tensors) in this."""
-        if isinstance(thing, Tensor):
-            if thing.layout != torch.strided or thing.is_meta or thing.is_quantized or thing.is_nested:
-                raise ConfigError(f"{path} holds a sparse, quantised or empty tensor: expected dense numbers")
-            return 1, thing.numel() * thing.element_size()
-        inner = [*thing, *thing.values()] if isinstance(thing, dict) else thing
-        if not isinstance(inner, list | tuple | set):
-            return 1, 0
-        if id(thing) not in known:
-            known[id(thing)] = 0, 0  # if it contains itself, what encodes it says so
-            each = [sums(one) for one in inner]
-            known[id(thing)] = 1 + sum(count for count, _ in each), sum(size for _, size in each)
-        return known[id(thing)]
-
-    count, size = sums(found)
-    if count > _MOST_VALUES or size > MOST_BYTES + 16 * _size(path):
-        raise ConfigError(
-            f"{path} has {_size(path)} bytes and stands for {count} values and {size} bytes of tensors: expected at "
-            f"most {_MOST_VALUES} values, and tensors of 16 times its size"
-        )
 
 
 def _read_safetensors(path: Path) -> Weights:

@@ -139,7 +139,7 @@ class RoundMemory:
     written; stores: all writes, and attributes by their class, where they are set. copies: places that came to
     hold a copy of trained values. sinks: places that training was found to depend on. control: dependences of whether
     the present statement is done. kept: live objects by id; made: stand-ins for objects that are made in the round.
-    owners: by cell of a closure, its function. bounded: dicts that lose entries."""
+    owners: by cell of a closure, its function."""
 
     judge: Judge
     values: dict[Origin, Value] = field(default_factory=dict)
@@ -153,7 +153,6 @@ class RoundMemory:
     kept: dict[int, Any] = field(default_factory=dict)
     made: dict[int, Any] = field(default_factory=dict)
     owners: dict[int, int] = field(default_factory=dict)
-    bounded: set[Origin] = field(default_factory=set)
     items: ContainerItems = field(default_factory=ContainerItems)
     _attempts: list[Attempt] = field(default_factory=list)
     _set: dict[int, set[Origin]] = field(default_factory=dict)
@@ -443,7 +442,7 @@ def is_harmless_beside(memory: RoundMemory, place: Origin) -> bool:
     """Whether only samples' or a task's code writes this place, and it counts nothing: a file that is opened late, a
     shard that is kept until the next is wanted."""
     stores = memory.stores.get(place, ())
-    only = bool(stores) and all(store.each == "beside" for store in stores) and place not in memory.bounded
+    only = bool(stores) and all(store.each == "beside" for store in stores) and place[1] not in memory.items.bounded
     return only and (place[0] == "file" or not counts_batches(memory, place))
 
 
@@ -513,4 +512,5 @@ def recalls(memory: RoundMemory, place: Origin, reaching: set[Origin]) -> bool:
     keys = {key for store in memory.stores[place] for key in store.keys if key[0] != "arg"}
     read = {d[2] for d in reaching if d[0] == "read" and d[1] == place}
     read |= {d[1][2] for d in reaching if d[0] == "if" and d[1][:2] == ("read", place)}
-    return not (keys or place in memory.bounded) or all(r and keys == {k for k in r if k[0] != "arg"} for r in read)
+    every = keys or place[1] in memory.items.bounded
+    return not every or all(one and keys == {key for key in one if key[0] != "arg"} for one in read)

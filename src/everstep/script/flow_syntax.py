@@ -203,8 +203,7 @@ def _delete(reader: Reader, node: ast.Delete, scope: Scope) -> None:
 def _alone(reader: Reader, node: ast.Expr, scope: Scope) -> None:
     match node.value:
         case ast.Call(ast.Attribute(container, "pop"), [key, *_]):
-            things = reader.value(container, scope).objects
-            if things and all(isinstance(thing, dict) for thing in things):
+            if (found := reader.value(container, scope).objects) and all(isinstance(one, dict) for one in found):
                 return _lose_entry(reader, container, key, scope)
     reader.value(node.value, scope)
 
@@ -215,7 +214,7 @@ def _lose_entry(reader: Reader, container: ast.expr, key: ast.expr, scope: Scope
     is_first = ast.unparse(key) == f"next(iter({ast.unparse(container)}))"  # looking for it changes nothing
     memory.may_raise(memory.use(base))
     memory.mutate(base, Value() if is_first else reader.value(key, scope), forgets=True, whole=False)
-    memory.bounded |= {("object", id(thing)) for thing in base.objects}
+    memory.items.bounded.update(id(thing) for thing in base.objects)
 
 
 def _name(reader: Reader, node: ast.Name, scope: Scope) -> Value:
