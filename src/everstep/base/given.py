@@ -12,7 +12,9 @@ import errno
 import json
 import math
 import os
+import resource
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +27,8 @@ MOST_BYTES = 16 << 20
 """Limit of a file that is read whole, unless said otherwise."""
 _PORTION_BYTES = 1 << 20
 _PIPE_PATIENCE_S = 10.0
+_LIBRARY_BYTES, _THREAD_BYTES = 1 << 30, 16 << 20
+_bounding = threading.Lock()
 
 
 @contextmanager
@@ -83,6 +87,23 @@ def _drained(fd: int, most_bytes: int) -> bytes:
                 break
             data += chunk
     return bytes(data[: most_bytes + 1])
+
+
+@contextmanager
+def bounded_memory(size_bytes: int) -> Iterator[int]:
+    """While a library reads a file of this size, the process takes at most four times the size more, and what the
+    library itself and its threads need. Gives this limit in bytes; an allocation beyond it fails."""
+    limit = 4 * size_bytes + _LIBRARY_BYTES + _THREAD_BYTES * (os.cpu_count() or 1)
+    with _bounding:
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        with open("/proc/self/statm") as file:
+            top = int(file.read().split()[5]) * resource.getpagesize() + limit
+        if soft == resource.RLIM_INFINITY or top < soft:
+            resource.setrlimit(resource.RLIMIT_DATA, (top, hard))
+        try:
+            yield limit
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def portions(file: BinaryIO) -> Iterator[bytes]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError, StoreError
+from everstep.base.given import MOST_BYTES
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.reader import Checkpoint
 from everstep.checkpoint.tensor_file import Aside, TensorForm, form_of
@@ -31,6 +32,7 @@ from everstep.exact.layout import memory_of
 NAMES = "names"
 """The part of `Manifest.application` that `names_record` makes."""
 _MODEL = "model/"
+_MOST_VALUES = 1 << 22
 
 OnProgress = Callable[[int, int], None]
 """Told how many bytes of how many were read."""
@@ -253,6 +255,44 @@ def tensor_of(entry: StateEntry, memory: bytearray | memoryview) -> Tensor:
     if not memory:
         return torch.empty(entry.shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype).reshape(entry.shape)
+
+
+# ---- from others
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of the files of a folder."""
+    return sum(p.stat().st_size for p in (path.iterdir() if path.is_dir() else [path]) if p.is_file())
+
+
+def refuse_swollen(found: Any, path: Path) -> None:
+    """Values that are kept once and named many times are copied later, so what the copies take is counted before.
+
+    Raises: ConfigError if the values are too many or too large for the file, or a tensor is no plain one.
+    """
+    known: dict[int, tuple[int, int]] = {}
+
+    def sums(thing: Any) -> tuple[int, int]:
+        """(number of values, bytes of tensors) in this."""
+        if isinstance(thing, Tensor):
+            if thing.layout != torch.strided or thing.is_meta or thing.is_quantized or thing.is_nested:
+                raise ConfigError(f"{path} holds a sparse, quantised or empty tensor: expected dense numbers")
+            return 1, thing.numel() * thing.element_size()
+        inner = [*thing, *thing.values()] if isinstance(thing, dict) else thing
+        if not isinstance(inner, list | tuple | set):
+            return 1, 0
+        if id(thing) not in known:
+            known[id(thing)] = 0, 0  # if it contains itself, what encodes it says so
+            each = [sums(one) for one in inner]
+            known[id(thing)] = 1 + sum(count for count, _ in each), sum(size for _, size in each)
+        return known[id(thing)]
+
+    count, size = sums(found)
+    if count > _MOST_VALUES or size > MOST_BYTES + 16 * size_of(path):
+        raise ConfigError(
+            f"{path} has {size_of(path)} bytes and stands for {count} values and {size} bytes of tensors: expected at "
+            f"most {_MOST_VALUES} values, and tensors of 16 times its size"
+        )
 
 
 # ---- into a model and its optimizer

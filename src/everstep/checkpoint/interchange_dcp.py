@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import warnings
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from everstep.base.errors import ConfigError
 from everstep.base.given import open_given
+from everstep.checkpoint.interchange import refuse_swollen
 
 _ALLOWED = {
     ("torch", "Size"),
@@ -94,7 +94,7 @@ class _Planner(DefaultLoadPlanner):
         try:
             self.original_state_dict[name] = torch.load(value, weights_only=True)
         except pickle.UnpicklingError:
-            raise ConfigError(f"{name[:100]!a} is neither a tensor, a number nor a container of these") from None
+            raise TypeError(f"{name[:100]!a} is neither a tensor, a number nor a container of these") from None
 
 
 def read_dcp(path: Path) -> dict[str, Any]:
@@ -113,14 +113,11 @@ def read_dcp(path: Path) -> dict[str, Any]:
         flat[name] = None
         if isinstance(stored, metadata.TensorStorageMetadata):
             flat[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            load(flat, storage_reader=reader, planner=_Planner(), no_dist=True)
-        except CheckpointException as error:  # no Exception, and many lines long
-            first = next(iter(error.failures.values()))[0]
-            said = " ".join(str(first).split())[:200] or type(first).__name__
-            raise ConfigError(f"cannot read {path} as dcp: {said}") from None
+    try:
+        load(flat, storage_reader=reader, planner=_Planner(), no_dist=True)
+    except CheckpointException as error:  # no Exception, and many lines long
+        raise next(iter(error.failures.values()))[0] from None
+    refuse_swollen(flat, path)
     nested: dict[str, Any] = {}
     for name, value in flat.items():
         _put(nested, tuple(paths.get(name, (name,))), value)
@@ -129,12 +126,28 @@ def read_dcp(path: Path) -> dict[str, Any]:
 
 
 def _check_sizes(path: Path, index: metadata.Metadata) -> None:
-    """Raises: ConfigError if an index names larger tensors than its files hold, for which memory would be taken."""
-    tensors = [of for of in index.state_dict_metadata.values() if isinstance(of, metadata.TensorStorageMetadata)]
-    wanted = sum(prod(of.size) * of.properties.dtype.itemsize for of in tensors)
-    there = sum((path / name).stat().st_size for name in {of.relative_path for of in index.storage_data.values()})
-    if wanted > there:
-        raise ConfigError(f"{path / '.metadata'} names tensors of {wanted} bytes, but its files have {there}")
+    """Raises: ConfigError if an index names more bytes than its files hold, for which memory would be taken, or a
+    tensor whose parts do not make up the whole of it."""
+    where, stored = path / ".metadata", list(index.storage_data.values())
+    tensors = {n: of for n, of in index.state_dict_metadata.items() if isinstance(of, metadata.TensorStorageMetadata)}
+    numbers = [n for of in tensors.values() for n in of.size] + [n for of in stored for n in (of.offset, of.length)]
+    if any(type(n) is not int or n < 0 for n in numbers):
+        raise ConfigError(f"{where} names a size or place that is no whole number from 0: it is damaged")
+    wanted = sum(prod(of.size) * of.properties.dtype.itemsize for of in tensors.values())
+    sizes = {of.relative_path: (path / of.relative_path).stat().st_size for of in stored}
+    there, beyond = sum(sizes.values()), any(of.offset + of.length > sizes[of.relative_path] for of in stored)
+    if beyond or max(wanted, sum(of.length for of in stored)) > there:
+        raise ConfigError(f"{where} names more bytes than its files have ({there}): it is damaged")
+    for name, of in tensors.items():
+        taken = torch.zeros(of.size, dtype=torch.bool)
+        for chunk in of.chunks:
+            place = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            inside = all(n >= 0 for n in (*chunk.offsets, *chunk.sizes)) and taken[place].shape == chunk.sizes
+            if not inside or taken[place].any():
+                raise ConfigError(f"{where}: parts of {name[:100]!a} overlap or lie outside of it: it is damaged")
+            taken[place] = True
+        if not taken.all():
+            raise ConfigError(f"{where}: a part of {name[:100]!a} is lacking: save the checkpoint again")
 
 
 def _put(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:

@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from everstep.base.errors import ConfigError, StoreError
-from everstep.base.given import open_given, read_json
+from everstep.base.given import bounded_memory, open_given, read_json
 from everstep.base.hub_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from everstep.checkpoint.interchange import PassingWeights, Weights, adapter_names
+from everstep.checkpoint.interchange import PassingWeights, Weights, adapter_names, refuse_swollen, size_of
 from everstep.checkpoint.tensor_file import TensorFile, TensorForm, bytes_in
 from everstep.exact.extra_state import from_file, is_extra, to_file
 
@@ -219,13 +219,20 @@ def load_weights(path: Path) -> Weights:
     """
     kind = detect(path)
     reader = {SAFETENSORS: _read_safetensors, HF: _read_hf, TORCH: _read_torch, DCP: _read_dcp}[kind]
-    try:
-        return reader(path)
-    except ConfigError:
-        raise
-    except Exception as error:  # four foreign readers, each with errors of its own
-        said = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ConfigError(f"cannot read {path} as {kind}: {said}") from error
+    size = size_of(path)
+    with bounded_memory(size) as most, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return reader(path)
+        except ConfigError:
+            raise
+        except Exception as error:  # four foreign readers, each with errors of its own
+            said = " ".join(str(error).split())[:200] or type(error).__name__
+            if isinstance(error, MemoryError) or "allocate" in said:
+                said = f"it has {size} bytes and takes more than {most} of memory: expected tensors that are not packed"
+            elif isinstance(error, RecursionError):
+                said = "it is nested too deeply: expected a state dict"
+            raise ConfigError(f"cannot read {path} as {kind}: {said}") from error
 
 
 def _read_safetensors(path: Path) -> Weights:
@@ -250,7 +257,9 @@ def _read_hf(path: Path) -> Weights:
 
 
 def _read_torch(path: Path) -> Weights:
-    return _from_nested(torch.load(path, map_location="cpu", weights_only=True), path)
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    refuse_swollen(loaded, path)
+    return _from_nested(loaded, path)
 
 
 def _from_nested(loaded: Any, path: Path) -> Weights:

@@ -28,6 +28,7 @@ from torch.utils.data import Dataset
 
 from everstep.base.below import write_atomically
 from everstep.base.errors import ConfigError, TaskError
+from everstep.base.given import open_given
 from everstep.data.token_stream import cache_folder
 from everstep.exact.digest import digest_bytes
 
@@ -35,6 +36,7 @@ PICTURES = frozenset({"jpg", "jpeg", "png", "ppm", "pgm", "webp", "bmp", "tif", 
 PICKLED = frozenset({"pyd", "pkl", "pickle", "pth", "pt"})
 _DIGEST_BYTES = 16
 _FILES_KEPT = 64
+_MOST_HEADER_BYTES = 1 << 20
 
 Sample = dict[str, Any]
 
@@ -108,7 +110,7 @@ class TarShards(Dataset[Any]):
             return self._open[number]
         while len(self._open) >= _FILES_KEPT:
             os.close(self._open.popitem(last=False)[1])
-        descriptor = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self._open[number] = descriptor
         now, then = os.fstat(descriptor), self._stats[number]
         if (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
@@ -145,20 +147,40 @@ def _stat(path: str) -> os.stat_result:
 def _members(raw: Any, where: str, size: int) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
     """Key and ending of each file in a tar. Raises: ConfigError naming the shard and what is wrong with it."""
     try:
-        with tarfile.open(fileobj=raw, mode="r:") as tar:
+        headers: Any = _Headers(raw)
+        with tarfile.open(fileobj=headers, mode="r:") as tar:
             for member in tar:
+                if member.size < 0 or "\0" in member.name:
+                    raise ValueError("a header has a size below 0, or a name with NUL")
                 if member.isdir():
                     continue
                 if not member.isreg() or member.issparse():
-                    raise ConfigError(f"{where}: {member.name} is a link or the like: expected regular files alone")
+                    raise ConfigError(
+                        f"{where}: {member.name[:100]} is a link or the like: expected regular files alone"
+                    )
                 if member.offset_data + member.size > size:
-                    raise ConfigError(f"{where} is cut off within {member.name}: copy it again")
+                    raise ConfigError(f"{where} is cut off within {member.name[:100]}: copy it again")
                 folder, _, name = member.name.rpartition("/")
                 stem, dot, ending = name.partition(".")
                 if dot and stem:  # others are notes beside the samples, as for webdataset
                     yield f"{folder}/{stem}" if folder else stem, ending.lower(), member
-    except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+            raw.seek(tar.offset)
+            if raw.read(tarfile.BLOCKSIZE).strip(b"\0"):  # where tarfile takes a damaged header for the end
+                raise ValueError(f"the header at byte {tar.offset} is damaged")
+    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{where} is no tar file that can be read by place ({error}): unpack it if packed") from None
+
+
+class _Headers:
+    """A tar file for a reader of headers, of which none is large."""
+
+    def __init__(self, raw: Any) -> None:
+        self.seek, self.tell, self._read = raw.seek, raw.tell, raw.read
+
+    def read(self, size: int) -> Any:
+        if size > _MOST_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {size} bytes, expected at most {_MOST_HEADER_BYTES}")
+        return self._read(size)
 
 
 def files_of(data: bytes, where: str) -> Iterator[tuple[str, str, bytes]]:
@@ -175,7 +197,7 @@ def scan(path: str) -> list[int]:
     starts: list[int] = []
     end, seen, endings = 0, set[str](), set[str]()
     last = None
-    with open(path, "rb", buffering=1 << 16) as raw:
+    with open_given(path, links=True) as raw:
         for key, ending, member in _members(raw, path, os.stat(path).st_size):
             if key != last:
                 if key in seen:
@@ -242,7 +264,7 @@ def decoded(ending: str, data: bytes) -> Any:
     if kind == "json":
         return json.loads(data)
     if kind == "npy":
-        return np.load(io.BytesIO(data), allow_pickle=False)
+        return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
     return data
 
 

@@ -126,7 +126,7 @@ def read_text(path: str, limit_bytes: int = 0) -> bytes:
     """
     where = Path(path)
     try:
-        data = _joined(where, (), limit_bytes) if where.is_dir() else _text_file(where)
+        data = _joined(where, (), limit_bytes) if where.is_dir() else _text_file(where, limit_bytes)
     except OSError as error:
         raise ConfigError(f"expected a text file or a folder of them, got {path}: {error.strerror}") from None
     data = data[:limit_bytes] if limit_bytes else data
@@ -143,17 +143,17 @@ def _joined(root: Path, endings: tuple[str, ...], limit_bytes: int) -> bytes:
                 f"expected a folder of text files, got {path.parent} with {path.name}, which is no text: "
                 + _REMEDIES[path.suffix].format(path)
             )
-        data += path.read_bytes() if endings else _text_file(path)
+        data += path.read_bytes() if endings else _text_file(path, limit_bytes)
         if limit_bytes and len(data) >= limit_bytes:
             return bytes(data[:limit_bytes])
     return bytes(data)
 
 
-def _text_file(path: Path) -> bytes:
+def _text_file(path: Path, limit_bytes: int) -> bytes:
     """Content of a file, in memory: if mapped, it would change with the file. Raises: OSError; ConfigError if it
     begins otherwise than text does."""
     with open_given(path, links=True) as file:
-        data = file.read()
+        data = file.read(limit_bytes or -1)
     head = data[:_LOOKED_AT_BYTES]
     for magic, name in _PACKED.items():
         if head.startswith(magic):
@@ -173,7 +173,8 @@ def _files(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
         if path.name.startswith((".", "__pycache__")) or (endings and path.name in _SKIPPED):
             continue
         if path.is_dir():
-            if path.is_symlink() and folder.resolve().is_relative_to(path.resolve()):
+            above = (folder, *folder.parents)
+            if path.is_symlink() and any(one.resolve().is_relative_to(path.resolve()) for one in above):
                 continue  # a link back to a folder that holds it: its files would count again and again
             yield from _files(path, endings)
         elif path.is_file() and (not endings or path.suffix in endings):

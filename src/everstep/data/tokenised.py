@@ -106,10 +106,10 @@ def _token_file(path: Path) -> Tokens:
             numbers = _mapped(path, np.uint16)
         else:
             with open_given(path, links=True) as given:
-                numbers = np.load(f"/proc/self/fd/{given.fileno()}", mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        said = (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0][:150]
-        raise ConfigError(f"task.data: {path} is no readable token file: {said}") from None
+                numbers = np.lib.format.open_memmap(f"/proc/self/fd/{given.fileno()}", mode="r")
+    except Exception as error:  # numpy evaluates the header, which may raise anything
+        said = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())[:150]
+        raise ConfigError(f"task.data: {path} is no readable token file: {said or 'bad header'}") from None
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not len(numbers):
         raise ConfigError(
             f"task.data: expected whole numbers in one dimension in {path}, got {numbers.dtype} of shape "

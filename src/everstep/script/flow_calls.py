@@ -35,7 +35,7 @@ from everstep.script.flow_memory import (
     entry_of,
     joined,
 )
-from everstep.script.flow_reader import Reader, Scope, bare
+from everstep.script.flow_reader import Reader, Scope, acts, bare
 from everstep.script.flow_words import (
     ALIASING,
     CHANGING,
@@ -419,7 +419,9 @@ class Calls:
             return joined([self.reader.attribute_of(plain[0], str(key.value)), *plain[2:]])
         if name == "getattr":
             inner = [memory.live(one, "") for thing in plain[0].objects for one in _methods(thing)]
-            return replace(joined(inner or [Value()]), deps=whole, flags=CHOSEN)
+            inner += [self.reader.attribute_of(plain[0], held) for held in _held_functions(memory, plain[0])]
+            named = together(memory, Given(plain[1:], {}))  # of which one is called; whole, of a value
+            return replace(joined([*inner, *plain[2:]] or [Value()]), deps=named, element=Value(whole), flags=CHOSEN)
         if isinstance(key, ast.Constant) and len(plain) > 2:
             self.reader.store_attribute(plain[0], str(key.value), plain[2], node.args[0], scope)
         elif any(isinstance(thing, types.ModuleType) for thing in plain[0].objects):
@@ -493,12 +495,20 @@ def _methods(thing: Any) -> list[Any]:
     """The object's own methods written by the user, bound: a computed name may mean any of them."""
     found: list[Any] = []
     for kind in type(thing).__mro__:
-        for one in vars(kind).values():
-            if isinstance(one, types.FunctionType) and of_user(one.__code__.co_filename):
+        for name, one in vars(kind).items():
+            if isinstance(one, types.FunctionType) and name[:2] != "__" and of_user(one.__code__.co_filename):
                 found.append(types.MethodType(one, thing))
     inner = vars(thing).values() if isinstance(thing, types.ModuleType) else ()
     found += [one for one in list(inner) if isinstance(one, types.FunctionType) and of_user(one.__code__.co_filename)]
     return found[:_MOST_METHODS]
+
+
+def _held_functions(memory: RoundMemory, base: Value) -> list[str]:
+    """Names of attributes that can be called, and are no methods."""
+    own = {id(thing): getattr(thing, "__dict__", {}) for thing in base.objects}
+    found = {p[2] for p, v in memory.values.items() if p[0] == "attr" and p[1] in own and acts(v)}
+    held = {name for names in own.values() if "__builtins__" not in names for name in names if callable(names[name])}
+    return sorted(found | held)[:_MOST_METHODS]
 
 
 def _changes_tables(given: Given) -> bool:

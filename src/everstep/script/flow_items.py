@@ -20,11 +20,12 @@ KeysDone = Mapping[int, set[Any]]
 @dataclass
 class ContainerItems:
     """Keys of containers, by id. known: those that a container may have, MISSING if some are not known; grew: whether
-    reading has found more of them, so that the code must be read again; done: those that have been set up to here."""
+    reading has found more, so that the code must be read again; done: set up to here; bounded: losing entries."""
 
     known: dict[int, set[Any]] = field(default_factory=dict)
     grew: bool = False
     done: KeysDone = field(default_factory=dict)
+    bounded: set[int] = field(default_factory=set)
 
     def covers(self, thing: Any, key: Any) -> bool:
         """Whether, with this key, all items of a list or dict have been set in this round. key: of the item that is set

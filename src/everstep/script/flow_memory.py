@@ -182,7 +182,7 @@ class RoundMemory:
         if (base := _beneath(thing)) is not None:
             found |= self.contents(base)
         told = {inner for inner in self._set.get(id(thing), ()) if not _is_code_read(self.judge, thing, inner[2])}
-        found = found.union(*(self.values[inner].deps for inner in told))
+        found = found.union(*(self.values[inner].deps for inner in told if inner in self.values))
         names = getattr(thing, "__dict__", None)
         if isinstance(names, dict) and self.judge.of_user(thing) and "trained" not in self.judge.flags(thing):
             for name in list(names)[:_MOST]:
@@ -294,7 +294,7 @@ class RoundMemory:
                 plain = Value(deps, flags=given.flags & {"copy"})
                 self.write(place, plain, title=value.title, strong=False, keys=keys)
             if whole and (sets or forgets) and len(places) == 1 and not (value.homes or keys):
-                items = self.stores[place] if place[1] in self.items.done else ()
+                items = self.stores.get(place, ()) if place[1] in self.items.done else ()
                 deps = (self.use(given) | self.control).union(*(store.deps for store in items))
                 self.values[place] = Value(normal(deps), title=value.title)
 
@@ -442,7 +442,7 @@ def is_harmless_beside(memory: RoundMemory, place: Origin) -> bool:
     """Whether only samples' or a task's code writes this place, and it counts nothing: a file that is opened late, a
     shard that is kept until the next is wanted."""
     stores = memory.stores.get(place, ())
-    only = bool(stores) and all(store.each == "beside" for store in stores)
+    only = bool(stores) and all(store.each == "beside" for store in stores) and place[1] not in memory.items.bounded
     return only and (place[0] == "file" or not counts_batches(memory, place))
 
 
@@ -512,4 +512,5 @@ def recalls(memory: RoundMemory, place: Origin, reaching: set[Origin]) -> bool:
     keys = {key for store in memory.stores[place] for key in store.keys if key[0] != "arg"}
     read = {d[2] for d in reaching if d[0] == "read" and d[1] == place}
     read |= {d[1][2] for d in reaching if d[0] == "if" and d[1][:2] == ("read", place)}
-    return not keys or all(one is not None and keys == {key for key in one if key[0] != "arg"} for one in read)
+    every = keys or place[1] in memory.items.bounded
+    return not every or all(one and keys == {key for key in one if key[0] != "arg"} for one in read)

@@ -240,7 +240,7 @@ class Reader:
             if lasting:
                 memory.read(place, scope.place(target.id)[1], target.id)
                 memory.write(place, value, title=memory.titles.get(place, target.id))
-                if _acts(value) and not (defines and scope.place(target.id)[1] is MISSING):
+                if acts(value) and not (defines and scope.place(target.id)[1] is MISSING):
                     memory.sink((place,))  # its callers do something else from then on
             else:
                 memory.values[place] = value.with_deps(memory.control)
@@ -291,7 +291,7 @@ class Reader:
             if self.calls is not None:
                 self.calls.operate(memory.live(thing, base.title), "__setattr__", [Value(), value])
             place, found = memory.attribute(thing, name)
-            if _acts(value) or (_is_shared(thing) and callable(found)):
+            if acts(value) or (_is_shared(thing) and callable(found)):
                 memory.sink((place,))
             if place[0] == "attr" and place[1] != id(thing):
                 place = ("attr", id(thing), name)
@@ -385,7 +385,7 @@ class Reader:
         return found or Value(frozenset().union(*(self.memory.use(v) for v in given)))
 
 
-def _acts(value: Value) -> bool:
+def acts(value: Value) -> bool:
     """Whether the value may be a function."""
     functions = (types.FunctionType, types.MethodType, functools.partial)
     return bool(value.codes) or any(isinstance(thing, functions) for thing in value.objects)

@@ -197,7 +197,24 @@ def _define(reader: Reader, node: ast.FunctionDef, scope: Scope) -> None:
 def _delete(reader: Reader, node: ast.Delete, scope: Scope) -> None:
     for target in node.targets:
         if isinstance(target, ast.Subscript):
-            reader.memory.mutate(reader.value(target.value, scope), reader.value(target.slice, scope), forgets=True)
+            _lose_entry(reader, target.value, target.slice, scope)
+
+
+def _alone(reader: Reader, node: ast.Expr, scope: Scope) -> None:
+    match node.value:
+        case ast.Call(ast.Attribute(container, "pop"), [key, *_]):
+            if (found := reader.value(container, scope).objects) and all(isinstance(one, dict) for one in found):
+                return _lose_entry(reader, container, key, scope)
+    reader.value(node.value, scope)
+
+
+def _lose_entry(reader: Reader, container: ast.expr, key: ast.expr, scope: Scope) -> None:
+    """Nothing gets the entry. If it depends on its key alone, it is made again, and a cache may be bounded so."""
+    memory, base = reader.memory, reader.value(container, scope)
+    is_first = ast.unparse(key) == f"next(iter({ast.unparse(container)}))"  # looking for it changes nothing
+    memory.may_raise(memory.use(base))
+    memory.mutate(base, Value() if is_first else reader.value(key, scope), forgets=True, whole=False)
+    memory.items.bounded.update(id(thing) for thing in base.objects)
 
 
 def _name(reader: Reader, node: ast.Name, scope: Scope) -> Value:
@@ -430,6 +447,7 @@ _STATEMENTS: dict[type, Callable[[Reader, Any, Scope], Any]] = {
     ast.AsyncWith: _with,
     ast.FunctionDef: _define,
     ast.Delete: _delete,
+    ast.Expr: _alone,
 }
 _EXPRESSIONS: dict[type, Callable[[Reader, Any, Scope], Any]] = {
     ast.Name: _name,

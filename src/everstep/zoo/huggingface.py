@@ -33,6 +33,7 @@ from everstep.zoo.recipe import (
 from everstep.zoo.shard_plans import hub_plan
 
 _TEST_EVERY = 20
+_MOST_LAYERS = 10_000
 _COUNTED_FROM_PADDING = (
     "camembert",
     "data2vec-text",
@@ -109,6 +110,9 @@ class HuggingFace(ReadyTask):
         except Exception as error:
             said = " ".join(str(error).split())[:200]
             raise ConfigError(f"hf:{directory.name}: config.json is not valid for {kind}: {said}") from None
+        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        if isinstance(layers, int) and not 0 <= layers <= _MOST_LAYERS:
+            raise ConfigError(f"hf:{directory.name}: expected 0 to {_MOST_LAYERS} layers in config.json, got {layers}")
         config.use_cache, config.dtype = False, torch.float32
         return config
 

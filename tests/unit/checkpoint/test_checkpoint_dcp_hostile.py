@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,47 @@ def planned(index: metadata.Metadata, path: tuple[Any, ...]) -> metadata.Metadat
     return index
 
 
+def parted(index: metadata.Metadata, *parts: tuple[int, int]) -> metadata.Metadata:
+    """parts: (offset, size) of the parts of `w`, all with the same bytes behind them."""
+    size = torch.Size
+    index.state_dict_metadata["model.w"].chunks = [
+        metadata.ChunkStorageMetadata(size([o]), size([s])) for o, s in parts
+    ]
+    place = index.storage_data.pop(metadata.MetadataIndex("model.w", size([0]), 0))
+    parts_there = {metadata.MetadataIndex("model.w", size([o]), k): (o, k) for k, (o, _) in enumerate(parts)}
+    index.storage_data |= {
+        at: replace(place, offset=k * (place.length // 2), length=place.length // 2)
+        for at, (_, k) in parts_there.items()
+    }
+    return index
+
+
+def repeated(index: metadata.Metadata, count: int) -> metadata.Metadata:
+    """So many values, all with the same bytes behind them."""
+    place = index.storage_data[metadata.MetadataIndex("model.n")]
+    for name in map(str, range(count)):
+        index.state_dict_metadata[name] = metadata.BytesStorageMetadata()
+        index.storage_data[metadata.MetadataIndex(name)] = place
+        index.planner_data[name] = (name,)
+    return index
+
+
+def cancelling(index: metadata.Metadata) -> metadata.Metadata:
+    """Sizes of two tensors whose sum is small."""
+    whole = index.state_dict_metadata["model.w"]
+    for name, size in (("a", 1 << 40), ("b", -(1 << 40))):
+        index.state_dict_metadata[name] = replace(whole, size=torch.Size([size]))
+    return index
+
+
 CHANGES: dict[str, Change] = {
+    "lacking": lambda index: parted(index, (0, 2)),
+    "overlapping": lambda index: parted(index, (0, 2), (1, 2)),
+    "outside": lambda index: parted(index, (1, 3)),
+    "below": lambda index: parted(index, (-1, 3)),
+    "negative part": lambda index: parted(index, (0, -3)),
+    "cancelling": cancelling,
+    "repeated": lambda index: repeated(index, 3),
     "command": lambda index: Command(),
     "large": lambda index: sized(index, 1 << 36),
     "overflowing": lambda index: sized(index, 1 << 62, 1 << 62),
@@ -66,6 +107,7 @@ CHANGES: dict[str, Change] = {
 }
 TEXTS = {
     "marks": PROTO + b"(" * 1_000_000 + b".",
+    "held memo": PROTO + b"Nr\xff\xff\xff\x7f.",
     "memo": PROTO + b"r\xff\xff\xff\xff.",
     "endless": PROTO + b"\x8e" + (1 << 62).to_bytes(8, "little") + b"x.",
     "doubled": PROTO + b")q\x00" + b"".join(b"h%ch%c\x86q%c0" % (i, i, i + 1) for i in range(60)) + b"h\x3c.",
@@ -119,6 +161,56 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(
     (folder / name).unlink()
     os.mkfifo(folder / name)
     refused(folder, monkeypatch)
+
+
+def test_what_is_wrong_with_the_parts_of_a_tensor_is_said(folder: Path) -> None:
+    whole = (folder / ".metadata").read_bytes()
+    for name, said in (
+        ("lacking", "a part of 'model.w' is lacking"),
+        ("overlapping", "overlap or lie outside"),
+        ("outside", "overlap or lie outside"),
+        ("below", "overlap or lie outside"),
+        ("cancelling", "no whole number from 0"),
+        ("repeated", "more bytes than its files have"),
+        ("longer", "more bytes than its files have"),
+    ):
+        (folder / ".metadata").write_bytes(pickle.dumps(CHANGES[name](pickle.loads(whole))))
+        with pytest.raises(ConfigError, match=said):
+            load_weights(folder)
+
+
+def test_parts_of_a_tensor_are_put_together(tmp_path: Path) -> None:
+    """Two rows each, of which the index says where they are."""
+    path, rows = tmp_path / "saved", torch.arange(12.0).reshape(4, 3)
+    dcp.save({"model": {"w": rows[:2]}}, checkpoint_id=str(path), no_dist=True)
+    dcp.save({"model": {"w": rows[2:]}}, checkpoint_id=str(tmp_path / "other"), no_dist=True)
+    (tmp_path / "other" / "__0_0.distcp").rename(path / "__1_0.distcp")
+    index = pickle.loads((path / ".metadata").read_bytes())
+    found, size = index.state_dict_metadata["model.w"], torch.Size
+    found.size = size([4, 3])
+    found.chunks = [metadata.ChunkStorageMetadata(size([row, 0]), size([2, 3])) for row in (0, 2)]
+    place = index.storage_data[metadata.MetadataIndex("model.w", size([0, 0]), 0)]
+    index.storage_data[metadata.MetadataIndex("model.w", size([2, 0]), 1)] = replace(
+        place, relative_path="__1_0.distcp"
+    )
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    assert torch.equal(load_weights(path).model["w"], rows)
+
+
+def test_a_value_that_is_named_many_times_is_refused(folder: Path) -> None:
+    value: list[Any] = []
+    for _ in range(60):
+        value = [value, value]
+    stored, index = folder / "__0_0.distcp", pickle.loads((folder / ".metadata").read_bytes())
+    before = stored.stat().st_size
+    with open(stored, "ab") as file:
+        torch.save(value, file)
+    number = metadata.MetadataIndex("model.n")
+    length = stored.stat().st_size - before
+    index.storage_data[number] = replace(index.storage_data[number], offset=before, length=length)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(ConfigError, match=r"stands for 230584300921369395[0-9] values"):
+        load_weights(folder)
 
 
 def test_a_pipe_in_the_place_of_a_shard_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
