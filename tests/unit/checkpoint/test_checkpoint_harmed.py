@@ -1,4 +1,4 @@
-"""Stores that were moved, cut or are named oddly, memory that is too small, and a store that fails for a while."""
+"""Stores that were moved or cut, memory that is too small, and a store that fails for a while."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from test_checkpoint_upload import LIMIT_S, QUICK, Events, Spoiled
 from checkpoint_saving import make_state, save
 from everstep.base import below
 from everstep.base.config_keys import MemoryTierConfig
-from everstep.base.errors import CheckpointCorrupt, ConfigError, StoreError
+from everstep.base.errors import CheckpointCorrupt, StoreError
 from everstep.checkpoint.names import LATEST
-from everstep.checkpoint.object_store import _parse_url
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import TEMPORARY, DirectoryStore
-from everstep.checkpoint.stores.s3 import SERVICE
 from everstep.checkpoint.transfer import Uploader
 from everstep.checkpoint.vault import StageState, Vault
 from everstep.exact.image import BLOCK_BYTES
@@ -111,24 +109,6 @@ def test_no_more_is_held_than_the_limit_in_megabytes(limit_mb: int, sizes: list[
         assert sum(held.values()) <= room and (step in held) is fits
         assert fits or n_blocks + sum(held.values()) > room
         vault.retire(step)
-
-
-NAME = st.text("abz09-._", min_size=1, max_size=6)
-
-
-@given(NAME, st.lists(NAME, max_size=3), st.text("/", max_size=2), st.sampled_from(["", *"?#@"]), st.integers(0, 20))
-def test_a_url_is_a_bucket_and_a_prefix_or_refused(bucket: str, words: list[str], end: str, odd: str, at: int) -> None:
-    rest = "/".join([bucket, *words]) + end
-    at = min(at, len(rest))
-    url = f"s3://{rest[:at]}{odd}{rest[at:]}"
-    if odd in ("?", "#") or (odd == "@" and at <= len(bucket)):
-        with pytest.raises(ConfigError):
-            _parse_url(url, SERVICE)
-    elif not odd:
-        assert _parse_url(url, SERVICE) == (bucket, "/".join(words))
-    for wrong in (f"s4://{rest}", f"s3:/{rest}", rest, f"s3:///{rest}"):
-        with pytest.raises(ConfigError):
-            _parse_url(wrong, SERVICE)
 
 
 @pytest.mark.parametrize("newer", [[2], [2, 3], [4, 3]])

@@ -1,10 +1,8 @@
-"""How long is waited, who is ended, and what is made once however often its reason comes."""
+"""How long is waited, and what is made once however often its reason comes."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +16,8 @@ from test_runtime_hearsay import LOCAL, OneHost
 
 from everstep.protocol import messages as m
 from everstep.runtime.host import cell
-from everstep.runtime.host.hearsay import Hearsay
-from everstep.runtime.host.host_part import Host
 from everstep.runtime.link import control_client
-from everstep.runtime.link.address import COORDINATOR_FILE
 from everstep.runtime.link.control_client import ControlClient
-from everstep.runtime.process import OUTLIVES_WORKERS
 
 LOOKS = st.none() | st.integers(0, 40)
 
@@ -82,30 +76,6 @@ def test_a_head_waits_for_its_limbs_and_for_all_of_them_no_longer_than_for_one()
     assert waited == sorted(waited, reverse=True)
 
 
-def test_strays_are_ended_and_nobody_else() -> None:
-    """In a process of its own: of its children, those that are known live on, and those that outlive workers."""
-    code = """if True:
-        import os, subprocess, sys
-        from everstep.runtime.process import OUTLIVES_WORKERS, end_strays
-        echo = ["-c", "import sys; [print(line, end='', flush=True) for line in sys.stdin]"]
-        made = {}
-        for name in ("known", "stray", OUTLIVES_WORKERS, "other stray"):
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            made[name] = subprocess.Popen([name, *echo], executable=sys.executable, text=True, bufsize=1, **pipes)
-        end_strays({made["known"].pid})
-        for name, one in made.items():
-            try:
-                one.stdin.write("here\\n")
-                if one.stdout.readline():
-                    print(name)
-            except OSError:
-                pass
-            one.kill()
-        """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.splitlines() == ["known", OUTLIVES_WORKERS], done.stderr
-
-
 def test_places_that_are_told_again_make_no_second_server(tmp_path: Path) -> None:
     with ExitStack() as stack:
         one = OneHost(tmp_path)
@@ -123,19 +93,3 @@ def _listens(fd: int) -> bool:
         return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
     except OSError:
         return False
-
-
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("own", [False, True])
-def test_who_does_not_follow_the_jobs_own_file_hears_of_heads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: bool, own: bool
-) -> None:
-    """By its own file, which others do not write; and the job's is looked at beside it, if this host sees it."""
-    found = list[Any]()
-    monkeypatch.setattr(Hearsay, "__init__", lambda self, *given: found.extend(given))
-    shared = tmp_path / "run" / COORDINATOR_FILE
-    where = tmp_path / "own" / COORDINATOR_FILE if own else tmp_path / "own" / ".." / "run" / COORDINATOR_FILE
-    host: Any = SimpleNamespace(coordinator_file=where, files=SimpleNamespace(apart=apart), run_dir=tmp_path / "run")
-    host._secrets = None
-    assert (Host._hear_of_head(host, None) is None) is (not apart and not own)  # type: ignore[arg-type]
-    assert not found or (found[0] == where and found[-1] == (None if apart else shared))

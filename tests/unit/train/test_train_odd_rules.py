@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.base.config import load_config
-from everstep.base.errors import ConfigError
 from everstep.order.cursor import SampleOrder
 from everstep.train import shapes
 from everstep.train.saving import saving_of
@@ -37,24 +36,6 @@ def test_an_epoch_ends_with_the_step_that_takes_its_last_sample(
         over += [crossed] if crossed else []
         assert rules.epoch_ends(step) == crossed
     assert over == (list(range(1, epochs))[: len(over)] if regular else []) and len(over) <= epochs
-
-
-@pytest.mark.parametrize("key", ["checkpoint.disk.every_epochs", "checkpoint.object.every_epochs", "eval_every_epochs"])
-def test_an_order_without_epochs_has_no_rule_by_epochs(key: str) -> None:
-    order: Any = SimpleNamespace(total_steps=9)
-    assert [saving_of(link_of(), False, order).epoch_ends(step) for step in range(10)] == [0] * 10
-    with pytest.raises(ConfigError, match=f"{key}: .* no epochs: use steps"):
-        saving_of(link_of(**{key: 1}), False, order)
-
-
-@pytest.mark.parametrize(
-    ("more", "on"),
-    [({}, True), ({"run_dir": None}, False), ({"task": ""}, False), ({"checkpoint.enabled": False}, False)],
-)
-@pytest.mark.parametrize("split", [False, True])
-def test_checkpoints_need_a_directory_a_task_and_leave(more: dict[str, Any], on: bool, split: bool) -> None:
-    rules = saving_of(link_of(**more), split, SampleOrder(1, 9, 2, 1, steps=3))
-    assert rules.on is on and bool(rules.memory_every) is split
 
 
 TENSORS = st.builds(
