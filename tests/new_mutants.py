@@ -2,11 +2,13 @@
 
 The mistakes are those of `mutant_operators`, as many of each kind as of the others. Each is planted by itself in a
 private copy of the tree. First run the fast tests that execute its line, by a record that is made once per tree; then,
-for a bug in `SIMULATED` code that is left over, the simulator's seeds that execute it, up to `SEEDS` of each kind.
+for a bug in `SIMULATED` code that is left over, the simulator's seeds that execute it, up to `SEEDS` of each kind. A
+seed notices it if a promise is broken, or else if it runs otherwise than recorded: both are told apart.
 What is known of a bug is kept in build/mutants-new until src or tests change, so a run goes on where it was ended.
 Results are in build/mutants-new/SEED.json. Bugs that change nothing are listed in equivalent-mutants.json, each with
 its reason; they are counted apart.
 
+TESTS=seeds leaves the tests out: what does the simulator notice by itself?
 TESTS=tests/unit/runtime,tests/property runs these alone, which is much faster for one room: a survivor of few tests may
 yet be noticed by others.
 
@@ -38,7 +40,9 @@ from mutant_operators import Generated, changes, mistakes
 from mutants import AT_ONCE, ROOT, SIMULATED, WARM, NoEnd, Trees
 
 FOLDER = ROOT / "build" / "mutants-new"
-NO_END = "tests without an end"
+DIGESTS = ROOT / "tests" / "sim" / "seed-digests.json"
+NO_END, OTHERWISE = "tests without an end", "runs otherwise:"
+ENDS = {NO_END: "no end", OTHERWISE: "otherwise", "seed": "seeds"}
 EQUIVALENT = Path(__file__).with_name("equivalent-mutants.json")
 FAST = ("tests/unit", "tests/property", "tests/traces")
 SEEDS, KINDS = 300, ("", "split", "leased", "operated", "sharded")
@@ -66,7 +70,7 @@ class Executed:
 
     def record(self, simulated: bool) -> None:
         """Run the tests once, and seeds if simulated code is meant, unless that was done for this tree."""
-        if not self._tests.exists():
+        if self._among and not self._tests.exists():
             print("recording which tests execute which lines", flush=True)
             data = {"COVERAGE_FILE": f"{self._tests}.part", "COVERAGE_CORE": "ctrace"}
             options = [
@@ -95,6 +99,8 @@ class Executed:
 
     def tests(self, bug: Generated) -> list[str]:
         """Tests that execute the line, by file; all that execute its file if it is executed by imports alone."""
+        if not self._among:
+            return []
         by_line = _contexts(self._tests, bug.file)
         found = by_line.get(bug.line, set()) - {""} or {name for names in by_line.values() for name in names} - {""}
         chosen = {name.partition("|")[0].partition("[")[0] for name in found}
@@ -169,7 +175,7 @@ class Judge:
             except NoEnd as error:
                 killer = f"{NO_END}: {error}"
             if not killer and bug.file.split("/")[0] in SIMULATED:
-                killer = _seed_that_fails(tree, self._executed.seeds(bug))
+                killer = _seed_that_notices(tree, self._executed.seeds(bug))
         took_s = round(time.monotonic() - began_s, 1)
         found = Judged(bug.id, bug.kind, bug.where, sound[bug.begin : bug.end], bug.new, killer, took_s)
         kept.write_text(json.dumps(asdict(found)))
@@ -183,8 +189,9 @@ class Judge:
         return [group for group in (own, [name for name in tests if name not in own]) if group]
 
 
-def _seed_that_fails(tree: Path, seeds: Sequence[tuple[int, str]]) -> str:
-    """The first of these seeds that breaks a promise with this tree's code, "" if none does, or "no end"."""
+def _seed_that_notices(tree: Path, seeds: Sequence[tuple[int, str]]) -> str:
+    """The first of these seeds that breaks a promise with this tree's code, or else that runs otherwise; "" if none
+    does."""
     mine, its = WARM.Pipe(duplex=False)
     process = WARM.Process(target=_simulate, args=(its, str(tree), list(seeds)))
     process.start()
@@ -202,12 +209,16 @@ def _simulate(told: Connection, tree: str, seeds: Sequence[tuple[int, str]]) -> 
     sys.path[:] = [f"{tree}/src", *(p for p in sys.path if Path(p) not in (ROOT / "src", ROOT / "tests"))]
     from everstep.sim.scenario import simulate
 
+    recorded = {kind: " ".join(lines).split() for kind, lines in json.loads(DIGESTS.read_text()).items()}
+    differs = ""
     for seed, kind in seeds:
         outcome = simulate(seed, **({kind: True} if kind else {}))
         if not outcome.ok:
             told.send(f"seed {seed} {kind}: {outcome.problem[:150]}")
             return
-    told.send("")
+        if not differs and outcome.digest != recorded[kind or "plain"][seed]:
+            differs = f"{OTHERWISE} seed {seed} {kind}"
+    told.send(differs)
 
 
 def equivalent() -> dict[tuple[str, str, str, str], str]:
@@ -223,14 +234,17 @@ def report(found: Sequence[Judged], path: Path) -> int:
     path.write_text(json.dumps([{**asdict(one), "equivalent": reasons[one.id]} for one in found], indent=1) + "\n")
     rooms: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for one in found:
-        noticed = "seeds" if one.killer.startswith("seed") else "no end" if one.killer.startswith(NO_END) else "tests"
+        noticed = next((end for begins, end in ENDS.items() if one.killer.startswith(begins)), "tests")
         end = "equivalent" if reasons[one.id] else noticed if one.killer else "survived"
         rooms[one.id.split("/")[0]][end] += 1
     for room, ends in sorted(rooms.items()):
-        noticed = ends["tests"] + ends["no end"] + ends["seeds"]
+        noticed = ends["tests"] + ends["no end"] + ends["seeds"] + ends["otherwise"]
         counts = noticed + ends["survived"]
         share = f"{noticed / counts:.0%}" if counts else "none"
-        by = f"{ends['tests']} by tests, {ends['no end']} as tests do not end, {ends['seeds']} by seeds alone"
+        by = (
+            f"{ends['tests']} by tests, {ends['no end']} as tests do not end, {ends['seeds']} by seeds that break a "
+            f"promise, {ends['otherwise']} by seeds that run otherwise"
+        )
         print(f"{room}: {share} of {counts} noticed ({by}); {ends['equivalent']} change nothing")
     survivors = [one for one in found if not one.killer and not reasons[one.id]]
     for one in survivors:
@@ -256,8 +270,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"expected files or folders below src/everstep, got {', '.join(missing)}", file=sys.stderr)
         return 2
     WARM.set_forkserver_preload(["torch", "pytest", "hypothesis", "msgspec", "click", "rich"])
-    among = [path for path in chosen.tests.split(",") if path] or list(FAST)
-    known = FOLDER / key(besides="" if among == list(FAST) else " ".join(among))
+    among = [] if chosen.tests == "seeds" else [path for path in chosen.tests.split(",") if path] or list(FAST)
+    known = FOLDER / key(besides=chosen.tests)
     known.mkdir(parents=True, exist_ok=True)
     executed = Executed(known, among)
     executed.record(any(path.split("/")[0] in SIMULATED for path in paths))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 
-from everstep.sim.scenario import Verdict, simulate
+from everstep.sim.scenario import SeedKind, Verdict, simulate
 from everstep.sim.setups import Setup
 
 
 @cache
-def ordinary(seed: int, split: bool = False) -> Verdict:
-    """What came of it. split: of a model in several stages."""
-    return simulate(seed, split=split)
+def ordinary(seed: int, kind: SeedKind = "") -> Verdict:
+    """What came of it."""
+    return simulate(seed, **({kind: True} if kind else {}))
 
 
 @cache
@@ -20,14 +20,14 @@ def under(setup: Setup, seed: int) -> Verdict:
     return simulate(seed, setup=setup)
 
 
-def meets_flips(split: bool, drawn: dict[int, bool]) -> None:
+def meets_flips(kind: SeedKind, drawn: dict[int, bool]) -> None:
     """Most flips of bits are found; a few are lost with their copy, or reach all copies before a comparison.
 
     drawn: the seeds, and whether a bit flips there. One with a worker that computes otherwise is to be left out: where
     that worker is alone in a pool, nobody can know.
     """
     chosen = [seed for seed, flips in drawn.items() if flips]
-    outcomes = [ordinary(seed, split) for seed in chosen]
+    outcomes = [ordinary(seed, kind) for seed in chosen]
     failed = [str(outcome) for outcome in outcomes if not outcome.ok]
     assert not failed, failed[0]
     struck = [outcome for outcome in outcomes if outcome.flipped]

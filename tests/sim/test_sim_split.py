@@ -22,9 +22,7 @@ from everstep.sim.model import SimJob
 from everstep.sim.rules import Rules
 from everstep.sim.scenario import simulate
 from everstep.sim.setups import Setup, set_up_split
-from sampling import mostly_longer, seeds
-
-CHUNK = 30
+from sampling import seeds
 
 POOL_DIES = Setup(
     4, 0, 2, 1, "replace", SimJob(8, 4, 3, stages=2, keep_every=2), (SimFault("pool", 250, "computing", 4, 0, 1),)
@@ -85,13 +83,6 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("start", mostly_longer(range(0, 300, CHUNK), lambda start: start < 120))
-def test_every_promise_holds(start):
-    outcomes = [ordinary(seed, True) for seed in range(start, start + CHUNK)]
-    failed = [str(outcome) for outcome in outcomes if not outcome.ok]
-    assert not failed, "\n".join(failed) + "\nreplay: everstep sim --split --seed N --trace"
-
-
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_promises_hold(name):
     failed = [str(o) for o in (under(SCENARIOS[name], seed) for seed in seeds(8)) if not o.ok]
@@ -113,7 +104,7 @@ def test_the_seeds_meet_what_they_are_meant_to_meet():
     setups = [set_up_split(seed) for seed in range(200)]
     assert {s.job.stages for s in setups} == {2, 3, 4}
     assert any(s.workers < s.job.stages for s in setups) and any(s.active for s in setups)
-    outcomes = [ordinary(seed, True) for seed in range(60)]
+    outcomes = [ordinary(seed, "split") for seed in range(60)]
     assert sum(bool(o.targets) for o in outcomes) > 15
     assert sum(any(o.targets) for o in outcomes) > 5
     assert sum(o.generations for o in outcomes) > 150
@@ -121,7 +112,7 @@ def test_the_seeds_meet_what_they_are_meant_to_meet():
 
 def test_most_flips_are_found():
     setups = {seed: set_up_split(seed) for seed in seeds(300)}
-    meets_flips(True, {n: s.differs is None and any(f.kind == "flip" for f in s.faults) for n, s in setups.items()})
+    meets_flips("split", {n: s.differs is None and any(f.kind == "flip" for f in s.faults) for n, s in setups.items()})
 
 
 def test_a_seed_replays_exactly():

@@ -52,6 +52,7 @@ def _walk(group: type[Any], path: tuple[str, ...] = ()) -> Iterator[_Leaf]:
 
 
 FREE = ("env", "task")
+LENGTHS = ("steps", "epochs")
 """Groups whose keys are not ours to name."""
 
 _LEAVES: dict[str, _Leaf] = {leaf.name: leaf for leaf in _walk(Config)}

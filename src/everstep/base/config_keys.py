@@ -385,7 +385,11 @@ class Config:
         low=1,
         numerics=True,
     )
-    steps: int | None = key(None, "last step; if epochs is set, too, the earlier end counts", low=1)
+    steps: int | None = key(
+        None,
+        "last step; if you give steps and epochs, the earlier end counts; if you give one, the task's other does not",
+        low=1,
+    )
     epochs: int | None = key(None, "passes over the data", low=1)
     seed: int = key(
         0, "seed of the initial weights, the sample order and all random numbers", low=0, high=2**63 - 1, numerics=True

@@ -20,6 +20,7 @@ from typing import Any
 from everstep import __version__
 from everstep.base.below import write_atomically
 from everstep.base.config import (
+    LENGTHS,
     Config,
     default_workers,
     dotted,
@@ -110,12 +111,16 @@ class JobFile:
 
 
 def effective_config(defaults: Mapping[str, Any], request: Request, *, script: bool = False) -> Config:
-    """defaults < task's own (`defaults`) < file < --set < options; `--batch-size` becomes `micro_batch`.
+    """defaults < task's own (`defaults`) < file < --set < options; `--batch-size` becomes `micro_batch`. If the user
+    gives a length, steps or epochs, it replaces both of the task's own.
 
     script: a script says its own lanes and length in `join`, so neither steps nor epochs is missing.
 
     Raises: ConfigError for unknown keys, bad values and contradictions.
     """
+    asked = read_layers(list(request.layers))
+    if any(asked.get(name) is not None for name in LENGTHS):
+        defaults = {name: value for name, value in defaults.items() if name not in LENGTHS}
     layers: list[tuple[str, Mapping[str, Any]]] = [("the task's defaults", defaults), *request.layers]
     given = read_layers(layers)
     open_lanes = script and "lanes" not in given  # the script sets them later; until then assume enough

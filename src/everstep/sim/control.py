@@ -180,6 +180,7 @@ class SimCoordinator(Process):
                 self.world.log(self.name, "reports", kind, fields)
                 require(fields.get("cause") is not FOUL, "P7", f"{kind} because of what nobody may say: {fields}")
                 self.control.fate.report(kind, fields)
+                self.world.note((kind, fields))
                 told = timed(fields, self.world.now_ns) if kind == "recovery_completed" else fields
                 self.control.site.tell(kind, **{"time_unix_ns": self.world.now_ns, **told})
 

@@ -102,7 +102,6 @@ class Verdict:
     problem: str
     steps: int
     generations: int
-    virtual_ms: float
     events: int
     lost_everything: int
     reports: dict[str, int]
@@ -112,6 +111,7 @@ class Verdict:
     unnoticed: bool  # all copies were alike when they were compared
     trace: tuple[str, ...]
     seen: Mapping[tuple[str, str], int]  # counts by group and name
+    digest: str  # alike where each message and report was alike and came at the same time
 
     @property
     def ok(self) -> bool:
@@ -405,13 +405,13 @@ def simulate(
         problem = f"{type(error).__name__}: {error}"
         if tracing:
             simulation.world.lines.extend(traceback.format_exc().splitlines())
+    simulation.world.note(simulation.world.events)
     return Verdict(
         seed=seed,
         setup=chosen,
         problem=problem,
         steps=simulation.checks.effects.committed,
         generations=len(simulation.checks.records.plans),
-        virtual_ms=simulation.world.now_ns / MS,
         events=simulation.world.events,
         lost_everything=simulation.checks.lost_everything,
         reports=dict(simulation.control.fate.reports),
@@ -421,6 +421,7 @@ def simulate(
         unnoticed=simulation.checks.taint.unnoticed,
         trace=tuple(simulation.world.lines),
         seen=simulation.world.seen,
+        digest=f"{simulation.world.digest:08x}",
     )
 
 
@@ -476,8 +477,8 @@ def run_one(seed: int, kind: SeedKind, trace: bool) -> int:
         print(line)
     print(outcome)
     print(
-        f"{outcome.steps} steps, {outcome.generations} generations, {outcome.virtual_ms:.0f} virtual ms, "
-        f"{outcome.events} events, {outcome.reports}"
+        f"{outcome.steps} steps, {outcome.generations} generations, {outcome.events} events, "
+        f"digest {outcome.digest}, {outcome.reports}"
     )
     return 0 if outcome.ok else 1
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import random
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from math import inf
@@ -30,6 +31,7 @@ class World:
         self.tracing = tracing
         self.lines: list[str] = []
         self.events = 0
+        self.digest = 0  # CRC-32 of all messages and reports, with their times
         self.slow_network = self.rng.random() < 0.25
         self._heap: list[tuple[int, int, Act, tuple[Any, ...]]] = []
         self._count = 0
@@ -64,6 +66,10 @@ class World:
         if self.tracing:
             said = " ".join(str(d) for d in details)
             self.lines.append(f"{self.now_ns / MS:11.3f} {who:<12} {what} {said}".rstrip())
+
+    def note(self, said: Any) -> None:
+        """Add a message or a report to the digest."""
+        self.digest = zlib.crc32(repr((self.now_ns, said)).encode(), self.digest)
 
     # ---- time
 
@@ -250,6 +256,7 @@ class SimConnection:
         """Send a message from one side to the other."""
         if not self.open:
             return
+        self.world.note(message)
         to = int(side is self.ends[0])
         self._sent[to] += 1
         numbered = (self._sent[to], message)

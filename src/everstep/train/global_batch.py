@@ -1,12 +1,12 @@
-"""Lanes and micro-batch of a job whose script calls `join`: from its `lanes`, `accumulate` and `micro_batch`, or its
-DataLoader's batch size, below what the user has set. Pure."""
+"""Length, lanes and micro-batch of a job whose script calls `join`: from its arguments, or its DataLoader's batch size,
+below what the user has set. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from everstep.base.config import Config, with_batch_size
+from everstep.base.config import LENGTHS, Config, with_batch_size
 from everstep.base.errors import ConfigError
 
 
@@ -21,12 +21,15 @@ def sized(
     """The script's values with `lanes` and `micro_batch` of the whole global batch.
 
     own: the script's, by dotted key, each valid by itself. job: the config without them. explicit: keys that the user
-    has set, which are not the script's to say. loaded: batch size of its DataLoader; asked: samples that the user wants
-    in a global batch, which count more.
+    has set, which are not the script's to say; a length, steps or epochs, that the user gives replaces both of the
+    script's. loaded: batch size of its DataLoader; asked: samples that the user wants in a global batch, which count
+    more.
 
     Raises: ConfigError if lanes do not divide the batch size.
     """
     values = {key: value for key, value in own.items() if key not in explicit}
+    if any(job[key] is not None for key in LENGTHS if key in explicit):
+        values = {key: value for key, value in values.items() if key not in LENGTHS}
     times = job["accumulate"] if "accumulate" in explicit else values.get("accumulate", 1)
     each = job["lanes"] if "lanes" in explicit else values.get("lanes", Config.lanes)
     if {"lanes", "accumulate"} <= set(explicit):

@@ -51,3 +51,23 @@ def test_a_task_accumulates_by_its_config() -> None:
     assert effective_config({"lanes": 4, "micro_batch": 2}, request).lanes == 12
     sized_by_user = Request((("--set", {"accumulate": 3, "steps": 1}),), batch_size=24)
     assert effective_config({"lanes": 4}, sized_by_user).micro_batch == 2
+
+
+def test_a_length_that_the_user_gives_replaces_the_tasks_own() -> None:
+    own = {"steps": 20, "lanes": 4}
+    for asked, ends in (
+        ({}, (20, None)),
+        ({"epochs": 60}, (None, 60)),
+        ({"steps": 30}, (30, None)),
+        ({"steps": 30, "epochs": 60}, (30, 60)),
+        ({"epochs": None}, (20, None)),
+    ):
+        config = effective_config(own, Request((("--set", asked),)))
+        assert (config.steps, config.epochs, config.lanes) == (*ends, 4), asked
+
+
+def test_a_length_that_the_user_gives_replaces_the_scripts_own() -> None:
+    job = to_dict(Config())
+    assert sized({"steps": 20}, {**job, "epochs": 60}, ["epochs"]) == {}
+    assert sized({"epochs": 3}, {**job, "steps": 500}, ["steps"]) == {}
+    assert sized({"steps": 20}, {**job, "lanes": 4}, ["lanes", "epochs"]) == {"steps": 20}, "it has set none"
