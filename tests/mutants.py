@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -210,6 +211,7 @@ def _pytest(told: Connection, tree: str, tests: list[str], without: list[str]) -
         os.dup2(out.fileno(), 2)
     os.environ |= {"PYTHONPATH": f"{tree}/src", "PYTHONDONTWRITEBYTECODE": "1"}
     sys.path[:] = [f"{tree}/src", *(p for p in sys.path if Path(p) not in (ROOT / "src", ROOT / "tests"))]
+    sys.modules["__main__"] = types.ModuleType("__main__")  # or tests of `join` take this file for the user's script
     first = _FirstFailure()
     ended = pytest.main([*OPTIONS, *(f"--deselect={name}" for name in without), *tests], plugins=[first])
     told.send((int(ended), first.id))

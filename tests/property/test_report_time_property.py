@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.base.cause import Cause
 from everstep.report import wall_time
 from everstep.report.facts import facts_of
 from everstep.report.series import Series
 from everstep.report.svg import ticks
-from everstep.report.tally import Histogram
+from everstep.report.tally import NO_CHECKPOINT, TIERS, Histogram, Tally
 from everstep.report.wall_time import PHASES, USES, Stretch, TimeAccount, goodput, recovery_phases
-from told_events import T0, S, commit, trained
+from told_events import T0, S, commit, event, trained
 
 PAINTED = [use for use in USES if use != "training"]
 STEP = st.tuples(st.integers(1, 2), st.integers(0, 3), st.sampled_from([*PAINTED, "clock"]), st.floats(0, 1))
@@ -58,6 +59,28 @@ def test_each_second_is_spent_on_the_most_specific_use(
     assert capacity_s == pytest.approx(trained, abs=1e-6)
     running = sum(s for use, s in found.items() if use != "not running")
     assert goodput(found) == (found.get("training", 0.0) / running if running else None)
+
+
+@given(st.integers(0, 9), st.none() | st.integers(0, 12), st.booleans(), st.sampled_from(["completed", "failed", ""]))
+def test_after_its_last_step_a_job_trains_no_more(steps: int, stop: int | None, evaluates: bool, end: str) -> None:
+    """Each quarter of a second from then on: until the command to stop, or if it failed, it computed another step."""
+    last_s = 5.7 + 0.25 * steps
+    events = [*trained(), *(commit(11 + n, 5.95 + 0.25 * n) for n in range(steps))]
+    end_s = max(last_s, 5.7 + 0.25 * (stop or 0)) + 1.0
+    if stop is not None:
+        events.append(event("commanded", 5.7 + 0.25 * stop, command="stop", cause="commanded", reason="stop"))
+    if evaluates:
+        events.append(event("evaluated", last_s + 0.25, step=10 + steps, metrics={"accuracy": 0.5}))
+    last = event(f"job_{end}" if end else "warning", end_s, step=10 + steps, state=end, cause="clock")
+    facts = facts_of([*sorted(events, key=lambda one: one["time_unix_ns"]), last])
+    seconds = facts.account.seconds()
+    assert sum(seconds.values()) == pytest.approx(end_s)
+    quarters = [n * 0.25 for n in range(round(4 * (end_s - last_s)))]
+    since_s = 0.0 if stop is None and end == "completed" else 0.25 * ((stop or 0) - steps)
+    uses = ["evaluation" if evaluates and at_s < 0.25 else "finishing" if at_s >= since_s else "" for at_s in quarters]
+    assert seconds.get("evaluation", 0.0) == pytest.approx(0.25 * uses.count("evaluation"))
+    over = end == "completed" or (end == "failed" and stop is not None)
+    assert seconds.get("finishing", 0.0) == pytest.approx(0.25 * uses.count("finishing") if over else 0.0)
 
 
 @given(st.lists(st.integers(1, 3), max_size=12), st.integers(0, 100))
@@ -163,3 +186,23 @@ def test_ticks_are_round_few_and_inside(low: float, high: float, about: int) -> 
         assert about // 3 <= len(found) <= max(1, about) + 1
         apart = [other - one for one, other in pairwise(found)]
         assert all(one == pytest.approx(apart[0], rel=1e-3) for one in apart)
+
+
+def test_a_series_that_begins_at_zero_is_one_that_some_event_counts() -> None:
+    """Of each cause and tier; and each event counts once, among the failures or among what was skipped."""
+    begun, counted = Tally(), set[tuple[str, Cause]]()
+    for why in Cause:
+        for tier in TIERS:
+            tally = Tally()
+            tally.take(event("checkpoint_failed", 1, tier=tier, cause=why, step=3))
+            failed, skipped = (
+                {key for key, count in counts.items() if count == 1}
+                for counts in (tally.checkpoint_failures, tally.checkpoints_skipped)
+            )
+            assert failed | skipped == {(tier, why)} and not failed & skipped
+            counted |= skipped
+            tally.take(event("checkpoint_skipped", 1, tier=tier, cause=why, step=3))
+            assert sum(tally.checkpoints_skipped.values()) == 1 + bool(skipped)
+    assert set(begun.checkpoints_skipped) == counted
+    assert set(begun.checkpoint_failures) == {(tier, why) for tier in TIERS for why in NO_CHECKPOINT}
+    assert set(begun.recoveries) == {why for why in Cause if why.is_fault}

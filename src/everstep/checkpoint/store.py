@@ -151,7 +151,7 @@ class DirectoryStore:
 
     def delete(self, name: str) -> None:
         *above, last = words_of(name)
-        with suppress(BlobMissing), self._folder(name, "delete") as folders:
+        with suppress(BlobMissing), self._folder(name, "delete", writes=True) as folders:
             os.unlink(last, dir_fd=folders[-1])
             if above:
                 with suppress(OSError):
@@ -195,7 +195,8 @@ class DirectoryStore:
     def drop_temporaries(self, folder: str, of: Sequence[str] = ("",)) -> None:
         """Removes what writers that died left behind in a folder ("": the store's own). of: names begin like this."""
         left = tuple(f"{TEMPORARY}{name}" for name in of)
-        with suppress(OSError, StoreError), self._folder(f"{folder}/any" if folder else "any", "list") as folders:
+        any_name = f"{folder}/any" if folder else "any"
+        with suppress(OSError, StoreError), self._folder(any_name, "list", writes=True) as folders:
             for name in os.listdir(folders[-1]):
                 if name.startswith(left):
                     with suppress(OSError):

@@ -40,7 +40,7 @@ def level(event: Event) -> str:
 
 def one_line(value: Any, most: int = 600) -> str:
     """Text without line breaks and control characters, cut off if it is long."""
-    text = "".join(c if c.isprintable() else " " for c in " ".join(str(value or "").split()))
+    text = " ".join("".join(c if c.isprintable() else " " for c in str(value or "")).split())
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,30 @@ from everstep.runtime.link.tls import Tls, shown_by
 ELSEWHERE = "127.0.0.2"
 """Callers come from 127.0.0.1, so this counts as another host: every byte is tagged."""
 FRAME_BYTES = _HEAD.size + TAG_BYTES
+
+
+_POLL = select.poll
+
+
+class Polls:
+    """Poll objects that count how often any of them returned."""
+
+    returned = 0
+
+    def __init__(self) -> None:
+        self._poll = _POLL()
+        self.register, self.unregister = self._poll.register, self._poll.unregister
+
+    def poll(self, *most: int) -> list[tuple[int, int]]:
+        found = self._poll.poll(*most)
+        Polls.returned += 1
+        return found
+
+
+@pytest.fixture
+def polls(monkeypatch: pytest.MonkeyPatch) -> type[Polls]:
+    monkeypatch.setattr(select, "poll", Polls)
+    return Polls
 
 
 @pytest.fixture(params=["127.0.0.1", ELSEWHERE, "tls"])
@@ -67,6 +92,25 @@ def test_tensors_arrive_whoever_is_first(meshes: list[SocketMesh]) -> None:
         for one in found:
             assert isinstance(one, tuple), one
             assert all(same_bits(ours, theirs) for ours, theirs in zip(one[0], given, strict=True))
+
+
+def test_no_thread_wakes_without_work(polls: type[Polls], meshes: list[SocketMesh]) -> None:
+    """However long nothing is sent after large tensors, which do not leave at once, went both ways."""
+    given = tensors(3, 1_500_000)
+
+    def exchange(mesh: SocketMesh, other: int) -> list[Parcel]:
+        kept = [mesh.send((t, other, 2 + k)) for k, t in enumerate(given)]
+        for receipt in [mesh.receive((torch.empty_like(t), other, 2 + k)) for k, t in enumerate(given)]:
+            mesh.wait(receipt)
+        return kept
+
+    assert all(
+        isinstance(one, list) for one in together(lambda: exchange(meshes[0], 7), lambda: exchange(meshes[1], 3))
+    )
+    before = polls.returned
+    for _ in range(200):  # a thread that spins gets a turn with each of these
+        assert together(lambda: None) == [None]
+    assert polls.returned - before < 20, "each of four threads may wake once more or twice"
 
 
 def test_two_under_one_tag_come_in_the_order_in_which_they_were_sent(meshes: list[SocketMesh]) -> None:

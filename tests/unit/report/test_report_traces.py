@@ -107,6 +107,25 @@ def test_rows_ids_and_one_clock(tmp_path: Path, name: str) -> None:
     assert [e["name"] for e in job if e["ph"] == "i"] == ["worker 1 was evicted: killed by SIGKILL"]
 
 
+def test_every_row_is_named_and_placed_once_a_device_beside_its_worker(tmp_path: Path) -> None:
+    paths = [write(tmp_path, i, BASE_NS, 10.0) for i in (11, 0, 2)]
+    merge(paths, facts(), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    shown = {e["pid"] for e in events if e["ph"] != "M"}
+    told: dict[str, dict[int, Any]] = {"process_name": {}, "process_sort_index": {}}
+    for e in events:
+        if e["name"] in told:
+            assert e["pid"] in shown and e["pid"] not in told[e["name"]], e
+            told[e["name"]][e["pid"]] = next(iter(e["args"].values()))
+    assert all(set(of_all) == shown for of_all in told.values())
+    places = told["process_sort_index"]
+    names = [name for _, name in sorted((places[pid], name) for pid, name in told["process_name"].items())]
+    workers = [f"worker {i} (stage {i // 2}, active)" for i in (0, 2, 11)]
+    assert names == ["job", *(row for name in workers for row in (name, f"{name}, device 0"))]
+    tracks = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
+    assert tracks <= {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"} | {(p, 7) for p, _ in tracks}
+
+
 @pytest.mark.parametrize("begins", [(10.0, 10.05), (10.05, 10.0)])
 def test_the_rows_of_the_job_cover_all_traces_whichever_comes_first(tmp_path: Path, begins: tuple[float, ...]) -> None:
     paths = [write(tmp_path, 2 * k, BASE_NS, begin_s) for k, begin_s in enumerate(begins)]
