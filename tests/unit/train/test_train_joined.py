@@ -96,6 +96,21 @@ def test_a_loader_is_evaluated_as_its_dataset_is() -> None:
     assert found[0] == found[1] and found[-1] == found[-2]
 
 
+def test_batches_of_an_evaluation_lie_as_those_of_the_training_do() -> None:
+    """Bits depend on it: where a collate cuts a batch out of a tensor, it would lie anywhere."""
+    model = network()
+    run = joined(model)
+
+    def first(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        assert x.data_ptr() % 64 == 0 and x.shape == (8, 4)
+        return {"first": torch.stack([x[0, 0].double(), torch.ones((), dtype=torch.float64)])}
+
+    for step in run:
+        for x, y in step:
+            step.backward(cross_entropy(model(x), y))
+    run.evaluate(first, DATA, batch_size=8, collate=lambda samples: torch.zeros(9, 5)[1:, 1:])
+
+
 # ---- several losses
 
 
