@@ -62,6 +62,7 @@ class DataPosition:
     reader: StreamReader | None = None
     first: FirstSamples | None = None
     _samples: str = ""
+    _unsteady: str = ""
     _digests: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -77,11 +78,13 @@ class DataPosition:
         mark = self.reader.mark(*self._next(step)) if self.reader is not None else None
         return msgspec.json.encode(_Stated(self._digests, self.front.digest if self.front else "", mark, self._samples))
 
-    def settle(self) -> None:
-        """Wait for the samples that are compared. Call it before the first sample is read."""
+    def settle(self) -> str:
+        """Wait for the samples that are compared. Call it before the first sample is read. Returns a line about one
+        that is another when it is read again, "" if there is none."""
         if self.first is not None:
             first, self.first = self.first, None
-            self._samples = first.close()
+            self._samples, self._unsteady = first.close()
+        return self._unsteady
 
     def accept(self, data: bytes, step: int) -> str:
         """Take in what a checkpoint of an earlier life says. Returns a line about samples that were others, "" if they

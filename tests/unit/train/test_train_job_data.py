@@ -105,6 +105,26 @@ def test_objects_that_differ_whenever_they_are_read_are_not_compared() -> None:
     assert told(Named(last=1), drawn) and told(Steady(last=1), steady)
 
 
+class Normalised(Rows):
+    """A transform that changes in place what is stored; the last sample is drawn by a generator of its own."""
+
+    def __init__(self, inplace: bool = False, seed: int | None = None) -> None:
+        super().__init__()
+        self.stored, self.inplace = torch.arange(200.0).view(100, 2), inplace
+        self.own = torch.Generator().manual_seed(seed) if seed is not None else None
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, str]:
+        row = self.stored[index].sub_(0.5) if self.inplace else self.stored[index] - 0.5
+        drawn = torch.rand(1, generator=self.own) if index == 99 else 0
+        return (row.flip(0) if torch.rand(()) < 0.5 else row) + drawn, str(index)
+
+
+def test_samples_that_differ_when_they_are_read_again_are_told() -> None:
+    told = [looked_at(Normalised(*given)).settle() for given in ((), (True,), (False, 3))]
+    said = "the dataset gives another sample {} when it is read again"
+    assert told == ["", said.format(0), said.format(99)]
+
+
 def test_a_stream_of_objects_of_release_0_1_0_goes_on() -> None:
     """It told objects by their types alone."""
     front = joint([sample_digest(SimpleNamespace(name=1))])
