@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from everstep.train.worker_link import WorkerLink
 POSITION = "data"
 """The part of a checkpoint that `DataPosition.encoded` makes."""
 _MOST_FILES = 1 << 16
+_WRAPPED = 8
+"""Datasets within each other that are asked for their files."""
 
 
 class _Stated(msgspec.Struct):
@@ -149,7 +151,7 @@ def job_data(link: WorkerLink, dataset: Any) -> JobData:
     Raises: ConfigError if they cannot be read as a job needs it.
     """
     config, reading = link.config, reading_of(dataset)
-    files = _files(dataset)
+    files = dataset_files(dataset)
     if not reading.streamed:
         order = sample_order(config, dataset)
         first = None
@@ -188,9 +190,19 @@ def moving_by_itself(dataset: Any) -> tuple[Any, ...]:
     return (dataset,) if hasattr(dataset, "__next__") else ()
 
 
-def _files(dataset: Any) -> Sequence[tuple[str, int]]:
+def dataset_files(dataset: Any) -> Sequence[tuple[str, int]]:
+    """What the dataset tells of its files; or what those tell that it keeps, as a Subset does."""
     told: Callable[[], Sequence[tuple[str, int]]] | None = getattr(dataset, "files_read", None)
-    return told() if callable(told) else ()
+    return told() if callable(told) else list(islice(_files_within(dataset, _WRAPPED), _MOST_FILES))
+
+
+def _files_within(dataset: Any, deep: int) -> Iterator[tuple[str, int]]:
+    kept = getattr(dataset, "__dict__", {})
+    for inner in (kept.get(name) for name in ("dataset", "_dataset", "datasets")) if deep else ():
+        several = inner.values() if type(inner) is dict else inner if type(inner) in (list, tuple) else [inner]
+        for each in several:
+            tells = callable(getattr(type(each), "files_read", None))
+            yield from each.files_read() if tells else _files_within(each, deep - 1)
 
 
 @contextlib.contextmanager

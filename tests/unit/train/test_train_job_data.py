@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
 import pytest
 import torch
+from torch.utils.data import ConcatDataset, StackDataset, Subset, random_split
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
@@ -18,7 +20,7 @@ from everstep.data.sample_content import joint, sample_digest, types_alone
 from everstep.data.stream import Front, Stream, StreamReader
 from everstep.order.cursor import SampleOrder
 from everstep.train.elastic import sample_order
-from everstep.train.job_data import DataPosition, read_by_order
+from everstep.train.job_data import DataPosition, dataset_files, read_by_order
 
 FILES = [(f"shard-{i:05d}.tar", 1 << 30) for i in range(1000)]
 ORDER = SampleOrder(0, 100, 4, 2, epochs=2, shuffle=False)
@@ -40,6 +42,29 @@ def test_the_place_in_a_terabyte_of_shards_is_small_and_names_a_change() -> None
     assert DataPosition(ORDER).encoded(5) == b""
     with pytest.raises(ConfigError, match="cannot be read"):
         DataPosition(ORDER).accept(b"{", 5)
+
+
+class Shards(list[Any]):
+    def files_read(self) -> list[tuple[str, int]]:
+        return FILES[: len(self)]
+
+
+class Wrapped:
+    def __init__(self, inner: Any) -> None:
+        self._dataset = inner
+
+
+def test_files_are_known_behind_whatever_wraps_a_dataset() -> None:
+    one, two = Shards([0]), Shards([0, 1])
+    train, _ = random_split(two, [1, 1])
+    assert dataset_files(one) == FILES[:1] and dataset_files([one]) == dataset_files(Wrapped(None)) == []
+    for wrapped in (train, Subset(Wrapped(two), [0]), Wrapped(Wrapped(Subset(two, [1])))):
+        assert dataset_files(wrapped) == FILES[:2]
+    assert dataset_files(ConcatDataset([two, Subset(one, [0]), [5]])) == [*FILES[:2], *FILES[:1]]
+    assert dataset_files(StackDataset(image=two, text=two)) == FILES[:2] * 2
+    many = Wrapped([one])
+    many._dataset = many
+    assert dataset_files(many) == []
 
 
 def test_a_stream_that_begins_otherwise_is_refused() -> None:
