@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, random_split
@@ -22,6 +23,8 @@ from everstep.order.cursor import SampleOrder
 from everstep.train.elastic import sample_order
 from everstep.train.job_data import DataPosition, dataset_files, read_by_order
 
+UNKNOWN = "whether the samples are those of before the checkpoint of"
+UNREAD = "some of them could not be read within 10 s in a process that was forked"
 FILES = [(f"shard-{i:05d}.tar", 1 << 30) for i in range(1000)]
 ORDER = SampleOrder(0, 100, 4, 2, epochs=2, shuffle=False)
 
@@ -103,7 +106,23 @@ def test_other_samples_than_before_are_told() -> None:
         position.settle()
         text = position.accept(said, 5)
         assert text == ("the dataset holds other samples than before the checkpoint of step 5" if told else "")
-    assert looked_at(Rows(breaks=True)).encoded(5) == b""
+
+
+def test_a_dataset_of_another_length_is_told_though_no_sample_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    said = looked_at(Rows(breaks=True)).encoded(5)
+    other = DataPosition(SampleOrder(0, 99, 4, 2, epochs=2), first=FirstSamples(Rows(), 99, 0))
+    for position, text in ((looked_at(Rows()), ""), (other, "has 99 samples, and had 100 before the checkpoint of")):
+        position.settle()
+        assert text in (found := position.accept(said, 5)) and bool(found) == bool(text)
+    assert [record.message for record in caplog.records] == [f"{UNKNOWN} step 5 is not known: {UNREAD}"]
+    unread = looked_at(Rows(breaks=True))
+    unread.settle()
+    unread.accept(looked_at(Rows(last=1)).encoded(5), 5)
+    position = looked_at(Rows())
+    position.settle()
+    assert "other samples than before" in position.accept(unread.encoded(6), 6), "a life that reads none passes it on"
+    before = msgspec.json.encode({"files": [], "front": "", "mark": None, "samples": "other"})
+    assert "other samples than before" in position.accept(before, 5), "what a release before this one has written"
 
 
 class Named(Rows):
