@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 
 from everstep.base.config_keys import LoaderConfig
 from everstep.base.errors import TaskError
+from everstep.data.batch import aligned
 from everstep.data.loader import LaneLoader, Recipe, fetch
 from everstep.data.stream import Stream, StreamReader
 from everstep.exact.seeding import sample_seed, seed_all
@@ -226,6 +228,32 @@ def test_tensors_begin_at_64_bytes_and_keep_their_strides(workers: int) -> None:
     assert empty.numel() == 0
     assert shared[0] is shared[1]
     turned.add_(1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch in an object of the user's."""
+
+    rows: dict[str, torch.Tensor]
+    whole: list[Any] = field(default_factory=list)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tensors_in_dataclasses_begin_at_64_bytes(workers: int) -> None:
+    def collate(samples: list[Any]) -> Batch:
+        batch = Batch({"x": torch.arange(9.0)[1:]})
+        batch.whole.append(batch)
+        return batch
+
+    loads = LaneLoader(Recipe(Noisy(), order(), collate, 0), LoaderConfig(workers))
+    try:
+        loads.schedule(1, [0])
+        batch = loads.batch(1, 0)[0]
+    finally:
+        loads.close()
+    assert batch.rows["x"].data_ptr() % 64 == 0 and batch.rows["x"].tolist() == list(range(1, 9))
+    still = Batch({"x": torch.zeros(8)})
+    assert aligned(still) is still and aligned(Batch) is Batch
 
 
 @pytest.mark.parametrize("workers", [0, 2])

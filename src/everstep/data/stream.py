@@ -209,7 +209,8 @@ class StreamReader:
         self._marks: deque[StreamMark] = deque(maxlen=groups_kept + _MARKS)
         self._proof: _Proof | None = None
         self._opened: StreamPass | None = None
-        self._owner, self._inherited = os.getpid(), self._opened
+        self._inherited: StreamPass | None = None
+        self._owner = os.getpid()
         self._epoch = self._next = 0
 
     def __getstate__(self) -> None:

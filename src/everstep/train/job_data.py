@@ -211,8 +211,8 @@ def dataset_files(dataset: Any) -> Sequence[tuple[str, int]]:
 
 
 def _files_within(dataset: Any, deep: int) -> Iterator[tuple[str, int]]:
-    kept = getattr(dataset, "__dict__", {})
-    for inner in (kept.get(name) for name in ("dataset", "_dataset", "datasets")) if deep else ():
+    for name in ("dataset", "_dataset", "datasets") if deep else ():
+        inner: Any = getattr(dataset, "__dict__", {}).get(name)
         several = inner.values() if type(inner) is dict else inner if type(inner) in (list, tuple) else [inner]
         for each in several:
             tells = callable(getattr(type(each), "files_read", None))
