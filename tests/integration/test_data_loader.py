@@ -9,6 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,9 @@ from torch import nn
 
 from everstep.base.config_keys import LoaderConfig
 from everstep.base.errors import TaskError
+from everstep.data.batch import aligned
 from everstep.data.loader import LaneLoader, Recipe, fetch
+from everstep.data.stream import Stream, StreamReader
 from everstep.exact.seeding import sample_seed, seed_all
 from everstep.order.cursor import SampleOrder
 
@@ -225,6 +230,32 @@ def test_tensors_begin_at_64_bytes_and_keep_their_strides(workers: int) -> None:
     turned.add_(1)
 
 
+@dataclass(frozen=True)
+class Batch:
+    """A batch in an object of the user's."""
+
+    rows: dict[str, torch.Tensor]
+    whole: list[Any] = field(default_factory=list)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tensors_in_dataclasses_begin_at_64_bytes(workers: int) -> None:
+    def collate(samples: list[Any]) -> Batch:
+        batch = Batch({"x": torch.arange(9.0)[1:]})
+        batch.whole.append(batch)
+        return batch
+
+    loads = LaneLoader(Recipe(Noisy(), order(), collate, 0), LoaderConfig(workers))
+    try:
+        loads.schedule(1, [0])
+        batch = loads.batch(1, 0)[0]
+    finally:
+        loads.close()
+    assert batch.rows["x"].data_ptr() % 64 == 0 and batch.rows["x"].tolist() == list(range(1, 9))
+    still = Batch({"x": torch.zeros(8)})
+    assert aligned(still) is still and aligned(Batch) is Batch
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
     bad = order().samples(2, 1)[1][1]
@@ -271,6 +302,62 @@ def test_a_killed_loader_process_is_replaced() -> None:
                 os.kill(loads._slots[0].process.pid, signal.SIGKILL)
             for lane in (0, 1):
                 assert same(loads.batch(step, lane), expected[step, lane])
+    finally:
+        loads.close()
+
+
+class Filed(Noisy):
+    """Samples of a file that is opened when the first one is read; `__iter__` opens one of its own, or an outside
+    program's output."""
+
+    def __init__(self, path: Path, piped: bool = False) -> None:
+        super().__init__()
+        self.path, self.piped, self.file = path, piped, None
+        path.write_bytes(np.arange(SIZE).tobytes())
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.file is None:
+            self.file = self.path.open("rb", buffering=0)
+        self.file.seek(8 * index)
+        return {"index": int(np.frombuffer(self.file.read(8), np.int64)[0])}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        cat = subprocess.Popen(["cat", self.path], bufsize=0, stdout=subprocess.PIPE)
+        with cat, self.path.open("rb", buffering=0) as file:
+            for _ in range(SIZE):
+                yield {"index": int(np.frombuffer((cat.stdout if self.piped else file).read(8), np.int64)[0])}
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_a_stream_that_the_parent_has_read_goes_on_in_processes_that_are_replaced(tmp_path: Path, piped: bool) -> None:
+    ordered = SampleOrder(7, SIZE, lanes=4, micro_batch=3, steps=3, shuffle=False)
+    reader = StreamReader(Stream(Filed(tmp_path / "rows", piped), SIZE, 3), 12, 3)
+    loads = loader(1, reader, order=ordered, prefetch=0)
+    try:
+        for step in (1, 2, 3):
+            if step > 1:
+                os.kill(loads._slots[0].process.pid, signal.SIGKILL)
+            loads.schedule(step, [0, 1])
+            for lane in (0, 1, 3)[: 3 if step == 1 else 2]:  # the last of them is not prepared
+                batch, samples = loads.batch(step, lane)
+                assert batch["index"].tolist() == [index for _, index in samples]
+    finally:
+        loads.close()
+
+
+def test_loader_processes_do_not_move_the_files_that_their_parent_has_open(tmp_path: Path) -> None:
+    data = Filed(tmp_path / "rows")
+    loads = loader(2, data)
+    try:
+        loads.batch(1, 3)
+        at = data.file.tell()
+        os.set_inheritable(data.file.fileno(), True)
+        for step in (1, 2):
+            loads.schedule(step, [0, 1])
+            for lane in (0, 1):
+                batch, samples = loads.batch(step, lane)
+                assert batch["index"].tolist() == [index for _, index in samples]
+        assert data.file.tell() == at
     finally:
         loads.close()
 

@@ -106,7 +106,7 @@ def evaluate_task(text: str, source: Path, weights: WeightsGiven) -> tuple[dict[
     """
     import torch
 
-    from everstep.data.batch import to_device
+    from everstep.data.batch import aligned, to_device
     from everstep.data.reading import by_index
     from everstep.train.evaluation import evaluate
     from everstep.train.precision import prepare_torch
@@ -136,7 +136,7 @@ def evaluate_task(text: str, source: Path, weights: WeightsGiven) -> tuple[dict[
 
     def load(chunk: int) -> Any:
         indices = range(chunk * batch_size, min(size, (chunk + 1) * batch_size))
-        return calling(task, "collate", [dataset[i] for i in indices])
+        return aligned(calling(task, "collate", [dataset[i] for i in indices]))
 
     model.eval()
     try:

@@ -12,6 +12,7 @@ import mmap
 import os
 import pickle
 from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 import torch
@@ -21,15 +22,16 @@ ALIGN_BYTES = 64
 """Tensors begin at multiples of this, because kernels' bits depend on it (measured: linear, dot, attention)."""
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, around: tuple[int, ...] | None = None) -> Any:
     """The tree with each tensor replaced by function(tensor), in tuples, named tuples, lists and mappings.
 
-    Other objects are left as they are, and a container in which nothing changed stays the same object.
+    Other objects are left as they are, and a container in which nothing changed stays the same object. around: ids of
+    dataclasses that the tree lies in; where it is given, tensors in dataclasses are replaced, too.
     """
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, Mapping):
-        new = {key: map_tensors(function, value) for key, value in tree.items()}
+        new = {key: map_tensors(function, value, around) for key, value in tree.items()}
         if all(new[key] is tree[key] for key in new):
             return tree
         if type(tree) is dict or not isinstance(tree, MutableMapping):
@@ -38,20 +40,32 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         changed.update(new)
         return changed
     if isinstance(tree, tuple | list):
-        items = [map_tensors(function, value) for value in tree]
+        items = [map_tensors(function, value, around) for value in tree]
         if all(a is b for a, b in zip(items, tree, strict=True)):
             return tree
         kind = cast(Any, type(tree))
         return kind(*items) if hasattr(tree, "_fields") else kind(items)
+    if around is not None and _has_fields(tree) and id(tree) not in around:
+        held = {each.name: vars(tree)[each.name] for each in fields(tree) if each.name in vars(tree)}
+        found = map_tensors(function, held, (*around, id(tree)))
+        if found is not held:
+            tree = copy.copy(tree)
+            vars(tree).update(found)
     return tree
+
+
+def _has_fields(tree: Any) -> bool:
+    """Whether it is a dataclass's object, with attributes that can be replaced."""
+    return is_dataclass(tree) and not isinstance(tree, type) and hasattr(tree, "__dict__")
 
 
 def aligned(tree: Any) -> Any:
     """The tree with each dense CPU tensor beginning at a 64-byte boundary and without gaps or overlaps in memory.
 
-    Strides are kept where the tensor has neither gaps nor overlaps; tensors that need nothing are not copied.
+    Strides are kept where the tensor has neither gaps nor overlaps; tensors that need nothing are not copied. Those in
+    dataclasses are aligned, too; those in other objects of the user's lie where collate has put them.
     """
-    return map_tensors(_aligned, tree)
+    return map_tensors(_aligned, tree, ())
 
 
 def _aligned(tensor: Tensor) -> Tensor:

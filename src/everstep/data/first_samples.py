@@ -5,6 +5,7 @@ They are read in a process of their own, beside the start: a dataset may count i
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from everstep.base.readable import readable
@@ -27,30 +28,37 @@ class FirstSamples:
         last = max(size - 1, 0)
         self._indices = sorted({last * k // (_NUMBER - 1) for k in range(_NUMBER)})
         self._dataset, self._seed = dataset, seed
-        self._process = LoaderProcess(lambda step, lane: self._digest())
-        self._process.ask(1, 0, 0, last=True)  # a worker that reads no samples itself may never ask for the answer
+        self._process = LoaderProcess(lambda step, lane: self._read())
+        self._process.ask(1, 0, 0)
+        self._process.ask(2, 0, 0, last=True)  # a worker that reads no samples itself may never ask for the answers
 
-    def close(self) -> str:
-        """Wait for the samples. Returns a digest of what they hold; "" if they could not be read."""
+    def close(self) -> tuple[str, str]:
+        """Wait for the samples. Returns a digest of what they hold, "" if they could not be read; and a line about one
+        that is another when it is read again, "" if none is. Objects that differ then are told by their types alone."""
+        until_s = time.monotonic() + _PATIENCE_S
         try:
-            if not readable([self._process.fileno()], _PATIENCE_S):
-                return ""
-            answer = self._process.receive()[1]
+            first, again = self._answer(until_s), self._answer(until_s)
         except LoaderDied:
-            return ""
+            return "", ""
         finally:
             self._process.close()
-        return "" if isinstance(answer, Failure) else str(answer)
+        found = joint(first) if first else ""
+        if first == again:
+            return found, ""
+        pairs = zip(self._indices, map(types_alone, first), map(types_alone, again), strict=False)
+        other = [f"the dataset gives another sample {i} when it is read again" for i, one, two in pairs if one != two]
+        return types_alone(found), other[0] if other else ""
 
-    def _digest(self) -> str:
-        """Objects that differ when they are read again are told by their types alone."""
-        found = self._read()
-        steady = found == types_alone(found) or found == self._read()
-        return found if steady else types_alone(found)
+    def _answer(self, until_s: float) -> list[str]:
+        """Digests of the samples; none if they could not be read."""
+        if not readable([self._process.fileno()], max(until_s - time.monotonic(), 0)):
+            return []
+        answer = self._process.receive()[1]
+        return [] if isinstance(answer, Failure) else answer
 
-    def _read(self) -> str:
+    def _read(self) -> list[str]:
         found = []
         for index in self._indices:
             seed_all(sample_seed(self._seed, 0, index))
             found.append(sample_digest(self._dataset[index]))
-        return joint(found)
+        return found

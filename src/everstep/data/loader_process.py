@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import os
 import pickle
@@ -164,7 +165,8 @@ def _run_child(parent: int, channel: socket.socket, load: Callable[[int, int], A
 
 
 def _detach(keep: int) -> None:
-    """Let go of the parent's signals, and of its sockets and pipes, whose other ends wait for them to close.
+    """Let go of the parent's signals, of its places in files, and of its sockets and pipes, whose other ends wait for
+    them to close.
 
     Their numbers stay taken (by the null device): Python objects of the parent that know them may still be collected
     here, and would close a new file of the same number.
@@ -183,7 +185,22 @@ def _detach(keep: int) -> None:
             mode = os.fstat(descriptor).st_mode
             if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode):
                 os.dup2(null, descriptor)
+            elif stat.S_ISREG(mode):
+                _open_anew(descriptor)
     gc.freeze()
+
+
+def _open_anew(descriptor: int) -> None:
+    """Give a file that is read a place of its own, where the parent's is: else whichever process reads moves both."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    if flags & os.O_ACCMODE == os.O_WRONLY:
+        return
+    own = os.open(f"/proc/self/fd/{descriptor}", flags)
+    try:
+        os.lseek(own, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
+        os.dup2(own, descriptor, os.get_inheritable(descriptor))
+    finally:
+        os.close(own)
 
 
 def _serve(channel: socket.socket, load: Callable[[int, int], Any]) -> None:

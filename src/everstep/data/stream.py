@@ -209,6 +209,8 @@ class StreamReader:
         self._marks: deque[StreamMark] = deque(maxlen=groups_kept + _MARKS)
         self._proof: _Proof | None = None
         self._opened: StreamPass | None = None
+        self._inherited: StreamPass | None = None
+        self._owner = os.getpid()
         self._epoch = self._next = 0
 
     def __getstate__(self) -> None:
@@ -225,6 +227,8 @@ class StreamReader:
         Raises: ConfigError if the stream ends early or late, or gives other samples than before. TaskError if it
         raises.
         """
+        if self._owner != os.getpid():  # a process that was forked leaves its parent's pass alone, and unclosed
+            self._owner, self._inherited, self._opened = os.getpid(), self._opened, None
         at = self._row(epoch, index)
         if at < self._row(self._epoch, self._next) and not self._has(at):
             self._opened = None

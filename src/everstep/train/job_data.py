@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +33,26 @@ from everstep.runtime.link.address import DATASET_FILE
 from everstep.train.elastic import AnyOrder, sample_order
 from everstep.train.worker_link import WorkerLink
 
+log = logging.getLogger(__name__)
+
 POSITION = "data"
 """The part of a checkpoint that `DataPosition.encoded` makes."""
 _MOST_FILES = 1 << 16
+_UNREAD = "some of them could not be read within 10 s in a process that was forked"
+_WRAPPED = 8
+"""Datasets within each other that are asked for their files."""
 
 
 class _Stated(msgspec.Struct):
     """What a checkpoint says. files: a digest of each file's name and size, in order. front: of the stream's first
     samples, "" if it is none. mark: a place in the stream at or before the checkpoint's step. samples: digest of some
-    samples of a map-style dataset, "" if they could not be read."""
+    samples of a map-style dataset, "" if they could not be read. size: of such a dataset, 0 if it was not noted."""
 
     files: list[str]
     front: str
     mark: StreamMark | None
     samples: str = ""
+    size: int = 0
 
 
 @dataclass
@@ -62,6 +69,8 @@ class DataPosition:
     reader: StreamReader | None = None
     first: FirstSamples | None = None
     _samples: str = ""
+    _unsteady: str = ""
+    _size: int = 0
     _digests: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,16 +81,19 @@ class DataPosition:
     def encoded(self, step: int) -> bytes:
         """For the checkpoint of a step; empty if there is nothing to say."""
         self.settle()
-        if not self.files and self.front is None and not self._samples:
+        if not self.files and self.front is None and not self._size:
             return b""
         mark = self.reader.mark(*self._next(step)) if self.reader is not None else None
-        return msgspec.json.encode(_Stated(self._digests, self.front.digest if self.front else "", mark, self._samples))
+        front = self.front.digest if self.front else ""
+        return msgspec.json.encode(_Stated(self._digests, front, mark, self._samples, self._size))
 
-    def settle(self) -> None:
-        """Wait for the samples that are compared. Call it before the first sample is read."""
+    def settle(self) -> str:
+        """Wait for the samples that are compared. Call it before the first sample is read. Returns a line about one
+        that is another when it is read again, "" if there is none."""
         if self.first is not None:
-            first, self.first = self.first, None
-            self._samples = first.close()
+            first, self.first, self._size = self.first, None, self.order.dataset_size
+            self._samples, self._unsteady = first.close()
+        return self._unsteady
 
     def accept(self, data: bytes, step: int) -> str:
         """Take in what a checkpoint of an earlier life says. Returns a line about samples that were others, "" if they
@@ -98,6 +110,13 @@ class DataPosition:
                 f"the files of the dataset are not those that the checkpoint of step {step} was trained on: number "
                 f"{number} of {len(stated.files)} is {here} now, of {len(self.files)}: {undo}"
             )
+        if stated.size and self._size and stated.size != self._size:
+            return f"the dataset has {self._size} samples, and had {stated.size} before the checkpoint of step {step}"
+        if self._size and not (stated.samples and self._samples):
+            log.warning(
+                "whether the samples are those of before the checkpoint of step %d is not known: %s", step, _UNREAD
+            )
+            self._samples = self._samples or stated.samples  # a later life may read them
         if stated.samples and self._samples and not alike(stated.samples, self._samples):
             return f"the dataset holds other samples than before the checkpoint of step {step}"
         if self.front is None or self.reader is None:
@@ -146,7 +165,7 @@ def job_data(link: WorkerLink, dataset: Any) -> JobData:
     Raises: ConfigError if they cannot be read as a job needs it.
     """
     config, reading = link.config, reading_of(dataset)
-    files = _files(dataset)
+    files = dataset_files(dataset)
     if not reading.streamed:
         order = sample_order(config, dataset)
         first = None
@@ -185,9 +204,19 @@ def moving_by_itself(dataset: Any) -> tuple[Any, ...]:
     return (dataset,) if hasattr(dataset, "__next__") else ()
 
 
-def _files(dataset: Any) -> Sequence[tuple[str, int]]:
+def dataset_files(dataset: Any) -> Sequence[tuple[str, int]]:
+    """What the dataset tells of its files; or what those tell that it keeps, as a Subset does."""
     told: Callable[[], Sequence[tuple[str, int]]] | None = getattr(dataset, "files_read", None)
-    return told() if callable(told) else ()
+    return told() if callable(told) else list(islice(_files_within(dataset, _WRAPPED), _MOST_FILES))
+
+
+def _files_within(dataset: Any, deep: int) -> Iterator[tuple[str, int]]:
+    for name in ("dataset", "_dataset", "datasets") if deep else ():
+        inner: Any = getattr(dataset, "__dict__", {}).get(name)
+        several = inner.values() if type(inner) is dict else inner if type(inner) in (list, tuple) else [inner]
+        for each in several:
+            tells = callable(getattr(type(each), "files_read", None))
+            yield from each.files_read() if tells else _files_within(each, deep - 1)
 
 
 @contextlib.contextmanager

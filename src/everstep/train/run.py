@@ -22,7 +22,7 @@ from torch import nn
 from everstep.base.cause import Cause
 from everstep.base.errors import DeterminismError, EverstepError, JobFailed, Misused, NonFinite, Uncarried
 from everstep.base.plan import Plan
-from everstep.data.batch import to_device
+from everstep.data.batch import aligned, to_device
 from everstep.data.given_loader import AsRead, read_data
 from everstep.data.reading import by_index
 from everstep.exact.gradient import gradient_norm
@@ -566,4 +566,4 @@ def _chunk(session: Session, dataset: Any, index: int, batch_size: int, collate:
     session.view.tick()
     first = index * batch_size
     samples = [dataset[i] for i in range(first, min(first + batch_size, len(dataset)))]
-    return to_device(collate(samples), session.lanes.device)
+    return to_device(aligned(collate(samples)), session.lanes.device)

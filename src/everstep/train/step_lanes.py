@@ -35,6 +35,17 @@ from everstep.train.view import WorkerView
 _AHEAD = 8
 """Passes ahead of the present one for which the channel is told of awaited messages."""
 _SLICE_S = 0.01
+_INEXACTLY = "go on inexactly with --set numerics.changed=warn"
+_DIFFERS = "so the result would differ from an undisturbed run"
+_OTHERS = (
+    f"(__getstate__ may leave out of an object what differs in each life), {_DIFFERS}: put them back, {_INEXACTLY}, or "
+    "begin again with --fresh"
+)
+_UNSTEADY = (
+    f"(a transform may draw from a generator of its own, or change in place what is stored), {_DIFFERS} once a worker "
+    "is resumed or healed: draw from the generators of torch, NumPy and Python, which are seeded for each sample, "
+    f"leave out what differs whenever it is read, or {_INEXACTLY}"
+)
 
 
 class Lanes:
@@ -143,14 +154,14 @@ class Lanes:
         self._entered, view = True, self._view
         if not after:
             self._restorer.refuse_to_start_over()
-        view.position.settle()
+        unsteady = view.position.settle()
         said = self._restorer.data_position(after) if after else None
-        if said is not None and (others := view.position.accept(said[1], said[0])):
-            if not inexact(view.config):
-                remedy = "put them back, go on inexactly with --set numerics.changed=warn, or begin again with --fresh"
-                others += " (__getstate__ may leave out of an object what differs in each life)"
-                raise ConfigError(f"{others}, so the result would differ from an undisturbed run: {remedy}")
-            view.publisher.emit("warning", step=after, cause=Cause.NONDETERMINISTIC, reason=others)
+        others = view.position.accept(said[1], said[0]) if said is not None else ""
+        for line, remedy in ((unsteady, _UNSTEADY), (others, _OTHERS)):
+            if line and not inexact(view.config):
+                raise ConfigError(f"{line} {remedy}")
+            if line:
+                view.publisher.emit("warning", step=after, cause=Cause.NONDETERMINISTIC, reason=line)
         if cost := view.position.cost(after):
             view.publisher.emit("warning", step=after, cause=Cause.SLOW, reason=cost)
 

@@ -12,14 +12,17 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import default_collate
 
 from everstep.base.config import load_config, to_dict
 from everstep.base.errors import ConfigError
 from everstep.checkpoint.interchange import PassingWeights
 from everstep.cli import evaluate
 from everstep.cli.evaluate import WeightsGiven, evaluate_task
+from everstep.data import batch
 from everstep.exact.shard_sums import ShardMesh
 from everstep.runtime.link.address import JOB_FILE
+from everstep.train.task import Task
 from exchange_cases import checkpoint_of
 
 TASKS = Path(__file__).parents[2] / "job_tasks.py"
@@ -51,6 +54,14 @@ def test_the_shards_of_the_job_are_those_of_the_evaluation(tmp_path: Path, monke
     assert set(gathered) == {4} and cut == pytest.approx(whole, rel=1e-5)
     with pytest.raises(ConfigError, match="Text has no plan of what is cut"):
         _metrics(tmp_path, "Text", 2)
+
+
+def test_batches_lie_as_those_of_the_training_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[int] = []
+    monkeypatch.setattr(Task, "collate", lambda task, samples: default_collate([samples[0], *samples])[1:, 0:])
+    monkeypatch.setattr(batch, "to_device", lambda tree, device: places.append(tree.data_ptr() % 64) or tree)
+    _metrics(tmp_path, "Sharded", 1)
+    assert set(places) == {0}
 
 
 @pytest.mark.parametrize("shards", [1, 2])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
+import msgspec
 import pytest
 import torch
+from torch.utils.data import ConcatDataset, StackDataset, Subset, random_split
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
@@ -18,8 +21,10 @@ from everstep.data.sample_content import joint, sample_digest, types_alone
 from everstep.data.stream import Front, Stream, StreamReader
 from everstep.order.cursor import SampleOrder
 from everstep.train.elastic import sample_order
-from everstep.train.job_data import DataPosition, read_by_order
+from everstep.train.job_data import DataPosition, dataset_files, read_by_order
 
+UNKNOWN = "whether the samples are those of before the checkpoint of"
+UNREAD = "some of them could not be read within 10 s in a process that was forked"
 FILES = [(f"shard-{i:05d}.tar", 1 << 30) for i in range(1000)]
 ORDER = SampleOrder(0, 100, 4, 2, epochs=2, shuffle=False)
 
@@ -40,6 +45,29 @@ def test_the_place_in_a_terabyte_of_shards_is_small_and_names_a_change() -> None
     assert DataPosition(ORDER).encoded(5) == b""
     with pytest.raises(ConfigError, match="cannot be read"):
         DataPosition(ORDER).accept(b"{", 5)
+
+
+class Shards(list[Any]):
+    def files_read(self) -> list[tuple[str, int]]:
+        return FILES[: len(self)]
+
+
+class Wrapped:
+    def __init__(self, inner: Any) -> None:
+        self._dataset = inner
+
+
+def test_files_are_known_behind_whatever_wraps_a_dataset() -> None:
+    one, two = Shards([0]), Shards([0, 1])
+    train, _ = random_split(two, [1, 1])
+    assert dataset_files(one) == FILES[:1] and dataset_files([one]) == dataset_files(Wrapped(None)) == []
+    for wrapped in (train, Subset(Wrapped(two), [0]), Wrapped(Wrapped(Subset(two, [1])))):
+        assert dataset_files(wrapped) == FILES[:2]
+    assert dataset_files(ConcatDataset([two, Subset(one, [0]), [5]])) == [*FILES[:2], *FILES[:1]]
+    assert dataset_files(StackDataset(image=two, text=two)) == FILES[:2] * 2
+    many = Wrapped([one])
+    many._dataset = many
+    assert dataset_files(many) == []
 
 
 def test_a_stream_that_begins_otherwise_is_refused() -> None:
@@ -78,7 +106,23 @@ def test_other_samples_than_before_are_told() -> None:
         position.settle()
         text = position.accept(said, 5)
         assert text == ("the dataset holds other samples than before the checkpoint of step 5" if told else "")
-    assert looked_at(Rows(breaks=True)).encoded(5) == b""
+
+
+def test_a_dataset_of_another_length_is_told_though_no_sample_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    said = looked_at(Rows(breaks=True)).encoded(5)
+    other = DataPosition(SampleOrder(0, 99, 4, 2, epochs=2), first=FirstSamples(Rows(), 99, 0))
+    for position, text in ((looked_at(Rows()), ""), (other, "has 99 samples, and had 100 before the checkpoint of")):
+        position.settle()
+        assert text in (found := position.accept(said, 5)) and bool(found) == bool(text)
+    assert [record.message for record in caplog.records] == [f"{UNKNOWN} step 5 is not known: {UNREAD}"]
+    unread = looked_at(Rows(breaks=True))
+    unread.settle()
+    unread.accept(looked_at(Rows(last=1)).encoded(5), 5)
+    position = looked_at(Rows())
+    position.settle()
+    assert "other samples than before" in position.accept(unread.encoded(6), 6), "a life that reads none passes it on"
+    before = msgspec.json.encode({"files": [], "front": "", "mark": None, "samples": "other"})
+    assert "other samples than before" in position.accept(before, 5), "what a release before this one has written"
 
 
 class Named(Rows):
@@ -103,6 +147,26 @@ def test_objects_that_differ_whenever_they_are_read_are_not_compared() -> None:
     drawn, steady = looked_at(Named()).encoded(5), looked_at(Steady()).encoded(5)
     assert not told(Named(), drawn) and not told(Steady(), steady)
     assert told(Named(last=1), drawn) and told(Steady(last=1), steady)
+
+
+class Normalised(Rows):
+    """A transform that changes in place what is stored; the last sample is drawn by a generator of its own."""
+
+    def __init__(self, inplace: bool = False, seed: int | None = None) -> None:
+        super().__init__()
+        self.stored, self.inplace = torch.arange(200.0).view(100, 2), inplace
+        self.own = torch.Generator().manual_seed(seed) if seed is not None else None
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, str]:
+        row = self.stored[index].sub_(0.5) if self.inplace else self.stored[index] - 0.5
+        drawn = torch.rand(1, generator=self.own) if index == 99 else 0
+        return (row.flip(0) if torch.rand(()) < 0.5 else row) + drawn, str(index)
+
+
+def test_samples_that_differ_when_they_are_read_again_are_told() -> None:
+    told = [looked_at(Normalised(*given)).settle() for given in ((), (True,), (False, 3))]
+    said = "the dataset gives another sample {} when it is read again"
+    assert told == ["", said.format(0), said.format(99)]
 
 
 def test_a_stream_of_objects_of_release_0_1_0_goes_on() -> None:

@@ -96,6 +96,42 @@ def test_a_loader_is_evaluated_as_its_dataset_is() -> None:
     assert found[0] == found[1] and found[-1] == found[-2]
 
 
+def test_batches_of_an_evaluation_lie_as_those_of_the_training_do() -> None:
+    """Bits depend on it: where a collate cuts a batch out of a tensor, it would lie anywhere."""
+    model = network()
+    run = joined(model)
+
+    def first(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        assert x.data_ptr() % 64 == 0 and x.shape == (8, 4)
+        return {"first": torch.stack([x[0, 0].double(), torch.ones((), dtype=torch.float64)])}
+
+    for step in run:
+        for x, y in step:
+            step.backward(cross_entropy(model(x), y))
+    run.evaluate(first, DATA, batch_size=8, collate=lambda samples: torch.zeros(9, 5)[1:, 1:])
+
+
+class Shaken(Dataset[Any]):
+    """Drawn by a generator of its own, which no rehearsal sees where a library draws."""
+
+    own = torch.Generator().manual_seed(3)
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __getitem__(self, index: int) -> Any:
+        return DATA[index][0] + torch.rand(4, generator=self.own), DATA[index][1]
+
+
+def test_samples_that_differ_whenever_they_are_read_are_refused_unless_the_job_is_inexact(tmp_path: Path) -> None:
+    told = "the dataset gives another sample 0 when it is read again"
+    given = {"data": Shaken(), "rehearse": False}
+    with pytest.raises(ConfigError, match=rf"{told} \(a transform .* numerics.changed=warn"):
+        trained(joined(network(), run_dir=tmp_path / "refused", **given))
+    trained(joined(network(), run_dir=tmp_path / "warned", **given, **{"numerics.changed": "warn"}))
+    assert [e["reason"] for e in read_events(tmp_path / "warned/events.jsonl") if e["kind"] == "warning"] == [told]
+
+
 # ---- several losses
 
 
