@@ -11,7 +11,7 @@ import pytest
 from job_harness import Jobs, same
 
 SCRIPT = """
-import os, time, torch
+import glob, os, time, torch
 from torch import nn
 import everstep
 
@@ -39,6 +39,15 @@ AFTER = {
             model[2].bias.data = model[2].bias.data * 0.9
             for state in optimizer.state.values():
                 state["exp_avg"].zero_()
+    """,
+    "swapped": """
+        trained = [p.clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.data.mul_(0.5)
+        while step.number == 3 and not glob.glob(os.environ.get("MANIFEST", "/")):
+            time.sleep(0.01)
+        for p, old in zip(model.parameters(), trained):
+            p.data.copy_(old)
     """,
 }
 
@@ -82,6 +91,23 @@ def test_a_checkpoint_is_of_one_moment_though_the_loop_changes_all_of_it(jobs: J
     assert again.end() == 0, again.account()
     assert again.of_kind("job_started")[-1]["step"] > 0
     same(alone.run_dir, again)
+
+
+def test_a_checkpoint_has_nothing_of_what_the_loop_puts_back(jobs: Jobs, tmp_path: Path) -> None:
+    """It evaluates other weights, say, written behind the version counter, until the checkpoint is on disk."""
+    script, large, run_dir = write(tmp_path, "swapped"), {"WIDTH": "700", "STEPS": "6"}, tmp_path / "killed"
+    alone = jobs.start(script, workers=1, environment=large, settings={"rehearse": "false"})
+    job = jobs.start(
+        *(script, "--set", "rehearse=false", "--set", "checkpoint.disk.every_steps=3"),
+        workers=1,
+        chaos="kill:target=worker:0,at=5",
+        run_dir=run_dir,
+        environment={**large, "MANIFEST": f"{run_dir}/checkpoints/*3/manifest*"},
+    )
+    assert alone.end() == 0, alone.account()
+    assert job.end() == 0, job.account()
+    assert [event["step"] for event in job.of_kind("checkpoint_completed")][0] == 3
+    same(alone.run_dir, job)
 
 
 @pytest.mark.longer

@@ -113,8 +113,8 @@ class Step:
                 yield from self._lane(turn, lane, is_told=lane in told)
             turn = session.executor.computed()
         self.done = True
-        if session.loop.moves.known:
-            session.updates.stand_still()
+        if self._given is not None or session.loop.moves.known:  # else the loop is not the user's
+            session.updates.stand_still(tick=session.view.tick)
         self._seed_loop(past=1)
 
     def _seed_loop(self, past: int) -> None:
@@ -363,7 +363,7 @@ class Run:
                         self._stopped = False
                         if session.view.step > session.transfers.past:
                             session.loop.enter_again(session.view.step)
-                            yield Step(session, session.view.step, done=True)
+                            yield Step(session, session.view.step, done=True, given=self._given)
                             _reach(session)
                     elif ends or (not self._stopped and session.view.step < self.total_steps):
                         ends = False

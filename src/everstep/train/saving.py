@@ -189,10 +189,10 @@ class PartSaver:
         told = self._loop.told(effect.step) if effect.boundary or self._loop.entered(effect.step) else b""
         return {LOOP: told} if told else {}
 
-    def before_update(self) -> None:
-        """Before anything changes the state."""
+    def before_update(self, tick: Callable[[], None] | None = None) -> None:
+        """Before anything changes the state. tick: as for `Checkpointer.before_update`."""
         if self.checkpointer is not None:
-            self.checkpointer.before_update()
+            self.checkpointer.before_update(tick)
 
     def distrust(self, number: int) -> None:
         """Discard the checkpoint of this step if it was begun here: it may mix two states."""
