@@ -40,14 +40,24 @@ AFTER = {
             for state in optimizer.state.values():
                 state["exp_avg"].zero_()
     """,
+    "seldom": """
+        if step.number % 5 == 0:
+            for p in model.parameters(): p.data.mul_(0.9)
+    """,
     "swapped": """
-        trained = [p.clone() for p in model.parameters()]
-        for p in model.parameters():
-            p.data.mul_(0.5)
-        while step.number == 3 and not glob.glob(os.environ.get("MANIFEST", "/")):
+        if step.number == 3:
+            trained = [p.clone() for p in model.parameters()]
+            for p in model.parameters():
+                p.data.mul_(0.5)
+            run.evaluate(lambda batch: {"tried": torch.tensor([0.5, 1.0])}, data, batch_size=64)
+            left = int(os.environ.get("LOOKS", "0"))
+            while left and not glob.glob(os.environ["MANIFEST"]):
+                left -= 1
+                time.sleep(0.01)
+            for p, old in zip(model.parameters(), trained):
+                p.data.copy_(old)
+        while step.number == 4 and "MANIFEST" in os.environ and not glob.glob(os.environ["MANIFEST"]):
             time.sleep(0.01)
-        for p, old in zip(model.parameters(), trained):
-            p.data.copy_(old)
     """,
 }
 
@@ -63,6 +73,7 @@ def write(folder: Path, after: str, before: str = "pass") -> str:
     [
         pytest.param("always", "pass", marks=pytest.mark.longer),
         ("late", "seen = step.number"),
+        ("seldom", "pass"),
         pytest.param("hidden", "pass", marks=pytest.mark.longer),
     ],
 )
@@ -93,20 +104,29 @@ def test_a_checkpoint_is_of_one_moment_though_the_loop_changes_all_of_it(jobs: J
     same(alone.run_dir, again)
 
 
-def test_a_checkpoint_has_nothing_of_what_the_loop_puts_back(jobs: Jobs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saves", "looks"),
+    [
+        (("disk.every_steps=3",), 1 << 30),
+        (("disk.every_steps=100", "best_metric=tried", "disk.keep_best=1"), 30),  # it is taken after the round
+    ],
+)
+def test_a_checkpoint_has_nothing_of_what_the_loop_puts_back(
+    jobs: Jobs, tmp_path: Path, saves: tuple[str, ...], looks: int
+) -> None:
     """It evaluates other weights, say, written behind the version counter, until the checkpoint is on disk."""
     script, large, run_dir = write(tmp_path, "swapped"), {"WIDTH": "700", "STEPS": "6"}, tmp_path / "killed"
     alone = jobs.start(script, workers=1, environment=large, settings={"rehearse": "false"})
     job = jobs.start(
-        *(script, "--set", "rehearse=false", "--set", "checkpoint.disk.every_steps=3"),
+        *(script, "--set", "rehearse=false", *(f"--set=checkpoint.{rule}" for rule in saves)),
         workers=1,
         chaos="kill:target=worker:0,at=5",
         run_dir=run_dir,
-        environment={**large, "MANIFEST": f"{run_dir}/checkpoints/*3/manifest*"},
+        environment={**large, "LOOKS": str(looks), "MANIFEST": f"{run_dir}/checkpoints/*3/manifest*"},
     )
     assert alone.end() == 0, alone.account()
     assert job.end() == 0, job.account()
-    assert [event["step"] for event in job.of_kind("checkpoint_completed")][0] == 3
+    assert [event["step"] for event in job.of_kind("fallback")] == [3]
     same(alone.run_dir, job)
 
 

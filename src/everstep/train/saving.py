@@ -167,7 +167,7 @@ class PartSaver:
             text = f"the loop has changed {moved} before this; a worker that is resumed would do so twice"
             self._note(SaveEnded(number, False, text))
             return
-        self._begun = number
+        self._begun = 0 if effect.past else number
         said = view.position.encoded(number)
         parts = {**self._loop_part(effect), NAMES: self._whole.names, **({POSITION: said} if said else {})}
         if effect.boundary:
@@ -195,7 +195,7 @@ class PartSaver:
             self.checkpointer.before_update(tick)
 
     def distrust(self, number: int) -> None:
-        """Discard the checkpoint of this step if it was begun here: it may mix two states."""
+        """Discard the checkpoint of this step if it was begun here, in its round: it may mix two states."""
         if self.checkpointer is not None and self._begun == number:
             self.checkpointer.invalidate(number - 1, with_objects=self._view.is_main)
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from everstep.base.config import Config, inexact
 from everstep.parallel.staged import StagedTransport
@@ -101,6 +102,15 @@ class Session:
         self.view, self.executor, self.membership, self.profiling = view, executor, membership, profiling
         self.lanes, self.updates, self.transfers, self._cell = lanes, updates, transfers, cell
         self.saver, self.loop, self._keeper = saver, loop, keeper
+        self.unasked: list[do.SaveAsked] = []
+
+    def judge(self, *, past: bool) -> None:
+        """Ask whether checkpoints follow from this round's evaluations. past: the loop is done with the step. Raises:
+        as `Executor.ask`."""
+        asked, self.unasked = self.unasked, []
+        for question in asked:
+            with self.loop.paused():
+                self.executor.ask(replace(question, past=past))
 
     def close(self) -> None:
         """Give back processes and memory. The link is its owner's: last words may have to be said."""

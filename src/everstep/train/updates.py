@@ -211,7 +211,7 @@ class Updates:
     def arrive(self, outcome: StepOutcome | None, number: int) -> None:
         """The state is that of step `number`."""
         self.outcome = outcome
-        self._loop.remember(number)
+        self._loop.remember(number, followed=self._donor.feeds)
         self._view.link.log.at(number)
 
     def forget(self) -> None:

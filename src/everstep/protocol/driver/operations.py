@@ -594,7 +594,9 @@ class HoldAsked(Ask, frozen=True):
 
 class SaveAsked(Ask, frozen=True):
     """The application has evaluated, and a checkpoint may follow; each member asks, in the same order as it gathers.
-    Answered as `GatherAsked`. stored: from the job's leader, the best value of those on disk; None if there is none."""
+    Answered as `GatherAsked`. stored: from the job's leader, the best value of those on disk; None if there is none.
+    past: the application is done with the step."""
 
     metrics: Mapping[str, float]
     stored: float | None = None
+    past: bool = False
