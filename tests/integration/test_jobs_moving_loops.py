@@ -41,7 +41,7 @@ AFTER = {
                 state["exp_avg"].zero_()
     """,
     "seldom": """
-        if step.number % 5 == 0:
+        if step.number % 2 and step.number > 1:  # in no round in which all look
             for p in model.parameters(): p.data.mul_(0.9)
     """,
     "swapped": """
@@ -73,7 +73,6 @@ def write(folder: Path, after: str, before: str = "pass") -> str:
     [
         pytest.param("always", "pass", marks=pytest.mark.longer),
         ("late", "seen = step.number"),
-        ("seldom", "pass"),
         pytest.param("hidden", "pass", marks=pytest.mark.longer),
     ],
 )
@@ -83,6 +82,17 @@ def test_workers_that_heal_follow_it(jobs: Jobs, tmp_path: Path, after: str, bef
     alone = jobs.start(script, workers=1)
     chaos = "kill:target=worker:1,at=8; kill:target=worker:0,at=28"
     job = jobs.start(script, workers=3, chaos=chaos, environment={"LANE_S": "0.02"})
+    assert alone.end() == 0, alone.account()
+    assert job.end() == 0, job.account()
+    same(alone.run_dir, job)
+
+
+def test_a_worker_that_follows_gets_what_is_written_now_and_then_behind_the_version_counter(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    script, quick = write(tmp_path, "seldom"), {"WIDTH": "900", "STEPS": "60"}
+    alone = jobs.start(script, workers=1, environment=quick)
+    job = jobs.start(script, workers=3, chaos="kill:target=worker:1,at=8", environment=quick)
     assert alone.end() == 0, alone.account()
     assert job.end() == 0, job.account()
     same(alone.run_dir, job)

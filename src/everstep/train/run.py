@@ -521,7 +521,7 @@ class Run:
         return found
 
     def _judge(self, metrics: Mapping[str, float]) -> None:
-        """A checkpoint may follow from an evaluation: in a script once its round is over, which may put weights back."""
+        """A checkpoint may follow from an evaluation: in a script after its round, which may put weights back."""
         session = self._session
         question = session.saver.question(metrics)
         if question is not None and not session.view.ended:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -114,17 +115,14 @@ class Session:
 
     def close(self) -> None:
         """Give back processes and memory. The link is its owner's: last words may have to be said."""
-        self.view.publisher.close()
-        self.transfers.close_feeds()
-        self.lanes.close()
-        self.profiling.close()
-        self.saver.close()
-        self._keeper.close()
-        self.view.transport.close()
-        for replica in self.view.stages.values():
-            replica.lanes.seeder.close()
-        if self._cell is not None:
-            self._cell.close()
+        cell = [] if self._cell is None else [self._cell]
+        seeders = [replica.lanes.seeder for replica in self.view.stages.values()]
+        parts = self.lanes, self.profiling, self.saver, self._keeper, self.view.transport, *seeders, *cell
+        with ExitStack() as closing:  # each of them, whatever another one raises
+            for part in reversed(parts):
+                closing.callback(part.close)
+            closing.callback(self.transfers.close_feeds)
+            closing.callback(self.view.publisher.close)
 
     @property
     def cell(self) -> CellHead | None:
