@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from everstep.cli.ledger import audit_run
-from job_harness import Jobs
+from job_harness import LIMIT_S, Jobs
 
 SCRIPT = """
 import os, sys
@@ -77,6 +79,21 @@ def test_a_job_whose_loops_are_left_is_complete(jobs: Jobs, tmp_path: Path) -> N
     again = jobs.start(text, "--spares", "1", "--", "all", workers=2, run_dir=job.run_dir)
     assert again.end() == 0, again.account()
     assert "this job has finished: step 5" in again.run_dir.with_suffix(".out").read_text()
+
+
+def test_a_script_by_itself_whose_iterator_is_let_go_finishes_though_no_thread_starts_at_exit(
+    tmp_path: Path,
+) -> None:
+    """As from Python 3.12 on."""
+    path, no_threads = tmp_path / "sliced.py", "atexit.register(setattr, threading.Thread, 'start', None)"
+    head, loop = SCRIPT.split("    for step in run:\n", 1)[0], "    for step in itertools.islice(run, 5):\n"
+    body = "        for x, y in step:\n            step.backward(nn.functional.cross_entropy(model(x), y))\n"
+    head = head.replace("rehearse=False", "rehearse=False, run_dir=sys.argv[-1]")
+    path.write_text(f"import atexit, itertools, threading\n{head}{loop}{body}\n\ntrain()\n{no_threads}\n")
+    run_dir = tmp_path / "run"
+    subprocess.run([sys.executable, str(path), "all", str(run_dir)], check=True, timeout=LIMIT_S)
+    assert json.loads((run_dir / "final" / "digest.json").read_text())["step"] == 5
+    assert (run_dir / "checkpoints" / "step-0000000005").is_dir()
 
 
 def test_where_one_leaves_its_loop_the_job_says_who(jobs: Jobs, tmp_path: Path) -> None:

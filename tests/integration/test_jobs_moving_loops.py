@@ -11,7 +11,7 @@ import pytest
 from job_harness import Jobs, same
 
 SCRIPT = """
-import os, time, torch
+import glob, os, time, torch
 from torch import nn
 import everstep
 
@@ -39,6 +39,25 @@ AFTER = {
             model[2].bias.data = model[2].bias.data * 0.9
             for state in optimizer.state.values():
                 state["exp_avg"].zero_()
+    """,
+    "seldom": """
+        if step.number % 2 and step.number > 1:  # in no round in which all look
+            for p in model.parameters(): p.data.mul_(0.9)
+    """,
+    "swapped": """
+        if step.number == 3:
+            trained = [p.clone() for p in model.parameters()]
+            for p in model.parameters():
+                p.data.mul_(0.5)
+            run.evaluate(lambda batch: {"tried": torch.tensor([0.5, 1.0])}, data, batch_size=64)
+            left = int(os.environ.get("LOOKS", "0"))
+            while left and not glob.glob(os.environ["MANIFEST"]):
+                left -= 1
+                time.sleep(0.01)
+            for p, old in zip(model.parameters(), trained):
+                p.data.copy_(old)
+        while step.number == 4 and "MANIFEST" in os.environ and not glob.glob(os.environ["MANIFEST"]):
+            time.sleep(0.01)
     """,
 }
 
@@ -68,6 +87,17 @@ def test_workers_that_heal_follow_it(jobs: Jobs, tmp_path: Path, after: str, bef
     same(alone.run_dir, job)
 
 
+def test_a_worker_that_follows_gets_what_is_written_now_and_then_behind_the_version_counter(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    script, quick = write(tmp_path, "seldom"), {"WIDTH": "900", "STEPS": "60"}
+    alone = jobs.start(script, workers=1, environment=quick)
+    job = jobs.start(script, workers=3, chaos="kill:target=worker:1,at=8", environment=quick)
+    assert alone.end() == 0, alone.account()
+    assert job.end() == 0, job.account()
+    same(alone.run_dir, job)
+
+
 @pytest.mark.longer
 def test_a_checkpoint_is_of_one_moment_though_the_loop_changes_all_of_it(jobs: Jobs, tmp_path: Path) -> None:
     """A large state is written while the loop goes on; a job of one worker has nobody who would notice."""
@@ -82,6 +112,32 @@ def test_a_checkpoint_is_of_one_moment_though_the_loop_changes_all_of_it(jobs: J
     assert again.end() == 0, again.account()
     assert again.of_kind("job_started")[-1]["step"] > 0
     same(alone.run_dir, again)
+
+
+@pytest.mark.parametrize(
+    ("saves", "looks"),
+    [
+        (("disk.every_steps=3",), 1 << 30),
+        (("disk.every_steps=100", "best_metric=tried", "disk.keep_best=1"), 30),  # it is taken after the round
+    ],
+)
+def test_a_checkpoint_has_nothing_of_what_the_loop_puts_back(
+    jobs: Jobs, tmp_path: Path, saves: tuple[str, ...], looks: int
+) -> None:
+    """It evaluates other weights, say, written behind the version counter, until the checkpoint is on disk."""
+    script, large, run_dir = write(tmp_path, "swapped"), {"WIDTH": "700", "STEPS": "6"}, tmp_path / "killed"
+    alone = jobs.start(script, workers=1, environment=large, settings={"rehearse": "false"})
+    job = jobs.start(
+        *(script, "--set", "rehearse=false", *(f"--set=checkpoint.{rule}" for rule in saves)),
+        workers=1,
+        chaos="kill:target=worker:0,at=5",
+        run_dir=run_dir,
+        environment={**large, "LOOKS": str(looks), "MANIFEST": f"{run_dir}/checkpoints/*3/manifest*"},
+    )
+    assert alone.end() == 0, alone.account()
+    assert job.end() == 0, job.account()
+    assert [event["step"] for event in job.of_kind("fallback")] == [3]
+    same(alone.run_dir, job)
 
 
 @pytest.mark.longer

@@ -27,6 +27,7 @@ from everstep.checkpoint.manifest import JobIdentity, Manifest, decode, refuse_f
 from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOutcome
 from everstep.checkpoint.names import DAMAGED, manifest_name, step_name
 from everstep.checkpoint.part import (
+    LONG_PATIENCE_S,
     Base,
     LiveState,
     PartJob,
@@ -133,13 +134,15 @@ class Checkpointer:
                 self._start_part(extent, stage, state, plan, held.get(stage, WHOLE), began)
         return time.monotonic() - began
 
-    def before_update(self) -> float:
-        """Before the state changes: copy blocks that are not written yet, or give the part up. Returns the seconds."""
+    def before_update(self, tick: Callable[[], None] | None = None) -> float:
+        """Before the state changes: copy blocks that are not written yet, or give the part up. Returns the seconds.
+        tick: called while this waits; with it, right after an update, a part that memory has no room for has time to
+        be written."""
         if not self._parts:
             return 0.0
         began = time.monotonic()
         for part in self._parts:
-            part.before_update()
+            part.before_update(*(() if tick is None else (LONG_PATIENCE_S, tick)))
         self._parts = [part for part in self._parts if not part.ended]
         return time.monotonic() - began
 

@@ -41,7 +41,7 @@ from everstep.runtime.process import available_bytes
 
 _PAGE = 4096
 _BYTES_PER_RUN = 112
-_PATIENCE_S = 0.05
+_PATIENCE_S, LONG_PATIENCE_S = 0.05, 30.0
 _ATTEMPTS = 1000
 CHECK_BYTES = 8
 NOT_HELD = bytes(CHECK_BYTES)
@@ -243,9 +243,10 @@ class PartWriter:
             self._changed.wait_for(lambda: not self._copying)
             self._changed.notify_all()
 
-    def before_update(self, patience_s: float = _PATIENCE_S) -> bool:
+    def before_update(self, patience_s: float = _PATIENCE_S, tick: Callable[[], None] = lambda: None) -> bool:
         """After this the state may change. Copies what is not yet written, as far as the limit allows, waits a little
-        for the rest, and abandons the part otherwise. Returns whether the part is still being made."""
+        for the rest, and abandons the part otherwise. Returns whether the part is still being made. tick: called while
+        this waits."""
         began = time.monotonic()
         with self._changed:
             if self._stop:
@@ -253,12 +254,12 @@ class PartWriter:
             if self._copied or (self._next >= len(self._order) and not self._copying):
                 return True
             try:
-                self._copied = self._rescue(began + patience_s)
+                self._copied = self._rescue(began + patience_s, tick)
                 return self._copied
             finally:
                 self._stall_s += time.monotonic() - began
 
-    def _rescue(self, deadline: float) -> bool:
+    def _rescue(self, deadline: float, tick: Callable[[], None]) -> bool:
         """Copies blocks from the far end, while the thread goes on at the near one; those that are only compared need
         not be kept. Called with the lock."""
         room, order, passing = self._job.staging_blocks(), self._order, None
@@ -282,7 +283,13 @@ class PartWriter:
             there = (k in self._saved or k in self._checked for k in order[self._next :])
             return not self._copying and all(there)
 
-        in_time = self._changed.wait_for(lambda: bool(self._stop) or covered(), max(0.0, deadline - time.monotonic()))
+        def over() -> bool:
+            return bool(self._stop) or covered()
+
+        while not (in_time := self._changed.wait_for(over, min(_PATIENCE_S, max(0.0, deadline - time.monotonic())))):
+            if time.monotonic() >= deadline:
+                break
+            tick()
         if not in_time:
             text = f"the update came before the state was written, and memory had room for {room} of its blocks: set "
             text += "checkpoint.staging_mb to allow more, or save less often"

@@ -5,8 +5,8 @@ A worker that is resumed or healed enters the loop's body again for a step that 
 before the batches are put back; tensors are not, so a change of one is refused by name. After the batches a loop may
 change tensors (it clips weights, say). A worker that follows others does not run their loop: it is given what that has
 changed. Writes behind the version counter (`.data.mul_`) are looked for in parameters, up to 256 MiB of them, in rounds
-1, 2, 4, 8 and so on. They are the loop's if they are seen twice: a bit that flips in damaged memory looks the same, and
-must not be told to others.
+1, 2, 4, 8 and so on, and while others follow. They are the loop's if its code names `.data`, or if they are seen twice:
+a bit that flips in damaged memory looks the same, and must not be told to others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class UnchangedTensors:
     """Tensors of a model and its optimizer: `begin`, and, if nothing else has changed them meanwhile, `check`.
     `updated` after each update, then `moved`, for what the loop has changed since."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, hides: bool = False) -> None:
+        """hides: the loop's code may write behind the version counter."""
+        self._least = 1 if hides else 2
         self._model, self._optimizer = model, optimizer
         self._own = [table for m in model.modules() for table in (m._parameters, m._buffers) if table]
         self._seen: _Looked | None = None
@@ -40,15 +42,21 @@ class UnchangedTensors:
         self._bits: dict[int, str] = {}
         self._rounds, self._hidden = 0, set[int]()
 
-    def updated(self) -> None:
-        """An update has been made, or another state been loaded: from here on the loop changes tensors."""
-        self._updated = self._look()
+    def updated(self, *, followed: bool = False) -> None:
+        """An update has been made, or another state been loaded: from here on the loop changes tensors. followed: by
+        others, who are given what it changes."""
+        self.put_back()
         self._rounds += 1
-        thorough = len(self._hidden) > 1 or not self._rounds & (self._rounds - 1)
+        thorough = len(self._hidden) >= self._least or not self._rounds & (self._rounds - 1)
+        thorough |= followed and self._least == 1
         self._bits = {id(p): tensor_digest(p.detach()) for p in self._looked_into()} if thorough else {}
 
-    def moved(self) -> dict[str, torch.Tensor]:
-        """Tensors that have been changed since `updated`, by name."""
+    def put_back(self) -> None:
+        """Tensors have been written, and have the values again that they had at `updated`."""
+        self._updated = self._look()
+
+    def moved(self, *, midway: bool = False) -> dict[str, torch.Tensor]:
+        """Tensors that have been changed since `updated`, by name. midway: also those that the loop may put back."""
         if self._updated is None or (not self._bits and _alike(self._updated, self._look())):
             return {}
         things, counts = iter(self._updated[0]), iter(self._updated[1])
@@ -59,8 +67,8 @@ class UnchangedTensors:
             if isinstance(was, torch.Tensor) and not was.is_inference():
                 alike &= next(counts) == _mark(was)
             if alike and id(thing) in self._bits and tensor_digest(thing.detach()) != self._bits[id(thing)]:
-                self._hidden.add(self._rounds)
-                alike = len(self._hidden) < 2
+                self._hidden |= set() if midway else {self._rounds}
+                alike = len(self._hidden) < self._least and not midway
             if not alike and isinstance(thing, torch.Tensor):
                 found[name] = thing
         return found

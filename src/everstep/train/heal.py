@@ -274,6 +274,12 @@ class Donor:
             one.release()
 
     @property
+    def feeds(self) -> bool:
+        """Whether a follower gets the next step."""
+        with self._lock:
+            return self._giver.feeds
+
+    @property
     def busy(self) -> bool:
         """Whether an asker still copies a kept snapshot."""
         return self._giver.busy

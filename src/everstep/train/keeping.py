@@ -45,10 +45,13 @@ class SnapshotKeeper:
     # ---- training thread
 
     def stand_still(self) -> None:
-        """Wait until running copies of the state are complete, before it changes."""
-        for snapshot in self._copying:
-            snapshot.wait()
-        self._copying = []
+        """Wait until running copies of the state are complete, before it changes. One that failed is none."""
+        copying, self._copying = self._copying, []
+        for snapshot in copying:
+            try:
+                snapshot.wait()
+            except Exception as error:
+                log.warning("a snapshot of the state failed: %s", error)
 
     def keep(self, effect: Keep) -> None:
         """Take a snapshot of the state as it is, which is that of this step."""

@@ -57,11 +57,16 @@ class LoopMoves:
         known, self.known = self.known, self.known or bool(found)
         return self.known and not known
 
-    def updated(self) -> None:
-        """The tensors are as an update, or another worker, has left them."""
+    def updated(self, *, followed: bool = False) -> None:
+        """The tensors are as an update, or another worker, has left them. followed: as for `UnchangedTensors`."""
         self.told = {}
         if self._tensors is not None:
-            self._tensors.updated()
+            self._tensors.updated(followed=followed)
+
+    def put_back(self) -> None:
+        """An evaluation has put back what it has changed."""
+        if self._tensors is not None:
+            self._tensors.put_back()
 
     def loaded(self) -> None:
         """Blocks have come from others, at the step where this worker is."""
@@ -71,7 +76,7 @@ class LoopMoves:
     def midway(self) -> str:
         """Name of a tensor that the loop has changed since the update; a worker that goes on from here would do so
         again. "" if there is none."""
-        found = {} if self._tensors is None else self._tensors.moved()
+        found = {} if self._tensors is None else self._tensors.moved(midway=True)
         return next(iter(found), "")
 
     def past(self, number: int) -> bool:
@@ -122,11 +127,12 @@ class LoopState:
 
     # ---- the moments of a round
 
-    def begin(self, prepares: bool) -> None:
-        """The loop is about to begin. prepares: its body may do something before it comes to the batches."""
+    def begin(self, prepares: bool, *, hides: bool = False) -> None:
+        """The loop is about to begin. prepares: its body may do something before it comes to the batches. hides: as for
+        `UnchangedTensors`."""
         parts = self._stages.only.parts
         self._stages.only.state.settings.begin()
-        tensors = UnchangedTensors(parts.model, parts.optimizer)
+        tensors = UnchangedTensors(parts.model, parts.optimizer, hides=hides)
         self.moves.begin(tensors)
         self._unchanged = tensors if prepares else None
 
@@ -168,19 +174,19 @@ class LoopState:
         stayed, moved = _stayed(self._unchanged), self.moves.midway()
         yield
         if not moved:
-            self.moves.updated()  # an evaluation puts buffers back
+            self.moves.put_back()  # an evaluation does so with buffers
         if stayed and self._unchanged is not None:
             self._unchanged.begin()
 
-    def remember(self, number: int) -> None:
-        """The state is that of this step, and the loop does not know it yet."""
+    def remember(self, number: int, *, followed: bool = False) -> None:
+        """The state is that of this step, and the loop does not know it yet. followed: as for `UnchangedTensors`."""
         replica = self._stages.any
         if self._step != number:  # a loop that stays at a step has gone on since
             self._again = b""
             replica.state.settings.after_update()
             if replica.application.extras:
                 self._copy.take(replica.application)
-            self.moves.updated()
+            self.moves.updated(followed=followed)
         self._step = number
 
     # ---- exchange with other workers

@@ -99,6 +99,7 @@ class Step:
 
     def _batches(self) -> Iterator[Any]:
         session = self._session
+        session.judge(past=True)
         _reach(session)
         if not self.done:
             session.view.stages.only.state.settings.before_lanes()
@@ -113,8 +114,8 @@ class Step:
                 yield from self._lane(turn, lane, is_told=lane in told)
             turn = session.executor.computed()
         self.done = True
-        if session.loop.moves.known:
-            session.updates.stand_still()
+        if self._given is not None or session.loop.moves.known:  # else the loop is not the user's
+            session.updates.stand_still(tick=session.view.tick)
         self._seed_loop(past=1)
 
     def _seed_loop(self, past: int) -> None:
@@ -347,10 +348,11 @@ class Run:
                     if frames and (found := unset_behind(frames[0])) is not None:
                         (name, line), file = found, os.path.basename(frames[0].f_code.co_filename)
                         raise Misused(_UNSET.format(file=file, name=name, line=line), line)
-                    session.loop.begin(not frames or prepares(frames[0]))
+                    files = files_behind(frames[0]) if frames else set[str]()
+                    session.loop.begin(not frames or prepares(frames[0]), hides=names_attribute(files, "data"))
                     if frames:
                         several = calls_in_file(frames[0], "backward") > 1
-                        gradients = names_attribute(files_behind(frames[0]), "grad")
+                        gradients = names_attribute(files, "grad")
                         session.view.stages.only.loop.expect(several=several, gradients=gradients)
                 ends = self._join()
                 if session.view.link.finished(session.view.step):
@@ -361,9 +363,10 @@ class Run:
                         self._survey.turn(sys._getframe())
                     if session.executor.arrived():
                         self._stopped = False
+                        session.unasked.clear()
                         if session.view.step > session.transfers.past:
                             session.loop.enter_again(session.view.step)
-                            yield Step(session, session.view.step, done=True)
+                            yield Step(session, session.view.step, done=True, given=self._given)
                             _reach(session)
                     elif ends or (not self._stopped and session.view.step < self.total_steps):
                         ends = False
@@ -518,11 +521,13 @@ class Run:
         return found
 
     def _judge(self, metrics: Mapping[str, float]) -> None:
-        """A checkpoint may follow from an evaluation."""
+        """A checkpoint may follow from an evaluation: in a script after its round, which may put weights back."""
         session = self._session
         question = session.saver.question(metrics)
         if question is not None and not session.view.ended:
-            session.executor.ask(question)
+            session.unasked.append(question)
+            if self._given is None:
+                session.judge(past=False)
 
     def _begin_evaluation(self, dataset: Any, batch_size: int) -> int:
         """Returns the number of chunks."""

@@ -167,7 +167,7 @@ class PartSaver:
             text = f"the loop has changed {moved} before this; a worker that is resumed would do so twice"
             self._note(SaveEnded(number, False, text))
             return
-        self._begun = number
+        self._begun = 0 if effect.past else number
         said = view.position.encoded(number)
         parts = {**self._loop_part(effect), NAMES: self._whole.names, **({POSITION: said} if said else {})}
         if effect.boundary:
@@ -189,13 +189,13 @@ class PartSaver:
         told = self._loop.told(effect.step) if effect.boundary or self._loop.entered(effect.step) else b""
         return {LOOP: told} if told else {}
 
-    def before_update(self) -> None:
-        """Before anything changes the state."""
+    def before_update(self, tick: Callable[[], None] | None = None) -> None:
+        """Before anything changes the state. tick: as for `Checkpointer.before_update`."""
         if self.checkpointer is not None:
-            self.checkpointer.before_update()
+            self.checkpointer.before_update(tick)
 
     def distrust(self, number: int) -> None:
-        """Discard the checkpoint of this step if it was begun here: it may mix two states."""
+        """Discard the checkpoint of this step if it was begun here, in its round: it may mix two states."""
         if self.checkpointer is not None and self._begun == number:
             self.checkpointer.invalidate(number - 1, with_objects=self._view.is_main)
 

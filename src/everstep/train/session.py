@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from everstep.base.config import Config, inexact
 from everstep.parallel.staged import StagedTransport
@@ -101,20 +103,26 @@ class Session:
         self.view, self.executor, self.membership, self.profiling = view, executor, membership, profiling
         self.lanes, self.updates, self.transfers, self._cell = lanes, updates, transfers, cell
         self.saver, self.loop, self._keeper = saver, loop, keeper
+        self.unasked: list[do.SaveAsked] = []
+
+    def judge(self, *, past: bool) -> None:
+        """Ask whether checkpoints follow from this round's evaluations. past: the loop is done with the step. Raises:
+        as `Executor.ask`."""
+        asked, self.unasked = self.unasked, []
+        for question in asked:
+            with self.loop.paused():
+                self.executor.ask(replace(question, past=past))
 
     def close(self) -> None:
         """Give back processes and memory. The link is its owner's: last words may have to be said."""
-        self.view.publisher.close()
-        self.transfers.close_feeds()
-        self.lanes.close()
-        self.profiling.close()
-        self.saver.close()
-        self._keeper.close()
-        self.view.transport.close()
-        for replica in self.view.stages.values():
-            replica.lanes.seeder.close()
-        if self._cell is not None:
-            self._cell.close()
+        cell = [] if self._cell is None else [self._cell]
+        seeders = [replica.lanes.seeder for replica in self.view.stages.values()]
+        parts = self.lanes, self.profiling, self.saver, self._keeper, self.view.transport, *seeders, *cell
+        with ExitStack() as closing:  # each of them, whatever another one raises
+            for part in reversed(parts):
+                closing.callback(part.close)
+            closing.callback(self.transfers.close_feeds)
+            closing.callback(self.view.publisher.close)
 
     @property
     def cell(self) -> CellHead | None:

@@ -192,12 +192,12 @@ class Updates:
         self._donor.feed(number, records, held, numel, lambda: self._loop.fed(number), dealing.segments, dealing.fed)
         self.stand_still()
 
-    def stand_still(self, *, stays: bool = False) -> None:
+    def stand_still(self, *, stays: bool = False, tick: Callable[[], None] | None = None) -> None:
         """Before the state changes: wait until every reader is done with it. stays: it does not, but for blocks that
-        this worker lacks, so who reads it where it lies goes on."""
+        this worker lacks, so who reads it where it lies goes on. tick: as for `Checkpointer.before_update`."""
         self._donor.busy_snapshot(stays=stays)
         self._keeper.stand_still()
-        self._saver.before_update()
+        self._saver.before_update(tick)
 
     def distrust(self) -> None:
         """Discard copies made since the update: the loop has changed trained tensors meanwhile, for the first time, so
@@ -211,7 +211,7 @@ class Updates:
     def arrive(self, outcome: StepOutcome | None, number: int) -> None:
         """The state is that of step `number`."""
         self.outcome = outcome
-        self._loop.remember(number)
+        self._loop.remember(number, followed=self._donor.feeds)
         self._view.link.log.at(number)
 
     def forget(self) -> None:

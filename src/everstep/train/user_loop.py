@@ -65,9 +65,10 @@ class UserLoop:
     def end(self) -> None:
         """No more steps are wanted. Raises: StateJumped if the loop has to go on; what ends a member otherwise."""
         session, number = self._session, self._session.view.step
+        left = number < session.view.order.total_steps
+        session.judge(past=not left)
         session.profiling.end()
         session.view.link.row.set(step=number, phase="finish")
-        left = number < session.view.order.total_steps
         session.executor.ask(EndAsked(left, session.updates.last_states(left), number))
 
     def leave(self) -> None:

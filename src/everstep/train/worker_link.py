@@ -5,13 +5,13 @@ Apart so that the session is the same in both cases.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import queue
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -351,7 +351,8 @@ class LoneLink(WorkerLink):
                     print(f"everstep: {error}", file=sys.stderr, flush=True)
                     os._exit(1)
 
-        atexit.register(ended)
+        with suppress(RuntimeError):  # the interpreter ends already
+            threading._register_atexit(ended)  # type: ignore[attr-defined]  # atexit's calls can start no thread
 
     def finished(self, step: int) -> bool:
         if self.run_dir is None:

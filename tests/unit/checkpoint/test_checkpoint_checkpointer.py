@@ -534,6 +534,16 @@ def test_a_disk_that_refuses_while_the_update_waits_gives_the_part_up_alone(
     assert not writer.before_update()
 
 
+def test_a_part_right_after_the_update_has_time_to_be_written_where_memory_lacks_room(tmp_path: Path) -> None:
+    """Meanwhile the worker is seen not to hang."""
+    live, store, reports = LiveState(make_state(1)), Gate(tmp_path), list[PartReport]()
+    job = PartJob(PartReport(1, 1, 0, 0, ((0, live.n_blocks),)), True, 3 * BLOCK_BYTES)
+    writer = PartWriter(store, job, live, Base, reports.append)
+    threading.Thread(target=writer.run, daemon=True).start()
+    assert writer.before_update(60.0, store.open.set)
+    assert writer.join(60.0) and not reports[0].error
+
+
 def test_memory_for_what_is_not_written_is_what_is_left_or_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part, "available_bytes", lambda: 80 * BLOCK_BYTES)
     report = PartReport(1, 1, 0, 0)

@@ -84,6 +84,32 @@ def test_a_write_behind_the_version_counter_is_the_loops_once_it_was_seen_twice(
     assert seen == [*range(told, 19)]
 
 
+def test_hidden_writes_of_a_loop_that_may_make_them_are_told_at_once_to_those_that_follow() -> None:
+    one = Trained()
+    one.tensors = UnchangedTensors(one.model, one.optimizer, hides=True)
+    for _ in range(5):
+        one.tensors.updated()
+    assert one.tensors.moved() == {}
+    one.tensors.updated(followed=True)
+    one.model[0].bias.data.mul_(2)
+    assert one.tensors.moved().keys() == {"parameter 0.bias"}
+
+
+def test_what_is_put_back_was_midway_and_is_not_the_loops_change() -> None:
+    """An evaluation under other weights writes buffers, too, whose marks count anew then."""
+    one = Trained()
+    was = one.model[0].bias.detach().clone()
+    for _ in range(2):
+        one.tensors.updated()
+        one.model[0].bias.data.mul_(2)
+        assert one.tensors.moved(midway=True).keys() == {"parameter 0.bias"}
+        one.model[1].running_mean.add_(0)
+        one.tensors.put_back()
+        one.model[0].bias.data.copy_(was)
+        assert one.tensors.moved() == {}
+        one.tensors.updated()
+
+
 def test_a_bit_that_flips_is_not_the_loops() -> None:
     one = Trained()
     one.model[0].bias.data.mul_(2)

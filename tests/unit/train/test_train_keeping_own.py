@@ -17,6 +17,7 @@ from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.checkpoint.vault import StageState
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import sizes_of
+from everstep.exact.snapshot import Snapshot
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.operations import ForgetKept, InMemory, Keep, NotKept, OthersKept, RetireKept
 from everstep.protocol.step_types import Key
@@ -233,3 +234,16 @@ def test_a_copy_that_lacks_blocks_gives_way_to_a_whole_one(monkeypatch: pytest.M
     at.keep(5, sources={1: (0,)})
     at.told()
     assert at.told() == OthersKept(5, True) and at.keeper.held(5)[1][0].manifest() == other.manifest()
+
+
+def test_a_snapshot_that_failed_neither_stops_training_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(snapshot: Snapshot) -> None:
+        snapshot._error = RuntimeError("the device has an error")
+        snapshot._copied.set()
+
+    monkeypatch.setattr(Snapshot, "_run", fails)
+    at = Keeping()
+    at.keep(3)
+    at.keeper.state()
+    assert at.keeper.held(3) == {}
+    at.keeper.close()

@@ -9,6 +9,7 @@ import pytest
 
 from everstep.base.errors import NonFinite
 from everstep.protocol.driver.operations import JoinAsked, StepAsked
+from everstep.train import session as whole
 from everstep.train.run import Run
 
 
@@ -58,3 +59,24 @@ def test_a_joiner_hears_in_the_loop_that_the_job_ends_with_the_step_that_it_carr
     with pytest.raises(NonFinite):
         step.run_split()
     assert session.asked == [JoinAsked(), StepAsked(12)] and not session.closed
+
+
+def test_all_parts_of_a_session_are_closed_though_one_of_them_raises() -> None:
+    closed: list[str] = []
+
+    def part(name: str) -> Any:
+        return SimpleNamespace(close=lambda: closed.append(name))
+
+    def raises() -> None:
+        raise RuntimeError("a snapshot failed")
+
+    replicas = {0: SimpleNamespace(lanes=SimpleNamespace(seeder=part("seeder")))}
+    session: Any = SimpleNamespace(
+        view=SimpleNamespace(publisher=part("publisher"), transport=part("transport"), stages=replicas),
+        transfers=SimpleNamespace(close_feeds=lambda: closed.append("feeds")),
+        **{name: part(name) for name in ("lanes", "profiling", "saver", "_cell")},
+        _keeper=SimpleNamespace(close=raises),
+    )
+    with pytest.raises(RuntimeError, match="a snapshot failed"):
+        whole.Session.close(session)
+    assert closed == ["publisher", "feeds", "lanes", "profiling", "saver", "transport", "seeder", "_cell"]

@@ -135,6 +135,11 @@ class Session:
         self.profiling = SimpleNamespace(end=lambda: None)
         self.updates = SimpleNamespace(last_states=lambda left: b"")
         self.executor = SimpleNamespace(ask=self._ask)
+        self.judged: list[bool] = []
+
+    def judge(self, *, past: bool) -> None:
+        assert not self.judged or self._jumps, "before the end is asked for, once"
+        self.judged.append(past)
 
     def _ask(self, event: EndAsked) -> None:
         self.asked.append(event.left)

@@ -261,7 +261,7 @@ class Application:
             if self._last.gathers.disagrees(self._gather) and not self.ended:
                 return None  # whose loop is over has told so: the job ends
             if isinstance(ask, SaveAsked) and not self.ended:
-                self._saver.judged(ask, records, past=self.past)
+                self._saver.judged(ask, records, past=self.past or ask.past)
             return do.GatherDone(records)
         if self.ended:
             return do.JobOver()

@@ -593,8 +593,8 @@ class HoldAsked(Ask, frozen=True):
 
 
 class SaveAsked(Ask, frozen=True):
-    """The application has evaluated, and a checkpoint may follow; each member asks, in the same order as it gathers.
-    Answered as `GatherAsked`. stored: from the job's leader, the best value of those on disk; None if there is none."""
+    """The application has evaluated; a checkpoint may follow. stored: the leader's best on disk. past: as of `Save`."""
 
     metrics: Mapping[str, float]
     stored: float | None = None
+    past: bool = False
