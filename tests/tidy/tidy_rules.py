@@ -318,6 +318,7 @@ WRITES_ELSEWHERE = {
     "everstep.train.rehearsal": "links to checkpoints of its own, in a folder of its own",
     "everstep.script.stretches": "links to checkpoints of its own, in a folder of its own",
     "everstep.runtime.host.packet_faults": "a device",
+    "everstep.data.loader_process": "a file that its parent has open, by its descriptor",
 }
 """Modules in which files are opened for writing in other ways than `everstep.base.below`, and why."""
 WRITERS = frozenset({"write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "mkfifo", "mknod", "tofile"})
