@@ -228,6 +228,24 @@ class Turns(Counted):
         return -1.0 if self.k % 7 == 0 else 1.0
 
 
+class Whitened(Own):
+    """Keeps bases as decompositions give them, column by column; some in a list. how: of the one that may be like the
+    parameter."""
+
+    def __init__(self, params: Any, how: Callable[[torch.Tensor], torch.Tensor] = lambda q: q) -> None:
+        super().__init__(params)
+        self.how = how
+
+    def update(self, p: Any, state: Any, group: Any) -> None:
+        state["n"] = state.get("n", 0) + 1
+        rows = p.grad.reshape(len(p), -1)
+        if state["n"] % 3 == 1:
+            state["basis"] = self.how(torch.linalg.eigh(rows @ rows.t() + torch.eye(len(p)))[1])
+            state["more"] = [torch.linalg.qr(rows)[0], torch.ones(2)]
+        basis, more = state["basis"], state["more"][0]
+        p.sub_((basis @ (basis.t() @ rows) + more @ (more.t() @ rows)).view_as(p), alpha=group["lr"])
+
+
 def _in_two(kind: Callable[[Any], Any]) -> Callable[[list[nn.Parameter]], Any]:
     return lambda ps: kind([{"params": ps[::2]}, {"params": ps[1::2], "lr": 0.02}])
 

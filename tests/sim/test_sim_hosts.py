@@ -19,6 +19,7 @@ from everstep.protocol.driver.probing import Probing
 from everstep.protocol.messages import HostDismissed
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
+from everstep.sim.rules import Rules
 from everstep.sim.scenario import simulate
 from everstep.sim.setups import Setup, UnlikeSetup, set_up, set_up_leased, set_up_split
 from sampling import seeds
@@ -45,6 +46,11 @@ SCENARIOS = {
     "while the job grows": setup(DRAIN, SimFault("scale", 86, pick=5)),
     "while links carry one way only": setup(SimFault("one_way", 70, for_ms=400, pick=1), DRAIN),
     "of a model in stages": setup(DRAIN, job=SPLIT),
+    "where nobody has room for the job that has grown": Setup(
+        *(3, 0, 1, 3, "replace", SimJob(14, 7)),
+        faults=(SimFault("scale", 90, pick=6), replace(DRAIN, at_ms=160), SimFault("kill", 190)),
+        rules=Rules(shared=True, room=3),
+    ),
 }
 
 

@@ -137,6 +137,19 @@ def test_state_that_comes_late_moves_segments() -> None:
     assert "Fetch done" in {name for (_, name), n in outcome.seen.items() if n}, "members get their new segments"
 
 
+def test_a_job_is_resumed_where_the_state_of_one_stage_has_yet_to_come() -> None:
+    job = SimJob(7, 4, stages=3, write_every=1, copies=3, late=(7, 1))
+    outcome = simulate(1, setup=Setup(3, 0, 1, 1, "replace", job, (SimFault("launcher", 481, for_ms=139),)))
+    assert outcome.ok, outcome
+
+
+def test_blocks_that_nobody_needs_are_lost_after_a_record() -> None:
+    """A member that holds no segment of the optimizer's state has contributed, and loses what it does not update."""
+    one = Setup(5, 0, 2, 1, "replace", SimJob(10, 5, copies=3), (SimFault("lose", 353, "agreeing", pick=78),))
+    failed = [str(outcome) for outcome in (simulate(seed, setup=one) for seed in range(20)) if not outcome.ok]
+    assert not failed, failed[0]
+
+
 def test_a_checkpoint_of_moved_segments_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def spread(ends: OperationEnds, operation: do.Spread, result: Holds) -> None:
         ends._queue.feed(result)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
-from random import Random
 
 import pytest
 
@@ -18,30 +16,6 @@ from everstep.sim.spanning import ANEW, SEEN
 from sampling import seeds
 
 SPANS = Rules(shared=True, span=2, patience_ms=1500)
-
-
-def _spanning(seed: int) -> Setup:
-    """The setup of a seed whose workers lie on two or three hosts, which die or are cut off now and then."""
-    drawn, rng = set_up(seed), Random(f"spans {seed}")
-    span = rng.choice((2, 2, 3))
-    late_ms = 200 + drawn.job.steps * 40
-    kinds = ("host", "host", "isolate", "cut_workers", "host_workers", "given_up", "worn")
-    lost = [
-        SimFault(rng.choice(kinds), rng.randint(40, late_ms), pick=rng.randrange(99), for_ms=rng.randint(5, 3000))
-        for _ in range(rng.randint(1, 3))
-    ]
-    at_last = tuple(sorted((*drawn.faults, *lost), key=lambda fault: fault.at_ms))
-    job = replace(drawn.job, write_every=drawn.job.write_every or rng.choice((1, 2, 3)))
-    workers = min(drawn.workers, 3)
-    spans = {"hosts": span + rng.randint(0, 2), "workers": workers, "spares": 0, "differs": None}
-    return replace(
-        drawn,
-        **spans,
-        min_workers=min(drawn.min_workers, workers),
-        job=job,
-        faults=at_last,
-        rules=replace(SPANS, span=span),
-    )
 
 
 def _lost(policy: str, hosts: int, kind: str) -> Counter[tuple[str, str]]:
@@ -78,7 +52,7 @@ def test_a_slot_that_two_hosts_give_up_is_not_tried_on_all_others(policy: str) -
 def test_the_promises_hold_under_any_schedule() -> None:
     seen: Counter[tuple[str, str]] = Counter()
     for seed in seeds(60):
-        outcome = simulate(seed, setup=_spanning(seed))
+        outcome = simulate(seed, setup=set_up(seed).with_spanning(seed))
         assert outcome.ok, str(outcome)
         seen.update(outcome.seen)
         seen["reports", "shrunk"] += outcome.reports.get("cell_shrunk", 0)
@@ -88,4 +62,6 @@ def test_the_promises_hold_under_any_schedule() -> None:
 def test_two_parts_on_one_host_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = cell_parts.matched
     monkeypatch.setattr(cell_parts, "matched", lambda hosts, size: found({key: str(key) for key in hosts}, size))
-    assert any("two parts on a host" in simulate(seed, setup=_spanning(seed)).problem for seed in range(20))
+    assert any(
+        "two parts on a host" in simulate(seed, setup=set_up(seed).with_spanning(seed)).problem for seed in range(20)
+    )

@@ -40,6 +40,7 @@ from everstep.checkpoint.pointers import read_sealed
 from everstep.checkpoint.reader import (
     Checkpoint,
     manifests_of,
+    names_there,
     newest_complete,
     open_checkpoint,
     set_aside_and_say,
@@ -179,8 +180,8 @@ class Checkpointer:
         self._runner.run(part.run)
 
     def _find_base(self) -> Base:
-        """The newest checkpoint, to write only what changed since; nothing if it is time for a full one, or if this job
-        signs, and its key has not signed that one."""
+        """The newest checkpoint, to write only what changed since; nothing if it is time for a full one, or that one
+        could not be read, or this job signs, and its key has not signed it."""
         with suppress(EverstepError, IndexError):
             step = steps_in(self.store)[-1]
             if step != self._base.step:
@@ -188,6 +189,7 @@ class Checkpointer:
                 text, key = read_sealed(self.store, name), self._config.sign_key
                 manifest = decode(text, name)
                 known = key is None or sums_signed(read_public_key(key), manifest, text) is not None
+                known = known and step not in {passed for passed, _ in tuple(self._passed)}
                 self._base = Base(step, manifest.depth, frozenset(manifest.state["blocks"] if known else ()))
             return self._base if self._base.depth + 1 < self._config.disk.full_every else Base()
         return Base()
@@ -223,11 +225,22 @@ class Checkpointer:
             self._manifests.forget(_DRAIN_S)
         self._sound = {step for step in self._sound if step <= sound}
         self._base = Base()
-        with suppress(EverstepError):  # what cannot be written cannot be read either, or is found out when it is read
+        try:
             discard_after(self.store, sound)
+        except EverstepError as error:
+            reason = f"checkpoints after step {sound} hold wrong states, and not all can be set aside: {error}"
+            self._refuse_after(sound, reason)
+            self._events("warning", {"step": sound, "cause": error.cause, "reason": reason})
         if with_objects and self._config.object.url is not None:
             with suppress(EverstepError):
                 self._the_uploader().invalidate(sound)
+
+    def _refuse_after(self, sound: int, reason: str) -> None:
+        """Those of later steps that are there now count for nothing in this life."""
+        with suppress(EverstepError):
+            for step in (step for step in steps_in(self.store, names_there(self.store, "step-")) if step > sound):
+                with suppress(EverstepError):
+                    self._refused[step, open_checkpoint(self.store, step).manifest.created_unix_ns] = True, reason
 
     def _expect(self, extent: Extent, plan: Plan) -> None:
         if "object" in extent.due.tiers:
@@ -312,6 +325,8 @@ class Checkpointer:
         before: int | None = None if limit is None else limit + 1
         self.unreadable = None
         try:
+            if isinstance(self.store, HostsStore):
+                self.store.heed()
             listed = steps_in(self.store)
             while len(found) < most:
                 step = max((s for s in listed if before is None or s < before), default=-1)
@@ -416,6 +431,7 @@ class Checkpointer:
         if (step, why.reason) in self._passed:
             return
         self._passed.add((step, why.reason))
+        self._base = Base()
         self._events("fallback", {"step": step, "cause": why.cause, "reason": why.reason, "what": "checkpoint"})
 
     # ---- the end

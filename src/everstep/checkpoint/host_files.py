@@ -61,7 +61,7 @@ class HostFiles:
 
     def _list(self, connection: PeerConnection, request: dict[str, Any]) -> list[str]:
         prefix = request.get("prefix")
-        return self._store.list(prefix)[:MOST_NAMES] if isinstance(prefix, str) else []
+        return self._store.list(prefix) if isinstance(prefix, str) else []
 
     def _sizes(self, connection: PeerConnection, request: dict[str, Any]) -> dict[str, int]:
         names = request.get("names")

@@ -11,17 +11,19 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from everstep.base.domains import Domains, ordered
 from everstep.base.errors import BlobExists, BlobMissing, EverstepError, PartsAway, StoreError
 from everstep.checkpoint.host_files import BUSY, CHUNK_BYTES, KIND, Call, result_of, send_file
 from everstep.checkpoint.manifest import PartFile
-from everstep.checkpoint.names import is_part
+from everstep.checkpoint.names import MANIFEST, is_damaged, is_part, manifest_name, step_of
 from everstep.checkpoint.store import BytesLike, DirectoryStore
+from everstep.exact.digest import digest_bytes
 from everstep.placement.domain_spread import Crowd
 from everstep.runtime.link.peer import PeerConnection
 
@@ -32,8 +34,8 @@ _IDLE_S = 15.0
 _MOST_IDLE = 4
 _THREADS = 4
 _AWAY = "away"
-_Answers = list[tuple[str, Any]]
 _Names = list[str]
+_T = TypeVar("_T")
 
 
 class HostsStore(DirectoryStore):
@@ -58,6 +60,8 @@ class HostsStore(DirectoryStore):
         self._others = others
         self._call = call
         self._lines = _Lines(call)
+        self._bad: dict[str, set[str]] = {}  # hosts whose copy is not read, by name
+        self._right: set[tuple[str, PartFile]] = set()  # copies that were looked at
 
     @property
     def scattered(self) -> bool:
@@ -71,74 +75,100 @@ class HostsStore(DirectoryStore):
     # ---- as a store
 
     def list(self, prefix: str = "") -> list[str]:
-        names = set(super().list(prefix))
-        for host, answer in self._ask_all({"op": "list", "prefix": prefix}, errors=True):
-            if isinstance(answer, StoreError):  # what it has is not known, and it may be the newest
-                raise PartsAway(f"some files of {self.path} are on {host}, which does not answer", [host])
-            names |= {name for name in answer if isinstance(name, str)}
-        return sorted(names)
+        return sorted(set().union(*self.listed(prefix).values()))
+
+    def listed(self, prefix: str, *, there: bool = False) -> dict[str, set[str]]:
+        """Names by host. there: without hosts that do not answer. Raises: PartsAway for such a host."""
+        names: dict[str, set[str]] = {}
+        for host, store in self._each():
+            try:
+                names[host] = set(store.list(prefix))
+            except StoreError:
+                if host == self._me:
+                    raise
+                if not there:  # what it has is not known, and it may be the newest
+                    text = f"some files of {self.path} are on {host}, which does not answer"
+                    raise PartsAway(text, [host]) from None
+        return names
+
+    def heed(self) -> None:
+        """A checkpoint that was set aside while a host was away is set aside there, too. Raises: StoreError."""
+        stores = dict(self._each())
+        names = self.listed("step-") if len(stores) > 1 else {}
+        every = set().union(*names.values())
+        for aside in sorted(name for name in every if is_damaged(name) and name.endswith(MANIFEST)):
+            manifest = manifest_name(step_of(aside) or 0)
+            lack = [host for host in stores if manifest in names.get(host, ()) and aside not in names[host]]
+            beginning = bytes(self.read(aside, 0, CHUNK_BYTES)) if lack else b""  # a digest of all is in it
+            for host in lack:
+                with suppress(BlobMissing, BlobExists):  # another worker has just done it
+                    if bytes(stores[host].read(manifest, 0, CHUNK_BYTES)) == beginning:
+                        stores[host].move(manifest, aside)
+                        log.warning("%s was set aside while %s was away, as %s", manifest, host, aside)
+
+    def distrust(self, file: PartFile) -> bool:
+        """Copies of a file that are not right are read no more. Returns whether there is one that is.
+
+        Raises: PartsAway if it may be on a host that does not answer.
+        """
+        right = {host: _is_right(store, file) for host, store in self._each()}
+        if True not in right.values():
+            self.list(file.name)
+            return False
+        self._bad[file.name] = {host for host, known in right.items() if known is False}
+        return True
 
     def size(self, name: str) -> int:
-        with suppress(BlobMissing):
-            return super().size(name)
-        return int(self._elsewhere(name, lambda address: _size(self._lines, address, name)))
+        return self._first(name, lambda at: at.size(name))
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> BytesLike:
-        with suppress(BlobMissing):
-            return super().read(name, start, length)
-        most = self.size(name) - start if length is None else length
-        data = bytearray()
-        while len(data) < most:
-            wanted = min(CHUNK_BYTES, most - len(data))
-            more = self.read_elsewhere(name, start + len(data), wanted)
-            data += more
-            if len(more) < wanted:
-                break
-        return memoryview(data)
+        return self._first(name, lambda at: at.read(name, start, length))
 
     def read_into(self, name: str, start: int, views: Sequence[memoryview]) -> int:
-        with suppress(BlobMissing):
-            return super().read_into(name, start, views)
-        data = memoryview(self.read(name, start, sum(view.nbytes for view in views)))
-        at = 0
-        for view in views:
-            piece = data[at : at + view.nbytes]
-            view.cast("B")[: len(piece)] = piece
-            at += len(piece)
-        return len(data)
+        return self._first(name, lambda at: at.read_into(name, start, views))
+
+    def read_elsewhere(self, name: str, start: int, length: int) -> BytesLike:
+        """As another host has it. Raises: as `read`."""
+        return self._first(name, lambda at: at.read(name, start, length), here=False)
 
     def write(self, name: str, chunks: Iterable[BytesLike], size: int, if_absent: bool = False) -> None:
         """A part here; all else on every host, and on the first that answers it is decided whether it is new."""
-        others = self._others()
-        if is_part(name) or not others:
+        stores = dict(self._each())
+        if is_part(name) or len(stores) == 1:
             super().write(name, chunks, size, if_absent)
             return
         data, decided = b"".join(bytes(chunk) for chunk in chunks), False
-        for host in sorted([self._me, *others]):
+        for host in sorted(stores):
             try:
-                self._write_at(host, others, name, data, if_absent and not decided)
+                stores[host].write(name, [data], len(data), if_absent and not decided)
                 decided = True
+            except BlobExists:
+                if host == self._me or bytes(stores[host].read(name, 0, len(data) + 1)) != data:
+                    raise
+                decided = True  # the reply to an earlier attempt was lost
             except StoreError as error:
-                if host == self._me or not (decided or error.trouble == _AWAY):
+                if not (decided or error.trouble == _AWAY):
                     raise
                 log.warning("%s is not on %s: %s", name, host, error)
 
     def delete(self, name: str) -> None:
         super().delete(name)
-        for _ in self._ask_all({"op": "delete", "name": name}):
-            pass
+        for _, store in self._each():
+            with suppress(StoreError):
+                store.delete(name)
 
     def move(self, old: str, new: str) -> None:
-        moved, problem = 0, None
-        try:
-            super().move(old, new)
-            moved += 1
-        except StoreError as error:
-            problem = error
-        for _, answer in self._ask_all({"op": "move", "old": old, "new": new}, errors=True):
-            moved += not isinstance(answer, StoreError)
-        if problem is not None and not moved:
-            raise problem
+        troubles: list[StoreError] = []
+        stores = dict(self._each())
+        for store in stores.values():
+            try:
+                store.move(old, new)
+            except StoreError as error:
+                troubles.append(error)
+        passing = [e for e in troubles if isinstance(e, BlobMissing | BlobExists) or e.trouble == _AWAY]
+        lasting = [e for e in troubles if e not in passing]  # a host that is away hears of it from `heed`
+        if lasting or len(troubles) == len(stores):
+            raise (lasting or passing)[0]
 
     # ---- copies
 
@@ -148,27 +178,35 @@ class HostsStore(DirectoryStore):
 
         Raises: StoreError if one is nowhere.
         """
-        others = self._others()
+        stores = dict(self._each())
+        others = {host: store.address for host, store in stores.items() if isinstance(store, _Far)}
         if not others:
             return {}
         holders = self._holders(files)
         hosts, domains = sorted([self._me, *others]), self._domains()
 
         def copy(file: PartFile) -> tuple[str, tuple[str, ...]]:
-            found = holders[file.name]
+            known, bad = holders[file.name], set(self._bad.get(file.name, ()))
+            found = [h for h in known if h in stores and ((h, file) in self._right or _is_right(stores[h], file))]
             if not found:
                 raise StoreError(f"{file.name} is on none of the hosts {', '.join(hosts)}")
             at = hosts.index(found[0])
-            left = [host for host in (*hosts[at + 1 :], *hosts[:at]) if host not in found]
+            left = [host for host in (*hosts[at + 1 :], *hosts[:at]) if host not in {*found, *bad}]
             while left and len(found) < copies:
                 target = next_host(left, found, domains)
                 left.remove(target)
                 if self._copy(file.name, found[0], target, others):
-                    found = [*found, target]
+                    right = _is_right(stores[target], file)
+                    found = [*found, target] if right else found
+                    bad |= {target} if right is False else set()  # another file is in the way
+            if bad:
+                self._bad[file.name] = bad - set(found)
             return file.name, tuple(sorted(found))
 
         with ThreadPoolExecutor(_THREADS) as pool:
-            return dict(pool.map(copy, files))
+            copies_of = dict(pool.map(copy, files))
+        self._right = {(host, file) for file in files for host in copies_of[file.name]}
+        return copies_of
 
     def _holders(self, files: Sequence[PartFile]) -> dict[str, _Names]:
         found: dict[str, _Names] = {file.name: [] for file in files}
@@ -176,10 +214,12 @@ class HostsStore(DirectoryStore):
             with suppress(BlobMissing):
                 if DirectoryStore.size(self, file.name) == file.size:
                     found[file.name].append(self._me)
-        for host, sizes in self._ask_all({"op": "sizes", "names": [file.name for file in files]}):
-            for file in files:
-                if isinstance(sizes, dict) and sizes.get(file.name) == file.size:
-                    found[file.name].append(host)
+        for host, address in sorted(self._others().items()):
+            with suppress(StoreError):
+                sizes = self._lines.ask(address, {"op": "sizes", "names": [file.name for file in files]})
+                for file in files:
+                    if isinstance(sizes, dict) and sizes.get(file.name) == file.size:
+                        found[file.name].append(host)
         return found
 
     def _copy(self, name: str, source: str, target: str, others: Mapping[str, str]) -> bool:
@@ -188,7 +228,7 @@ class HostsStore(DirectoryStore):
             if source == self._me:
                 send_file(self, name, self._call, others[target])
             elif target == self._me:
-                size = int(_size(self._lines, others[source], name))
+                size = _Far(self._lines, others[source]).size(name)
                 pieces = (
                     self._lines.read(others[source], name, at, min(CHUNK_BYTES, size - at))
                     for at in range(0, size, CHUNK_BYTES)
@@ -205,42 +245,32 @@ class HostsStore(DirectoryStore):
 
     # ---- other hosts
 
-    def _write_at(self, host: str, others: Mapping[str, str], name: str, data: bytes, if_absent: bool) -> None:
-        if host == self._me:
-            super().write(name, [data], len(data), if_absent)
-        else:
-            request = {"op": "write", "name": name, "size": len(data), "if_absent": if_absent}
-            self._lines.ask(others[host], request, data)
-
-    def _ask_all(self, request: dict[str, Any], errors: bool = False) -> _Answers:
-        """Answers of the hosts that answer; errors: include those that hosts raise."""
-        found: _Answers = []
+    def _each(self) -> Iterator[tuple[str, DirectoryStore | _Far]]:
+        """Each host's directory, this one's first; without asking for others before it is their turn."""
+        yield self._me, DirectoryStore(self.path)
         for host, address in sorted(self._others().items()):
-            try:
-                found.append((host, self._lines.ask(address, request)))
-            except StoreError as error:
-                if errors:
-                    found.append((host, error))
-        return found
+            yield host, _Far(self._lines, address)
 
-    def read_elsewhere(self, name: str, start: int, length: int) -> bytearray:
-        """As another host has it. Raises: as `read`."""
-        found: bytearray = self._elsewhere(name, lambda address: self._lines.read(address, name, start, length))
-        return found
-
-    def _elsewhere(self, name: str, ask: Callable[[str], Any]) -> Any:
-        """Result from the first host that has it. Raises: BlobMissing if none has; StoreError if one did not answer."""
+    def _first(self, name: str, ask: Callable[[DirectoryStore | _Far], _T], *, here: bool = True) -> _T:
+        """Result from the first host that has a copy, one that is not known to be bad. Raises: BlobMissing if none has;
+        StoreError if this host cannot read its own, or another one did not answer."""
+        trouble: StoreError | None = None
         silent: dict[str, str] = {}
-        for host, address in sorted(self._others().items()):
+        for host, store in self._each():
+            if host in self._bad.get(name, ()) if here else host == self._me:
+                continue
             try:
-                return ask(address)
+                return ask(store)
             except BlobMissing:
                 continue
             except StoreError as error:
-                silent[host] = str(error)
+                if host == self._me:
+                    trouble = error
+                else:
+                    silent[host] = str(error)
         if silent:
             raise PartsAway(f"{name} is not here, and {'; '.join(silent.values())}", sorted(silent))
-        raise BlobMissing(f"{self.path / name} does not exist here, nor on another host")
+        raise trouble or BlobMissing(f"{self.path / name} does not exist here, nor on another host")
 
 
 def next_host(hosts: Sequence[str], holders: Sequence[str], domains: Mapping[str, Domains]) -> str:
@@ -252,11 +282,59 @@ def next_host(hosts: Sequence[str], holders: Sequence[str], domains: Mapping[str
     return hosts[min(range(len(hosts)), key=crowd.near_worker)]
 
 
-def _size(lines: _Lines, address: str, name: str) -> int:
-    sizes = lines.ask(address, {"op": "sizes", "names": [name]})
-    if not isinstance(sizes, dict) or type(sizes.get(name)) is not int:
-        raise BlobMissing(f"{name} is not there")
-    return int(sizes[name])
+def _is_right(store: DirectoryStore | _Far, file: PartFile) -> bool | None:
+    """Whether a file has the right size, and begins as it was written; None if it is not there, or cannot be read."""
+    with suppress(StoreError):
+        return store.size(file.name) == file.size and digest_bytes(store.read(file.name, 0, file.data_at)) == file.head
+    return None
+
+
+@dataclass(frozen=True)
+class _Far:
+    """Another host's directory, as a store."""
+
+    lines: _Lines
+    address: str
+
+    def list(self, prefix: str) -> list[str]:
+        found = self.lines.ask(self.address, {"op": "list", "prefix": prefix})
+        return [name for name in found if isinstance(name, str)]
+
+    def size(self, name: str) -> int:
+        sizes = self.lines.ask(self.address, {"op": "sizes", "names": [name]})
+        if not isinstance(sizes, dict) or type(sizes.get(name)) is not int:
+            raise BlobMissing(f"{name} is not there")
+        return int(sizes[name])
+
+    def read(self, name: str, start: int, length: int | None) -> memoryview:
+        most = self.size(name) - start if length is None else length
+        data = bytearray()
+        while len(data) < most:
+            wanted = min(CHUNK_BYTES, most - len(data))
+            more = self.lines.read(self.address, name, start + len(data), wanted)
+            data += more
+            if len(more) < wanted:
+                break
+        return memoryview(data)
+
+    def read_into(self, name: str, start: int, views: Sequence[memoryview]) -> int:
+        data = self.read(name, start, sum(view.nbytes for view in views))
+        at = 0
+        for view in views:
+            piece = data[at : at + view.nbytes]
+            view.cast("B")[: len(piece)] = piece
+            at += len(piece)
+        return len(data)
+
+    def write(self, name: str, chunks: Sequence[bytes], size: int, if_absent: bool) -> None:
+        request = {"op": "write", "name": name, "size": size, "if_absent": if_absent}
+        self.lines.ask(self.address, request, b"".join(chunks))
+
+    def delete(self, name: str) -> None:
+        self.lines.ask(self.address, {"op": "delete", "name": name})
+
+    def move(self, old: str, new: str) -> None:
+        self.lines.ask(self.address, {"op": "move", "old": old, "new": new})
 
 
 class _Lines:

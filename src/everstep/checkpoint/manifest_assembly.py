@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from everstep.base.cause import Why
@@ -153,9 +154,8 @@ def assemble(assembly: Assembly, older: Callable[[int | None], Manifest | None],
 def _differing(entries: Sequence[StateEntry], said: Sequence[tuple[bytes, Mapping[str, str]]]) -> list[str]:
     """Which parts of a state are not alike in all that is said of it."""
     found = [name for name in said[0][1] if len({facts.get(name) for _, facts in said}) > 1]
-    blocks = len(said[0][0]) // CHECK_BYTES
     cut = [[checks[at : at + CHECK_BYTES] for at in range(0, len(checks), CHECK_BYTES)] for checks, _ in said]
-    odd = {k for k in range(blocks) if len({checks[k] for checks in cut} - {NOT_HELD}) > 1}
+    odd = {k for k, checks in enumerate(zip_longest(*cut)) if len({*checks} - {NOT_HELD}) > 1}
     return found + [e.name.removeprefix("model/") for e in entries if odd.intersection(e.blocks)]
 
 

@@ -5,6 +5,7 @@ One thread does the work; threads that bring reports do not wait.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -32,7 +33,7 @@ from everstep.checkpoint.manifest_assembly import Assembly, assemble, unknown_en
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
 from everstep.checkpoint.pointers import MOST_BYTES
-from everstep.checkpoint.reader import Checkpoint, open_checkpoint, read_manifest, set_aside
+from everstep.checkpoint.reader import Checkpoint, open_checkpoint, read_manifest, set_aside, verify_blocks
 from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.signing import Signer
 from everstep.checkpoint.store import DirectoryStore
@@ -40,6 +41,8 @@ from everstep.exact.image import BLOCK_BYTES, sealed
 from everstep.exact.state import ModelState
 from everstep.exact.topology import same_state
 from everstep.protocol.driver.policy import Due
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -181,31 +184,28 @@ class ManifestWriter:
             reports = assembly.reports.values()
             stall_s = max((r.stall_s for r in reports), default=0.0)
             cost_s = max((r.stall_s + r.cpu_s for r in reports), default=0.0)
-            manifest = None
-            differs = assembly.differing() if failed is None else ""
-            failed = Why(Cause.CORRUPT, differs) if differs else failed
+            manifest, differs, tried = None, "", False
             try:
+                differs = assembly.differing() if failed is None else ""
+                failed = Why(Cause.CORRUPT, differs) if differs else failed
                 if failed is None:
+                    tried = True
                     manifest = self._complete(assembly, extent)
             except Exception as fault:  # whatever it is: training goes on without this checkpoint
                 failed = Why(cause_of(fault), str(fault) or type(fault).__name__)
             if manifest is None:
-                self._withdraw(assembly)
+                _attempt(self._withdraw, assembly, tried)
             else:
-                with suppress(EverstepError):  # the checkpoint is there; the next one tries again
-                    self._point(manifest)
+                _attempt(self._point, manifest)
             took = time.monotonic() - began
-            try:
-                why, differing = extent.why, bool(differs)
-                self._done(WriteOutcome(extent.step, failed, manifest, took, stall_s, cost_s, why, differing))
-            finally:
-                with self._lock:
-                    self._unfinished -= 1
-                    self._sweeping = manifest is not None
-                    self._lock.notify_all()
+            why, differing = extent.why, bool(differs)
+            _attempt(self._done, WriteOutcome(extent.step, failed, manifest, took, stall_s, cost_s, why, differing))
+            with self._lock:
+                self._unfinished -= 1
+                self._sweeping = manifest is not None
+                self._lock.notify_all()
             if manifest is not None:
-                with suppress(EverstepError):
-                    self._sweep(manifest)
+                _attempt(self._sweep, manifest)
                 with self._lock:
                     self._sweeping = False
                     self._lock.notify_all()
@@ -247,15 +247,26 @@ class ManifestWriter:
         try:
             found = open_checkpoint(self._store, manifest.step)
             found.check_files()
+            same = same_state(found.manifest.state, manifest.state)
+            if same and assembly.files():  # parts were written again: some worker may have been unable to read it
+                verify_blocks(found)
         except CheckpointCorrupt:
-            set_aside(self._store, manifest.step)
-            self._shelf = None
-            self._store.write(manifest_name(manifest.step), [data], len(data), if_absent=True)
-            return manifest
-        if not same_state(found.manifest.state, manifest.state):
-            raise StoreError(f"there is another checkpoint of step {manifest.step}, with other contents")
-        self._withdraw(assembly)
-        return found.manifest
+            self._set_aside(manifest.step)
+        except StoreError:  # that may pass: the new one has to be better
+            verify_blocks(Checkpoint(self._store, manifest))
+            self._set_aside(manifest.step)
+        else:
+            if not same:
+                raise StoreError(f"there is another checkpoint of step {manifest.step}, with other contents")
+            _attempt(self._withdraw, assembly, True)
+            return open_checkpoint(self._store, manifest.step).manifest  # unless it was set aside meanwhile
+        verify_blocks(Checkpoint(self._store, manifest))  # it may refer to the same blocks
+        self._store.write(manifest_name(manifest.step), [data], len(data), if_absent=True)
+        return manifest
+
+    def _set_aside(self, step: int) -> None:
+        set_aside(self._store, step)
+        self._shelf = None
 
     def _check_files(self, manifest: Manifest) -> None:
         """Raises: StoreError if a part that was reported is not here."""
@@ -280,11 +291,11 @@ class ManifestWriter:
                 return manifest if self._signer is None or self._signer.knows(manifest, text) else None
         return None
 
-    def _withdraw(self, assembly: Assembly) -> None:
-        """The parts of a checkpoint that will never be."""
-        for name in assembly.files():
-            with suppress(EverstepError):
-                self._store.delete(name)
+    def _withdraw(self, assembly: Assembly, tried: bool) -> None:
+        """Delete the parts of a checkpoint that will never be. tried: to write its manifest."""
+        if tried:
+            self._shelf = None  # what is there is not known
+        _delete_parts(self._store, assembly, tried)
 
     def _the_shelf(self) -> Shelf:
         if self._shelf is None or self._shelf.broken:
@@ -305,7 +316,29 @@ class ManifestWriter:
         shelf.retire(shelf.unkept(self._rule, self._mode, held=self._held(), proven=sound))
         with self._lock:
             busy = {self._current.extent.step} if self._current is not None else set()
-        shelf.sweep(busy | {manifest.step})
+        shelf.sweep(busy | {manifest.step}, self._identity.job)
+
+
+def _attempt(work: Callable[..., None], *given: Any) -> None:
+    """What fails, fails: the next checkpoint is made all the same."""
+    try:
+        work(*given)
+    except EverstepError:
+        pass  # the next one tries again
+    except Exception:
+        log.exception("after a checkpoint")
+
+
+def _delete_parts(store: DirectoryStore, assembly: Assembly, tried: bool = True) -> None:
+    """Delete the parts of a checkpoint that will never be. tried: its manifest may be on some host in spite of all:
+    what the manifest of that step names stays."""
+    names = set(assembly.files())
+    if tried:
+        with suppress(BlobMissing):
+            names -= {file.name for file in read_manifest(store, assembly.step)[0].files}
+    for name in names:
+        with suppress(EverstepError):
+            store.delete(name)
 
 
 def _facts(identity: JobIdentity, extent: Extent) -> dict[str, Any]:
@@ -363,7 +396,6 @@ def write_whole(
     try:
         store.write(manifest_name(step), [text], len(text), if_absent=True)
     except BlobExists:
-        for name in assembly.files():
-            store.delete(name)
+        _delete_parts(store, assembly)
         raise ConfigError(f"{store.url} has a checkpoint of step {step} already: choose another directory") from None
     return manifest

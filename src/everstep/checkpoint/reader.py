@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from everstep.base.cause import Why
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError, PartsAway, StoreError
 from everstep.checkpoint.hosts_store import HostsStore
-from everstep.checkpoint.manifest import Manifest, PartFile, decode
+from everstep.checkpoint.manifest import MAX_HEAD_BYTES, Manifest, PartFile, decode
 from everstep.checkpoint.names import BEST, DAMAGED, LATEST, MANIFEST, is_damaged, manifest_name, step_name, step_of
 from everstep.checkpoint.part import tree_digest
 from everstep.checkpoint.pointers import detach, read_pins, read_pointer, read_sealed
@@ -60,7 +60,16 @@ class Checkpoint:
         return f"{self.store.url}/{step_name(self.step)}"
 
     def check_file(self, file: PartFile) -> None:
-        """Raises: CheckpointCorrupt if a file is missing, of another size, or begins otherwise than it was written."""
+        """Raises: CheckpointCorrupt if a file is missing, of another size, or begins otherwise than it was written: on
+        each host that has it, if there are several."""
+        try:
+            self._check_copy(file)
+        except CheckpointCorrupt:
+            if not isinstance(self.store, HostsStore) or not self.store.distrust(file):
+                raise
+            self._check_copy(file)
+
+    def _check_copy(self, file: PartFile) -> None:
         where = f"{self.store.url}/{file.name}"
         try:
             size = self.store.size(file.name)
@@ -164,19 +173,23 @@ class Checkpoint:
     def _read_into(self, piece: Sequence[int], parts: Sequence[Sequence[memoryview]], stage: int | None) -> None:
         """Reads blocks that lie one after the other in one file, each into its views."""
         file, at = self.manifest.place(piece[0])
+        trouble: StoreError | None = None
         try:
             got = self.store.read_into(file.name, at, [view for part in parts for view in part])
         except BlobMissing:
             raise self._missing(file) from None
+        except StoreError as error:
+            got, trouble = 0, error
         for k, (index, part) in enumerate(zip(piece, parts, strict=True)):
             there = min(BLOCK_BYTES, max(0, got - k * BLOCK_BYTES))
             if there < BLOCK_BYTES or digest_views(part) != self.manifest.state["blocks"][index]:
-                spread(self._repaired(index, there, stage), part)
+                spread(self._repaired(index, there, stage, trouble), part)
 
-    def _repaired(self, index: int, n_bytes: int, stage: int | None) -> memoryview:
-        """A block from elsewhere, of which so many bytes were read here. Raises: CheckpointCorrupt if there is none."""
+    def _repaired(self, index: int, n_bytes: int, stage: int | None, trouble: StoreError | None) -> memoryview:
+        """A block from elsewhere, of which so many bytes were read here. Raises: CheckpointCorrupt if there is none, or
+        the trouble that there was with reading it."""
         file, at = self.manifest.place(index)
-        error = CheckpointCorrupt(
+        error = trouble or CheckpointCorrupt(
             f"{self.store.url}/{file.name}: block {index} ({', '.join(self.inside(index))}) does not match its digest "
             f"({n_bytes} bytes)"
         )
@@ -200,10 +213,17 @@ class Checkpoint:
         return [*found[:most], f"{len(found) - most} more"] if len(found) > most else found
 
 
-def steps_in(store: BlobStore) -> list[int]:
-    """The steps of which there is a manifest, ascending. Raises: StoreError."""
-    found = ((step_of(name), name) for name in store.list("step-"))
+def steps_in(store: BlobStore, names: Iterable[str] | None = None) -> list[int]:
+    """The steps of which there is a manifest, ascending; names: among these. Raises: StoreError."""
+    found = ((step_of(name), name) for name in (store.list("step-") if names is None else names))
     return sorted(step for step, name in found if step is not None and name == manifest_name(step))
+
+
+def names_there(store: BlobStore, prefix: str) -> list[str]:
+    """The names that begin with the prefix, without those on hosts that do not answer. Raises: StoreError."""
+    if isinstance(store, HostsStore):
+        return sorted(set().union(*store.listed(prefix, there=True).values()))
+    return store.list(prefix)
 
 
 def open_checkpoint(store: BlobStore, step: int, repair: Repairer | None = None) -> Checkpoint:
@@ -322,7 +342,7 @@ def newest_complete(
 def set_aside(store: BlobStore, step: int) -> str:
     """Gives a damaged checkpoint's manifest another name: it is no checkpoint any more, and nothing is lost. Its parts
     stay where they are, since others may need them. Returns the new name. Raises: StoreError."""
-    taken = set(store.list(f"{step_name(step)}/{DAMAGED}"))
+    taken = set(names_there(store, f"{step_name(step)}/{DAMAGED}"))
     number = 1
     while (name := f"{step_name(step)}/{DAMAGED}{number}-{MANIFEST}") in taken:
         number += 1
@@ -343,14 +363,26 @@ def set_aside_and_say(store: BlobStore, step: int) -> str:
 def _foreign(head: bytes | bytearray | memoryview, name: str, manifest: Manifest) -> str:
     """Says so if these bytes begin a part of another job or step."""
     with suppress(ValueError, AttributeError):
-        text = bytes(head)
-        metadata = json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")])["__metadata__"]
+        metadata = _metadata(head)
         job, step = metadata.get("job"), metadata.get("step")
         if job and job != manifest.identity["job"]:
             return f"is a part of another job ({job}, not {manifest.identity['job']})"
         if step and step != str(step_of(name)):
             return f"is a part of step {step}"
     return ""
+
+
+def is_of(store: BlobStore, name: str, job: str) -> bool:
+    """Whether a part says that it is of this job, or says nothing of a job. False if it cannot be read."""
+    with suppress(EverstepError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
+        size = int.from_bytes(store.read(name, 0, 8), "little")
+        return bool(_metadata(store.read(name, 0, 8 + min(size, MAX_HEAD_BYTES))).get("job", job) == job)
+    return False
+
+
+def _metadata(head: bytes | bytearray | memoryview) -> Any:
+    text = bytes(head)
+    return json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")])["__metadata__"]
 
 
 # ---- verifying all that a store holds; it changes nothing

@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from everstep.base.config_keys import TierConfig
-from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
 from everstep.checkpoint.manifest import Manifest, decode
 from everstep.checkpoint.names import BEST, LATEST, is_damaged, is_part, manifest_name, step_name, step_of
 from everstep.checkpoint.pointers import read_pins, read_pointer, read_sealed, write_pointer
-from everstep.checkpoint.reader import open_checkpoint, set_aside, steps_in
+from everstep.checkpoint.reader import is_of, names_there, open_checkpoint, read_manifest, set_aside, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.protocol.driver.policy import best_of, kept
 
@@ -31,6 +31,8 @@ class Shelf:
     aside: frozenset[str] = frozenset()
     strange: frozenset[int] = frozenset()
     """Steps whose state is not finite."""
+    named: frozenset[str] = frozenset()
+    """Parts that a manifest has named, whatever became of it, as long as they are there."""
 
     @staticmethod
     def read(store: BlobStore, metric: str | None = None) -> Shelf:
@@ -52,6 +54,7 @@ class Shelf:
     def add(self, manifest: Manifest) -> None:
         """A checkpoint was completed."""
         self.files[manifest.step] = frozenset(f.name for f in manifest.files)
+        self.named |= self.files[manifest.step]
         self.strange = self.strange - {manifest.step} if manifest.finite else self.strange | {manifest.step}
         if self.metric is not None and self.metric in manifest.metrics:
             self.scores[manifest.step] = manifest.metrics[self.metric]
@@ -90,24 +93,31 @@ class Shelf:
             self.files.pop(step, None)
             self.scores.pop(step, None)
 
-    def sweep(self, busy: Collection[int] = ()) -> None:
+    def sweep(self, busy: Collection[int] = (), job: str | None = None) -> None:
         """Deletes parts that no checkpoint refers to.
 
-        busy: steps that are being written. Newer ones than the newest checkpoint, and folders with something that was
-        set aside, are left alone; so is everything while there is a manifest that cannot be read: it may refer to
-        anything.
+        busy: steps that are being written. job: of the parts that no manifest has named, only those of this job go,
+        since another one may be about to name its own; None: those of all jobs. Newer ones than the newest checkpoint,
+        and folders with something that was set aside, are left alone; so is everything while there is a manifest that
+        cannot be read: it may refer to anything.
 
         Raises: StoreError.
         """
         if self.broken or not self.files:
             return
         names, needed = self.store.list("step-"), self.needed
+        for step in {step for name in names if (step := step_of(name)) is not None and name == manifest_name(step)}:
+            if step not in self.files:  # another process wrote it
+                needed |= {file.name for file in read_manifest(self.store, step)[0].files}
+        self.named = self.named.intersection(names)
         aside = {step_of(name) for name in names if is_damaged(name)}
         newest = max(self.files)
         for name in names:
             step = step_of(name)
             left_alone = step is None or step > newest or step in busy or step in aside
-            if not left_alone and name not in needed and is_part(name):
+            if left_alone or name in needed or not is_part(name):
+                continue
+            if job is None or name in self.named or is_of(self.store, name, job):
                 self.store.delete(name)
         if isinstance(self.store, DirectoryStore):
             # Only the process that completes checkpoints writes these.
@@ -125,20 +135,39 @@ def discard_after(store: BlobStore, sound: int) -> None:
     later and write it, and that checkpoint must not look whole then. They stay while there is a manifest that cannot be
     read, since it may name them.
 
-    Raises: StoreError.
+    Raises: StoreError, when all that could be set aside is.
     """
-    shelf = Shelf.read(store)
-    for step in (step for step in steps_in(store) if step > sound):
-        with suppress(BlobMissing):
-            set_aside(store, step)
+    trouble: StoreError | None = None
+    try:
+        shelf = Shelf.read(store)
+    except StoreError as error:
+        shelf, trouble = Shelf(store), error
+    # Another worker may have been at it the first time.
+    trouble = (_set_aside_after(store, sound) and _set_aside_after(store, sound)) or trouble
     for name in (LATEST, BEST):
         with suppress(BlobMissing, CheckpointCorrupt):
             if (read_pointer(store, name) or 0) > sound:
                 store.delete(name)
+    if trouble is not None:
+        raise trouble
     needed = shelf.needed
     for name in store.list("step-") if not shelf.broken else ():
         if (step_of(name) or 0) > sound and name not in needed and is_part(name):
             store.delete(name)
+
+
+def _set_aside_after(store: BlobStore, sound: int) -> StoreError | None:
+    """Sets aside what it can. Returns what went wrong with another one."""
+    trouble: StoreError | None = None
+    for step in steps_in(store, names_there(store, "step-")):
+        try:
+            if step > sound:
+                set_aside(store, step)
+        except BlobMissing:
+            continue
+        except StoreError as error:
+            trouble = error
+    return trouble
 
 
 def would_go(store: BlobStore, rule: TierConfig, metric: str | None = None, mode: str = "max") -> list[int]:

@@ -83,8 +83,15 @@ class Draft:
             os.link(self._temporary, last, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
         else:
             os.replace(self._temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
-        for fd in self._folders[-2:]:  # the folder may be new itself
-            os.fsync(fd)
+        try:
+            for fd in self._folders[-2:]:  # the folder may be new itself
+                os.fsync(fd)
+        except OSError:
+            with suppress(OSError):
+                there = os.stat(last, dir_fd=folder, follow_symlinks=False)
+                if if_absent and os.path.samestat(os.fstat(self.fd), there):
+                    os.unlink(last, dir_fd=folder)
+            raise
 
 
 class DirectoryStore:

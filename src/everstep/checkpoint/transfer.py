@@ -76,30 +76,36 @@ def transfer(
     """
     name = manifest_name(step)
     manifest, text = read_manifest(source, step)
-    total = sum(part.size for part in manifest.files)
-    if _is_there(target, manifest, text):
-        progress(total, total)
-        return Transferred(manifest, 0, 0, total)
-    folders = {part.name.rpartition("/")[0] for part in manifest.files}
+    there = _is_there(target, manifest, text)
+    needed = (there or manifest).files
+    total = sum(part.size for part in needed)
+    folders = {part.name.rpartition("/")[0] for part in needed}
     present = frozenset(n for folder in folders for n in target.list(f"{folder}/"))
     done = wrote = files = 0
-    for part in manifest.files:
+    for part in needed:
         if part.name not in present or not _holds(target, part):
+            if part not in manifest.files:
+                where = f"{target.url}/{part.name}"
+                raise StoreError(
+                    f"{where} is missing or damaged, and {source.url} has no such file: choose another place"
+                )
             _send(source, target, part, partial(lambda before, count: progress(before + count, total), done), stopped)
             wrote, files = wrote + part.size, files + 1
         done += part.size
         progress(done, total)
+    if there is not None:
+        return Transferred(there, wrote, files, total - wrote)
     if stopped():
         raise TransferStopped(f"the transfer of step {step} was stopped before its manifest")
     try:
         target.write(name, [text], len(text), if_absent=True)
     except BlobExists:
-        _is_there(target, manifest, text)  # refuses another one; an equal one counts as written
+        manifest = _is_there(target, manifest, text) or manifest  # refuses another one; an equal one counts as written
     return Transferred(manifest, wrote + len(text), files, total - wrote)
 
 
-def _is_there(target: BlobStore, manifest: Manifest, text: bytes) -> bool:
-    """Whether the target has this checkpoint already, complete.
+def _is_there(target: BlobStore, manifest: Manifest, text: bytes) -> Manifest | None:
+    """The manifest of this checkpoint in the target; None if it has none.
 
     Raises: StoreError if it has another one under the same step.
     """
@@ -107,15 +113,15 @@ def _is_there(target: BlobStore, manifest: Manifest, text: bytes) -> bool:
     try:
         theirs = read_sealed(target, name)
     except BlobMissing:
-        return False
+        return None
     if theirs == text:
-        return True
+        return manifest
     try:
         other = decode(theirs, f"{target.url}/{name}")
     except CheckpointCorrupt as error:
         raise StoreError(f"{error}; set it aside or choose another place") from None
     if same_state(other.state, manifest.state):
-        return True  # the same step done again, to the same bits, cut into other files
+        return other  # the same step done again, to the same bits, cut into other files
     raise StoreError(
         f"{target.url} already holds step {manifest.step} of another run (task {other.identity.get('task')}): choose "
         "another URL or directory"
@@ -229,7 +235,7 @@ def retention(
         shelf.add(newest)
         shelf.point(best_mode)
         shelf.retire(shelf.unkept(rule, best_mode, proven=proven(shelf.steps[-1])))
-        shelf.sweep({newest.step})
+        shelf.sweep({newest.step}, newest.identity["job"])
 
     return prune
 

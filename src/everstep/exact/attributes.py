@@ -22,7 +22,7 @@ from everstep.exact.several import optimizers_of
 
 _MAX_DEPTH = 8
 _OF = "/"
-_OF_OTHERS = frozenset({"step", "zero_grad", "_opt_called", "_step_count", "_with_counter"})
+_OF_OTHERS = frozenset({"step", "zero_grad", "_opt_called"})
 
 
 def plain(optimizer: Optimizer) -> dict[str, Any]:

@@ -37,6 +37,7 @@ BLOCK_BYTES = BLOCK_ELEMENTS * 4
 _BLOCKS_AT_ONCE = 64
 _OFFSET = attrgetter("offset")
 BESIDE = "everstep.beside"  # an extra whose value no digest counts
+STRIDES = "strides"  # of what an optimizer keeps for a parameter, by name, where they are not as usual
 FORMAT = 2
 FORMATS = (1, FORMAT)
 """Formats that can be read. The first one had no planes: all of it is by unit, and in a unit by parameter."""
@@ -363,7 +364,7 @@ def value_digests(values: Mapping[str, Any]) -> dict[str, str]:
 
 def digested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those values that must be alike where states are."""
-    return {key: value for key, value in values.items() if key != f"extras/{BESIDE}"}
+    return {key: value for key, value in values.items() if key not in (f"extras/{BESIDE}", STRIDES)}
 
 
 def sealed(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -207,7 +207,8 @@ def untie(model: nn.Module, units: Sequence[nn.Module]) -> int:
     The new leaf shares the storage (and version counter), so the value stays one while each place of use gets its own
     gradient. Build the optimizer before, over the tied parameters, and call `align_parameters` before, too.
 
-    Raises: ConfigError if units overlap.
+    Raises: ConfigError if units overlap; and naming a tied parameter with a hook on its gradient, which would get that
+    of its first place alone.
     """
     _refuse_overlap(model, units)
     owned: set[int] = set()
@@ -219,6 +220,7 @@ def untie(model: nn.Module, units: Sequence[nn.Module]) -> int:
             for name, parameter in module._parameters.items():
                 if id(parameter) in owned and parameter is not None:
                     if id(parameter) not in fresh:
+                        _refuse_hooks(model, parameter)
                         fresh[id(parameter)] = _own_leaf(parameter)
                     module._parameters[name] = fresh[id(parameter)]
                 mine.add(id(module._parameters[name]))
@@ -296,6 +298,14 @@ def _own_leaf(parameter: nn.Parameter) -> nn.Parameter:
     leaf = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
     leaf.__dict__.update(parameter.__dict__)
     return leaf
+
+
+def _refuse_hooks(model: nn.Module, parameter: nn.Parameter) -> None:
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise ConfigError(
+            f"parameter {_parameter_names(model)[id(parameter)]} has a hook on its gradient, but each unit that uses "
+            "it has a gradient of its own: take the hook away, or make one unit that holds all its uses"
+        )
 
 
 def _parameter_names(model: nn.Module) -> dict[int, str]:

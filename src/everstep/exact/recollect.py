@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everstep.exact.attributes import plain
-from everstep.exact.image import VALUES, Outline, StateEntry
+from everstep.exact.image import STRIDES, VALUES, Outline, StateEntry
 from everstep.exact.jsonable import encode
 
 Collected = tuple[tuple[StateEntry, ...], list[Tensor], dict[str, Any], Outline]
@@ -59,7 +59,7 @@ class Recollection:
             values["groups"] = encode_groups(self._optimizer, members, pulled)
         values |= encode_further(self._optimizer, self._scheduler, self._extras, pulled)
         count = dict(outline.groups).get(VALUES, 0)
-        if (old.keys() ^ values.keys()) - {"state", "other"} or count != len(pulled):
+        if (old.keys() ^ values.keys()) - {"state", "other", STRIDES} or count != len(pulled):
             return None
         if count:
             first = sum(n for _, n in takewhile(lambda group: group[0] != VALUES, outline.groups))

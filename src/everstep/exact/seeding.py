@@ -84,6 +84,12 @@ def preserve_rng() -> Iterator[None]:
             generator.set_state(state)
 
 
+def drawn_from() -> list[tuple[int, bytes]]:
+    """Seed and state of each generator of torch: where the seed stays and the state does not, numbers were drawn."""
+    cuda = torch.cuda.default_generators if _cuda_in_use() else ()
+    return [(g.initial_seed(), g.get_state().numpy().tobytes()) for g in (torch.default_generator, *cuda)]
+
+
 class _Entry(partial[None]):
     """The seeder's hook at a unit. A copy or a file of the model has one in its place that does nothing."""
 

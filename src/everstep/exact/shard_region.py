@@ -8,6 +8,7 @@ over shards; biases of row-parallel layers and what comes after them are applied
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,8 +23,9 @@ from everstep.exact.shard_cut import ShardCut
 from everstep.exact.shard_guard import CORRECT, CutModules, compare_with_whole
 from everstep.exact.shard_sums import ShardMesh
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 """Types of settings of modules."""
+_OF_MODULES = frozenset({"forward", *vars(nn.Module())})
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class ShardedRegion:
         self._biased, self._rates = biased, rule.rates
         self._draws = [m for m in self._twin.modules() if isinstance(m, _DropoutNd | nn.RReLU)]
         self._pairs = _pairs(owner, self._twin, rule.divided)
+        self._beside = _BesideSettings(name, self._pairs, getattr(type(owner), rule.method) if rule.method else None)
         after = [owner.get_submodule(path) for path in rule.after]
         self._after = [
             SequencePieces(f"{name}.{path}", module, mesh) if mesh.sequence else module
@@ -120,11 +123,13 @@ class ShardedRegion:
     def __call__(self, *args: Any, **named: Any) -> Any:
         """What the module gives. Its first argument is the hidden state; the others are alike for all shards."""
         self._guard.check()
+        self._beside.check()
         for layer, module in self._layers.items():
             if self._owner.get_submodule(layer) is not module:
                 raise ConfigError(f"cell.shards: {layer} of {self._name} was replaced after the model was cut")
         if self._mesh.compares:
             self._compare(args, named)
+            self._beside.look()
         return self._by_shards(*args, **named)
 
     def _compare(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
@@ -185,14 +190,17 @@ class SequencePieces:
         self._guard = CutModules(_named(name, owner), owner)
         self._twin = copy.deepcopy(owner)
         self._pairs = _pairs(owner, self._twin)
+        self._beside = _BesideSettings(name, self._pairs)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: this rank's part, (N, T, width) -> the same shape. Gradients of parameters are sums over shards."""
         self._guard.check()
+        self._beside.check()
         if self._mesh.compares:
             owner = self._owner
             whole = type(owner).forward
             compare_with_whole(self._name, owner, lambda y: whole(owner, y), self._by_parts, x)
+            self._beside.look()
         return self._by_parts(x)
 
     def _by_parts(self, x: Tensor) -> Tensor:
@@ -222,6 +230,40 @@ def _set_as_owner(pairs: _Pairs) -> bool:
     for module, other, own in pairs:
         vars(module).update({k: v for k, v in vars(other).items() if type(v) in _PLAIN and k not in own})
     return any(module.training for module, _, _ in pairs)
+
+
+class _BesideSettings:
+    """What modules have beside plain settings. Their twins keep the copies made when the model was cut."""
+
+    def __init__(self, name: str, pairs: _Pairs, method: Any = None) -> None:
+        """method: all that is computed by shards, of a module that may set what it does not use."""
+        self._name, self._modules = name, [other for _, other, _ in pairs]
+        self._used: Any = getattr(getattr(inspect.unwrap(method), "__code__", None), "co_names", None)
+        self.look()
+
+    def look(self) -> None:
+        """Take what there is for what the twins have: a module's own forward pass has set it."""
+        self._seen = [_things(module) for module in self._modules]
+
+    def check(self) -> None:
+        """Raises: ConfigError naming what was set since."""
+        for module, seen in zip(self._modules, self._seen, strict=True):
+            for key, value in _things(module).items():
+                if seen.get(key) is not value and (self._used is None or key.partition("[")[0] in self._used):
+                    raise ConfigError(
+                        f"cell.shards: {key} of {type(module).__name__} in {self._name} was set after the model was "
+                        "cut: expected an argument of the forward pass; or set cell.tp=1 and cell.shards=1"
+                    )
+
+
+def _things(module: nn.Module) -> dict[str, Any]:
+    """What a module has beside settings, parameters and modules, and what is in its lists and dicts."""
+    found = {k: v for k, v in vars(module).items() if type(v) not in _PLAIN and k not in _OF_MODULES}
+    for key, value in [*found.items()]:
+        if type(value) in (dict, list):
+            items = value.items() if type(value) is dict else enumerate(value)
+            found |= {f"{key}[{at!r:.40}]": one for at, one in items}
+    return found
 
 
 def _add_bias(y: Tensor, bias: Tensor, mesh: ShardMesh) -> Tensor:

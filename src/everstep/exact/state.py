@@ -28,6 +28,7 @@ from everstep.exact.image import (
     FOREIGN,
     MODEL,
     OUTSIDE,
+    STRIDES,
     VALUES,
     Arrangement,
     BlockSource,
@@ -41,7 +42,7 @@ from everstep.exact.image import (
     write_blocks,
 )
 from everstep.exact.jsonable import decode, encode
-from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, memory_of, round_up
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, aligned_like, dense_stride, memory_of, round_up
 from everstep.exact.recollect import Collected, Recollection, encode_further, encode_groups
 from everstep.exact.settings import Settings
 from everstep.exact.snapshot import Snapshot, SnapshotMemory, StateInPlace
@@ -328,6 +329,7 @@ class ModelState:
         names = self._param_names()
         states: dict[str, Any] = {}
         other: dict[Any, Any] = {}
+        turned: list[list[Any]] = []
         for key, state in optimizer.state.items():
             if not isinstance(key, Tensor):
                 other[key] = state
@@ -337,10 +339,13 @@ class ModelState:
                 name = names[id(key)]
                 mine[name] = {}
                 states[name] = encode(state, f"{_OPTIMIZER}{name}", mine[name])
+                own = [(full, tensor, key if full.count("/") == 2 else None) for full, tensor in mine[name].items()]
+                turned += [[full, [*tensor.stride()]] for full, tensor, like in own if _turned(tensor, like)]
         members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         groups = encode_groups(optimizer, members, pulled)
         ordered = [[name, states[name]] for name in names.values() if name in states]
-        return {"groups": groups, "state": {"dict": ordered}, "other": encode(other, "other", pulled)}
+        found = {"groups": groups, "state": {"dict": ordered}, "other": encode(other, "other", pulled)}
+        return found | ({STRIDES: sorted(turned)} if turned else {})
 
     # ---- names
 
@@ -405,7 +410,7 @@ class ModelState:
         values = manifest["values"]
         self._image = None
         self._refuse_foreign(entries, values)
-        tensors = self._targets(entries)
+        tensors = self._targets(entries, dict(values.get(STRIDES, ())))
         staged: dict[str, Tensor] = {}
         memory: list[memoryview] = []
         for entry in entries:
@@ -461,8 +466,8 @@ class ModelState:
             for attribute in module._buffers
         }
 
-    def _targets(self, entries: Sequence[StateEntry]) -> dict[str, Tensor]:
-        """Memory for each entry: the existing tensor, if it is alike, or a new one."""
+    def _targets(self, entries: Sequence[StateEntry], strides: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Memory for each entry: the existing tensor, if it is alike, or a new one. strides: where not as usual."""
         params, slots = self._unique_params(), self._buffer_slots()
         targets: dict[str, Tensor] = {}
         for entry in entries:
@@ -473,15 +478,18 @@ class ModelState:
             elif top == "model":
                 targets[entry.name] = params[name].detach() if name in params else _buffer_target(entry, *slots[name])
             elif top == "optimizer" and owner in params and self.optimizer is not None:
-                targets[entry.name] = self._optimizer_target(entry, params[owner], key)
+                targets[entry.name] = self._optimizer_target(entry, params[owner], key, entry.name in strides)
             else:
                 targets[entry.name] = torch.empty(entry.shape, dtype=_dtype(entry))
+            if entry.name in strides:
+                targets[entry.name] = _strided(entry.name, targets[entry.name], strides[entry.name])
         return targets
 
-    def _optimizer_target(self, entry: StateEntry, parameter: nn.Parameter, key: str) -> Tensor:
+    def _optimizer_target(self, entry: StateEntry, parameter: nn.Parameter, key: str, turned: bool) -> Tensor:
         optimizer: Optimizer = self.optimizer  # type: ignore[assignment]
         existing = optimizer.state[parameter].get(key) if parameter in optimizer.state else None
-        if isinstance(existing, Tensor) and existing.dtype == _dtype(entry) and existing.shape == entry.shape:
+        alike = isinstance(existing, Tensor) and existing.dtype == _dtype(entry) and existing.shape == entry.shape
+        if isinstance(existing, Tensor) and alike and (turned or not _turned(existing, parameter)):
             return existing
         if key == "step":
             group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
@@ -518,6 +526,26 @@ def _buffer_target(entry: StateEntry, module: nn.Module, attribute: str) -> Tens
         device = neighbour.device if neighbour is not None else torch.device("cpu")
         buffer = module._buffers[attribute] = torch.empty(entry.shape, dtype=_dtype(entry), device=device)
     return buffer.detach()
+
+
+def _turned(tensor: Tensor, parameter: Tensor | None) -> bool:
+    """Whether what an optimizer keeps has other strides than what is made for its state. parameter: that it is for."""
+    like = parameter if parameter is not None and parameter.shape == tensor.shape else None
+    if tensor.layout is not torch.strided or (tensor.is_contiguous() and (like is None or like.is_contiguous())):
+        return False
+    stride = tuple(tensor.stride())
+    return stride == dense_stride(tensor) and (like is None or stride != dense_stride(like))
+
+
+def _strided(name: str, target: Tensor, stride: Any) -> Tensor:
+    """The target, or memory like it with these strides. Raises: CheckpointCorrupt."""
+    try:
+        fits = dense_stride(torch.empty_strided(target.shape, stride, device="meta")) == tuple(stride)
+    except (RuntimeError, TypeError):
+        fits = False
+    if not fits:
+        raise CheckpointCorrupt(f"{name} of shape {tuple(target.shape)} cannot have the strides {str(stride)[:80]}")
+    return target if target.stride() == tuple(stride) else aligned_like(target.new_empty_strided(target.shape, stride))
 
 
 def _unique(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:

@@ -24,6 +24,7 @@ from everstep.exact.image import (
     FORMAT,
     OUTSIDE,
     REST,
+    STRIDES,
     VALUES,
     Plane,
     digested,
@@ -253,7 +254,8 @@ def _entries(manifest: StateManifest) -> Iterator[tuple[list[Any], str]]:
 
 
 def _merge_values(manifests: Sequence[StateManifest]) -> dict[str, Any]:
-    values = [m["values"] for m in manifests]
+    values = [dict(m["values"]) for m in manifests]
+    strides = {name: stride for value in values for name, stride in value.pop(STRIDES, ())}
     merged = dict(values[0])
     for other in values[1:]:
         check(set(other) == set(merged), f"stages hold values {sorted(merged)} and {sorted(other)}")
@@ -269,7 +271,7 @@ def _merge_values(manifests: Sequence[StateManifest]) -> dict[str, Any]:
             check(states.setdefault(name, state) == state, f"stages differ in the optimizer's state of {name}")
     order = [name for group in merged["groups"] for name in group["dict"][0][1]]
     merged["state"] = {"dict": [[name, states[name]] for name in order if name in states]}
-    return merged
+    return merged | ({STRIDES: [*map(list, sorted(strides.items()))]} if strides else {})
 
 
 def _merge_groups(groups: Sequence[Sequence[Any]], positions: Sequence[Sequence[Sequence[int]]]) -> list[Any]:

@@ -191,6 +191,8 @@ def _over(facts: Facts, now: Now) -> Headline | None:
         ran = "" if by_itself(facts) else f", in {span(ran_s)}"  # nobody knows when a script by itself ran
         if (wrong := _lacks(facts)) is not None:
             return Headline("warning", f"{done}{ran}, but {wrong}", _was_strange(facts))
+        if strange is not None and strange.often(step):
+            return Headline("warning", f"{done}{ran}, but {_not_finite(strange)}.")
         faults = f"{facts.faults} fault{'s' * (facts.faults != 1)} survived." if facts.faults else "No fault."
         return Headline("good", f"{done}{ran}.", f"{faults if ran else ''} {_was_strange(facts)}".strip())
     reason = _raised(facts) or facts.condition.reason or "no reason was given"
@@ -422,8 +424,10 @@ def _again(facts: Facts, now: Now) -> Headline | None:
 
 
 def _strange(facts: Facts, now: Now) -> Headline | None:
-    """The newest step is not finite."""
-    strange = facts.course.strange
+    """The newest step is not finite, or many of those before it were not."""
+    strange, step = facts.course.strange, step_of(facts, now)
+    if strange is not None and not strange.in_a_row and strange.often(step):
+        return Headline("warning", f"Training goes on at step {step}, but {_not_finite(strange)}.")
     if strange is None or not strange.in_a_row:
         return None
     text = f"The loss or gradient of step {strange.last} is not finite."
@@ -445,11 +449,13 @@ def _unmade(strange: Strange) -> str:
 def _was_strange(facts: Facts) -> str:
     """Words about past steps that were not finite, in a job that goes on well."""
     strange = facts.course.strange
-    if strange is None:
-        return ""
+    return f"T{_not_finite(strange)[1:]}." if strange is not None else ""
+
+
+def _not_finite(strange: Strange) -> str:
     if strange.count == 1:
-        return f"The loss or gradient of step {strange.last} was not finite."
-    return f"The loss or gradient of {strange.count} steps was not finite, the last was step {strange.last}."
+        return f"the loss or gradient of step {strange.last} was not finite"
+    return f"the loss or gradient of {strange.count} steps was not finite, the last was step {strange.last}"
 
 
 def _troubled(facts: Facts, now: Now) -> Headline | None:

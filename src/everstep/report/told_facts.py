@@ -11,6 +11,7 @@ MOST_LISTED = 1000
 """Most facts of a kind that are kept, the newest ones."""
 _MOST_TIERS = 16
 _GOES_ON = 3
+_OFTEN, _OFTEN_OF, _RECENT_STEPS = 3, 20, 50
 """So many strange steps in a row are no accident."""
 
 
@@ -187,6 +188,11 @@ class Strange:
         """Gravity now: "" (the newest step was finite), warning, or bad: it goes on, and harms the weights."""
         bad = self.in_a_row >= _GOES_ON and self.applied
         return "" if not self.in_a_row else "bad" if bad else "warning"
+
+    def often(self, step: int) -> bool:
+        """Whether it is many of the steps up to this one, and lately: a scale of fp16 that is too large now and then
+        is not."""
+        return self.count >= max(_OFTEN, step / _OFTEN_OF) and self.last >= step - _RECENT_STEPS
 
     @property
     def since(self) -> int:

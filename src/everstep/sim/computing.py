@@ -401,13 +401,18 @@ class Reduction:
         sections, strange = [], self.life.job.nonfinite
         for k, lanes in mine.items():
             losses = {n: math.nan if (step, n) in strange else 0.0 for n in lanes} if k + 1 == plan.stages else {}
-            reports = [LaneReport(n, loss, 1.0, 1, hash((step, n)) & _USE) for n, loss in losses.items()]
+            reports = [
+                LaneReport(n, loss, 1.0, 1, hash((step, n)) & _USE, {"seen": (2.0, 1.0)}) for n, loss in losses.items()
+            ]
             owned = self._division(plan, k, step).finishes[me] if (step, GRADIENT) in strange else ()
             norms = array("d", [0.0 if k or block else math.inf for run in owned for block in range(*run)])
             said = format(self._state(k), "x") if operation.compare else ""
             probes, votes = self.lanes.given.of(step, (k,)), [msgspec.msgpack.encode(vote)]
             runs = tuple(chain(*owned))
-            sections.append(StageSection(k, reports, runs, norms.tobytes(), [], votes, said, probes=probes))
+            tied = (
+                {"embedding": str(step)} if operation.compare and k in (0, plan.stages - 1) and plan.stages > 1 else {}
+            )
+            sections.append(StageSection(k, reports, runs, norms.tobytes(), [], votes, said, tied, probes=probes))
         return AgreePayload(sections)
 
     def _state(self, stage: int) -> int:

@@ -13,7 +13,7 @@ from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.coordinator import Coordinator
-from everstep.protocol.coordinator.restoring import end_in
+from everstep.protocol.coordinator.restoring import end_in, sensible
 from everstep.protocol.coordinator.types import (
     Close,
     Connected,
@@ -154,9 +154,8 @@ class SimCoordinator(Process):
                 if isinstance(message, wire.PlanNow | wire.PlanPrepared):
                     self.control.checks.records.plan(message.plan)
                     kinds = {member.host == self.control.site.foreign for member in message.plan.members}
-                    require(
-                        len(kinds) == 1, "P1", f"members of generation {message.plan.generation} have other kernels"
-                    )
+                    alike = len(kinds) == 1 or self.control.rules.warns
+                    require(alike, "P1", f"members of generation {message.plan.generation} have other kernels")
                 if self.world.tracing and not isinstance(message, wire.Pong):
                     self.world.log(self.name, "->", name, message)
                 if name in self.peers:
@@ -242,7 +241,8 @@ class AgentProcess(Process):
     def _hello(self) -> list[wire.AnyMessage]:
         lives = [_life(w) for _, w in sorted(self.workers.items()) if w.alive]
         lost = list(self.lost.values())
-        rack = f"rack{self.control.hosts.index(self.host) // 2}"
+        number, says = self.control.hosts.index(self.host), self.control.rules.about
+        about = {} if says == "nothing" and number else {"address": self.host}
         return [
             wire.AgentHello(
                 agent_id=self.host,
@@ -254,8 +254,8 @@ class AgentProcess(Process):
                 failed=self.failed,
                 room=self.control.rules.room,
                 process=self.process,
-                domains={"rack": rack},
-                about={"address": self.host},
+                domains={"rack": f"rack{number // 2}"},
+                about={**about, "node": f"node{number}"} if says == "node" else about,
             )
         ]
 
@@ -495,6 +495,7 @@ class Control:
         status, said = coordinator.machine.status(), end_in(self.journal)
         ended = ("", "") if said is None else (said.state, said.reason)
         require(said is None or ended == (status["state"], status["reason"]), "P6", f"{ended} in the journal: {status}")
+        require(sensible(self.journal) or self.checks.records.forgetful, "P6", "the journal makes no sense")
         self.fate.began(status["state"], status["reason"])
 
     def mend(self) -> None:
@@ -535,6 +536,7 @@ class Control:
             self.checks.resumed(stages)
             self.fate.strikes.clear()
             self.site.disk.cut_anew(self.checks.job)
+            self.site.edit()
             self.start_coordinator()
             for host in self.hosts:
                 self.boot(host)

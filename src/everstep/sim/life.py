@@ -338,6 +338,11 @@ class SimSite:
         starts = (one for one in reversed(self.told) if one["kind"] in ("job_started", "generation_started"))
         return int(next((one.get("generation", 0) for one in starts), 0))
 
+    def edit(self) -> None:
+        """People edit the code before the job goes on."""
+        self.facts["edition"] = self.facts.get("edition", 0) + 1
+        self.facts["code_before"] = self.facts.pop("code", None)
+
     def another_script(self, after: WorkerKey) -> None:
         """The next two lives of the slot run a script that says another number of lanes."""
         self.strays |= {WorkerKey(after.worker_id, after.incarnation + n) for n in (1, 2)}

@@ -292,7 +292,10 @@ class Ties:
             state_bytes=size,
             lanes=life.job.lanes + (life.me in life.site.strays),
             kernels=Kernels(("f" if life.host == life.site.foreign else "0") * 32, life.host, 1),
-            code=Code({"task.py": "0" * 16, f"stage{life.me.worker_id % 3}.py": "1" * 16}, {"numpy": "2"}),
+            code=Code(
+                {"task.py": f"{life.site.facts.get('edition', 0):016x}", f"stage{life.me.worker_id % 3}.py": "1" * 16},
+                {"numpy": "2"},
+            ),
         )
         return [hello, *now.messages]
 
@@ -359,8 +362,10 @@ class Ties:
         life = self.life
         if isinstance(message, PlanAsked):
             life.world.seen["plans", "shown"] += 1
-            who = {"worker_id": life.me.worker_id, "incarnation": life.me.incarnation}
-            self.client.send(PlanShown(**who, plan=self._plan()))
+            if (how := unshown.pop() if (unshown := life.site.facts.get("unshown")) else 0) > 1:
+                life.freeze()
+                life.world.later(how * MS, life.thaw)
+            life.later(0, self.show_plan, self._plan() if how != 1 else None)
             return
         if isinstance(message, wire.StoreValues):
             self._met(message)
@@ -380,6 +385,11 @@ class Ties:
         life.handle(do.Heard(message, life.world.now_ns))
         if isinstance(life.operation, do.Watch):
             life.soon(0, MS, life.done, life.operation, ())
+
+    def show_plan(self, plan: Plan | None) -> None:
+        """Send the coordinator a plan as the one that it follows."""
+        who = {"worker_id": self.life.me.worker_id, "incarnation": self.life.me.incarnation}
+        self.client.send(PlanShown(**who, plan=plan))
 
     def strikes(self, index: int) -> None:
         """The job's leader reports that a scripted fault is due, and others have to inject it."""

@@ -205,11 +205,12 @@ def by_unit(states: Mapping[int, Blocks]) -> tuple[Blocks, ...]:
 
 
 def cut_anew(states: Mapping[int, Blocks], job: SimJob) -> dict[int, Blocks]:
-    """States of all stages, as the stages of another cut of the model."""
+    """States of all stages, as the stages of another cut of the model. Units of one stage have as many blocks."""
     units = by_unit(states)
+    cut = {stage: [units[unit] for unit in job.units_of(stage)] for stage in range(job.stages)}
     return {
-        stage: tuple(tuple(units[unit][block][0] for unit in job.units_of(stage)) for block in range(len(units[0])))  # type: ignore[index]
-        for stage in range(job.stages)
+        stage: tuple(tuple(one[block][0] for one in own) for block in range(len(own[0])))  # type: ignore[index]
+        for stage, own in cut.items()
     }
 
 

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from random import Random
+from typing import Any
 
-from everstep.base.cause import Cause
+import msgspec
+
+from everstep.base.cause import Cause, Why
+from everstep.base.plan import Divides
 from everstep.protocol import messages as wire
+from everstep.protocol.driver import operations as do
+from everstep.protocol.identity import Code
 from everstep.protocol.roles import JOB, OPERATE
-from everstep.sim.control import FOUL
+from everstep.protocol.step_types import Holds, LaneDone, Takes
+from everstep.sim.control import FOUL, forget
 from everstep.sim.faults import SimFault, SimInjector, draw_one
 from everstep.sim.life import nothing
 from everstep.sim.mesh import SimControlClient
@@ -21,6 +29,9 @@ from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS
 
 HOST_FAILED = "its host has no room for logs"
+NO_SPACE = "no space left for"
+UNLIKE = ("can be divided by", "it runs other code than the job", "its kernels give other bits")
+"""Words for what all workers of a job must share, and one does not."""
 _SAID = "what its sender may not say"
 _WEIGHTS = {
     "foul": 4,
@@ -37,8 +48,13 @@ _WEIGHTS = {
     "looked_at": 3,
     "other_entries": 2,
     "end_alone": 1.5,
+    "divides": 2,
+    "other_code": 1,
+    "echoes": 3,
+    "strange": 4,
+    "unshown": 2,
 }
-WITHOUT_LEASE = frozenset({"other_entries", "end_alone"})
+WITHOUT_LEASE = frozenset({"other_entries", "end_alone", "unshown"})
 """Acts on a journal on one host's disk, or by a job's only process."""
 
 
@@ -185,6 +201,77 @@ def _stray(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> 
         target.die("SIGKILL")
 
 
+def _divides(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """Workers say how the optimizer's state can be divided; now and then one says otherwise."""
+    odd = fault.pick % 6
+    for n, one in enumerate(injector.control.live_workers()):
+        how: Divides = "matrices" if n == odd else "elements"
+        one.ties.client.send(wire.Divided(**_of(one), stages={0: how}))
+
+
+def _other_code(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """The code of a worker was edited before it imported that."""
+    for one in injector.control.live_workers()[fault.pick % 3 :][:1]:
+        files = {f"part{n}.py": "3" * 16 for n in range(fault.pick % 6)}
+        one.ties.client.send(wire.Imported(**_of(one), code=Code(files)))
+        one.ties.client.send(wire.Imported(**_of(one), code=Code(dict.fromkeys(files, "4" * 16))))
+
+
+def _of(one: SimWorker) -> dict[str, Any]:
+    return {"worker_id": one.me.worker_id, "incarnation": one.me.incarnation}
+
+
+def _echoes(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """What threads of a worker note of a step comes a second time, after the step, or about one that was undone."""
+    for one in injector.control.live_workers():
+        one.later(0, _echo, one, fault.pick)
+
+
+def _echo(one: SimWorker, pick: int) -> None:
+    step, stages = one.driver.machine.step, one.driver.machine.stages
+    notes = (
+        *(LaneDone(step, 0, 0), Takes(step, {}), Holds(step - 1, {}), do.TimePassed()),
+        *(do.OthersKept(step + 9, done=False), do.NotKept(step + 9, Why(Cause.DISK, "no room"))),
+    )
+    if stages:
+        one.handle(notes[pick % len(notes)])
+
+
+def _strange(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """Workers say what is out of date, or about nobody: that a link to a stranger failed, a plan that nobody wanted, a
+    copy that nobody ordered, the last words of a life that is not known; and that the host's disk is full."""
+    live = injector.control.live_workers()
+    for one in live if fault.pick % 5 < 2 else live[:1]:
+        machine, about = one.driver.machine, _of(one)
+        match fault.pick % 5:
+            case 0 if machine.plan is not None:
+                about |= {"generation": machine.generation}
+                failed = wire.PeerFault(**about, accused=[99], cause=Cause.LINK, reason="a transfer failed")
+                one.ties.client.send(failed)
+            case 1:
+                one.ties.show_plan(machine.plan)
+            case 2:
+                one.ties.client.send(wire.HealFailed(**about, ticket=0, cause=Cause.LINK, reason="nobody gives it"))
+            case 3:
+                said = {"incarnation": one.me.incarnation + 9}
+                words = msgspec.structs.replace(one.last_words(Cause.EXCEPTION, "it is over"), **said)
+                role = f"worker {words.worker_id}.{words.incarnation}"
+                link = SimControlClient(one, injector.control.dial, role, partial(list, [words]), nothing)
+                link.begin()
+                one.later(400 * MS, link.close)
+            case 4:
+                one.later(0, partial(one.ties.fail, f"{NO_SPACE} {one.me}", Cause.DISK, fatal=True))
+
+
+def _unshown(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """The coordinator dies, the next one lacks a plan that workers follow, and those that it asks do not show it."""
+    control = injector.control
+    control.coordinator.die("SIGKILL")
+    forget(control, 1 + fault.pick % 4)
+    control.site.facts["unshown"] = list(([1, 1200], [800, 1], [1], [3000, 3000, 1])[fault.pick // 4 % 4])
+    injector.for_a_while(fault, control.start_coordinator)
+
+
 def _looked_at(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """People look again and again how hosts are, one of which goes."""
     agent, ask = injector.control.agents[injector.host(fault, worker)], injector.control.command
@@ -221,4 +308,9 @@ ODD_FAULTS: dict[str, Callable[[SimInjector, SimFault, SimWorker | None], None]]
     "stray": _stray,
     "looked_at": _looked_at,
     "other_entries": _other_entries,
+    "divides": _divides,
+    "other_code": _other_code,
+    "echoes": _echoes,
+    "strange": _strange,
+    "unshown": _unshown,
 }

@@ -23,7 +23,8 @@ class Rules:
     which goes on with fewer of them where its slot is given up. told_lanes: the coordinator hears the number of lanes
     from workers. patience_ms: how long the job waits for workers and hosts; 0: for an hour. returns: slots move to
     hosts that come back. first: the host of worker 0; "": any. span: hosts of each worker, with a process on each, and
-    with fewer where fewer are left.
+    with fewer where fewer are left. warns: workers with other kernels may take part. about: what agents say of their
+    hosts beside addresses: "node", or not even these, "nothing", but for the first.
     """
 
     saves: str = ""
@@ -39,6 +40,8 @@ class Rules:
     returns: bool = True
     first: str = ""
     span: int = 1
+    warns: bool = False
+    about: str = ""
 
     def of_coordinator(self, config: CoordinatorConfig) -> CoordinatorConfig:
         """The config of a job with these rules."""
@@ -102,7 +105,8 @@ def draw_rules(rng: Random, hosts: int, wanted: int, lasting_ms: int) -> Rules:
 
 def more_rules(rules: Rules, rng: Random, hosts: int) -> Rules:
     """The same, now and then with others about patience, hosts and object stores."""
-    rules = replace(rules, told_lanes=rng.random() < 0.2, returns=rng.random() < 0.85)
+    rules = replace(rules, told_lanes=rng.random() < 0.2, returns=rng.random() < 0.85, warns=rng.random() < 0.5)
+    rules = replace(rules, about=rng.choice(("", "", "", "node", "nothing")))
     if rng.random() < 0.08:
         rules = replace(rules, saves=rng.choice(("object", "objects")))
     if rng.random() < 0.08:

@@ -31,7 +31,7 @@ from everstep.protocol.driver.driver_parts import DriverConfig
 from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.driver.records import StepOutcome
 from everstep.protocol.driver.saver import SavingRules
-from everstep.protocol.identity import Code, read_code, read_kernels
+from everstep.protocol.identity import Code, read_code, read_divides, read_kernels
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key, Record
 from everstep.sim.checks import Checks, ToldTwice, Views
@@ -49,7 +49,8 @@ from everstep.sim.holders import HOLDER_FAULTS
 from everstep.sim.leases import LEASE_FAULTS, LeasedControl
 from everstep.sim.life import Disk, Life, SimSite
 from everstep.sim.model import PLANES, present, wrong
-from everstep.sim.odd_messages import HOST_FAILED, ODD_FAULTS
+from everstep.sim.odd_messages import HOST_FAILED, NO_SPACE, ODD_FAULTS
+from everstep.sim.odd_messages import UNLIKE as UNLIKE_SAID
 from everstep.sim.operating import OPERATING_FAULTS
 from everstep.sim.orders import STRIKES
 from everstep.sim.promises import freed, require
@@ -87,6 +88,7 @@ TOO_FEW = ("ends", "slots given up")
 HUNG_TWICE = ("ends", "a second hang")
 WAITED = ("ends", "nobody came in time")
 FAILED_HOST = ("ends", "a host that fails")
+OTHERS = ("ends", "workers that are not alike")
 MOST_LOOKS = 5
 _NEVER_S = 1e9
 _FAILURE_CHARS = 60
@@ -200,7 +202,13 @@ class Simulation:
                 return_ns=2 * SECOND,
                 term=term,
                 strikes=STRIKES,
-                alike=Alike(read_kernels(self.facts.get("numerics")), read_code(self.facts.get("code")) or Code()),
+                alike=Alike(
+                    read_kernels(self.facts.get("numerics")),
+                    read_code(self.facts.get("code")) or Code(),
+                    read_code(self.facts.get("code_before")) or Code(),
+                    setup.rules.warns,
+                    read_divides(self.facts.get("divides")),
+                ),
             ),
             save_ns=setup.save_ms * MS,
             wish=PoolWish(
@@ -318,7 +326,12 @@ class Simulation:
         for may, said, seen in (
             ("stuck" in kinds, "it is the second hang there", HUNG_TWICE),
             ("fails" in kinds, HOST_FAILED, FAILED_HOST),
+            ("strange" in kinds, NO_SPACE, FAILED_HOST),
             (self.setup.rules.patience_ms > 0, "gave up after waiting", WAITED),
+            *(
+                ({"divides", "other_code"} & kinds or isinstance(self.setup, UnlikeSetup), words, OTHERS)
+                for words in UNLIKE_SAID
+            ),
         ):
             if may and said in failed:
                 self.world.seen[seen] += 1

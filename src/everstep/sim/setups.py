@@ -22,6 +22,7 @@ from everstep.sim.rules import USUAL, Rules, draw_rules, more_rules
 from everstep.sim.starving import draw_starved
 from everstep.sim.world import World
 
+_OF_HOSTS = ("host", "host", "isolate", "cut_workers", "host_workers", "given_up", "worn")
 _AT_THE_END = ("signal", "scale", "drain", "save", "kill", "coordinator", "freeze")
 
 
@@ -119,6 +120,29 @@ class Setup:
         rules = more_rules(rules, Random(f"more rules {seed}"), self.hosts)
         faults = (*faults, *odd_messages.draw_odd(Random(f"odd acts {seed}"), horizon_ms))
         return replace(self, rules=rules, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
+
+    def with_spanning(self, seed: int) -> Setup:
+        """The setup with workers that lie on two or three hosts each, which die or are cut off now and then."""
+        rng = Random(f"spans {seed}")
+        span, late_ms, workers = rng.choice((2, 2, 3)), 200 + self.job.steps * 40, min(self.workers, 3)
+        lost = [
+            SimFault(
+                rng.choice(_OF_HOSTS), rng.randint(40, late_ms), pick=rng.randrange(99), for_ms=rng.randint(5, 3000)
+            )
+            for _ in range(rng.randint(1, 3))
+        ]
+        job = replace(self.job, write_every=self.job.write_every or rng.choice((1, 2, 3)))
+        return replace(
+            self,
+            hosts=span + rng.randint(0, 2),
+            workers=workers,
+            spares=0,
+            differs=None,
+            min_workers=min(self.min_workers, workers),
+            job=job,
+            faults=tuple(sorted((*self.faults, *lost), key=lambda fault: fault.at_ms)),
+            rules=replace(self.rules, shared=True, room=0, degree=1, first="", patience_ms=1500, span=span),
+        )
 
     def with_starved(self, seed: int, horizon_ms: int) -> Setup:
         """The setup, now and then with processes that get no processor."""
@@ -261,6 +285,10 @@ def set_up_operated(seed: int) -> Setup:
     chosen = (set_up, set_up_split, set_up_leased)[seed % 3](seed)
     chosen = chosen.with_operated(seed, 60 + chosen.job.steps * 50)
     if not isinstance(chosen, LeasedSetup):
-        return chosen
+        drawn = Random(f"kinds of hosts {seed}").random()
+        if drawn < 0.08 and chosen.hosts > 1:
+            rules = replace(chosen.rules, least=1, first="")  # who is refused counts for neither
+            return UnlikeSetup(**{**vars(chosen), "min_workers": 1, "rules": rules})
+        return chosen.with_spanning(seed) if drawn > 0.7 and chosen.job.stages == 1 else chosen
     without = WITHOUT_LEASE | odd_messages.WITHOUT_LEASE
     return replace(chosen, faults=tuple(fault for fault in chosen.faults if fault.kind not in without))

@@ -159,7 +159,9 @@ def _said(life: Life) -> tuple[StageSection, ...]:
     held = () if plan is None or len(plan.members) == 1 else plan.stages_of(life.me.worker_id)
     trained = {k: life.job.trained(stages[k]) for k in held}
     whole = [(k, state) for k, state in trained.items() if None not in state]
-    return tuple(StageSection(k, [], (), b"", [], [], format(digest(state), "x")) for k, state in whole)
+    ties = [{"embedding": "last"} if life.job.stages > 1 and k in (0, life.job.stages - 1) else {} for k, _ in whole]
+    said = ((k, format(digest(state), "x"), tied) for (k, state), tied in zip(whole, ties, strict=True))
+    return tuple(StageSection(k, [], (), b"", [], [], of, tied) for k, of, tied in said)
 
 
 _EFFECTS: tuple[type, ...] = (*do.AtOnce.__subclasses__(), *do.Answer.__subclasses__(), Release, Discard)
@@ -268,7 +270,8 @@ class SimWorker(Life):
 
     def _update(self, operation: do.Update) -> None:
         self.site.checks.taint.applies(self.me, operation.step, operation.records)
-        samples, lanes = operation.outcome.samples, self.job.lanes
+        samples, lanes, logged = operation.outcome.samples, self.job.lanes, operation.outcome.logged()
+        require(logged == {"seen": 2.0}, "P2", f"step {operation.step} logs {logged}")
         require(samples == lanes, "P2", f"step {operation.step} counts {samples} samples of {lanes} lanes")
         gradients = self.state.gradient(operation.step)
         gradients = {k: gradients[k] for k in operation.stages}

@@ -8,6 +8,7 @@ undone are shared out again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from everstep.base.errors import ConfigError
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop
 from everstep.exact.seeding import derive, seed_all
+from everstep.exact.settings import evaluating
 from everstep.exact.trees import Bundle, from_wire, to_wire
 from everstep.protocol.driver.operations import Evaluate
 from everstep.train.view import WorkerView
@@ -120,21 +122,16 @@ class Waves:
         number = operation.number - _BEFORE_ALL_STEPS
         view.transport.channel.forget(number - 1)  # all have received the messages of the wave before
         self._local = {}
-        models = [replica.parts.model for replica in view.stages.values()]
-        modes = [model.training for model in models]
-        for replica in view.stages.values():
-            replica.lanes.settle_buffers()
-            replica.parts.model.eval()
-        try:
+        with ExitStack() as modes:
+            for replica in view.stages.values():
+                replica.lanes.settle_buffers()
+                modes.enter_context(evaluating(replica.parts.model))
             for place, index in enumerate(self._missing()):
                 for part in range(self._parts):
                     if self._holder(plan, part, place) == view.me:
                         if view.cutter.over(plan.generation):
                             return
                         self._pass(plan, Hop(number, "eval", part, place), index)
-        finally:
-            for model, mode in zip(models, modes, strict=True):
-                model.train(mode)
 
     def _holder(self, plan: Plan, part: int, place: int) -> int:
         pool = [seat.worker_id for seat in plan.pool(part % plan.stages) if seat.lanes]

@@ -15,14 +15,14 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 
-from everstep.base.errors import DeterminismError, EverstepError, InvariantViolation, TaskError, check
+from everstep.base.errors import ConfigError, DeterminismError, EverstepError, InvariantViolation, TaskError, check
 from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.buffers import BufferGuard
 from everstep.exact.digest import digest_bytes, named_digest
 from everstep.exact.extra_state import keepers, packed
 from everstep.exact.parameters import ParameterWatch
 from everstep.exact.rank_sums import RankSums
-from everstep.exact.seeding import UnitSeeder
+from everstep.exact.seeding import UnitSeeder, drawn_from
 from everstep.exact.shard_sums import ShardMesh
 from everstep.exact.trees import Bundle, bundle, faithful_clone, gradients, open_gradients
 from everstep.protocol.step_types import LaneSaid
@@ -37,6 +37,11 @@ Scaled = tuple[Tensor, float, float]
 NOT_DETERMINISTIC = (
     "the model or the loss uses an operation or a random source that is not deterministic (for example one seeded by "
     "time or os.urandom): use torch's, numpy's or random's global generators"
+)
+
+_DRAWS = (
+    "stage {stage} draws random numbers in its backward pass (a hook of a gradient, or an autograd function, does), "
+    "which go by the cut of the model: draw them in the forward pass and keep them, or set stages=1 and chunks=1"
 )
 
 
@@ -249,16 +254,18 @@ class PartPass:
         """First backward pass of a lane that is computed twice, and its second forward pass, which is returned."""
         if self._shared is None:
             self.accumulator.enter(number)
-        self._run_backward(number, lane, None if back is None else _copied(back), scale)
+        self._run_backward(number, lane, None if back is None else _copied(back), scale, looks=True)
         probe.backward(self.units, lane)
         self.sums.dismiss()
         again = self._pass(probe.step, number, replace(lane, inputs=probe.inputs))
         probe.forward(self.units, again)
         return again
 
-    def _run_backward(self, number: int, lane: Lane, back: Bundle | None, scale: float) -> None:
+    def _run_backward(self, number: int, lane: Lane, back: Bundle | None, scale: float, *, looks: bool = False) -> None:
+        """looks: at random numbers that it draws. Raises: ConfigError for those but of a repeated forward pass."""
         self.guard.resume_lane(number)
         self._seeder.resume(number if lane.repeats is None else lane.repeats, self.part, number)
+        before = drawn_from() if looks else []
         try:
             if lane.scaled is not None:
                 loss = lane.scaled[0]
@@ -269,6 +276,8 @@ class PartPass:
                 roots = [(t, g) for t, g in pairs if g is not None]
                 if roots:
                     derive(self.mesh, [t for t, _ in roots], [g for _, g in roots])
+            if before and any(now[0] == was[0] and now != was for now, was in zip(drawn_from(), before, strict=True)):
+                raise ConfigError(_DRAWS.format(stage=self._spec.stage))
         finally:
             self._seeder.end_lane()
         self.watch.look()

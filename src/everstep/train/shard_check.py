@@ -41,7 +41,11 @@ def look_at_shards(task: Task) -> None:
     except Exception:
         batch = None
     wide = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
-    whole = _loss(task, model.eval(), batch) if batch is not None and wide else None
+    before = [(module, dict(vars(module))) for module in model.eval().modules()]
+    whole = _loss(task, model, batch) if batch is not None and wide else None
+    for module, values in before:  # what the loss has set there would be in the shards' copies, as in no worker
+        vars(module).clear()
+        vars(module).update(values)
     mesh = cut_into_shards(task, model, config)
     if whole is None or mesh is None:
         return

@@ -18,7 +18,7 @@ import torch
 
 from checkpoint_saving import advance, identity_of, make_state
 from everstep.base.cause import Cause, Why
-from everstep.base.config_keys import CheckpointConfig
+from everstep.base.config_keys import CheckpointConfig, DiskTierConfig
 from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, PartsAway, StoreError
 from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Member, Plan, Rank, Seat
@@ -26,6 +26,7 @@ from everstep.checkpoint import checkpointer, part
 from everstep.checkpoint.checkpointer import Checkpointer
 from everstep.checkpoint.manifest_assembly import Assembly
 from everstep.checkpoint.manifest_writer import Extent, WriteOutcome
+from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter, check_of
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore, Draft
@@ -287,6 +288,11 @@ def test_one_whose_data_could_not_be_read_is_stated_no_more_and_not_taken_for_no
     def broken(store: DirectoryStore, name: str, *where: Any) -> Any:
         raise error(f"cannot read {name}: Input/output error")
 
+    def data_broken(store: DirectoryStore, name: str, start: int = 0, length: int | None = None) -> Any:
+        return broken(store, name) if start else read(store, name, start, length)
+
+    read = DirectoryStore.read
+    monkeypatch.setattr(DirectoryStore, "read", data_broken)
     monkeypatch.setattr(DirectoryStore, "read_into", broken)
     monkeypatch.setattr(DirectoryStore, "move", broken)
     worker = job.workers[0]
@@ -359,6 +365,43 @@ def test_what_turned_out_wrong_is_set_aside_and_may_be_saved_anew(start: Callabl
     job.update(9)
     assert job.wait_told(4)[-1][0] == "checkpoint_completed"
     assert job.workers[1].restorable(limit=2) == (2,) and job.workers[1].restorable() == (3,)
+
+
+def test_what_turned_out_wrong_and_stays_is_said_and_not_read_again(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One manifest cannot be read, so its parts stay; another cannot be set aside. The others are."""
+    job = start(1, CheckpointConfig(disk=DiskTierConfig(keep_last=4)))
+    for step in (1, 2, 3, 4):
+        job.save(step)
+        job.update(step)
+        job.wait_told(step)
+    store = job.workers[0].store
+    move, read = DirectoryStore.move, DirectoryStore.read
+    stuck, unread = {manifest_name(3)}, {manifest_name(4)}
+
+    def moving(self: DirectoryStore, old: str, new: str) -> None:
+        if old in stuck:
+            raise StoreError(f"cannot move {old}: Operation not permitted")
+        move(self, old, new)
+
+    def reading(self: DirectoryStore, name: str, *where: Any) -> Any:
+        if name in unread:
+            raise StoreError(f"cannot read {name}: Input/output error")
+        return read(self, name, *where)
+
+    monkeypatch.setattr(DirectoryStore, "move", moving)
+    monkeypatch.setattr(DirectoryStore, "read", reading)
+    worker = job.workers[0]
+    worker.invalidate(2, with_objects=False)
+    assert steps_in(store) == [1, 2, 3]
+    kind, fields = job.told[-1]
+    assert kind == "warning" and "cannot move step-0000000003" in fields["reason"] and fields["step"] == 2
+    assert worker.restorable() == (2,)
+    stuck.clear()
+    assert worker.restorable() == (2,) and steps_in(store) == [1, 2]
+    job.save(3)
+    assert worker.drain(60.0) and worker.restorable() == (3,), "the one that was done again counts"
 
 
 @pytest.mark.parametrize("again", [False, True])

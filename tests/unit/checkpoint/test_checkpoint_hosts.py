@@ -9,11 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_saving import advance, make_state, save
 from everstep.base.domains import Domains, ordered
 from everstep.base.errors import BlobExists, BlobForeign, BlobMissing, PartsAway, StoreError
 from everstep.checkpoint.host_files import HostFiles
 from everstep.checkpoint.hosts_store import HostsStore, next_host
 from everstep.checkpoint.manifest import PartFile
+from everstep.checkpoint.names import manifest_name
+from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in
+from everstep.checkpoint.retention import discard_after
+from everstep.checkpoint.store import DirectoryStore
+from everstep.exact.digest import digest_bytes
 from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
 
 TOKEN = secrets.token_bytes(32)
@@ -59,8 +65,8 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         server.close()
 
 
-def part(worker: int, size: int) -> PartFile:
-    return PartFile(PART.format(worker), size, 8, "0" * 32, "0" * 32)
+def part(worker: int, data: bytes) -> PartFile:
+    return PartFile(PART.format(worker), len(data), 8, digest_bytes(data[:8]), "0" * 32)
 
 
 def test_parts_stay_where_they_are_written_and_all_else_is_everywhere(hosts: Hosts) -> None:
@@ -107,7 +113,7 @@ def test_each_part_is_on_two_hosts_and_again_on_two_when_one_is_lost(hosts: Host
     data = {n: secrets.token_bytes(3000 + n) for n in range(3)}
     for n, name in enumerate(NAMES):
         hosts.stores[name].write(PART.format(n), [data[n]], len(data[n]))
-    files = [part(n, len(data[n])) for n in data]
+    files = [part(n, data[n]) for n in data]
     found = hosts.stores["a"].spread(files, 2)
     assert found == {PART.format(n): tuple(hosts.who_has(PART.format(n))) for n in data}
     assert all(len(who) == 2 for who in found.values())
@@ -122,14 +128,14 @@ def test_a_part_of_another_size_is_no_copy(hosts: Hosts) -> None:
     name, data = PART.format(0), secrets.token_bytes(3000)
     hosts.stores["a"].write(name, [data], len(data))
     hosts.stores["b"].write(name, [data[:1000]], 1000)
-    assert hosts.stores["a"].spread([part(0, 3000)], 1) == {name: ("a",)}
+    assert hosts.stores["a"].spread([part(0, data)], 1) == {name: ("a",)}
 
 
 def test_a_copy_goes_to_another_rack_and_to_the_same_one_where_there_is_no_other(hosts: Hosts) -> None:
     hosts.domains = {name: ordered({"rack": rack}, name) for name, rack in zip(NAMES, ("r1", "r1", "r2"), strict=True)}
     for n, name in enumerate(NAMES):
         hosts.stores[name].write(PART.format(n), [b"abc"], 3)
-    files = [part(n, 3) for n in range(3)]
+    files = [part(n, b"abc") for n in range(3)]
     found = hosts.stores["b"].spread(files, 2)
     assert found == {PART.format(0): ("a", "c"), PART.format(1): ("b", "c"), PART.format(2): ("a", "c")}
     assert all(found[file.name] == tuple(hosts.who_has(file.name)) for file in files)
@@ -156,7 +162,7 @@ def test_the_widest_domains_come_first(holders: list[str], left: list[str], expe
 
 def test_a_block_that_is_damaged_here_is_asked_of_another_host(hosts: Hosts) -> None:
     hosts.stores["a"].write(PART.format(0), [b"as it was"], 9)
-    hosts.stores["a"].spread([part(0, 9)], 2)
+    hosts.stores["a"].spread([part(0, b"as it was")], 2)
     (hosts.folders["a"] / PART.format(0)).write_bytes(b"as it WAS")
     assert bytes(hosts.stores["a"].read(PART.format(0))) == b"as it WAS"
     assert bytes(hosts.stores["a"].read_elsewhere(PART.format(0), 3, 6)) == b"it was"
@@ -164,7 +170,7 @@ def test_a_block_that_is_damaged_here_is_asked_of_another_host(hosts: Hosts) -> 
 
 def test_a_part_that_nobody_has_is_said(hosts: Hosts) -> None:
     with pytest.raises(StoreError, match="on none of the hosts a, b, c"):
-        hosts.stores["a"].spread([part(0, 5)], 2)
+        hosts.stores["a"].spread([part(0, b"parts")], 2)
     assert hosts.stores["a"].away(["a", "z", "b"]) == ["z"]
 
 
@@ -183,7 +189,7 @@ def test_large_files_come_in_pieces(hosts: Hosts, monkeypatch: pytest.MonkeyPatc
     data = secrets.token_bytes(4321)
     hosts.stores["a"].write(PART.format(0), [data], len(data))
     assert bytes(hosts.stores["c"].read(PART.format(0))) == data
-    assert hosts.stores["c"].spread([part(0, len(data))], 3) == {PART.format(0): NAMES}
+    assert hosts.stores["c"].spread([part(0, data)], 3) == {PART.format(0): NAMES}
     assert {(folder / PART.format(0)).read_bytes() for folder in hosts.folders.values()} == {data}
 
 
@@ -203,3 +209,126 @@ def test_a_manifest_that_is_decided_replaces_what_a_host_has_of_one_that_was_not
     left.write_bytes(b"of a writer that died before the first host had it")
     hosts.stores["b"].write(name, [b"decided"], 7, if_absent=True)
     assert {(folder / name).read_bytes() for folder in hosts.folders.values()} == {b"decided"}
+
+
+def saved(hosts: Hosts, *steps: int) -> None:
+    """Checkpoints that all hosts have, parts and all."""
+    state = make_state(1)
+    for step in steps:
+        save(hosts.folders["a"], state, step)
+        advance(state, step)
+    for name in "bc":
+        shutil.copytree(hosts.folders["a"], hosts.folders[name], dirs_exist_ok=True)
+
+
+def test_a_file_that_is_in_the_way_is_no_copy_and_the_next_host_gets_one(hosts: Hosts) -> None:
+    name, data = PART.format(0), secrets.token_bytes(3000)
+    hosts.stores["a"].write(name, [data], len(data))
+    for other in (data[:1000], bytes(3000)):
+        (hosts.folders["b"] / name).parent.mkdir(exist_ok=True, parents=True)
+        (hosts.folders["b"] / name).write_bytes(other)
+        assert hosts.stores["a"].spread([part(0, data)], 2) == {name: ("a", "c")}
+        assert hosts.stores["b"].spread([part(0, data)], 2) == {name: ("a", "c")}
+        (hosts.folders["c"] / name).unlink()
+
+
+def test_a_host_names_all_its_files_however_many(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.checkpoint.host_files.MOST_NAMES", 2)
+    names = [f"step-{n:010d}/manifest.json" for n in range(5)]
+    for name in names:
+        hosts.stores["b"].write(name, [b"text"], 4)
+        (hosts.folders["a"] / name).unlink()
+    assert hosts.stores["a"].list("step-") == names
+
+
+@pytest.mark.parametrize("bad", [("a",), ("b",), ("a", "b")])
+@pytest.mark.parametrize("how", ["short", "head"])
+def test_a_bad_copy_of_a_file_discards_nothing_that_another_host_has(hosts: Hosts, bad: tuple[str], how: str) -> None:
+    saved(hosts, 1, 2)
+    file = open_checkpoint(hosts.stores["a"], 2).manifest.files[-1]
+    for name in bad:
+        path = hosts.folders[name] / file.name
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2] if how == "short" else b"x" * 9 + data[9:])
+    if "b" not in bad:
+        (hosts.folders["b"] / file.name).unlink()
+    path = hosts.folders["c"] / file.name
+    kept = path.read_bytes()
+    for store in hosts.stores.values():
+        found = newest_complete(store)
+        assert found is not None and found.step == 2
+        assert bytes(store.read(file.name)) == kept
+    others = [name for name in NAMES if name not in bad]
+    assert hosts.stores["c"].spread([file], 3) == {file.name: tuple(others)}, "what is in the way stays"
+    path.unlink()
+    told: list[int] = []
+    found = newest_complete(hosts.stores["a"], told=lambda step, why: told.append(step))
+    if bad == ("a", "b"):
+        assert told == [2] and found is not None and found.step == 1, "no host has a good one"
+    else:
+        assert not told and found is not None and found.step == 2
+
+
+def test_what_this_disk_cannot_read_is_read_on_another_host(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(hosts, 1)
+    store, read, into = hosts.stores["a"], DirectoryStore.read, DirectoryStore.read_into
+
+    def broken(way):  # type: ignore[no-untyped-def]
+        def act(self: DirectoryStore, name: str, *where: object) -> object:
+            if self.path == store.path:
+                raise StoreError(f"cannot read {name}: Input/output error")
+            return way(self, name, *where)
+
+        return act
+
+    monkeypatch.setattr(DirectoryStore, "read", broken(read))
+    monkeypatch.setattr(DirectoryStore, "read_into", broken(into))
+    found = newest_complete(store)
+    assert found is not None and found.step == 1
+    for name in "bc":
+        hosts.lose(name)
+    with pytest.raises(StoreError, match="Input/output error"):
+        newest_complete(store)
+    assert steps_in(store) == [1]
+
+
+def test_a_host_that_was_away_brings_back_nothing_that_was_set_aside(hosts: Hosts) -> None:
+    """It has an older manifest of a step that was done again, and one of a step that was not."""
+    saved(hosts, 1, 2, 3)
+    address = hosts.there.pop("b")
+    discard_after(hosts.stores["a"], 1)
+    again = b"of step 2, done again"
+    hosts.stores["c"].write(manifest_name(2), [again], len(again), if_absent=True)
+    hosts.there["b"] = address
+    hosts.stores["c"].heed()
+    for store in hosts.stores.values():
+        assert steps_in(store) == [1, 2]
+    assert hosts.who_has(manifest_name(3)) == [] and hosts.who_has(manifest_name(2)) == ["a", "c"]
+    assert bytes(hosts.stores["b"].read(manifest_name(2))) == again
+    before = {name: sorted(folder.rglob("*")) for name, folder in hosts.folders.items()}
+    hosts.stores["b"].heed()
+    assert before == {name: sorted(folder.rglob("*")) for name, folder in hosts.folders.items()}
+
+
+def test_a_host_that_does_not_answer_keeps_no_other_from_setting_aside(hosts: Hosts) -> None:
+    saved(hosts, 1, 2)
+    hosts.servers["b"].close()
+    with pytest.raises(PartsAway):
+        discard_after(hosts.stores["a"], 1)
+    assert hosts.who_has(manifest_name(2)) == ["b"] and hosts.who_has(manifest_name(1)) == list(NAMES)
+
+
+def test_a_manifest_that_one_host_cannot_move_is_said(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(hosts, 1, 2)
+    move = DirectoryStore.move
+
+    def stuck(self: DirectoryStore, old: str, new: str) -> None:
+        if self.path == hosts.folders["b"]:
+            raise StoreError(f"cannot move {old}: Read-only file system")
+        move(self, old, new)
+
+    monkeypatch.setattr(DirectoryStore, "move", stuck)
+    for name in "ab":
+        with pytest.raises(StoreError, match="Read-only"):
+            discard_after(hosts.stores[name], 1)
+        assert hosts.who_has(manifest_name(2)) == ["b"]

@@ -149,6 +149,41 @@ def test_same_step_done_again_counts_as_there(source: DirectoryStore, tmp_path: 
     assert transfer(source, target, 1).bytes == 0
 
 
+@pytest.mark.parametrize("damage", ["gone", "rotten"])
+def test_a_copy_mends_what_is_damaged_there(source: DirectoryStore, tmp_path: Path, damage: str) -> None:
+    checkpoint = write_step(source, 1)
+    target, part = DirectoryStore(tmp_path / "far"), checkpoint.manifest.files[0]
+    transfer(source, target, 1)
+    path = tmp_path / "far" / part.name
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    manifest = target.read(manifest_name(1))
+    done = transfer(source, target, 1)
+    assert (done.files, done.bytes) == (1, part.size) and whole(target, 1)
+    assert target.read(manifest_name(1)) == manifest
+
+
+def test_a_step_done_again_does_not_mend_files_of_another_cut(source: DirectoryStore, tmp_path: Path) -> None:
+    """The target has the same state in files of other names: they count, and go on counting."""
+    first = write_step(source, 1)
+    target = DirectoryStore(tmp_path / "far")
+    transfer(source, target, 1)
+    write_unchanged(source, first, 2)
+    part = first.manifest.files[0]
+    moved = part._replace(name=part.name.replace("-g", "-w9-g").replace("-w0-w9", "-w9"))
+    source.write(moved.name, [source.read(part.name)], part.size)
+    text = replace(first.manifest, files=(moved,)).encode()
+    source.write(manifest_name(1), [text], len(text))
+    found = transfer(source, target, 1)
+    assert found.bytes == 0 and found.manifest.files == (part,)
+    (tmp_path / "far" / part.name).unlink()
+    with pytest.raises(StoreError, match="is missing or damaged"):
+        transfer(source, target, 1)
+    assert steps_in(target) == [1]
+
+
 def test_stopping(source: DirectoryStore, tmp_path: Path) -> None:
     write_step(source, 1)
     target = DirectoryStore(tmp_path / "far")

@@ -12,6 +12,7 @@ from torch import nn
 from everstep.base.errors import ConfigError
 from everstep.exact.attributes import Watched, plain
 from everstep.exact.state import ModelState
+from everstep.train.optimizer_kind import expected_kind
 from everstep.train.update_probe import UpdateProbe
 
 
@@ -140,3 +141,27 @@ def test_what_does_not_change_is_let_be() -> None:
     _, optimizer = trained(Objects, 1)
     watched = Watched(optimizer)
     assert watched.changed() == []
+
+
+class CountsSteps(torch.optim.SGD):
+    """Counts under a name that a scheduler has, too."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self._step_count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self._step_count += 1
+        self.param_groups[0]["lr"] = 0.1 / self._step_count
+        return super().step()
+
+
+def test_a_counter_called_as_a_schedulers_goes_on() -> None:
+    model, optimizer = trained(CountsSteps, 3)
+    other = trained(CountsSteps, 0)
+    carry(model, optimizer, other)
+    for each in ((model, optimizer), other):
+        train(*each, 2)
+    assert torch.equal(model.weight, other[0].weight) and other[1]._step_count == 5
+    assert expected_kind(optimizer, 3).at_once, "a part after the other would count twice"

@@ -93,6 +93,18 @@ def test_untie_gives_each_place_its_leaf_on_one_storage() -> None:
     assert torch.equal(model.embed.weight, model.head.weight)
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_would_miss_places_of_a_tied_parameter_is_refused(kind: str) -> None:
+    """Each place has a gradient of its own, and the hook would get the first one's alone."""
+    model = Tied()
+    handle = getattr(model.head.weight, kind)(lambda gradient: None)
+    assert untie(model, [model]) == 0, "one unit: its gradient is whole"
+    with pytest.raises(ConfigError, match=r"parameter embed\.weight has a hook on its gradient, .* one unit"):
+        untie(model, [model.embed, model.body, model.head])
+    handle.remove()
+    assert untie(model, [model.embed, model.body, model.head]) == 1
+
+
 def test_tie_inside_one_unit_stays_one_leaf() -> None:
     model = Tied()
     assert untie(model, [model]) == 0

@@ -365,6 +365,14 @@ def test_a_host_that_is_needed_is_not_drained() -> None:
     assert not reply.ok and "0 workers would be left of 1 that the job needs at least" in reply.error
 
 
+def test_slots_that_no_host_has_room_for_do_not_count_as_left_by_a_drain() -> None:
+    world = shared_out(4)
+    assert world.command("scale", workers=7).ok
+    assert "0 workers would be left of 1" in world.command("drain", host="h1").error
+    arrive(world, "h2", 1)
+    assert world.last(m.SetSlots, "h2").worker_ids == [4] and world.command("drain", host="h1").ok
+
+
 # ---- hosts that leave
 
 

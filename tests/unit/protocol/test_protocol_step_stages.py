@@ -436,13 +436,15 @@ def test_a_gradient_outlives_the_loss_of_blocks_that_it_is_not_for():
     assert w.machine.holding().gradients == {0: MINE} and w.machine.holding().gradient_step == 2
 
 
-def test_a_gradient_that_does_not_say_what_it_is_for_is_lost_with_any_block():
-    """So it is in the step with which the state grows: nobody can know whether what is left suffices."""
+def test_a_gradient_that_does_not_say_what_it_is_for_is_lost_with_any_block_of_its_share():
+    """So it is in the step with which the state grows, and where a member updates nothing. Who never had more than its
+    share takes such a step, too."""
     w = sharing()
     w.on(Takes(2, {0: NONE}))
     reduce_second(w)
-    assert w.machine.holding().gradients == {0: NONE} and w.machine.holding().gradient_step == 2
     w.on(BlocksLost(0, blocks(3)))
+    assert w.machine.holding().gradients == {0: NONE} and w.machine.holding().gradient_step == 2
+    w.on(BlocksLost(0, MINE))
     assert w.machine.holding().gradients == {} and w.machine.holding().gradient_step == 0
 
 

@@ -166,6 +166,32 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "good",
         ("All is well: step 13", "The loss or gradient of 2 steps was not finite, the last was step 12."),
     ),
+    "often not finite": (
+        [*trained(), *LEFT_OUT[:3], commit(14, 6.9)],
+        7,
+        {},
+        "warning",
+        ("step 14, but the loss or gradient of 3 steps was not finite, the last was step 13.",),
+    ),
+    "often not finite, long ago": (
+        [*trained(), *LEFT_OUT[:3], *(commit(14 + n, 6.9 + 0.3 * n) for n in range(60))],
+        25,
+        {},
+        "good",
+        ("All is well: step 73", "The loss or gradient of 3 steps was not finite"),
+    ),
+    "finished, and often not finite": (
+        [
+            *trained(),
+            *LEFT_OUT[:3],
+            commit(14, 6.9),
+            event("job_completed", 7, step=14, state="completed", exit_code=0),
+        ],
+        8,
+        {"running": False, "finished": True},
+        "warning",
+        ("all 14 steps are done", "but the loss or gradient of 3 steps was not finite, the last was step 13."),
+    ),
     "failed since nothing was finite, and no checkpoint is older": (
         [*trained(), *STRANGE, event("job_failed", 7, step=14, state="failed", exit_code=1, reason="x")],
         8,

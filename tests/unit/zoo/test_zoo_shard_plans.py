@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ from everstep.exact.seeding import seed_all
 from everstep.exact.shard_plan import ShardPlan, gather_gradients, shard_model
 from everstep.exact.shard_region import Column, RegionRule
 from everstep.exact.shard_sums import ShardMesh
+from everstep.train.shard_check import look_at_shards
 from everstep.train.task import Task
 from everstep.zoo.huggingface import HuggingFace
 from everstep.zoo.recipe import token_loss
@@ -376,6 +378,93 @@ def test_what_a_loop_changes_in_what_is_cut_is_refused() -> None:
     cast(Any, made.model).blocks[1].down = nn.Linear(128, 32)
     with pytest.raises(ConfigError, match=r"down of blocks\.1 was replaced"):
         made.forward(_batch(0)[:, :-1])
+
+
+class Contextual(Attention):
+    """Computes with what others have set, and leaves something behind."""
+
+    context: Any = None
+    given: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = super().forward(x)
+        self.last = found.detach()
+        return found if self.context is None else found * self.context["scale"]
+
+
+class Setting(TransformerText):
+    """Its loss sets an attribute of a module that is cut."""
+
+    def build_model(self) -> nn.Module:
+        model = Transformer(TransformerConfig(128, TOKENS, 2, 32, 4, 0.0))
+        for block in cast(Any, model).blocks:
+            block.attention.__class__ = Contextual
+            block.attention.given = {}
+        return model
+
+    def build_dataset(self, split: str) -> Any:
+        return [_batch(k)[0] for k in range(32)]
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.sets(cast(Any, model).blocks[1].attention)
+        return _loss(model(batch[:, :-1]), batch)
+
+    def sets(self, attention: Any) -> None:
+        """Nothing."""
+
+
+def _in_dict(attention: Any) -> None:
+    attention.given["mask"] = torch.full((), 3.0)
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (
+            lambda one: setattr(one, "context", {"scale": torch.full((), 3.0)}),
+            r"context of Contextual in blocks\.1\.attention was",
+        ),
+        (lambda one: setattr(one, "bias", torch.ones(2)), "bias of Contextual"),
+        (_in_dict, r"given\['mask'\] of Contextual"),
+        (lambda one: setattr(one, "number", 3), ""),
+        (lambda one: None, ""),
+    ],
+)
+def test_what_is_set_in_a_module_that_is_cut_and_is_no_setting_is_refused(
+    monkeypatch: pytest.MonkeyPatch, sets: Callable[[Any], None], said: str
+) -> None:
+    """Before a job starts, too, where the model computes as a whole before it is cut. What a module's own forward pass
+    sets is its own affair."""
+    monkeypatch.setattr(Setting, "sets", lambda task, attention: sets(attention))
+    task = Setting()
+    task.config = load_config([("task", dict(task.defaults)), ("test", {"cell.shards": 4, "cell.tp": 1})])
+    made, mesh = task.build_model(), ShardMesh(4)
+    shard_model(made, transformer_plan(cast(Any, made).config), mesh)
+    losses = []
+    for expected in (pytest.raises(ConfigError, match=said) if said else nullcontext(),) * 2:
+        with expected:
+            losses.append(task.loss(made, torch.stack([_batch(k)[0] for k in range(2)])))
+    assert len(losses) == (0 if said else 2)
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        look_at_shards(task)
+
+
+def test_a_block_may_set_what_the_method_that_is_cut_does_not_use() -> None:
+    made = _zoo(0.0)
+
+    def keeping(self: Any, x: Tensor) -> Tensor:
+        out: Tensor = kind.forward(self, x)
+        self.seen = out.detach()
+        return out
+
+    block = cast(Any, made.model).blocks[0]
+    kind = type(block)
+    block.__class__ = type("Keeping", (kind,), {"forward": keeping})
+    shard_model(made.model, made.plan, ShardMesh(4))
+    for _ in range(2):
+        made.forward(_batch(0)[:, :-1])
+    block.up_scale = block.activation = torch.ones(1)
+    made.forward(_batch(0)[:, :-1])
 
 
 def test_hooks_of_all_modules_and_of_what_sees_parts_of_a_sequence_are_refused() -> None:

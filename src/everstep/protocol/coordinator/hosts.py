@@ -121,8 +121,10 @@ def drain(job: JobState, name: str, because: Why | None = None) -> tuple[str, di
     ids = (slots.ids() - set(leaving)) | set(_fresh(job, moving))
     target = min(slots.target, len(ids - set(slots.lost)))
     least = max(slots.least, min(job.env.config.stages, len(job.agreement.newest.members)))
-    if target < least:
-        return f"cannot drain host {name}: {target} workers would be left of {least} that the job needs at least", {}
+    # A slot that no host has room for is wanted, but it starts nobody.
+    elsewhere = sum(slots.left(i) for i, a in job.agents.known.items() if a is not agent and not a.draining)
+    if (left := min(target, moving + elsewhere)) < least:
+        return f"cannot drain host {name}: {left} workers would be left of {least} that the job needs at least", {}
     staying = ids - set(slots.lost)
     if (alone := stages_without(job, leaving, staying)) and staying <= set(job.agreement.newest.worker_ids):
         return f"cannot drain host {name}: {refused_for(alone)}", {}

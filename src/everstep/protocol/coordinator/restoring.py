@@ -237,7 +237,7 @@ def _take_fate(job: JobState, entry: _SlotLost | _LetGo | _Cell) -> None:
         case _LetGo():
             why = Why(entry.because, entry.reason)
             slots.owners.give_up(entry.worker_id, entry.agent_id, entry.process, why)
-        case _Cell():
+        case _:
             slots.cells.replay(entry.worker_id, entry.ranks, entry.wide)
 
 
@@ -254,7 +254,7 @@ def _take_end(job: JobState, entry: _Stop | _Term | _Ended) -> None:
             job.saving.replay_stop(Stop(Why(entry.because, entry.reason), entry.exit_code, entry.grace_ns))
         case _Term():  # who takes a job over wants it to go on
             job.saving.replay_stop(None)
-        case _Ended():
+        case _:
             job.progress.replay_ended(entry.told)
 
 

@@ -228,7 +228,7 @@ class Taker:
                     self._offered(event)
                 case BlocksCame():
                     self._came(event)
-                case SourceLost():
+                case _:
                     self._gone(event.source, event.why)
         return self._taken()
 

@@ -58,8 +58,10 @@ class Entering:
     def blocks_lost(self, event: BlocksLost) -> list[StepEffect]:
         """Blocks of the state are gone; the next settle repairs them."""
         known = self._known
-        known.next.lose_blocks(event.stage, known.held.lose(event.stage, event.extents))
-        if known.phase not in OUTSIDE and known.lacks(event.stage):
+        left = known.held.lose(event.stage, event.extents)
+        lacks = known.lacks(event.stage)
+        known.next.lose_blocks(event.stage, left, lacks=lacks)
+        if known.phase not in OUTSIDE and lacks:
             self.entered = False
             known.goes(Phase.LACKING)
         return []

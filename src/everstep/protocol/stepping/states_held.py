@@ -115,8 +115,10 @@ class NextStep:
     def reduced(self, step: int, gradients: Mapping[int, Extents]) -> None:
         self.gradient_step, self.gradients = step, gradients
 
-    def lose_blocks(self, stage: int, left: Extents) -> None:
-        """Drop the gradient of a stage if blocks that it applies to are no longer held, or if it does not say which."""
-        self.gradients = {k: of for k, of in self.gradients.items() if k != stage or (of and not less(left, of))}
+    def lose_blocks(self, stage: int, left: Extents, *, lacks: bool) -> None:
+        """Drop the gradient of a stage if blocks that it applies to are no longer held; if it names none, because it
+        applies to none or cannot say yet, if the worker lacks a part of its share."""
+        held = self.gradients.items()
+        self.gradients = {k: of for k, of in held if k != stage or not (less(left, of) if of else lacks)}
         if not self.gradients:
             self.gradient_step = 0
