@@ -41,7 +41,8 @@ from everstep.runtime.process import available_bytes
 
 _PAGE = 4096
 _BYTES_PER_RUN = 112
-_PATIENCE_S, LONG_PATIENCE_S = 0.05, 30.0
+_PATIENCE_S = 0.05
+LONG_PATIENCE_S = 30.0
 _ATTEMPTS = 1000
 CHECK_BYTES = 8
 NOT_HELD = bytes(CHECK_BYTES)
