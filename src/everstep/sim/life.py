@@ -339,7 +339,8 @@ class SimSite:
         return int(next((one.get("generation", 0) for one in starts), 0))
 
     def edit(self) -> None:
-        """People edit the code before the job goes on."""
+        """People edit the code before the job goes on, and all its workers run it: a stray may be the only one."""
+        self.strays.clear()
         self.facts["edition"] = self.facts.get("edition", 0) + 1
         self.facts["code_before"] = self.facts.pop("code", None)
 

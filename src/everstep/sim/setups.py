@@ -288,7 +288,9 @@ def set_up_operated(seed: int) -> Setup:
         drawn = Random(f"kinds of hosts {seed}").random()
         if drawn < 0.08 and chosen.hosts > 1:
             rules = replace(chosen.rules, least=1, first="")  # who is refused counts for neither
-            return UnlikeSetup(**{**vars(chosen), "min_workers": 1, "rules": rules})
+            # The only host that the job takes keeps its slots: nobody else could ever train it.
+            kept = tuple(fault for fault in chosen.faults if fault.kind != "given_up")
+            return UnlikeSetup(**{**vars(chosen), "min_workers": 1, "rules": rules, "faults": kept})
         return chosen.with_spanning(seed) if drawn > 0.7 and chosen.job.stages == 1 else chosen
     without = WITHOUT_LEASE | odd_messages.WITHOUT_LEASE
     return replace(chosen, faults=tuple(fault for fault in chosen.faults if fault.kind not in without))
