@@ -301,7 +301,10 @@ def _own_leaf(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _refuse_hooks(model: nn.Module, parameter: nn.Parameter) -> None:
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+    hooks = [*(parameter._backward_hooks or {}).values()]
+    hooks += (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+    changing = [h for h in hooks if not str(getattr(h, "__module__", "")).startswith("wandb.")]  # its `watch` reads
+    if changing and parameter.requires_grad:
         raise ConfigError(
             f"parameter {_parameter_names(model)[id(parameter)]} has a hook on its gradient, but each unit that uses "
             "it has a gradient of its own: take the hook away, or make one unit that holds all its uses"

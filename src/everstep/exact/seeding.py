@@ -85,9 +85,12 @@ def preserve_rng() -> Iterator[None]:
 
 
 def drawn_from() -> list[tuple[int, bytes]]:
-    """Seed and state of each generator of torch: where the seed stays and the state does not, numbers were drawn."""
+    """Seed and state of each generator: where the seed stays and the state does not, numbers were drawn. Those of
+    Python and NumPy are seeded where torch's are."""
     cuda = torch.cuda.default_generators if _cuda_in_use() else ()
-    return [(g.initial_seed(), g.get_state().numpy().tobytes()) for g in (torch.default_generator, *cuda)]
+    found = [(g.initial_seed(), g.get_state().numpy().tobytes()) for g in (torch.default_generator, *cuda)]
+    others = random.getstate(), np.random.get_state()
+    return [*found, *((found[0][0], repr(state).encode()) for state in others)]
 
 
 class _Entry(partial[None]):

@@ -446,12 +446,14 @@ class Settings:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put all of the model into eval mode; afterwards each module is in its own mode again."""
+    """Put all of the model into eval mode; afterwards each module is in its own mode again, and has done what its own
+    `train` does."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
+        model.train(modes[0][1])
         for module, training in modes:
             module.training = training
 

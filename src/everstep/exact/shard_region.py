@@ -258,12 +258,17 @@ class _BesideSettings:
 
 def _things(module: nn.Module) -> dict[str, Any]:
     """What a module has beside settings, parameters and modules, and what is in its lists and dicts."""
-    found = {k: v for k, v in vars(module).items() if type(v) not in _PLAIN and k not in _OF_MODULES}
+    found = {k: v for k, v in vars(module).items() if type(v) not in _PLAIN and k not in _OF_MODULES and not _is_cut(v)}
     for key, value in [*found.items()]:
         if type(value) in (dict, list):
             items = value.items() if type(value) is dict else enumerate(value)
             found |= {f"{key}[{at!r:.40}]": one for at, one in items}
     return found
+
+
+def _is_cut(value: Any) -> bool:
+    """Whether the value stands for a method that is computed by shards."""
+    return type(value).__module__.startswith("everstep.exact.shard_")
 
 
 def _add_bias(y: Tensor, bias: Tensor, mesh: ShardMesh) -> Tensor:

@@ -30,7 +30,6 @@ _SAMPLE_ELEMENTS = 1 << 18
 _LARGEST_ELEMENTS, _LARGEST_SHARE = 1 << 20, 8
 """The largest parameter is tried if it has no more elements than that, for an optimizer may treat large ones in another
 way; when the kind of one that is not torch's is first found out, also if it has no greater share of all."""
-_LARGEST_OF_CLASS = 1 << 24
 _LEAST_ELEMENTS = 64
 NO_GRADIENT = "no parameter has a gradient"
 """Why nothing can be found out."""
@@ -98,7 +97,6 @@ def _kind_of(
     optimizer: Optimizer, seed: int, dealt: bool, made_up: bool, ahead: tuple[bool, bool], known: bool
 ) -> OptimizerKind:
     sample = tried_of(optimizer, known=known)
-    untried = "" if known else _add_classes(optimizer, sample)
     parameters = [p for group in sample for p in group]
     if name := looked_up(optimizer):
         return OptimizerKind("nothing", f"it knows some of its parameters by self.{name}")
@@ -115,7 +113,7 @@ def _kind_of(
     trials = [first, *(_ahead(optimizer, seed, dealt, ahead[1]) if ahead[0] and not of_torch(optimizer) else ())]
     at_once = any(beside(trial.whole) != beside(optimizer) for trial in trials)
     more = at_once, _state_bytes(optimizer, first.whole), uniform
-    in_pieces = next(filter(None, (trial.in_pieces() for trial in trials)), untried)
+    in_pieces = next(filter(None, (trial.in_pieces() for trial in trials)), "")
     follows = not any(trial.witnessed() for trial in trials)
     if not in_pieces:
         return OptimizerKind("elements", "", *more, follows=follows)
@@ -164,28 +162,10 @@ def tried_of(optimizer: Optimizer, elements: int = _SAMPLE_ELEMENTS, *, known: b
     return [[p for p in group if id(p) in chosen] for group in groups]
 
 
-def _add_classes(optimizer: Optimizer, sample: list[list[Tensor]]) -> str:
-    """Add the smallest parameter of each class of which the sample has none, as people's own optimizers go by a
-    matrix's smaller side, too; classes end at powers of two. Returns which is too large for that."""
-    untried, all_of_it = "", sum(p.numel() for p in parameters_of(optimizer))
-    for group, some in zip(optimizer.param_groups, sample, strict=True) if not of_torch(optimizer) else ():
-        kinds = {p: (p.dim(), p.dim() > 1 and min(p.shape).bit_length()) for p in group["params"] if p.requires_grad}
-        tried = {kinds[p] for p in some}
-        for p in sorted(kinds, key=lambda p: (p.numel() < _LEAST_ELEMENTS, p.numel())):
-            if kinds[p] not in tried:
-                tried.add(kinds[p])
-                if p.numel() <= max(_LARGEST_OF_CLASS, all_of_it // _LARGEST_SHARE):
-                    some.append(p)
-                else:
-                    untried = f"a parameter of shape {tuple(p.shape)}, unlike all others, is too large to be tried"
-    return untried
-
-
 def make_up(optimizer: Optimizer, seed: int) -> None:
     """Random values for the parameters that are tried, while they have none."""
-    generator, sample = torch.Generator().manual_seed(seed), tried_of(optimizer)
-    _add_classes(optimizer, sample)
-    for parameter in (p for group in sample for p in group):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in (p for group in tried_of(optimizer) for p in group):
         parameter.detach().copy_(torch.randn(parameter.shape, generator=generator))
 
 

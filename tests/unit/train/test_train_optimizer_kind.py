@@ -223,45 +223,6 @@ def test_a_large_parameter_is_copied_once_and_of_optimizers_of_torch_never(monke
     assert tried(own) and not tried(own, known=True) and not tried(of_torch)
 
 
-class Orthogonal(cases.Lion):
-    """Element by element, but for matrices whose smaller side is long. side: from where on."""
-
-    side = 32
-
-    def update(self, p: Any, state: Any, group: Any) -> None:
-        if p.ndim != 2 or min(p.shape) < self.side:
-            super().update(p, state, group)
-        else:
-            momentum = state.setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
-            p.sub_(momentum / (momentum.norm() + 1), alpha=group["lr"])
-
-
-@pytest.mark.parametrize("shape", [(40, 33), (300, 33), (33, 300), (300, 1, 33)])
-@pytest.mark.parametrize("only", [True, False])
-def test_a_class_of_parameters_that_is_treated_in_another_way_is_found(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], only: bool
-) -> None:
-    """Among smaller ones, and one that is too large for the first sample."""
-    monkeypatch.setattr(optimizer_kind, "_LARGEST_ELEMENTS", 2000)
-    monkeypatch.setattr(tried_of, "__defaults__", (0,))
-    shapes = [(8, 4), (64,), shape, *(() if only else ((400, 7), shape, (1, 3000)))]
-    own = Orthogonal([nn.Parameter(torch.ones(one)) for one in shapes])
-    kind = expected_kind(own, 1)
-    assert kind.divides == ("matrices" if len(shape) == 2 else "elements"), kind
-    assert len(shape) != 2 or "33) would differ" in kind.why or "(33, " in kind.why
-    alike = cases.Lion([nn.Parameter(torch.ones(one)) for one in shapes])
-    assert expected_kind(alike, 1).divides == "elements"
-
-
-def test_a_matrix_that_is_too_large_to_be_tried_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_kind, "_LARGEST_OF_CLASS", 2000)
-    monkeypatch.setattr(tried_of, "__defaults__", (0,))
-    made = [nn.Parameter(torch.ones(shape)) for shape in ((8, 10), (64,), (100, 100))]
-    kind = expected_kind(cases.Lion(made), 1)
-    assert kind[:2] == ("matrices", "a parameter of shape (100, 100), unlike all others, is too large to be tried")
-    assert expected_kind(optim.AdamW(made), 1).divides == "elements"
-
-
 @pytest.mark.parametrize(
     "error",
     [
