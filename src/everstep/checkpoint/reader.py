@@ -23,7 +23,7 @@ from everstep.checkpoint.names import BEST, DAMAGED, LATEST, MANIFEST, is_damage
 from everstep.checkpoint.part import tree_digest
 from everstep.checkpoint.pointers import detach, read_pins, read_pointer, read_sealed
 from everstep.checkpoint.repair import Lost, Repairer
-from everstep.checkpoint.store import BlobStore
+from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.exact.digest import digest_bytes, digest_views
 from everstep.exact.image import BLOCK_BYTES, Scatter, pieces_of, spread
 from everstep.exact.state import ModelState
@@ -179,6 +179,12 @@ class Checkpoint:
         except BlobMissing:
             raise self._missing(file) from None
         except StoreError as error:
+            if isinstance(error, PartsAway) or not isinstance(self.store, DirectoryStore):
+                raise  # the host, or the bucket, may answer later
+            if len(piece) > 1:  # few of its blocks may be bad
+                for index, part in zip(piece, parts, strict=True):
+                    self._read_into([index], [part], stage)
+                return
             got, trouble = 0, error
         for k, (index, part) in enumerate(zip(piece, parts, strict=True)):
             there = min(BLOCK_BYTES, max(0, got - k * BLOCK_BYTES))

@@ -310,6 +310,28 @@ def test_a_host_that_was_away_brings_back_nothing_that_was_set_aside(hosts: Host
     assert before == {name: sorted(folder.rglob("*")) for name, folder in hosts.folders.items()}
 
 
+def test_a_host_that_cannot_set_its_old_manifest_aside_decides_for_nobody_else(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(hosts, 1, 2)
+    address = hosts.there.pop("b")
+    discard_after(hosts.stores["a"], 1)
+    again = b"of step 2, done again"
+    hosts.stores["c"].write(manifest_name(2), [again], len(again), if_absent=True)
+    hosts.there["b"] = address
+    move = DirectoryStore.move
+
+    def full(self: DirectoryStore, old: str, new: str) -> None:
+        if self.path == hosts.folders["b"]:
+            raise StoreError("No space left on device")
+        move(self, old, new)
+
+    monkeypatch.setattr(DirectoryStore, "move", full)
+    for store in hosts.stores.values():
+        store.heed()
+        assert bytes(store.read(manifest_name(2))) == again
+
+
 def test_a_host_that_does_not_answer_keeps_no_other_from_setting_aside(hosts: Hosts) -> None:
     saved(hosts, 1, 2)
     hosts.servers["b"].close()
