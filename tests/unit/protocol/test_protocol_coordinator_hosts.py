@@ -727,6 +727,9 @@ def test_a_host_that_alone_holds_a_stage_is_not_drained_if_nobody_comes_to_take_
     world = shared_out(1, 1, 1, 1, workers=4, stages=3)
     assert [tuple(s.worker_id for s in world.plan.pool(k)) for k in range(3)] == [(0, 3), (1,), (2,)]
     assert "h2: nobody else holds stage 1; let a backup join it" in world.command("drain", host="h2").error
+    world.command("scale", workers=5)  # nobody has room for the fifth
+    assert "h2: nobody else holds stage 1; let a backup join it" in world.command("drain", host="h2").error
+    world.command("scale", workers=4)
     arrive(world, "h5", 1)
     assert world.command("drain", host="h2").result == {"workers": 4, "moved": 1, "left": [1]}
     begin(world, "h5")

@@ -115,17 +115,17 @@ def drain(job: JobState, name: str, because: Why | None = None) -> tuple[str, di
     if agent.sent_slots is None:
         return f"cannot drain host {name} yet: it has only just connected; try again", {}
     leaving, others = _slots_of(job, agent), [a for a in _usable(job) if a is not agent]
-    unlimited = any(not a.room for a in others)
-    room = len(leaving) if unlimited else sum(max(0, a.room - len(_slots_of(job, a))) for a in others)
-    moving = min(len(leaving), room)
+    room = sum(max(0, a.room - len(_slots_of(job, a))) if a.room else len(slots.ids()) for a in others)
+    wanted = slots.ids() - set(leaving) - set(slots.lost)
+    free = sorted(i for i in wanted if (slots.owners.of(i) or "") not in job.agents.known)
+    nobodys = free[room:]  # no host has room for them: they are wanted, but start nobody
+    moving = min(len(leaving), room - len(free) + len(nobodys))
     ids = (slots.ids() - set(leaving)) | set(_fresh(job, moving))
     target = min(slots.target, len(ids - set(slots.lost)))
     least = max(slots.least, min(job.env.config.stages, len(job.agreement.newest.members)))
-    # A slot that no host has room for is wanted, but it starts nobody.
-    elsewhere = sum(slots.left(i) for i, a in job.agents.known.items() if a is not agent and not a.draining)
-    if (left := min(target, moving + elsewhere)) < least:
+    staying = ids - {*slots.lost, *nobodys}
+    if (left := min(target, len(staying))) < least:
         return f"cannot drain host {name}: {left} workers would be left of {least} that the job needs at least", {}
-    staying = ids - set(slots.lost)
     if (alone := stages_without(job, leaving, staying)) and staying <= set(job.agreement.newest.worker_ids):
         return f"cannot drain host {name}: {refused_for(alone)}", {}
     why = because or Why(Cause.DRAINED, f"host {name} drained by request")
