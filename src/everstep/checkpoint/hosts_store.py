@@ -92,7 +92,8 @@ class HostsStore(DirectoryStore):
         return names
 
     def heed(self) -> None:
-        """A checkpoint that was set aside while a host was away is set aside there, too. Raises: StoreError."""
+        """A checkpoint that was set aside while a host was away is set aside there, too; where that fails, it is not
+        read from there. Raises: StoreError. PartsAway for a host that does not answer."""
         stores = dict(self._each())
         names = self.listed("step-") if len(stores) > 1 else {}
         every = set().union(*names.values())
@@ -101,10 +102,17 @@ class HostsStore(DirectoryStore):
             lack = [host for host in stores if manifest in names.get(host, ()) and aside not in names[host]]
             beginning = bytes(self.read(aside, 0, CHUNK_BYTES)) if lack else b""  # a digest of all is in it
             for host in lack:
-                with suppress(BlobMissing, BlobExists):  # another worker has just done it
+                try:
                     if bytes(stores[host].read(manifest, 0, CHUNK_BYTES)) == beginning:
                         stores[host].move(manifest, aside)
                         log.warning("%s was set aside while %s was away, as %s", manifest, host, aside)
+                except (BlobMissing, BlobExists):
+                    continue  # another worker has just done it
+                except StoreError as error:
+                    if error.trouble == _AWAY:
+                        raise PartsAway(str(error), [host]) from None
+                    log.warning("%s is not set aside on %s, and not read from there: %s", manifest, host, error)
+                    self._bad.setdefault(manifest, set()).add(host)
 
     def distrust(self, file: PartFile) -> bool:
         """Copies of a file that are not right are read no more. Returns whether there is one that is.
@@ -188,6 +196,8 @@ class HostsStore(DirectoryStore):
         def copy(file: PartFile) -> tuple[str, tuple[str, ...]]:
             known, bad = holders[file.name], set(self._bad.get(file.name, ()))
             found = [h for h in known if h in stores and ((h, file) in self._right or _is_right(stores[h], file))]
+            if self._me not in found and _is_right(stores[self._me], file) is False:
+                bad.add(self._me)
             if not found:
                 raise StoreError(f"{file.name} is on none of the hosts {', '.join(hosts)}")
             at = hosts.index(found[0])

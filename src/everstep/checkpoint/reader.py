@@ -178,7 +178,13 @@ class Checkpoint:
             got = self.store.read_into(file.name, at, [view for part in parts for view in part])
         except BlobMissing:
             raise self._missing(file) from None
+        except PartsAway:
+            raise  # its host may come back
         except StoreError as error:
+            if len(piece) > 1:  # few of its blocks may be bad
+                for index, part in zip(piece, parts, strict=True):
+                    self._read_into([index], [part], stage)
+                return
             got, trouble = 0, error
         for k, (index, part) in enumerate(zip(piece, parts, strict=True)):
             there = min(BLOCK_BYTES, max(0, got - k * BLOCK_BYTES))
@@ -376,7 +382,7 @@ def is_of(store: BlobStore, name: str, job: str) -> bool:
     """Whether a part says that it is of this job, or says nothing of a job. False if it cannot be read."""
     with suppress(EverstepError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
         size = int.from_bytes(store.read(name, 0, 8), "little")
-        return bool(_metadata(store.read(name, 0, 8 + min(size, MAX_HEAD_BYTES))).get("job", job) == job)
+        return _metadata(store.read(name, 0, 8 + min(size, MAX_HEAD_BYTES))).get("job") in (None, "", job)
     return False
 
 

@@ -108,7 +108,13 @@ class Shelf:
         names, needed = self.store.list("step-"), self.needed
         for step in {step for name in names if (step := step_of(name)) is not None and name == manifest_name(step)}:
             if step not in self.files:  # another process wrote it
-                needed |= {file.name for file in read_manifest(self.store, step)[0].files}
+                try:
+                    needed |= {file.name for file in read_manifest(self.store, step)[0].files}
+                except BlobMissing:
+                    continue
+                except (CheckpointCorrupt, ConfigError) as error:
+                    self.broken[step] = str(error)
+                    return
         self.named = self.named.intersection(names)
         aside = {step_of(name) for name in names if is_damaged(name)}
         newest = max(self.files)
