@@ -102,8 +102,10 @@ class HostsStore(DirectoryStore):
             lack = [host for host in stores if manifest in names.get(host, ()) and aside not in names[host]]
             beginning = bytes(self.read(aside, 0, CHUNK_BYTES)) if lack else b""  # a digest of all is in it
             for host in lack:
+                same = False
                 try:
-                    if bytes(stores[host].read(manifest, 0, CHUNK_BYTES)) == beginning:
+                    same = bytes(stores[host].read(manifest, 0, CHUNK_BYTES)) == beginning
+                    if same:
                         stores[host].move(manifest, aside)
                         log.warning("%s was set aside while %s was away, as %s", manifest, host, aside)
                 except (BlobMissing, BlobExists):
@@ -111,6 +113,8 @@ class HostsStore(DirectoryStore):
                 except StoreError as error:
                     if error.trouble == _AWAY:
                         raise PartsAway(str(error), [host]) from None
+                    if not (same or any(manifest in names.get(other, ()) for other in stores if other != host)):
+                        raise  # it may be the one that was made since
                     log.warning("%s is not set aside on %s, and not read from there: %s", manifest, host, error)
                     self._bad.setdefault(manifest, set()).add(host)
 

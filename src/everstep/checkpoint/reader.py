@@ -382,7 +382,7 @@ def is_of(store: BlobStore, name: str, job: str) -> bool:
     """Whether a part says that it is of this job, or says nothing of a job. False if it cannot be read."""
     with suppress(EverstepError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
         size = int.from_bytes(store.read(name, 0, 8), "little")
-        return bool(_metadata(store.read(name, 0, 8 + min(size, MAX_HEAD_BYTES))).get("job", job) == job)
+        return _metadata(store.read(name, 0, 8 + min(size, MAX_HEAD_BYTES))).get("job") in (None, "", job)
     return False
 
 

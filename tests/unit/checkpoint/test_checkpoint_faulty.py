@@ -25,7 +25,7 @@ from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOut
 from everstep.checkpoint.names import manifest_name, step_name
 from everstep.checkpoint.part import PartReport
 from everstep.checkpoint.reader import manifests_of, newest_complete, open_checkpoint, steps_in, verify_store
-from everstep.checkpoint.repair import Elsewhere, Repairer
+from everstep.checkpoint.repair import Copy, Elsewhere, Lost, Repairer
 from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.transfer import retention, transfer
@@ -300,6 +300,38 @@ def test_a_block_that_cannot_be_read_comes_from_elsewhere(tmp_path: Path, monkey
         list(open_checkpoint(store, 2).read_blocks([0]))
 
 
+@pytest.mark.parametrize("away", [True, False])
+def test_a_host_that_may_come_back_is_waited_for_and_only_bad_blocks_come_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: bool
+) -> None:
+    """away: the file is on a host that is silent. Else one byte of it cannot be read."""
+    state, asked, told = make_state(1), list[Lost](), list[str]()
+    save(tmp_path, state, 1)
+    manifest = save(tmp_path, state, 2)
+    store, read_into = DirectoryStore(tmp_path), DirectoryStore.read_into
+    bad, at = manifest.place(3)
+
+    def breaks(store: DirectoryStore, name: str, start: int, views: Sequence[memoryview]) -> int:
+        if name == bad.name and away:
+            raise PartsAway(f"{name} is not here", ["b"])
+        if name == bad.name and start <= at < start + sum(view.nbytes for view in views):
+            raise StoreError(f"cannot read {name}: Input/output error")
+        return read_into(store, name, start, views)
+
+    def source(lost: Lost) -> Copy | None:
+        asked.append(lost)
+        return Elsewhere(lambda: store, manifests_of)(lost)
+
+    monkeypatch.setattr(DirectoryStore, "read_into", breaks)
+    found = open_checkpoint(store, 2, Repairer([source], lambda step, reason: told.append(reason)))
+    if away:
+        with pytest.raises(PartsAway):
+            list(found.read_blocks(range(manifest.n_blocks)))
+    else:
+        list(found.read_blocks(range(manifest.n_blocks)))
+    assert [lost.index for lost in asked] == ([] if away else [3]) and len(told) == len(asked)
+
+
 # ---- the thread
 
 
@@ -427,6 +459,27 @@ def test_what_a_manifest_names_that_another_process_wrote_is_not_swept(tmp_path:
     save(store, state, 2, generation=2)
     shelf.sweep({3})
     assert verify_store(store) == [] and steps_in(store) == [2, 3]
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_sweep_passes_over_a_manifest_that_is_gone_and_ends_at_one_that_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    """Both of another process: the damaged one may name any part."""
+    store, state = DirectoryStore(tmp_path), make_state(1)
+    save(store, state, 3)
+    shelf = Shelf.read(store)
+    save(store, state, 2, generation=2)
+    own = write_part(store, state, 1, workers=2, worker_id=1)
+    path, names = tmp_path / manifest_name(2), store.list("step-")
+    if gone:
+        path.unlink()
+        monkeypatch.setattr(DirectoryStore, "list", lambda *given: names)
+    else:
+        path.write_bytes(path.read_bytes()[:-9])
+    shelf.sweep({3})
+    assert own.file is not None and (tmp_path / own.file.name).exists() != gone
+    assert set(shelf.broken) == (set() if gone else {2})
 
 
 def test_an_object_store_that_two_jobs_use_keeps_the_parts_of_both(tmp_path: Path, other_job: str) -> None:

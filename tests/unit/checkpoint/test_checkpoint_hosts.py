@@ -12,6 +12,7 @@ import pytest
 from checkpoint_saving import advance, make_state, save
 from everstep.base.domains import Domains, ordered
 from everstep.base.errors import BlobExists, BlobForeign, BlobMissing, PartsAway, StoreError
+from everstep.checkpoint import hosts_store
 from everstep.checkpoint.host_files import HostFiles
 from everstep.checkpoint.hosts_store import HostsStore, next_host
 from everstep.checkpoint.manifest import PartFile
@@ -354,3 +355,47 @@ def test_a_manifest_that_one_host_cannot_move_is_said(hosts: Hosts, monkeypatch:
         with pytest.raises(StoreError, match="Read-only"):
             discard_after(hosts.stores[name], 1)
         assert hosts.who_has(manifest_name(2)) == ["b"]
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_host_that_cannot_set_aside_decides_for_no_other(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
+    """What it alone has counts for nothing, and what was done again is read from others. silent: since it was asked
+    for its names; what it has may be needed."""
+    saved(hosts, 1, 2, 3)
+    address = hosts.there.pop("b")
+    discard_after(hosts.stores["a"], 1)
+    again = b"of step 2, done again"
+    hosts.stores["c"].write(manifest_name(2), [again], len(again), if_absent=True)
+    hosts.there["b"] = address
+    move = DirectoryStore.move
+
+    def stuck(self: DirectoryStore, old: str, new: str) -> None:
+        if self.path == hosts.folders["b"]:
+            raise StoreError(f"cannot move {old}: Read-only file system")
+        move(self, old, new)
+
+    def away(*given: object) -> None:
+        raise StoreError("it does not answer", hosts_store._AWAY)
+
+    monkeypatch.setattr(DirectoryStore, "move", stuck)
+    if silent:
+        monkeypatch.setattr(hosts_store._Far, "read", away)
+        with pytest.raises(PartsAway):
+            hosts.stores["c"].heed()
+        return
+    for store in hosts.stores.values():
+        store.heed()
+        assert bytes(store.read(manifest_name(2))) == again
+        with pytest.raises(BlobMissing):
+            store.read(manifest_name(3))
+
+
+def test_a_copy_of_this_host_that_is_not_right_is_read_no_more_once_parts_are_spread(hosts: Hosts) -> None:
+    store, data = hosts.stores["a"], b"as it was written"
+    file = part(1, data)
+    hosts.stores["b"].write(file.name, [data], len(data))
+    DirectoryStore(store.path).write(file.name, [data[:9]], 9)
+    assert store.spread([file], 1) == {file.name: ("b",)}
+    assert store.size(file.name) == len(data) and bytes(store.read(file.name)) == data
