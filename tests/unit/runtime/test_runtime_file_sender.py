@@ -352,7 +352,7 @@ def test_an_agent_that_leaves_goes_on_sending_though_a_file_cannot_arrive(
 
     monkeypatch.setattr(wire.receiver, "_events", full)
     monkeypatch.setattr(agent_files, "_TURN_S", 0.01)
-    monkeypatch.setattr(agent_files, "_CUT_OFF_S", 0.0)
+    monkeypatch.setattr(agent_files, "_CUT_OFF_S", 1.0)  # more than the time for which a message holds that file alone
     (wire.job / "final").touch()
     EventLog(wire.own / "events.jsonl").write("step_committed", step=1)
     (wire.own / "final").mkdir()
