@@ -268,18 +268,6 @@ def test_gathers_belong_to_what_is_served_after_them() -> None:
     assert set(shelf.gathers) == {Key(1, 0), Key(1, 1)} and shelf.records == w.driver.machine.records
 
 
-def test_who_slept_while_all_went_back_and_gathered_anew_forgets_the_first_answer() -> None:
-    w = member_worker(0, 1, 2)
-    w.step(1)
-    w.gather()
-    w.ask(do.GatherAsked(b""))
-    w.enter(plan(3, (0, 1, 2), voided=3), w1=at(1, 1), w2=at(1, 1))
-    assert isinstance(w.op, do.Fetch) and w.op.position == Key(1, 1) == w.driver.machine.position
-    found = gather_records(plan(2, (1, 2)), w1=b"anew")
-    w.done(do.Copied(records=found, gathers={Key(1, 1): found}))
-    assert w.driver.gathered == {Key(1, 1): found}
-
-
 def test_a_gather_that_the_own_application_has_not_asked_for_yet_is_given_with_the_state() -> None:
     """A joiner was taken in where the others had decided one without it; the next plan comes before it has arrived."""
     w = joiner()
