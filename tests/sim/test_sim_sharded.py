@@ -143,13 +143,6 @@ def test_a_job_is_resumed_where_the_state_of_one_stage_has_yet_to_come() -> None
     assert outcome.ok, outcome
 
 
-def test_blocks_that_nobody_needs_are_lost_after_a_record() -> None:
-    """A member that holds no segment of the optimizer's state has contributed, and loses what it does not update."""
-    one = Setup(5, 0, 2, 1, "replace", SimJob(10, 5, copies=3), (SimFault("lose", 353, "agreeing", pick=78),))
-    failed = [str(outcome) for outcome in (simulate(seed, setup=one) for seed in range(20)) if not outcome.ok]
-    assert not failed, failed[0]
-
-
 def test_a_checkpoint_of_moved_segments_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def spread(ends: OperationEnds, operation: do.Spread, result: Holds) -> None:
         ends._queue.feed(result)
