@@ -105,7 +105,8 @@ class Settler:
         holding = replace(self._machine.holding(), disk=self._disk, first=first.agreed, built=first.built)
         probing = self._probing
         holding = replace(holding, fresh=self._comparing.fresh, proven=probing.seen, doubt=probing.doubt)
-        holding = replace(holding, heard=heard, stays_at=stays_at)
+        gathered = self._gathers.digests(holding.position, holding.records)
+        holding = replace(holding, heard=heard, stays_at=stays_at, gathered=gathered)
         self._out.start(do.Exchange, self._machine.generation, SETTLE, encode_holding(holding))
 
     def all_stated(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> Iterable[step.StepEvent]:
