@@ -236,8 +236,10 @@ class Settler:
         """The stages that this worker lacked are here."""
         self._comparing.copied()
         self._out.times.note("heal")
-        if operation.position != self._machine.position:
+        moves = operation.position != self._machine.position
+        if moves:
             self._out.put(do.CutFeeds())
+        if moves or not self._machine.records:  # without records, what this worker has gathered may not count, either
             self._gathers.copied(result.gathers)
         return [step.StateCopied(operation.generation, operation.position, result.records, result.sizes)]
 
