@@ -15,7 +15,7 @@ from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
 from everstep.sim.rules import Rules
 from everstep.sim.scenario import simulate
-from everstep.sim.setups import LeasedSetup, Setup
+from everstep.sim.setups import Setup
 from sampling import seeds
 
 SCENARIOS = {
@@ -393,27 +393,6 @@ REPLAYED = {
             verify_every=1,
         ),
     ),
-    # A joiner copied the spoilt first state of another, and entered its first plan with it, as if it had built it.
-    "a joiner copies a spoilt first state": (
-        8100260,
-        LeasedSetup(
-            4,
-            1,
-            2,
-            1,
-            "replace",
-            SimJob(6, 6, 5, keep_every=2, state_bytes=1),
-            (
-                SimFault("lose", 40, "", 3, 0, 8, 3859, True),
-                SimFault("flip", 54, "", 1, 94, 62, 128),
-                SimFault("kill", 240, "", 1, 0, 21, 3184, True),
-            ),
-            rewindable=False,
-            verify_every=1,
-            donors=3,
-        ),
-    ),
-    # The leader had gone to another stage, and lost blocks of the one that it had left: that is no part of the result.
     # A worker had been handed a gather with which the others were through, and copied a part of the state: it began the
     # last checkpoint before its application got the answer, so that its loop stood elsewhere than theirs.
     "a gather that is decided when the last checkpoint is asked for": (
@@ -453,26 +432,6 @@ REPLAYED = {
             save_ms=300,
             verify_every=3,
             rules=Rules(lasting_ms=50),
-        ),
-    ),
-    "a leader that has lost blocks of the stage it left": (
-        77200088,
-        Setup(
-            6,
-            1,
-            3,
-            1,
-            "shrink",
-            SimJob(7, 4, 4, 2, 3),
-            (
-                SimFault("lose", 50, "fetching", 3, 0, 5, 577),
-                SimFault("old_plan", 55, "", 1, 259, 54, 92),
-                SimFault("kill", 62, "", 2, 0, 91, 1390),
-                SimFault("freeze", 319, "computing", 2, 0, 60, 3052, True),
-            ),
-            rules=Rules(lasting_ms=50),
-            save_ms=300,
-            differs=5,
         ),
     ),
 }

@@ -153,9 +153,9 @@ class WorkerHello(AnyMessage, frozen=True, kw_only=True):
 
     follows: names its newest plan, None if it has none; a worker without a plan has no state newer than step 0.
     prepared: generation of the newest plan that it holds and does not follow yet, 0 if none. stages: those whose
-    state at `step` it has completely. wants_spare: it prefers to be a spare. state_bytes: size of the state that it
-    would have to copy to become a member, -1 if unknown. lanes: of its job, which a script says when it joins; 0 if
-    it does not say. kernels, code: numerics fingerprint, and code imported so far. settled: in the plan it follows.
+    state at `step` it has completely. state_bytes: size of the state that it would have to copy to become a member,
+    -1 if unknown. lanes: of its job, which a script says when it joins; 0 if it does not say. kernels, code: numerics
+    fingerprint, and code imported so far. settled: in the plan it follows.
     """
 
     member: Member
@@ -163,7 +163,6 @@ class WorkerHello(AnyMessage, frozen=True, kw_only=True):
     follows: PlanName | None = None
     prepared: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
     stages: tuple[int, ...] = ()
-    wants_spare: bool = False
     state_bytes: int = -1
     lanes: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     kernels: Kernels | None = None

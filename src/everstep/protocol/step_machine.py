@@ -45,8 +45,6 @@ Rules for the driver:
   what it held besides, and may hold the gradient of step 1 for it.
 - A copy of live state includes the effects that have not been released yet, as `records` do. A snapshot or a
   checkpoint is stated (`SnapshotsKept`) only after its step was released, so going to it skips no effect.
-- `BlocksLost` is reported before anything is computed, reduced or given away from the damaged blocks, while no
-  update, copy or replay is under way. The driver then asks for a settle.
 - `StepWanted` and `GatherWanted` are answered by `StepDecided` or `Gathered`, perhaps several generations later.
   When `StateCopied` or `Followed` moves the position, they are forgotten and must be asked again from there.
 - A joiner reports `Followed` after each step that it replays. If its feed breaks after the members have switched, it

@@ -6,7 +6,6 @@ from enum import StrEnum
 from operator import attrgetter
 
 from everstep.protocol.step_types import (
-    BlocksLost,
     Followed,
     GatherWanted,
     GradientReduced,
@@ -40,7 +39,7 @@ class Phase(StrEnum):
     AGREEING = "agreeing"
     UPDATING = "updating"
     GATHERING = "gathering"
-    LACKING = "lacking"  # blocks of its state are gone: waits for a plan, in which that is repaired
+    LACKING = "lacking"  # a step left it less than its share: waits for a plan, in which it gets the rest
     LEFT = "left"  # the members switched to a plan without this worker
 
 
@@ -48,7 +47,7 @@ _ALL = frozenset(Phase)
 _RESUMED = frozenset({Phase.IDLE, Phase.COMPUTING, Phase.REDUCING, Phase.GATHERING})
 _SETTLED = _RESUMED | {Phase.SETTLING, Phase.FETCHING, Phase.UPDATING}
 OUTSIDE = frozenset({Phase.WAITING, Phase.LEFT})
-MUST_FIT = (StepWanted, GatherWanted, Updated, UpdateRefused, StateCopied, Followed, BlocksLost)
+MUST_FIT = (StepWanted, GatherWanted, Updated, UpdateRefused, StateCopied, Followed)
 _AFTER_DECISION = frozenset({Phase.UPDATING, Phase.IDLE, Phase.SETTLING})
 _TURN = frozenset({Phase.WAITING, Phase.LEFT, Phase.SETTLING, Phase.FETCHING, Phase.IDLE, Phase.LACKING})
 
@@ -63,8 +62,8 @@ TRANSITIONS: tuple[tuple[type, frozenset[Phase], str, frozenset[Phase]], ...] = 
     (GatherWanted, _TURN, "_contributing.asked_for", frozenset({Phase.GATHERING})),
     (StepLeft, _ALL, "_contributing.step_left", frozenset({Phase.IDLE})),
     (LaneDone, _ALL, "_contributing.lane_done", frozenset({Phase.REDUCING})),
-    (LanesLost, frozenset({Phase.SETTLING, Phase.UPDATING, Phase.LACKING}), "_contributing.lanes_lost", frozenset()),
-    (GradientReduced, _ALL - {Phase.LACKING}, "_contributing.gradient_reduced", frozenset({Phase.AGREEING})),
+    (LanesLost, frozenset({Phase.SETTLING, Phase.UPDATING}), "_contributing.lanes_lost", frozenset()),
+    (GradientReduced, _ALL, "_contributing.gradient_reduced", frozenset({Phase.AGREEING})),
     (Takes, _ALL, "_contributing.takes", frozenset()),
     (Holds, _ALL, "_deciding.holds", frozenset()),
     (RecordArrived, _ALL, "_deciding.record_arrived", frozenset({Phase.UPDATING, Phase.IDLE})),
@@ -74,6 +73,5 @@ TRANSITIONS: tuple[tuple[type, frozenset[Phase], str, frozenset[Phase]], ...] = 
     (Followed, OUTSIDE, "_switching.followed", frozenset({Phase.SETTLING})),
     (SnapshotsKept, _ALL, "_held.keeps", frozenset()),
     (StepSaved, _ALL, "_deciding.saved", frozenset()),
-    (BlocksLost, _ALL - {Phase.UPDATING, Phase.FETCHING}, "_entering.blocks_lost", frozenset({Phase.LACKING})),
 )
 BY_EVENT = {event: (phases, attrgetter(name), name, reach) for event, phases, name, reach in TRANSITIONS}

@@ -271,14 +271,6 @@ class StepSaved(StepEvent, frozen=True):
     step: int
 
 
-class BlocksLost(StepEvent, frozen=True):
-    """Blocks of a stage's present state are gone or damaged, and nothing has been computed from them. This worker
-    stops in this generation; the next settle repairs them."""
-
-    stage: int
-    extents: Extents
-
-
 # ---- effects
 
 

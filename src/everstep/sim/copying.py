@@ -369,13 +369,6 @@ class SimDonor:
             of = {k: planes_of(copy.states[k]) for k, copy in zip(asker.stages, copies, strict=True)}
             asker.connection.send(self.life, ("offer", replace(copies[0], states={}), there, of))
 
-    def lose(self, stage: int, lost: Extents) -> None:
-        """Blocks of the present state are gone, on the shelf, too."""
-        if self.shelf is not None and stage in self.shelf:
-            copy = self.shelf[stage]
-            if copy.effects or not copy.position.step:
-                self.shelf[stage] = replace(copy, states={stage: without(copy.states[stage], lost)})
-
     # ---- the shelf
 
     def _shelve(self, effect: do.Shelve) -> None:

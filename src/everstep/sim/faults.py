@@ -21,7 +21,6 @@ from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS, SECOND
 
 PHASES = ("settling", "fetching", "heal", "computing", "reducing", "agreeing", "updating", "gathering")
-_LOSSES = ("lose", "lose", "lose_all", "lose_kept")
 
 
 @dataclass(frozen=True)
@@ -75,15 +74,15 @@ def draw_split(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
 
 
 def draw_losses(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
-    """Losses of blocks, in every third schedule; often several at once, or during the recovery."""
+    """Losses of blocks of snapshots in memory, in every third schedule; often several, or in a recovery."""
     faults: list[SimFault] = []
     for _ in range(rng.choice((1, 1, 2, 4)) if rng.random() < 0.35 else 0):
         one = draw_one(rng, rng.randint(20, horizon_ms))
-        faults.append(replace(one, kind=rng.choice(_LOSSES)))
+        faults.append(replace(one, kind="lose_kept"))
         if rng.random() < 0.5:
             phase = rng.choice(("settling", "fetching", "fetching", "heal", "reducing"))
             second = draw_one(rng, one.at_ms + rng.randint(0, 20), phase)
-            faults.append(replace(second, kind=rng.choice((*_LOSSES, "kill", "kill", "link"))))
+            faults.append(replace(second, kind=rng.choice(("lose_kept", "lose_kept", "kill", "kill", "link"))))
     return tuple(faults)
 
 
@@ -173,19 +172,6 @@ class SimInjector:
         self.world.cut(a, b)
         self.for_a_while(fault, self.world.mend, a, b)
 
-    def lose(self, target: SimWorker, pick: int, mask: int) -> bool:
-        """Lose blocks of a stage that the worker holds; returns whether the time was right. Late losses do not
-        matter."""
-        if not target.alive or self.stopped:
-            return True
-        driver, at = target.driver, target.state.at
-        held = sorted(set(driver.machine.stages) & set(target.state.stages))
-        if not held or not driver.still or target.frozen_ns is not None or driver.machine.step != at:
-            return False
-        self.world.log(target.name, "LOSES", held[pick % len(held)], mask)
-        target.lose(held[pick % len(held)], _blocks(mask, target.state.stages[held[pick % len(held)]]))
-        return True
-
     def stop(self) -> None:
         """Stop all faults: cut links, frozen processes and dead hosts come back."""
         self.stopped = True
@@ -273,12 +259,6 @@ def _double_plan(injector: SimInjector, fault: SimFault, target: SimWorker) -> N
         target.later(0, target.ties.deliver, again)
 
 
-def _lose(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
-    """The worker loses blocks of its state, as soon as it can notice."""
-    if not injector.lose(target, fault.pick, 1 + fault.pick % 15):
-        injector.world.later(3 * MS, _lose, injector, fault, target)
-
-
 def _pair(injector: SimInjector, fault: SimFault, target: SimWorker) -> tuple[str, str] | None:
     """Names of the worker and of another."""
     others = [w.name for w in injector.control.live_workers() if w is not target]
@@ -337,16 +317,6 @@ def _flip(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
         site.checks.taint.flip()
     elif not injector.stopped:
         injector.world.later(7 * MS, _flip, injector, fault, None)
-
-
-def _lose_all(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """All workers lose a different block at once: the rest is whole together, unless there is only one worker."""
-    live = injector.control.live_workers()
-    if all(one.driver.still for one in live):
-        for n, one in enumerate(live):
-            injector.lose(one, fault.pick, 1 << (n + fault.pick) % 4)
-    elif not injector.stopped:
-        injector.world.later(MS, _lose_all, injector, fault, worker)
 
 
 def _lose_kept(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
@@ -561,8 +531,6 @@ _KINDS: dict[str, tuple[int, Strikes]] = {
     "damage": (1, _damage),
     "stop": (1, _stop),
     "pool": (0, _pool),
-    "lose": (0, _one(_lose)),
-    "lose_all": (0, _lose_all),
     "lose_kept": (0, _lose_kept),
     "flip": (0, _flip),
     "save": (0, _save),

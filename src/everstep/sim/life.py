@@ -202,14 +202,9 @@ class SimState:
     def flip(self, stage: int) -> None:
         self.stages[stage] = flipped(self.stages[stage])
 
-    def lose(self, stage: int, lost: Extents) -> None:
-        self.stages[stage] = without(self.stages[stage], lost)
-
     def reduced(self, step: int, gradients: dict[int, SimReduced]) -> None:
         """The gradient of a step is complete, for all own stages."""
         for stage, gradient in gradients.items():
-            if None in self.stages[stage] and not self.job.copies:
-                continue
             self.checks.exact.reduced(self.me, step, stage, self.stages[stage], gradient)
         self.gradients = (step, gradients)
 

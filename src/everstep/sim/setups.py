@@ -70,7 +70,7 @@ class Setup:
         return replace(self, job=job)
 
     def with_losses(self, seed: int, horizon_ms: int) -> Setup:
-        """The setup, now and then with lost blocks, several donors asked at once, or damaged answers."""
+        """The setup, now and then with lost blocks of snapshots, several donors asked at once, or damaged answers."""
         rng = Random(f"blocks {seed}")
         faults = (*self.faults, *draw_losses(rng, horizon_ms), *draw_damage(rng, horizon_ms))
         donors = rng.choice((1, 1, 2, 3))

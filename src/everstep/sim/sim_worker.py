@@ -7,12 +7,11 @@ Each part registers the operations that it carries out.
 from __future__ import annotations
 
 from everstep.base.cause import Cause
-from everstep.base.extents import Extents
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.driver.records import StageSection
 from everstep.protocol.step_phases import Phase
-from everstep.protocol.step_types import BlocksLost, Discard, Holds, Key, Release
+from everstep.protocol.step_types import Discard, Holds, Key, Release
 from everstep.sim.block_taking import KNOWN as COPIES
 from everstep.sim.computing import Reduction, SimLanes, Spreading
 from everstep.sim.copying import SimDonor, SimSaver
@@ -213,12 +212,6 @@ class SimWorker(Life):
     def holdings(self) -> list[tuple[int, int]]:
         """(stage, step) of the whole snapshots in its memory."""
         return sorted(key for key, value in self.memory.kept.items() if None not in value)
-
-    def lose(self, stage: int, lost: Extents) -> None:
-        """Blocks of a stage's state are gone, and the worker has noticed."""
-        self.state.lose(stage, lost)
-        self.donor.lose(stage, lost)
-        self.handle(BlocksLost(stage, lost))
 
     def uses(self, connection: SimConnection) -> bool:
         """Whether the connection may still carry something for this."""

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from everstep.base.errors import InvariantViolation
-from everstep.base.extents import NONE, WHOLE, Extents
+from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Member, Plan, Seat, Shard, WorkerKey
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import (
-    BlocksLost,
     Discard,
     Entered,
     FetchState,
@@ -21,6 +20,7 @@ from everstep.protocol.step_types import (
     GradientReduced,
     Holding,
     HoldingArrived,
+    Holds,
     Key,
     LaneDone,
     LanesNeeded,
@@ -301,24 +301,22 @@ def test_what_was_computed_with_a_share_counts_in_the_next_generation():
     assert sent.lacking == (0,) and effects == [Entered(2, 1), LanesNeeded(2, (0,))]
 
 
-def test_blocks_that_are_no_share_may_be_lost():
-    w = Worker()
-    w.enter(1, shared(1), held(0, 0))
-    w.on(BlocksLost(0, blocks(3)))
-    assert w.machine.phase is Phase.IDLE and w.machine.holding().lacking == (0, 1)
-    w.step()
-    assert w.machine.position == Key(1, 0) and w.machine.held == {0: MINE}
-
-
 def test_less_than_the_share_is_lacking_and_comes_of_who_has_it():
+    """A step moved the shares, and the others' part of it did not come."""
     w = sharing()
-    w.on(BlocksLost(0, blocks(1)))
+    reduce_second(w)
+    for i in (0, 1):
+        w.on(RecordArrived(1, Key(2, 0), i, Record(0, b"")))
+    w.on(Holds(2, {0: blocks(0, 2)}, moved=True))
+    w.on(Updated(2))
     assert w.machine.phase is Phase.LACKING and w.machine.held == {0: blocks(0, 2)}
-    effects, sent = w.enter(2, shared(2), share_of(OTHERS, 1))
-    assert sent.stages == {0: blocks(0, 2)} and sent.gradients == {}
-    assert FetchState(2, Key(1, 0), {0: (1,)}, {0: Pieces(blocks(1), {1: blocks(1)})}) in effects
-    effects = w.on(StateCopied(2, Key(1, 0), RECORDS))
-    assert Discard(2) in effects and Entered(2, 1) in effects and w.machine.held == {0: MINE}
+    assert w.on(StepWanted()) == [], "nothing is computed from what is there instead"
+    effects, sent = w.enter(2, shared(2), share_of(OTHERS, 2))
+    assert sent.stages == {0: blocks(0, 2)}
+    assert FetchState(2, Key(2, 0), {0: (1,)}, {0: Pieces(blocks(1), {1: blocks(1)})}) in effects
+    effects = w.on(StateCopied(2, Key(2, 0), RECORDS))
+    assert Discard(3) in effects and Entered(2, 2) in effects and w.machine.held == {0: MINE}
+    assert effects[-1] == LanesNeeded(3, (0, 1))
 
 
 def test_the_gradient_takes_the_share_forward():
@@ -333,7 +331,7 @@ def test_a_larger_share_is_filled_and_a_smaller_one_is_not_copied():
     w = sharing()
     effects, _ = w.enter(2, shared(2, WHOLE, OTHERS), share_of(OTHERS, 1))
     assert FetchState(2, Key(1, 0), {0: (1,)}, {0: Pieces(blocks(3), {1: blocks(3)})}) in effects
-    w.on(StateCopied(2, Key(1, 0), RECORDS))
+    assert Discard(2) in w.on(StateCopied(2, Key(1, 0), RECORDS))
     assert w.machine.stages == (0,) and w.machine.position == Key(1, 0)
     effects, sent = w.enter(3, shared(3, blocks(0), OTHERS), share_of(OTHERS, 1))
     assert sent.stages == {0: WHOLE} and Entered(3, 1) in effects
@@ -365,17 +363,6 @@ def refused(w: Worker) -> None:
     w.on(UpdateRefused(0, intact=True))
 
 
-def test_a_refused_step_does_not_hide_that_blocks_of_an_initial_state_were_lost():
-    w = Worker()
-    w.on(BlocksLost(0, blocks(3)))
-    w.enter(1, plan(1, (1, 0, (0, 1)), (0, 1, (0, 1))), held(0, 0))
-    refused(w)
-    assert w.machine.held == {0: blocks(0, 1, 2), 1: WHOLE}
-    effects, sent = w.enter(2, plan(2, (0, 0, (0, 1)), (0, 1, (0, 1)), (1, 1, ())), held(0, 1))
-    assert sent.stages == {0: blocks(0, 1, 2), 1: WHOLE}
-    assert effects == [GoBack(2, 0, {0: (), 1: (0, 1)})]
-
-
 def test_what_was_held_before_a_refused_step_is_still_there_for_others():
     w = Worker()
     w.enter(1, BOTH, held(0, 1))
@@ -402,23 +389,13 @@ def test_a_refused_step_that_was_handed_over_leads_back_to_the_one_before_it():
 
 
 def test_what_is_computed_from_a_stage_that_lacks_blocks_is_lacking():
-    w = Worker()
-    w.enter(1, BOTH, held(0, 1))
+    """Another worker would hold the same after it has copied the rest, and has not computed."""
+    w = sharing()
     w.on(StepWanted())
     for lane in (0, 1):
-        w.on(LaneDone(1, 0, lane))
-    w.on(BlocksLost(0, blocks(1)))
-    _, sent = w.enter(2, replace(BOTH, generation=2), held(0, 1))
+        w.on(LaneDone(2, 0, lane))
+    _, sent = w.enter(2, shared(2, WHOLE, OTHERS), share_of(OTHERS, 1))
     assert sent.lacking == (0, 1)
-
-
-def test_a_joiner_that_loses_blocks_goes_on_following():
-    w = Worker()
-    w.on(Followed(Key(4, 0), RECORDS, (0,)))
-    w.on(BlocksLost(0, WHOLE))
-    assert w.machine.phase is Phase.WAITING and w.machine.held == {}
-    w.on(Followed(Key(5, 0), RECORDS, (0,)))
-    assert w.machine.stages == (0,)
 
 
 def test_the_share_of_a_seat_is_that_of_its_stage():
@@ -427,25 +404,6 @@ def test_the_share_of_a_seat_is_that_of_its_stage():
     w.enter(1, replace(given, shards=(Shard(0, 1, MINE),)), held(0, 0))
     w.step()
     assert w.machine.held == {1: MINE}
-
-
-def test_a_gradient_outlives_the_loss_of_blocks_that_it_is_not_for():
-    w = sharing()
-    reduce_second(w)
-    w.on(BlocksLost(0, blocks(3)))
-    assert w.machine.holding().gradients == {0: MINE} and w.machine.holding().gradient_step == 2
-
-
-def test_a_gradient_that_does_not_say_what_it_is_for_is_lost_with_any_block_of_its_share():
-    """So it is in the step with which the state grows, and where a member updates nothing. Who never had more than its
-    share takes such a step, too."""
-    w = sharing()
-    w.on(Takes(2, {0: NONE}))
-    reduce_second(w)
-    w.on(BlocksLost(0, blocks(3)))
-    assert w.machine.holding().gradients == {0: NONE} and w.machine.holding().gradient_step == 2
-    w.on(BlocksLost(0, MINE))
-    assert w.machine.holding().gradients == {} and w.machine.holding().gradient_step == 0
 
 
 def test_who_holds_more_than_its_share_has_that_when_it_rolls_forward():
@@ -475,36 +433,29 @@ def test_what_was_computed_from_ones_own_state_counts_though_another_stage_is_co
     assert Discard(2) not in w.on(StateCopied(2, Key(1, 0), RECORDS)) and w.machine.stages == (0, 1)
 
 
-def test_what_was_computed_counts_for_nothing_where_one_of_the_stages_is_repaired():
+SHARING_BOTH = replace(BOTH, shards=tuple(Shard(0, stage, MINE) for stage in (0, 1)))
+
+
+def test_a_stage_without_a_seat_is_kept_until_the_next_decision():
     w = Worker()
-    w.enter(1, BOTH, held(0, 1))
+    w.enter(1, SHARING_BOTH, held(0, 1))
     w.step()
-    w.on(BlocksLost(1, blocks(1)))
-    effects, _ = w.enter(2, ALONE, held(2, snapshots={(1, 1): WHOLE}))
-    assert isinstance(effects[-1], GoBack) and effects[-1].sources == {0: (0,), 1: (1,)}
-    assert Discard(2) in w.on(StateCopied(2, Key(1, 0), RECORDS))
+    w.enter(2, APART, held(1, 0, 1))
+    w.on(StateCopied(2, Key(1, 0), RECORDS))
+    assert w.machine.held == {0: WHOLE, 1: MINE}
 
 
-@pytest.mark.parametrize("step", [0, 1])
-def test_a_stage_without_a_seat_is_kept_until_the_next_decision_unless_it_can_be_built(step: int):
+@pytest.mark.parametrize("of", [MINE, WHOLE])
+def test_of_an_initial_state_a_part_is_kept_without_a_seat_and_the_whole_is_not_for_it_can_be_built(of: Extents):
+    tainted = replace(SHARING_BOTH, generation=2, sound=0, shards=(Shard(0, 0, MINE), Shard(0, 1, of)))
     w = Worker()
     w.enter(1, BOTH, held(0, 1))
-    for _ in range(step):
-        w.step()
-    w.on(BlocksLost(0, blocks(1)))
-    w.enter(2, APART, held(step, 0, 1))
-    w.on(StateCopied(2, Key(step, 0), RECORDS if step else {}))
-    assert w.machine.held == ({0: WHOLE, 1: WHOLE} if step else {0: WHOLE})
-
-
-def test_what_is_left_of_a_damaged_initial_state_is_kept_as_it_is():
-    w = Worker()
-    w.enter(1, BOTH, held(0, 1))
-    for stage in (0, 1):
-        w.on(BlocksLost(stage, blocks(1)))
-    w.enter(2, APART, held(0, 0, 1))
-    w.on(StateCopied(2, Key(0, 0), {}))
-    assert w.machine.held == {0: WHOLE, 1: blocks(0, 2, 3)}
+    w.enter(2, tainted, held(0, 0, 1, sound=0))
+    w.on(StateCopied(2, Key(0, 0), {}, {0: OF, 1: OF}))
+    assert w.machine.held == {0: MINE, 1: of}
+    w.enter(3, replace(APART, generation=3, sound=0), held(0, 0, 1, sound=0))
+    w.on(StateCopied(3, Key(0, 0), {}))
+    assert w.machine.held == ({0: WHOLE} if of.whole else {0: WHOLE, 1: of})
 
 
 def test_a_stage_without_a_seat_is_not_taken_to_another_step():

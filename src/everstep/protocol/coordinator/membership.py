@@ -48,7 +48,6 @@ class Worker:
     greeted: bool = False
     gone_ns: int | None = None
     ordered_ns: int = 0
-    wants_spare: bool = False
     suspected: bool = False
     step: int = 0
     samples_per_s: float = 0.0
@@ -75,7 +74,7 @@ class Worker:
         self.member = said if said.domains == known else replace(said, domains=known)
         self.connection = connection
         self.gone_ns, self.greeted = None, True
-        self.pids, self.host, self.wants_spare = said.pids, said.host, hello.wants_spare
+        self.pids, self.host = said.pids, said.host
         self.state_bytes = hello.state_bytes
         self.reached(hello.step)
 

@@ -32,16 +32,16 @@ SMALL_STATE_BYTES = 32 << 20
 
 
 def candidates(job: JobState) -> list[Worker]:
-    """Ready workers outside the current plan whose slots are wanted; those that prefer to be spares last. Among the
-    others, those first that would die with the fewest of the pools that lack members."""
+    """Ready workers outside the current plan whose slots are wanted; those first that would die with the fewest of the
+    pools that lack members."""
     ready = list(_outside(job))
     if len(ready) < 2:
         return ready
     short = _short_pools(job)
     if not short:  # before the first plan nobody is near to a member
-        return sorted(ready, key=lambda w: (w.wants_spare, w.key.worker_id))
+        return sorted(ready, key=lambda w: w.key.worker_id)
     crowd = Crowd(short, job.speeds.domains(short))
-    return sorted(ready, key=lambda w: (w.wants_spare, crowd.near(job.agents.domains(w)), w.key.worker_id))
+    return sorted(ready, key=lambda w: (crowd.near(job.agents.domains(w)), w.key.worker_id))
 
 
 def _outside(job: JobState) -> Iterator[Worker]:
@@ -327,7 +327,7 @@ def _start(job: JobState) -> None:
     # The slots from 0 are the job's workers, those beyond are its spares. Of several hosts' any may have a head.
     config = job.env.config
     first = config.slots if config.hosts.span > 1 else config.workers
-    willing = [w for w in ready if not w.wants_spare and w.key.worker_id < first]
+    willing = [w for w in ready if w.key.worker_id < first]
     all_there = len(willing) >= expected or (bool(slots.lost) and len(ready) >= expected)
     if all_there and expected >= slots.least:
         some = willing if len(willing) >= expected else ready

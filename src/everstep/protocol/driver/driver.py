@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from everstep.base.cause import Cause, Why
-from everstep.base.errors import check
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
@@ -32,9 +30,6 @@ from everstep.protocol.driver.machine_queue import MachineQueue
 from everstep.protocol.driver.operation_ends import OperationEnds
 from everstep.protocol.driver.outbox import Situation
 from everstep.protocol.step_machine import StepMachine
-from everstep.protocol.step_phases import Phase
-
-_READING = do.Compute | do.Update | do.Fetch | do.Restore | do.Adopt | do.Replay | do.Evaluate | do.SaveLast | do.Finish
 
 
 class Driver:
@@ -63,12 +58,6 @@ class Driver:
     def gathered(self) -> do.GatheredRecords:
         """Records of the decisions of the present step, by key."""
         return self._parts.gathers.known
-
-    @property
-    def still(self) -> bool:
-        """Whether nothing reads or changes the state now, so that lost blocks may be reported."""
-        busy = isinstance(self._parts.out.operation, _READING)
-        return not busy and self.machine.phase not in (Phase.UPDATING, Phase.FETCHING)
 
     @property
     def fresh(self) -> bool:
@@ -112,7 +101,6 @@ class Driver:
             step.LaneDone: feed,
             step.Takes: feed,
             step.Holds: feed,
-            step.BlocksLost: self._lost,
             do.InMemory: lambda e: feed(*keeper.there(e)),
             do.OthersKept: keeper.others_kept,
             do.NotKept: keeper.refused,
@@ -133,16 +121,6 @@ class Driver:
             self._effects.gather(data)
         elif isinstance(application.ask, do.StepAsked) and self.ended is None:
             self._queue.feed(step.StepWanted())
-
-    def _lost(self, event: step.BlocksLost) -> None:
-        """Blocks of the state are gone: the next settle repairs them, or the rest of a joiner's copy."""
-        check(self.still, f"{event} during {self._parts.out.operation}, {self.machine.phase}")
-        self._queue.feed(event)
-        if self.machine.plan is not None:
-            self._queue.drop_transfers()
-            self._parts.settler.lacks(event)
-        else:
-            self._hearing.feeds_lost(Why(Cause.CORRUPT, f"blocks of stage {event.stage} are lost ({event.extents})"))
 
     # ---- the next operation
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from everstep.base.cause import Cause, Why
+from everstep.base.cause import Why
 from everstep.base.plan import Plan
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
@@ -153,10 +153,6 @@ class Settler:
             drift=drift,
             **told,
         )
-
-    def lacks(self, event: step.BlocksLost) -> None:
-        """Blocks of the state are gone: all members settle again, which repairs them."""
-        self.settle_again(Why(Cause.CORRUPT, f"it has lost blocks of stage {event.stage} ({event.extents})"))
 
     @property
     def refused(self) -> str:

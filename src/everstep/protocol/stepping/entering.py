@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from everstep.base.errors import check
 from everstep.base.extents import NONE, Extents, Sizes
 from everstep.protocol.settling import Settlement, settle, sound_limit, unaware
-from everstep.protocol.step_phases import OUTSIDE, Phase
+from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import (
-    BlocksLost,
     Discard,
     Entered,
     FetchState,
@@ -54,17 +53,6 @@ class Entering:
         self._holdings.pop(self._known.plans.generation, None)
 
     # ---- what members hold
-
-    def blocks_lost(self, event: BlocksLost) -> list[StepEffect]:
-        """Blocks of the state are gone; the next settle repairs them."""
-        known = self._known
-        left = known.held.lose(event.stage, event.extents)
-        lacks = known.lacks(event.stage)
-        known.next.lose_blocks(event.stage, left, lacks=lacks)
-        if known.phase not in OUTSIDE and lacks:
-            self.entered = False
-            known.goes(Phase.LACKING)
-        return []
 
     def holding_arrived(self, event: HoldingArrived) -> list[StepEffect]:
         generation = self._known.plans.generation

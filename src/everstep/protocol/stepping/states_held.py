@@ -42,12 +42,6 @@ class StatesHeld:
         """Set what is held of the state at the position."""
         self.blocks = dict(blocks)
 
-    def lose(self, stage: int, lost: Extents) -> Extents:
-        """Blocks of a stage are gone. Returns what is left of it."""
-        left = self.blocks.get(stage, NONE) - lost
-        self.blocks = {**self.blocks, stage: left}
-        return left
-
     def begins_with(self, digest: str) -> None:
         """Set the digest of the initial state, which was copied."""
         self.digest = digest
@@ -114,11 +108,3 @@ class NextStep:
 
     def reduced(self, step: int, gradients: Mapping[int, Extents]) -> None:
         self.gradient_step, self.gradients = step, gradients
-
-    def lose_blocks(self, stage: int, left: Extents, *, lacks: bool) -> None:
-        """Drop the gradient of a stage if blocks that it applies to are no longer held; if it names none, because it
-        applies to none or cannot say yet, if the worker lacks a part of its share."""
-        held = self.gradients.items()
-        self.gradients = {k: of for k, of in held if k != stage or not (less(left, of) if of else lacks)}
-        if not self.gradients:
-            self.gradient_step = 0

@@ -81,7 +81,6 @@ class Switching:
         known.plans.follow(plan.generation, plan)
         self._entering.regroup()
         known.decisions.regroup()
-        parts = {k: blocks for k, blocks in held.blocks.items() if not blocks.whole}
         if plan.sound >= 0 and not 0 <= held.sound <= plan.sound:
             known.doubt(plan.sound)
         stale = not fresh and held.since < plan.voided
@@ -90,7 +89,7 @@ class Switching:
             known.lose_all()
         elif known.step == 0 and (held.sound < 0 or fresh):
             built = dict.fromkeys(plan.stages_of(known.me.worker_id), WHOLE)
-            held.becomes({**built, **({} if fresh else held.blocks), **parts})
+            held.becomes({**built, **({} if fresh else held.blocks)})
         if known.phase is not Phase.UPDATING:
             known.goes(Phase.SETTLING)
         return [*effects, Regroup(plan), SendHolding(plan.generation, known.holding())]
