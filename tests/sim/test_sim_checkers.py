@@ -127,7 +127,7 @@ class NeverUpdates(Deciding):
     [
         (OneRecordTooFew, SMALL, "lacks lanes"),
         (ReleasesTooEarly, SMALL, "P2"),
-        (SettlesAlone, DISTURBED, ""),
+        (SettlesAlone, POOL_DIES, ""),
         (NeverSettlesAgain, DISTURBED, "P4"),
         (VotesWithoutTheGradient, DISTURBED, "InvariantViolation"),
         (KeepsOldLanes, SMALL, "KeyError"),

@@ -260,8 +260,9 @@ def _before_hellos_said(go_on):
     return lambda job, worker, hello: go_on(job, worker, structs.replace(hello, settled=False))
 
 
-def test_the_scenario_of_the_outvoted_meets_its_bug():
-    outcomes = runs("the outvoted worker alone knows", 80, machine=machine_with(Forgets))
+@pytest.mark.parametrize("name", ["checkpoints of what is wrong", "after a heal"])
+def test_scenarios_meet_the_bug_of_a_plan_whose_doubt_is_not_heard(name):
+    outcomes = runs(name, 24, machine=machine_with(Forgets))
     assert any(o.problem or o.unnoticed for o in outcomes)
 
 

@@ -150,6 +150,25 @@ def test_blocks_that_nobody_needs_are_lost_after_a_record() -> None:
     assert not failed, failed[0]
 
 
+def test_a_member_that_follows_a_prepared_plan_is_not_taken_for_a_broken_link() -> None:
+    """On a slow network a record came after the end of the other connection between the two, at each switch: the hosts
+    were given up again and again, with the only copy of each segment."""
+    faults = (
+        SimFault("kill", 0, "ending", 3, 97, 1, 483, same=True),
+        SimFault("holders", 77, "spreading", 3, 4892, 31, 1, same=True),
+        SimFault("lose_all", 87, "updating", 2, 153, 64, 187),
+        SimFault("link", 87, "heal", 1, 0, 37, 122),
+        SimFault("last_words", 151, "updating", 3, 522, 63, 26),
+        SimFault("coordinator", 151, "settling", 2, 4623, 48, 261, same=True),
+        SimFault("scale", 246, "gathering", 2, 0, 69, 1545),
+        SimFault("cut_control", 246, "settling", 1, 0, 53, 1469, same=True),
+        SimFault("kill", 525, "reducing", 3, 0, 79, 3),
+    )
+    job = SimJob(11, 8, 4, copies=1, frees=True, late=(6, -1))
+    outcome = simulate(101010130, setup=Setup(4, 0, 2, 1, "wait", job, faults, save_ms=300, donors=2))
+    assert outcome.ok, outcome
+
+
 def test_a_checkpoint_of_moved_segments_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def spread(ends: OperationEnds, operation: do.Spread, result: Holds) -> None:
         ends._queue.feed(result)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from everstep.sim.faults import SimFault
+from everstep.sim.model import SimJob
+from everstep.sim.scenario import simulate
+from everstep.sim.setups import Setup
 from everstep.sim.world import MS, SECOND, Process, World, connect
 
 
@@ -61,3 +65,15 @@ def test_a_side_that_has_ended_a_connection_hears_nothing_more_of_it_even_if_it_
     world.run(2 * SECOND, lambda: False)
     b.thaw()
     assert heard == ["a"]
+
+
+def test_nobody_is_accused_where_no_link_breaks_however_slow_a_record_is() -> None:
+    """A member that has all records hangs up and follows the prepared plan: its last record arrives before that end,
+    though the two members talk over a connection each way."""
+    scales = tuple(SimFault("scale", at, pick=pick) for at, pick in ((60, 5), (200, 0), (400, 6)))
+    setup = Setup(4, 0, 2, 1, "replace", SimJob(12, 8, 4), scales)
+    for seed in range(12):
+        outcome = simulate(seed, setup=setup, tracing=True)
+        assert outcome.ok, outcome
+        assert outcome.seen["messages", "PlanPrepared"], outcome
+        assert not [line for line in outcome.trace if " accuses " in line], outcome

@@ -10,8 +10,11 @@ There is one target for all stages, so stages are never a step apart:
   takes the one missing decision. A member that lacks a stage of its seats there copies it.
 - *A step R* for which every stage is in some member's memory (as live state, as live state with the one missing
   decision, or as a kept snapshot), or can be read from disk by all its members; step 0 can always be built. The
-  newest such R is the target if the top is not held in all stages, or if R is beyond it (a job that starts from a
-  checkpoint). All go to the beginning of R.
+  newest such R is the target if the top is not held in all stages, if R is beyond it (a job that starts from a
+  checkpoint), or if members have gathered different things on the way to the top. All go to the beginning of R.
+
+A gather is decided a second time if all go back to a step before it. What is gathered then may differ (other members,
+other answers), while states never do. A member that was absent meanwhile still has the first answer.
 
 A member may hold a part of a stage, because the plan gives it no more or because blocks were lost: its blocks count
 at the position that it is at, and as snapshots. A stage is held if all members together have all of its blocks; a
@@ -28,7 +31,7 @@ R up to S. They state S until their next decision, which proves that all have re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -77,7 +80,8 @@ def settle(plan: Plan, holdings: Mapping[int, Holding]) -> Settlement:
     held = {i: _held_at(top, holdings[i]) if far[i] is not None else {} for i in far}
     at_top = tuple(i for i, h in holdings.items() if h.position == top)
     stocks = {k: _stock(top.step, {i: held[i].get(k, NONE) for i in far}, holdings) for k in range(plan.stages)}
-    if not all(stock.there for stock in stocks.values()) or newest > top.step:
+    whole = all(stock.there for stock in stocks.values())
+    if not whole or newest > top.step or len(_gathered_by(top, holdings)) > 1:
         return _go_to(plan, holdings, newest)
     lacking = {i: [k for k in plan.stages_of(i) if stocks[k].missing(i, stocks[k].share(plan, i, k))] for i in held}
     wants = {
@@ -229,13 +233,20 @@ def _rolls_to(top: Key, holdings: Mapping[int, Holding]) -> _Rolls:
     """Members that are one decision behind this position. Rolling forward needs the records of that decision; a
     snapshot may lack them."""
     records = next((h.records for _, h in sorted(holdings.items()) if h.position == top and h.records), {})
-    behind = {i: h for i, h in sorted(holdings.items()) if records and _one_behind(top, h)}
+    before = {before for _, before in _gathered_by(top, holdings)}
+    behind = {i: h for i, h in sorted(holdings.items()) if records and _one_behind(top, h, before)}
     return _Rolls(top, records, {i: _held_at(top, h) for i, h in behind.items()})
 
 
-def _one_behind(top: Key, holding: Holding) -> bool:
+def _gathered_by(position: Key, holdings: Mapping[int, Holding]) -> set[tuple[str, str]]:
+    """What members at this position have gathered: up to it, and up to the gather before it."""
+    return {h.gathered for h in holdings.values() if h.position == position and h.records}
+
+
+def _one_behind(top: Key, holding: Holding, gathered: Collection[str]) -> bool:
+    """Whether it takes one decision to get to the top, where members had gathered this before that decision."""
     at = holding.position
-    by_gather = at.step == top.step and at.seq + 1 == top.seq
+    by_gather = at.step == top.step and at.seq + 1 == top.seq and holding.gathered[0] in gathered
     by_update = top.seq == 0 and at.step + 1 == top.step and holding.gradient_step == top.step
     return by_gather or by_update
 

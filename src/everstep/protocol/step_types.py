@@ -80,7 +80,8 @@ class Holding:
     that of all others. proven: it was seen to compute as others do. doubt: what it knows of members that compute
     differently. Digests of initial states, by stage: first: those that the members began with; built: those that it
     has built, at step 0 only. heard: the newest step of which its application has heard; -1: of none. stays_at: the
-    step that its application wanted last, if it goes no further; -1: it does.
+    step that its application wanted last, if it goes no further; -1: it does. gathered: digests of all that was
+    gathered since the step, up to `position` and up to the gather before it; "": nothing.
     """
 
     position: Key
@@ -100,6 +101,7 @@ class Holding:
     doubt: Doubt = field(default_factory=Doubt)
     heard: int = -1
     stays_at: int = -1
+    gathered: tuple[str, str] = ("", "")
 
     def live(self, stage: int) -> Extents:
         """Blocks held of a stage's state at `position`."""

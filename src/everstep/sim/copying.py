@@ -206,8 +206,11 @@ class SimSaver:
 
     def _at_one_moment(self, operation: do.SaveLast, past: bool) -> None:
         """Check that what loops do between two steps has been done by all that save, or by none; but for a loop that
-        has raised, was told to end, or was left while others go on."""
+        has raised, was told to end, or was left while others go on. A worker that was healed at this step has its
+        donor's state: it repeats what changes none."""
         staying = self.life.site.disk.staying
+        if self.life.site.disk.came_at.get(self.life.me) == operation.step:
+            return
         if operation.plan.cause is Cause.LEFT or any(member.key in staying for member in operation.plan.members):
             return
         first = self.life.site.disk.past.setdefault((operation.step, operation.generation), past)

@@ -83,6 +83,8 @@ class Disk:
         self.staying: set[WorkerKey] = set()
         """Workers whose loops go no further: they have raised, or were told to end."""
         self.past: dict[tuple[int, int], bool] = {}
+        self.came_at: dict[WorkerKey, int] = {}
+        """Steps at which workers joined."""
         """Whether the loops of those that save are done with the step, by step and generation."""
         self.records: dict[int, Mapping[int, Record]] = {}
         """By step, of its decision."""

@@ -117,10 +117,17 @@ class Mesh:
 
     def _lost(self, generation: int, worker_id: int, connection: SimConnection | None = None) -> None:
         self.incoming = [(g, c) for g, c in self.incoming if c.open]
+        if connection is not None and self._still_coming(generation, connection):
+            return
         if generation == self.generation:
             self._on_lost(worker_id)
         elif generation > self.generation:
             self._early.setdefault(generation, []).append(("lost", generation, worker_id))
+
+    def _still_coming(self, generation: int, lost: SimConnection) -> bool:
+        """Whether the peer has hung up, and its own connection to here ends after what it had sent: the two stand for
+        one, whose end overtakes no message."""
+        return any(g == generation and c.closing and c.pair == lost.pair for g, c in self.incoming)
 
     # ---- messages
 

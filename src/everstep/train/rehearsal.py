@@ -161,10 +161,8 @@ class LifeLink(LoneLink):
     """Link of a rehearsed life, which has no peers. job, fill_up: as in a launched worker's. launched: there is a
     job's config, which the script's own fills up. joined: the script has called `join`."""
 
-    regular_saves = False
-
     def __init__(self, what: Rehearsed, life: str) -> None:
-        super().__init__(_life_config(what.config or Config()), what.path(life))
+        super().__init__(_life_config(what.config or Config()), what.path(life), regular_saves=False)
         self.job = dict(what.said)
         self.launched = what.config is not None
         self.task = "rehearsal"

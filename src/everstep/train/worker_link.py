@@ -325,10 +325,11 @@ class LaunchedLink(WorkerLink):
 class LoneLink(WorkerLink):
     """A job of one worker, without agent or coordinator: it plans for itself."""
 
-    def __init__(self, config: Config, run_dir: Path | None = None) -> None:
+    def __init__(self, config: Config, run_dir: Path | None = None, regular_saves: bool = True) -> None:
         task = "" if run_dir is None else Path(sys.argv[0]).name or "python"
         row, token = Board.create(1).row(0), secrets.token_bytes(16)
         super().__init__(WorkerKey(0, 0), task, socket.gethostname(), config, run_dir, row, token, WorkerLog(0, 0))
+        self.regular_saves = regular_saves
         self._deliver: Deliver | None = None
         self._stopped: Why | None = None
 

@@ -74,6 +74,21 @@ def records_of(
     return {i: Record(prepared, encode(payload(given, i, found.get(i, "")))) for i in given.worker_ids if i != but}
 
 
+def heard_alike(mine: Holding, theirs: Holding) -> Holding:
+    """A peer's statement that has gathered the same on its way, if it does not say what."""
+    if theirs.gathered[0] or theirs.position.step != mine.position.step:
+        return theirs
+    up_to, before = mine.gathered
+    match theirs.position.seq - mine.position.seq:
+        case 0:
+            return replace(theirs, gathered=mine.gathered)
+        case 1:
+            return replace(theirs, gathered=("one more", up_to))
+        case -1:
+            return replace(theirs, gathered=(before, ""))
+    return theirs
+
+
 def gather_records(given: Plan, ends: bool = False, **data: bytes) -> dict[int, Record]:
     """The records of a gather; data: w0=b"...", by worker. ends: the loops of all are over."""
     return {i: Record(0, encode(GatherPayload(data.get(f"w{i}", b""), 0, ends))) for i in given.worker_ids}
@@ -189,6 +204,7 @@ class Worker:
         self.done(opened or do.Opened())
         mine = self.stated()
         held = {i: others.get(f"w{i}") or self._like(mine, i) for i in self.plan.worker_ids}
+        held = {i: heard_alike(mine, h) for i, h in held.items()}
         return self.done({i: encode_holding(mine if i == self.me.worker_id else h) for i, h in held.items()})
 
     def _like(self, mine: Holding, worker_id: int) -> Holding:

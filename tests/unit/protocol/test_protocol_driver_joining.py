@@ -224,6 +224,18 @@ def test_gathers_that_came_with_the_offer_answer_the_application_later() -> None
     assert w.out == [do.GatherDone(found)]
 
 
+def test_who_slept_while_all_went_back_and_gathered_anew_forgets_the_first_answer() -> None:
+    w = member_worker(0, 1, 2)
+    w.step(1)
+    w.gather()
+    w.ask(do.GatherAsked(b""))
+    w.enter(plan(3, (0, 1, 2), voided=3), w1=at(1, 1), w2=at(1, 1))
+    assert isinstance(w.op, do.Fetch) and w.op.position == Key(1, 1) == w.driver.machine.position
+    found = gather_records(plan(2, (1, 2)), w1=b"anew")
+    w.done(do.Copied(records=found, gathers={Key(1, 1): found}))
+    assert w.driver.gathered == {Key(1, 1): found}
+
+
 def test_a_gather_that_was_decided_before_it_joined_leaves_the_shelf_to_those_who_still_copy() -> None:
     w = split_pair(Key(4, 0), Key(4, 0))
     w.done(do.Copied(records=records_of(SPLIT), gathers={Key(4, 0): records_of(SPLIT)}))

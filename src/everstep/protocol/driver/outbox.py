@@ -6,6 +6,7 @@ Also what the driver's parts share: durations of a recovery's phases, and the ga
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -146,6 +147,16 @@ class Gathers:
         """Records up to a position, for a worker that copies the state: they include that position's own, even if
         the application here has not asked for it yet."""
         return {**self.known, position: records} if records else dict(self.known)
+
+    def digests(self, position: Key, records: Mapping[int, Record]) -> tuple[str, str]:
+        """Digests of all that was gathered since the step, up to a position with these records, and up to the gather
+        before that one; "" if that is nothing."""
+        said, digests = blake2b(digest_size=8), ["", ""]
+        for key, of in sorted(self.up_to(position, records).items()):
+            if (position.step, 0) < key <= position:
+                said.update(msgspec.msgpack.encode((key, sorted(of.items()))))
+                digests = [said.hexdigest(), digests[0]]
+        return digests[0], digests[1]
 
     def disagrees(self, key: Key) -> bool:
         """Whether, at this decision, the loops of some members were over and those of others were not."""

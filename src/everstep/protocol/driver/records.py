@@ -352,6 +352,7 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     built: dict[int, str] = {}
     trust: tuple[bool, bool, Doubt | None] = (False, False, None)  # fresh, proven, doubt
     loop: tuple[int, int] = (-1, -1)  # heard, stays_at
+    gathered: tuple[str, str] | None = None
 
 
 _held = msgspec.msgpack.Decoder(_Held)
@@ -390,6 +391,7 @@ def encode_holding(holding: Holding) -> bytes:
     alike = {name: getattr(holding, name) for name in _ALIKE}
     alike |= {name: {k: there.encoded() for k, there in getattr(holding, name).items()} for name in _BLOCKS}
     alike["loop"] = holding.heard, holding.stays_at
+    alike["gathered"] = holding.gathered if holding.gathered[0] else None
     alike["trust"] = holding.fresh, holding.proven, holding.doubt if holding.doubt.step else None
     return msgspec.msgpack.encode(_Held(position=holding.position, **alike))
 
@@ -405,4 +407,5 @@ def decode_holding(data: bytes) -> Holding:
     alike["fresh"], alike["proven"], doubt = held.trust
     alike["doubt"] = doubt or Doubt()
     alike["heard"], alike["stays_at"] = held.loop
+    alike["gathered"] = held.gathered or ("", "")
     return Holding(position=Key(*held.position), **alike)

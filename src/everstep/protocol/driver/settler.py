@@ -105,7 +105,8 @@ class Settler:
         holding = replace(self._machine.holding(), disk=self._disk, first=first.agreed, built=first.built)
         probing = self._probing
         holding = replace(holding, fresh=self._comparing.fresh, proven=probing.seen, doubt=probing.doubt)
-        holding = replace(holding, heard=heard, stays_at=stays_at)
+        gathered = self._gathers.digests(holding.position, holding.records)
+        holding = replace(holding, heard=heard, stays_at=stays_at, gathered=gathered)
         self._out.start(do.Exchange, self._machine.generation, SETTLE, encode_holding(holding))
 
     def all_stated(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> Iterable[step.StepEvent]:
@@ -239,8 +240,10 @@ class Settler:
         """The stages that this worker lacked are here."""
         self._comparing.copied()
         self._out.times.note("heal")
-        if operation.position != self._machine.position:
+        moves = operation.position != self._machine.position
+        if moves:
             self._out.put(do.CutFeeds())
+        if moves or not self._machine.records:  # without records, what this worker has gathered may not count, either
             self._gathers.copied(result.gathers)
         return [step.StateCopied(operation.generation, operation.position, result.records, result.sizes)]
 
