@@ -1,6 +1,9 @@
-"""What some samples of a map-style dataset hold: a job that goes on is to be trained on the data of before.
+"""What some samples of a map-style dataset hold: a job that goes on is to be trained on the data of before, and all its
+workers on the same.
 
-They are read in a process of their own, beside the start: a dataset may count its reads, keep files open or print.
+They are read in a process of their own, beside the start: a dataset may count its reads, keep files open or print. Not
+compared: streams, samples that differ when they are read again, datasets that take long or raise, and jobs without a
+run directory; between workers neither jobs that are inexact by their settings, nor what limbs of a cell read.
 """
 
 from __future__ import annotations
