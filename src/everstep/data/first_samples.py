@@ -35,9 +35,9 @@ class FirstSamples:
         self._process.ask(1, 0, 0)
         self._process.ask(2, 0, 0, last=True)  # a worker that reads no samples itself may never ask for the answers
 
-    def close(self) -> tuple[str, str, dict[str, str]]:
+    def close(self) -> tuple[str, str, dict[int, str]]:
         """Wait for the samples. Returns a digest of what they hold, "" if they could not be read; a line about one that
-        is another when it is read again, "" if none is; and digests of those that are the same then, by name. Objects
+        is another when it is read again, "" if none is; and digests of those that are the same then, by index. Objects
         that differ then are told by their types alone."""
         until_s = time.monotonic() + _PATIENCE_S
         try:
@@ -47,7 +47,7 @@ class FirstSamples:
         finally:
             self._process.close()
         found = joint(first) if first else ""
-        steady = {f"sample {i}": short(a) for i, a, b in zip(self._indices, first, again, strict=False) if a == b}
+        steady = {i: short(a) for i, a, b in zip(self._indices, first, again, strict=False) if a == b}
         if first == again:
             return found, "", steady
         pairs = zip(self._indices, map(types_alone, first), map(types_alone, again), strict=False)

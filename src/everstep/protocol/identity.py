@@ -12,8 +12,9 @@ from everstep.base.plan import Divides
 _Short = Annotated[str, msgspec.Meta(max_length=100)]
 _Name = Annotated[str, msgspec.Meta(max_length=200)]
 _Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
-MOST_FILES, MOST_PACKAGES, MOST_VERSIONS, MOST_SAMPLES = 4096, 1024, 16, 16
+MOST_FILES, MOST_PACKAGES, MOST_VERSIONS = 4096, 1024, 16
 _NAMED = 3
+SAMPLE = "sample "
 
 
 class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,17 +40,16 @@ class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Code(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The code that a process has imported. files: digests of the user's own source files, by name; packages:
-    versions of installed packages, by name. samples: digests of some samples of its dataset, by name."""
+    """The code that a process has imported. files: digests of the user's own source files, by name, and of samples of
+    its dataset, whose names begin with SAMPLE; packages: versions of installed packages, by name."""
 
     files: Annotated[dict[_Name, _Digest], msgspec.Meta(max_length=MOST_FILES)] = {}
     packages: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=MOST_PACKAGES)] = {}
-    samples: Annotated[dict[_Short, _Digest], msgspec.Meta(max_length=MOST_SAMPLES)] = {}
 
     def unlike(self, other: Code, here: str, there: str) -> str:
-        """How files and packages that both have imported, or else their samples, differ, in words; "" if they are
-        equal. here, there: whose each is."""
-        both = ((self.files, other.files), (self.packages, other.packages), (self.samples, other.samples))
+        """How files and packages that both have imported differ, in words; "" if they are equal. here, there: whose
+        each is."""
+        both = ((self.files, other.files), (self.packages, other.packages))
         found = [
             f"{name} is {value} {here}, {theirs[name]} {there}"
             for mine, theirs in both
@@ -58,18 +58,19 @@ class Code(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ]
         return "; ".join([*found[:_NAMED], *([f"and {len(found) - _NAMED} more"] if len(found) > _NAMED else [])])
 
+    @property
+    def samples(self) -> Code:
+        """The samples alone."""
+        return Code({name: digest for name, digest in self.files.items() if name.startswith(SAMPLE)})
+
     def beyond(self, other: Code) -> Code:
         """Imports of this process that the other lacks."""
-        of = ((self.files, other.files), (self.packages, other.packages), (self.samples, other.samples))
-        return Code(*(_without(mine, theirs) for mine, theirs in of))
+        return Code(_without(self.files, other.files), _without(self.packages, other.packages))
 
     def joined(self, other: Code) -> Code:
         """Imports of both; the other's win, and the number is bounded."""
         files, packages = {**self.files, **other.files}, {**self.packages, **other.packages}
-        samples = _first({**self.samples, **other.samples}.items(), MOST_SAMPLES)
-        return Code(
-            dict(_first(files.items(), MOST_FILES)), dict(_first(packages.items(), MOST_PACKAGES)), dict(samples)
-        )
+        return Code(dict(_first(files.items(), MOST_FILES)), dict(_first(packages.items(), MOST_PACKAGES)))
 
 
 def read_kernels(found: object) -> Kernels | None:

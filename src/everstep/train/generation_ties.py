@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from everstep.base.config import inexact
 from everstep.base.errors import CollectiveAborted, DeterminismError
 from everstep.base.foreign import WORKER_MARK
@@ -22,7 +20,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import gathered
 from everstep.protocol.following import PlanAsked, PlanShown, name_of
-from everstep.protocol.identity import Code
+from everstep.protocol.identity import SAMPLE, Code
 from everstep.runtime.link.peer import PeerConnection
 from everstep.script.imported import LateImports
 from everstep.train.executor import Executor
@@ -49,7 +47,7 @@ class GenerationTies:
     _late: tuple[wire.AnyMessage, ...] = ()
     _placed: bool = False
     _imports: LateImports = field(default_factory=LateImports)
-    _samples: dict[str, str] = field(default_factory=dict)
+    _samples: Code = field(default_factory=Code)
     _divides: dict[int, Divides] = field(default_factory=dict)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
@@ -113,7 +111,7 @@ class GenerationTies:
             state_bytes=self._view.stages.expected_bytes,
             lanes=self._view.config.lanes,
             kernels=self._view.kernels,
-            code=msgspec.structs.replace(self._imports.all(), samples=self._samples),
+            code=self._imports.all().joined(self._samples),
         )
         return hello, now.plan
 
@@ -167,10 +165,11 @@ class GenerationTies:
         """Report new imports, and samples of the data once they are read (not those of a stream, nor one that differs
         when it is read again): lanes may have been computed with them, so no member gets any of these lanes before the
         coordinator has compared them. Raises: CollectiveAborted if this worker is refused, or a newer plan comes."""
-        more, link, samples = self._imports.more(), self._view.link, dict(self._view.position.seen)
+        more, link, seen = self._imports.more(), self._view.link, self._view.position.seen
+        samples = Code({f"{SAMPLE}{index}": digest for index, digest in seen.items()})
         if samples != self._samples and not inexact(self._view.config):
             self._samples = samples
-            more = msgspec.structs.replace(more or Code(), samples=samples)
+            more = (more or Code()).joined(samples)
         if more is None:
             return
         link.tell(wire.Imported(**vars(link.me), code=more))

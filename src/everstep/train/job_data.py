@@ -68,7 +68,7 @@ class DataPosition:
     front: Front | None = None
     reader: StreamReader | None = None
     first: FirstSamples | None = None
-    seen: Mapping[str, str] = field(default_factory=dict)
+    seen: Mapping[int, str] = field(default_factory=dict)
     _samples: str = ""
     _unsteady: str = ""
     _size: int = 0

@@ -70,7 +70,7 @@ class Likeness:
         """A worker reports its imports. Returns why it may not take part, None if it may."""
         if said is None:
             return None
-        data = Code(samples=said.samples).unlike(self._code, f"on host {host}", "in the job")
+        data = said.samples.unlike(self._code, f"on host {host}", "in the job")
         if data:
             text = (
                 f"host {host}: its data differ from the job's: {data}: bring the same files of the dataset to all hosts"
@@ -84,10 +84,8 @@ class Likeness:
             )
             return Why(Cause.CONFIG, f"host {host}: it runs other code than the job: {words}: {remedy}")
         new = said.beyond(self._code)
-        if new != Code():
-            changed = Code(new.files, new.packages).unlike(
-                self._env.config.hosts.alike.before, "now", "when it ran last"
-            )
+        if new.files or new.packages:
+            changed = new.unlike(self._env.config.hosts.alike.before, "now", "when it ran last")
             if changed:
                 text = f"the code has changed since this job last ran; it goes on with the code as it is now: {changed}"
                 self._env.report("warning", Why(Cause.CONFIG, text))
