@@ -114,7 +114,7 @@ class Mover:
             "changed": lambda: ("changed",),
         }
         self.loop = Recorder(self.calls, "loop", **answers)
-        self.loop.moves = SimpleNamespace(past=lambda number: number == self.past, loaded=lambda: None)
+        self.loop.moves = SimpleNamespace(past=lambda number: number == self.past, loaded=lambda: None, astray="")
         self.donor = Recorder(self.calls, "donor")
         self.keeper = Recorder(self.calls, "keeper", held=lambda step: self.kept.get(step, {}))
         self.restored: Any = None

@@ -24,6 +24,27 @@ NARROW = {
 """What a machine with narrower vectors computes."""
 
 TASK = "from job_tasks import Text\nfrom unlike_helper import SHIFT\n\n\nclass Own(Text):\n    shift = SHIFT\n"
+DATA = """
+from pathlib import Path
+from torch.utils.data import Dataset
+from job_tasks import Text
+
+
+class Rows(Dataset):
+    def __init__(self, inner):
+        self.inner, self.size = inner, len(Path("rows.txt").read_text())
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, index):
+        return self.inner[index].flip(0) if self.size > 4 and index else self.inner[index]
+
+
+class Own(Text):
+    def build_dataset(self, split):
+        return Rows(super().build_dataset(split))
+"""
 NUMERICS = {"steps": 30}
 
 needs_narrower = pytest.mark.skipif(not NARROW, reason="this machine has no narrower instruction set to compute with")
@@ -68,6 +89,28 @@ def test_a_host_unlike_the_job_is_refused_by_name_and_the_job_goes_on(
     assert job.end() == 0, job.account()
     same(jobs.reference("Text", NUMERICS), job)
     assert {worker["host"] for worker in job.of_kind("worker_joined")} == {"one"}
+
+
+def test_a_host_with_other_data_is_refused_by_name_before_its_lanes_count(
+    jobs: Jobs, agents: list[Agent], tmp_path: Path
+) -> None:
+    """As many samples, of which the first is the same; no lane of it is compared, neither at joins nor later."""
+    folders = helper(jobs.base, ""), helper(tmp_path / "other", "")
+    for folder, rows in zip(folders, ("ours", "other"), strict=True):
+        (folder / "unlike_task.py").write_text(DATA)
+        (folder / "rows.txt").write_text(rows)
+    job = start(jobs, tmp_path / "job", *APART, "--workers=1", "--set=verify_every=0", "--set=spot_check=0")
+    paced = {"events": str(job.run_dir / "events.jsonl"), "until": [{"kind": "worker_evicted"}], "lane_s": 1.0}
+    ours = {"EVERSTEP_TEST_PACE": json.dumps(paced)}
+    agents.append(Agent(job, "--host-name", "one", "--slots", "1", folder=folders[0], **ours))
+    job.wait_for("step_committed")
+    agents.append(Agent(job, "--host-name", "other", folder=folders[1]))
+    ask(job.run_dir, "scale", {"workers": 2})
+    assert agents[1].over(LIMIT_S), job.account()
+    words = agents[1].words()
+    assert "its data differ from the job's: sample " in words and "on host other" in words, words
+    assert job.end() == 0, job.account()
+    same(jobs.reference("Text", NUMERICS), job)
 
 
 @pytest.mark.longer

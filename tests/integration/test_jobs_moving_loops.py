@@ -11,7 +11,7 @@ import pytest
 from job_harness import Jobs, same
 
 SCRIPT = """
-import glob, os, time, torch
+import glob, os, signal, time, torch
 from torch import nn
 import everstep
 
@@ -51,6 +51,11 @@ AFTER = {
                 p.data.mul_(0.5)
             run.evaluate(lambda batch: {"tried": torch.tensor([0.5, 1.0])}, data, batch_size=64)
             left = int(os.environ.get("LOOKS", "0"))
+            fallen = os.environ.get("FALLS", "")
+            if fallen and not run.is_main and not os.path.exists(fallen):
+                open(fallen, "x").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            run.barrier()
             while left and not glob.glob(os.environ["MANIFEST"]):
                 left -= 1
                 time.sleep(0.01)
@@ -137,6 +142,23 @@ def test_a_checkpoint_has_nothing_of_what_the_loop_puts_back(
     assert alone.end() == 0, alone.account()
     assert job.end() == 0, job.account()
     assert [event["step"] for event in job.of_kind("fallback")] == [3]
+    same(alone.run_dir, job)
+
+
+@pytest.mark.parametrize("saves", [{}, {"checkpoint.disk.every_steps": 2}])
+def test_a_newcomer_does_not_get_what_the_loop_puts_back(jobs: Jobs, tmp_path: Path, saves: dict[str, int]) -> None:
+    """A worker dies while all evaluate other weights, and no job goes on without its successor."""
+    script = write(tmp_path, "swapped")
+    alone = jobs.start(script, workers=1, settings={"rehearse": "false"}, environment={"STEPS": "6"})
+    job = jobs.start(
+        script,
+        workers=2,
+        settings={"rehearse": "false", "min_workers": 2, **saves},
+        environment={"STEPS": "6", "FALLS": str(tmp_path / "fallen")},
+    )
+    assert alone.end() == 0, alone.account()
+    assert job.end() == 0, job.account()
+    assert len(job.of_kind("job_started")) == 1
     same(alone.run_dir, job)
 
 

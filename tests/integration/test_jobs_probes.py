@@ -29,7 +29,7 @@ class Data(torch.utils.data.Dataset):
         generator = torch.Generator().manual_seed(1)
         self.x, self.y = torch.randn(160, 6, generator=generator), torch.randn(160, 1, generator=generator)
     def __len__(self): return 160
-    def __getitem__(self, i): return self.x[i] + self.shift, self.y[i]
+    def __getitem__(self, i): return self.x[i] + self.shift * (i % 53 > 0), self.y[i]  # unlike first samples
 
 factor = 1.0 + told("factor")
 torch.manual_seed(0)

@@ -1,6 +1,9 @@
-"""What some samples of a map-style dataset hold: a job that goes on is to be trained on the data of before.
+"""What some samples of a map-style dataset hold: a job that goes on is to be trained on the data of before, and all its
+workers on the same.
 
-They are read in a process of their own, beside the start: a dataset may count its reads, keep files open or print.
+They are read in a process of their own, beside the start: a dataset may count its reads, keep files open or print. Not
+compared: streams, samples that differ when they are read again, datasets that take long or raise, and jobs without a
+run directory; between workers neither jobs that are inexact by their settings, nor what limbs of a cell read.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from typing import Any
 
 from everstep.base.readable import readable
 from everstep.data.loader_process import Failure, LoaderDied, LoaderProcess
-from everstep.data.sample_content import joint, sample_digest, types_alone
+from everstep.data.sample_content import joint, sample_digest, short, types_alone
 from everstep.exact.seeding import sample_seed, seed_all
 
 _NUMBER = 4
@@ -32,22 +35,24 @@ class FirstSamples:
         self._process.ask(1, 0, 0)
         self._process.ask(2, 0, 0, last=True)  # a worker that reads no samples itself may never ask for the answers
 
-    def close(self) -> tuple[str, str]:
-        """Wait for the samples. Returns a digest of what they hold, "" if they could not be read; and a line about one
-        that is another when it is read again, "" if none is. Objects that differ then are told by their types alone."""
+    def close(self) -> tuple[str, str, dict[int, str]]:
+        """Wait for the samples. Returns a digest of what they hold, "" if they could not be read; a line about one that
+        is another when it is read again, "" if none is; and digests of those that are the same then, by index. Objects
+        that differ then are told by their types alone."""
         until_s = time.monotonic() + _PATIENCE_S
         try:
             first, again = self._answer(until_s), self._answer(until_s)
         except LoaderDied:
-            return "", ""
+            return "", "", {}
         finally:
             self._process.close()
         found = joint(first) if first else ""
+        steady = {i: short(a) for i, a, b in zip(self._indices, first, again, strict=False) if a == b}
         if first == again:
-            return found, ""
+            return found, "", steady
         pairs = zip(self._indices, map(types_alone, first), map(types_alone, again), strict=False)
         other = [f"the dataset gives another sample {i} when it is read again" for i, one, two in pairs if one != two]
-        return types_alone(found), other[0] if other else ""
+        return types_alone(found), other[0] if other else "", steady
 
     def _answer(self, until_s: float) -> list[str]:
         """Digests of the samples; none if they could not be read."""

@@ -48,6 +48,11 @@ def _hashed(texts: Iterable[str]) -> str:
     return blake2b("".join(texts).encode(), digest_size=16).hexdigest()
 
 
+def short(digest: str) -> str:
+    """16 hex digits over the digest of a sample."""
+    return _hashed([digest])[:16]
+
+
 def types_alone(digest: str) -> str:
     """The part of a digest that tells most objects by their types alone."""
     return digest[:_FIRST]

@@ -73,6 +73,11 @@ class UnchangedTensors:
                 found[name] = thing
         return found
 
+    @property
+    def hides(self) -> bool:
+        """Whether the loop may have written parameters since `updated` in a way that `moved` does not find."""
+        return self._least == 1 and any(id(p) not in self._bits for p in self._model.parameters())
+
     def give(self, told: Mapping[str, torch.Tensor]) -> None:
         """Give tensors the values that another worker's loop has given them. Raises: ProtocolError for one that is not
         here."""

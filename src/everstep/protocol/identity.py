@@ -14,6 +14,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=200)]
 _Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 MOST_FILES, MOST_PACKAGES, MOST_VERSIONS = 4096, 1024, 16
 _NAMED = 3
+SAMPLE = "sample "
 
 
 class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,8 +40,8 @@ class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Code(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The code that a process has imported. files: digests of the user's own source files, by name; packages:
-    versions of installed packages, by name."""
+    """The code that a process has imported. files: digests of the user's own source files, by name, and of samples of
+    its dataset, whose names begin with SAMPLE; packages: versions of installed packages, by name."""
 
     files: Annotated[dict[_Name, _Digest], msgspec.Meta(max_length=MOST_FILES)] = {}
     packages: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=MOST_PACKAGES)] = {}
@@ -56,6 +57,11 @@ class Code(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if theirs.get(name, value) != value
         ]
         return "; ".join([*found[:_NAMED], *([f"and {len(found) - _NAMED} more"] if len(found) > _NAMED else [])])
+
+    @property
+    def samples(self) -> Code:
+        """The samples alone."""
+        return Code({name: digest for name, digest in self.files.items() if name.startswith(SAMPLE)})
 
     def beyond(self, other: Code) -> Code:
         """Imports of this process that the other lacks."""

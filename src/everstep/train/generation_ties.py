@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from everstep.base.config import inexact
 from everstep.base.errors import CollectiveAborted, DeterminismError
 from everstep.base.foreign import WORKER_MARK
 from everstep.base.plan import Divides, Member, Plan
@@ -19,6 +20,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import gathered
 from everstep.protocol.following import PlanAsked, PlanShown, name_of
+from everstep.protocol.identity import SAMPLE, Code
 from everstep.runtime.link.peer import PeerConnection
 from everstep.script.imported import LateImports
 from everstep.train.executor import Executor
@@ -45,6 +47,7 @@ class GenerationTies:
     _late: tuple[wire.AnyMessage, ...] = ()
     _placed: bool = False
     _imports: LateImports = field(default_factory=LateImports)
+    _samples: Code = field(default_factory=Code)
     _divides: dict[int, Divides] = field(default_factory=dict)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
@@ -108,7 +111,7 @@ class GenerationTies:
             state_bytes=self._view.stages.expected_bytes,
             lanes=self._view.config.lanes,
             kernels=self._view.kernels,
-            code=self._imports.all(),
+            code=self._imports.all().joined(self._samples),
         )
         return hello, now.plan
 
@@ -159,10 +162,14 @@ class GenerationTies:
         return told
 
     def _tell_imports(self, step: int, plan: Plan | None) -> None:
-        """Report new imports: lanes may have been computed with them, so no member gets any of these lanes before the
-        coordinator has compared the imports. Raises: CollectiveAborted if this worker is refused, or a newer plan
-        comes."""
-        more, link = self._imports.more(), self._view.link
+        """Report new imports, and samples of the data once they are read (not those of a stream, nor one that differs
+        when it is read again): lanes may have been computed with them, so no member gets any of these lanes before the
+        coordinator has compared them. Raises: CollectiveAborted if this worker is refused, or a newer plan comes."""
+        more, link, seen = self._imports.more(), self._view.link, self._view.position.seen
+        samples = Code({f"{SAMPLE}{index}": digest for index, digest in seen.items()})
+        if samples != self._samples and not inexact(self._view.config):
+            self._samples = samples
+            more = (more or Code()).joined(samples)
         if more is None:
             return
         link.tell(wire.Imported(**vars(link.me), code=more))
@@ -170,7 +177,7 @@ class GenerationTies:
             key = f"generation{plan.generation}/imported/{link.me.worker_id}/{step}"
             self._rendezvous.set_key(key, b"1")
             if self._rendezvous.get_keys([key]) is None:
-                raise CollectiveAborted("this worker imported other code than the others, or a newer plan has come")
+                raise CollectiveAborted("this worker has other code or data than the others, or a newer plan has come")
 
     def _tell_divided(self) -> None:
         """Report how the optimizer's state of stages that are new here can be divided."""

@@ -11,7 +11,7 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
@@ -60,7 +60,7 @@ class DataPosition:
     """Where a job is in its data, besides its step, and which data they are.
 
     files: names and sizes of the dataset's files, as it tells them. front: None of a map-style dataset. first: reads
-    some samples of one, until `settle`; None if nothing is to be compared.
+    some samples of one, until `settle`; None if nothing is to be compared. seen: their digests, for other workers.
     """
 
     order: AnyOrder
@@ -68,6 +68,7 @@ class DataPosition:
     front: Front | None = None
     reader: StreamReader | None = None
     first: FirstSamples | None = None
+    seen: Mapping[int, str] = field(default_factory=dict)
     _samples: str = ""
     _unsteady: str = ""
     _size: int = 0
@@ -92,7 +93,7 @@ class DataPosition:
         that is another when it is read again, "" if there is none."""
         if self.first is not None:
             first, self.first, self._size = self.first, None, self.order.dataset_size
-            self._samples, self._unsteady = first.close()
+            self._samples, self._unsteady, self.seen = first.close()
         return self._unsteady
 
     def accept(self, data: bytes, step: int) -> str:

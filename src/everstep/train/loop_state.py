@@ -34,11 +34,13 @@ class _Entry:
 
 class LoopMoves:
     """What the loop changes in trained tensors after the batches of a step. known: whether it has ever done so. told:
-    by name, what has been changed since the update, as of the next round's batches."""
+    by name, what has been changed since the update, as of the next round's batches. astray: name of a tensor that has,
+    or may have, another value than after the update while the loop waits for other workers; "" if none has."""
 
     def __init__(self) -> None:
         self.known = False
         self.told: dict[str, Tensor] = {}
+        self.astray = ""
         self._tensors: UnchangedTensors | None = None
         self._round = 0
 
@@ -78,6 +80,16 @@ class LoopMoves:
         again. "" if there is none."""
         found = {} if self._tensors is None else self._tensors.moved(midway=True)
         return next(iter(found), "")
+
+    @contextmanager
+    def waiting(self) -> Iterator[str]:
+        """While inside, the loop is between an update and further batches, and waits. Yields as `midway`."""
+        moved = self.midway()
+        self.astray = moved or ("a parameter" if self._tensors is not None and self._tensors.hides else "")
+        try:
+            yield moved
+        finally:
+            self.astray = ""
 
     def past(self, number: int) -> bool:
         """Whether the loop has changed tensors after this step and has gone on: a taker must not repeat the change."""
@@ -171,8 +183,9 @@ class LoopState:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """While inside, changes of tensors are not the loop's. Raises: as `reach`."""
-        stayed, moved = _stayed(self._unchanged), self.moves.midway()
-        yield
+        stayed = _stayed(self._unchanged)
+        with self.moves.waiting() as moved:
+            yield
         if not moved:
             self.moves.put_back()  # an evaluation does so with buffers
         if stayed and self._unchanged is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from everstep.base.cause import Cause, Why
-from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, EverstepError, check
+from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, EverstepError, Evicted, check
 from everstep.base.extents import WHOLE, Extents, Sizes, union
 from everstep.base.plan import Plan
 from everstep.checkpoint.manifest import Manifest
@@ -113,7 +113,8 @@ class Transfers:
         position = effect.position
         offer = Offer(position=position, records=effect.records, held={})
         if effect.live:
-            offer = self._live(effect, effect.live, _shelved if effect.stands else _snapshot)
+            live = {} if self._astray(effect) else effect.live
+            offer = self._live(effect, live, _shelved if effect.stands else _snapshot)
         held: dict[int, list[Held]] = {k: list(of) for k, of in offer.held.items()}
         for stage, kept in self._keeper.held(position.step).items():
             held.setdefault(stage, []).append(kept)
@@ -122,6 +123,21 @@ class Transfers:
         self._donor.shelve(("settle", effect.generation), msgspec.structs.replace(offer, held=given))
         if not effect.stands:
             self._donor.busy_snapshot(stays=True)
+
+    def _astray(self, effect: do.Shelve) -> bool:
+        """Whether a kept snapshot has to stand in for the live state, which the loop has changed since the update, and
+        may put back (it evaluates other weights). Raises: Evicted if there is none: the job goes back a few steps."""
+        name, number = self._loop.moves.astray, effect.position.step
+        if not name or self._view.config.zero.stage:  # that refuses such a loop
+            return False
+        kept = self._keeper.held(number)
+        if all(stage in kept and kept[stage][1].whole for stage in effect.live):
+            return True
+        text = (
+            f"another worker needs the state of step {number}, and no copy was kept of it: the loop may have changed "
+            f"{name} since the update, so this worker restarts, and the job goes back to a checkpoint"
+        )
+        raise Evicted(text, returns=True)
 
     def offer_feeds(self, effect: do.OfferFeeds) -> None:
         """Give a snapshot of now to workers that have asked to follow."""

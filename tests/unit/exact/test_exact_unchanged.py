@@ -95,6 +95,17 @@ def test_hidden_writes_of_a_loop_that_may_make_them_are_told_at_once_to_those_th
     assert one.tensors.moved().keys() == {"parameter 0.bias"}
 
 
+def test_parameters_whose_bits_were_not_noted_may_hide_writes_of_a_loop_that_may_make_them() -> None:
+    one = Trained()
+    found = list[bool]()
+    for hides in (True, False):
+        tensors = UnchangedTensors(one.model, one.optimizer, hides=hides)
+        for _ in range(3):
+            tensors.updated()
+            found.append(tensors.hides)
+    assert found == [False, False, True, False, False, False]
+
+
 def test_what_is_put_back_was_midway_and_is_not_the_loops_change() -> None:
     """An evaluation under other weights writes buffers, too, whose marks count anew then."""
     one = Trained()

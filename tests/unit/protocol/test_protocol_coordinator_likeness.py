@@ -249,3 +249,17 @@ def test_where_too_few_are_left_without_the_odd_one_the_job_ends_and_nothing_beg
     differ(world, 1)
     assert world.over().exit_code == 2 and "another gradient" in world.over().reason
     assert world.plan == before
+
+
+def test_a_worker_that_reads_other_samples_is_refused_by_name() -> None:
+    world = two_hosts()
+    for worker, host in ((0, "a1"), (1, "a1"), (2, "a2")):
+        world.come(worker, host=host)
+    first, other = Code({"sample 0": "1" * 16, "sample 17": "2" * 16}), Code({"sample 17": "3" * 16})
+    world.say("w0.0", m.Imported(worker_id=0, incarnation=0, code=first))
+    world.say("w1.0", m.Imported(worker_id=1, incarnation=0, code=first))
+    assert world.remembered["code"]["files"].items() >= first.files.items() and not world.warnings()
+    world.say("w2.0", m.Imported(worker_id=2, incarnation=0, code=other))
+    refused = sent_away(world)
+    words = f"sample 17 is {'3' * 16} on host a2, {'2' * 16} in the job"
+    assert f"host a2: its data differ from the job's: {words}" in refused.reason

@@ -112,6 +112,15 @@ def test_other_samples_than_before_are_told() -> None:
         assert text == ("the dataset holds other samples than before the checkpoint of step 5" if told else "")
 
 
+def test_samples_are_seen_alike_in_each_worker_unless_they_differ_when_they_are_read_again() -> None:
+    found = [looked_at(rows) for rows in (Rows(), Rows(), Rows(last=1), Rows(breaks=True))]
+    for position in found:
+        position.settle()
+    ours, same, other, broken = (position.seen for position in found)
+    assert ours == same and [*ours] == [0, 33, 66, 99] and not broken
+    assert [name for name in ours if ours[name] != other[name]] == [99]
+
+
 def test_a_dataset_of_another_length_is_told_though_no_sample_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
     said = looked_at(Rows(breaks=True)).encoded(5)
     other = DataPosition(SampleOrder(0, 99, 4, 2, epochs=2), first=FirstSamples(Rows(), 99, 0))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from divided_members import DividedMember
-from everstep.base.errors import CheckpointCorrupt
+from everstep.base.errors import CheckpointCorrupt, Evicted
 from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import SEGMENTS, Member, Plan, Seat, Shard
 from everstep.exact.snapshot import Snapshot, StateInPlace
@@ -78,12 +78,30 @@ def holder() -> tuple[Transfers, Donor, Any]:
     view.stages.__getitem__.side_effect = {0: replica}.__getitem__
     view.stages.__contains__.side_effect = {0: replica}.__contains__
     view.driver.machine.held = {0: there}
-    loop, donor = MagicMock(), Donor()
-    loop.moves.past.return_value, loop.told.return_value, loop.changed.return_value = False, b"", ()
+    loop, donor, view.config.zero.stage = MagicMock(), Donor(), 0
+    loop.moves.astray, loop.moves.past.return_value, loop.told.return_value, loop.changed.return_value = (
+        "",
+        False,
+        b"",
+        (),
+    )
     view.publisher.untold.packed.return_value = b""
     keeper = MagicMock()
     keeper.held.return_value = {}
     return Transfers(view, MagicMock(), donor, keeper, MagicMock(), loop), donor, state.state
+
+
+def test_a_state_that_the_loop_has_changed_since_the_update_is_given_as_it_was_kept_or_not_at_all() -> None:
+    transfers, donor, state = holder()
+    shelve = do.Shelve(3, Key(1, 0), {}, {}, {0: WHOLE}, stands=True)
+    transfers._loop.moves.astray = "parameter 0.weight"
+    with pytest.raises(Evicted, match=r"changed parameter 0\.weight since the update, so this worker restarts") as left:
+        transfers.shelve(shelve)
+    assert left.value.returns and not left.value.drained
+    kept = state.clone_snapshot()
+    transfers._keeper.held.return_value = {0: (kept, WHOLE)}  # type: ignore[attr-defined]
+    transfers.shelve(shelve)
+    assert donor._shelves["settle"].held == {0: [(kept, WHOLE)]}
 
 
 def test_members_that_settle_read_the_state_where_it_lies_until_all_have_what_they_lack() -> None:

@@ -70,6 +70,12 @@ class Likeness:
         """A worker reports its imports. Returns why it may not take part, None if it may."""
         if said is None:
             return None
+        data = said.samples.unlike(self._code, f"on host {host}", "in the job")
+        if data:
+            text = (
+                f"host {host}: its data differ from the job's: {data}: bring the same files of the dataset to all hosts"
+            )
+            return Why(Cause.CONFIG, text)
         words = said.unlike(self._code, f"on host {host}", "in the job")
         if words:
             remedy = (
