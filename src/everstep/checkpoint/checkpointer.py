@@ -225,7 +225,7 @@ class Checkpointer:
         if self._manifests is not None:
             self._manifests.abandon(Why(Cause.CORRUPT, "its state was discarded"))
             self._manifests.drain(_DRAIN_S)
-            self._manifests.forget(_DRAIN_S)
+            self._manifests.forget(sound, _DRAIN_S)
         self._sound = {step for step in self._sound if step <= sound}
         self._base = Base()
         try:

@@ -97,6 +97,7 @@ class HostsStore(DirectoryStore):
         stores = dict(self._each())
         names = self.listed("step-") if len(stores) > 1 else {}
         every = set().union(*names.values())
+        bad: dict[str, set[str]] = {}
         for aside in sorted(name for name in every if is_damaged(name) and name.endswith(MANIFEST)):
             manifest = manifest_name(step_of(aside) or 0)
             lack = [host for host in stores if manifest in names.get(host, ()) and aside not in names[host]]
@@ -116,7 +117,9 @@ class HostsStore(DirectoryStore):
                     if not (same or any(manifest in names.get(other, ()) for other in stores if other != host)):
                         raise  # it may be the one that was made since
                     log.warning("%s is not set aside on %s, and not read from there: %s", manifest, host, error)
-                    self._bad.setdefault(manifest, set()).add(host)
+                    bad.setdefault(manifest, set()).add(host)
+        for name in [*bad, *(name for name in list(self._bad) if not is_part(name))]:  # others were replaced since
+            self._bad[name] = (self._bad.get(name, set()) - set(stores)) | bad.get(name, set())
 
     def distrust(self, file: PartFile) -> bool:
         """Copies of a file that are not right are read no more. Returns whether there is one that is.
@@ -135,6 +138,20 @@ class HostsStore(DirectoryStore):
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> BytesLike:
         return self._first(name, lambda at: at.read(name, start, length))
+
+    def read_each(self, name: str, most_bytes: int) -> Iterator[BytesLike]:
+        """Each host's copy of a file, up to this length, if it is not known to be bad. Raises: PartsAway after all if a
+        host does not answer."""
+        silent: dict[str, str] = {}
+        for host, store in self._each():
+            if host in self._bad.get(name, ()):
+                continue
+            try:
+                yield store.read(name, 0, most_bytes)
+            except StoreError as error:
+                silent |= {host: str(error)} if error.trouble == _AWAY else {}
+        if silent:
+            raise PartsAway(f"{name} is not right here, and {'; '.join(silent.values())}", sorted(silent))
 
     def read_into(self, name: str, start: int, views: Sequence[memoryview]) -> int:
         return self._first(name, lambda at: at.read_into(name, start, views))

@@ -87,6 +87,8 @@ class _Expected(NamedTuple):
     extent: Extent
     assembly: Assembly
     began: float
+    discards: int
+    """How often states had been discarded before."""
 
 
 class ManifestWriter:
@@ -121,6 +123,7 @@ class ManifestWriter:
         self._unfinished = 0
         self._sweeping = False
         self._shelf: Shelf | None = None
+        self._discarded: list[int] = []  # the last sound step, each time
         self._thread = threading.Thread(target=self._run, name="everstep-manifest", daemon=True)
         self._thread.start()
 
@@ -131,7 +134,8 @@ class ManifestWriter:
         `Assembly`."""
         self.abandon(Why(Cause.BUSY, "the next checkpoint began"))
         with self._lock:
-            self._current = _Expected(extent, Assembly(extent.step, generation, stages, writers), time.monotonic())
+            assembly = Assembly(extent.step, generation, stages, writers)
+            self._current = _Expected(extent, assembly, time.monotonic(), len(self._discarded))
             self._unfinished += 1
             early, self._early = self._early, []
         for report in early:
@@ -158,9 +162,11 @@ class ManifestWriter:
         with self._lock:
             return self._lock.wait_for(lambda: self._unfinished == 0, timeout_s)
 
-    def forget(self, timeout_s: float) -> None:
-        """Others are about to change the files on disk: wait this long for a sweep to end."""
+    def forget(self, sound: int, timeout_s: float) -> None:
+        """Checkpoints of later steps are about to be discarded: wait this long for a sweep to end. Those that began
+        before are not completed, however late they would be."""
         with self._lock:
+            self._discarded.append(sound)
             self._lock.wait_for(lambda: not self._sweeping, timeout_s)
         self._shelf = None
 
@@ -180,7 +186,8 @@ class ManifestWriter:
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
-            (extent, assembly, began), failed = item
+            expected, failed = item
+            extent, assembly = expected.extent, expected.assembly
             reports = assembly.reports.values()
             stall_s = max((r.stall_s for r in reports), default=0.0)
             cost_s = max((r.stall_s + r.cpu_s for r in reports), default=0.0)
@@ -190,14 +197,14 @@ class ManifestWriter:
                 failed = Why(Cause.CORRUPT, differs) if differs else failed
                 if failed is None:
                     tried = True
-                    manifest = self._complete(assembly, extent)
+                    manifest = self._complete(expected)
             except Exception as fault:  # whatever it is: training goes on without this checkpoint
                 failed = Why(cause_of(fault), str(fault) or type(fault).__name__)
             if manifest is None:
                 _attempt(self._withdraw, assembly, tried)
             else:
                 _attempt(self._point, manifest)
-            took = time.monotonic() - began
+            took = time.monotonic() - expected.began
             why, differing = extent.why, bool(differs)
             _attempt(self._done, WriteOutcome(extent.step, failed, manifest, took, stall_s, cost_s, why, differing))
             with self._lock:
@@ -210,7 +217,8 @@ class ManifestWriter:
                     self._sweeping = False
                     self._lock.notify_all()
 
-    def _complete(self, assembly: Assembly, extent: Extent) -> Manifest:
+    def _complete(self, expected: _Expected) -> Manifest:
+        assembly, extent = expected.assembly, expected.extent
         manifest = assemble(assembly, self._older, _facts(self._identity, extent))
         if isinstance(self._store, HostsStore):
             manifest = replace(manifest, hosts=self._store.spread(manifest.files, self._copies))
@@ -222,10 +230,25 @@ class ManifestWriter:
         if len(data) > MOST_BYTES:
             raise StoreError(f"its manifest has {len(data)} bytes: at most {MOST_BYTES} can be read again")
         try:
-            self._store.write(manifest_name(extent.step), [data], len(data), if_absent=True)
+            self._publish(manifest, data, expected)
         except BlobExists:
-            return self._existing(manifest, data, assembly)
+            return self._existing(manifest, data, expected)
         return manifest
+
+    def _publish(self, manifest: Manifest, data: bytes, expected: _Expected) -> None:
+        """Write the manifest. Raises: BlobExists. CheckpointCorrupt if its state was discarded since the checkpoint
+        began, or is while this writes: then `discard_after` may have looked too early to see it."""
+
+        def is_wrong() -> bool:
+            return any(sound < manifest.step for sound in self._discarded[expected.discards :])
+
+        if not is_wrong():
+            self._store.write(manifest_name(manifest.step), [data], len(data), if_absent=True)
+            if not is_wrong():
+                return
+            with suppress(BlobMissing):
+                self._set_aside(manifest.step)
+        raise CheckpointCorrupt(f"the state of step {manifest.step} was discarded")
 
     def _with_digests(self, manifest: Manifest) -> Manifest:
         """The manifest with the digests of entries of which no writer held all: they are read from the parts."""
@@ -242,13 +265,15 @@ class ManifestWriter:
         body = {key: value for key, value in manifest.state.items() if key != "digest"}
         return replace(manifest, state=sealed({**body, "digests": digests}))
 
-    def _existing(self, manifest: Manifest, data: bytes, assembly: Assembly) -> Manifest:
+    def _existing(self, manifest: Manifest, data: bytes, expected: _Expected) -> Manifest:
         """The step was saved before: an equal checkpoint stays, and a damaged one is set aside."""
         try:
             found = open_checkpoint(self._store, manifest.step)
             found.check_files()
             same = same_state(found.manifest.state, manifest.state)
-            if same and assembly.files():  # parts were written again: some worker may have been unable to read it
+            if (
+                same and expected.assembly.files()
+            ):  # parts were written again: some worker may have been unable to read it
                 verify_blocks(found)
         except CheckpointCorrupt:
             self._set_aside(manifest.step)
@@ -258,10 +283,10 @@ class ManifestWriter:
         else:
             if not same:
                 raise StoreError(f"there is another checkpoint of step {manifest.step}, with other contents")
-            _attempt(self._withdraw, assembly, True)
+            _attempt(self._withdraw, expected.assembly, True)
             return open_checkpoint(self._store, manifest.step).manifest  # unless it was set aside meanwhile
         verify_blocks(Checkpoint(self._store, manifest))  # it may refer to the same blocks
-        self._store.write(manifest_name(manifest.step), [data], len(data), if_absent=True)
+        self._publish(manifest, data, expected)
         return manifest
 
     def _set_aside(self, step: int) -> None:

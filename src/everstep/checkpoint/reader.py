@@ -6,6 +6,7 @@ A reader does not know the topology that wrote a checkpoint, and may have anothe
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,13 +22,15 @@ from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.manifest import MAX_HEAD_BYTES, Manifest, PartFile, decode
 from everstep.checkpoint.names import BEST, DAMAGED, LATEST, MANIFEST, is_damaged, manifest_name, step_name, step_of
 from everstep.checkpoint.part import tree_digest
-from everstep.checkpoint.pointers import detach, read_pins, read_pointer, read_sealed
+from everstep.checkpoint.pointers import MOST_BYTES, detach, read_pins, read_pointer, read_sealed
 from everstep.checkpoint.repair import Lost, Repairer
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.exact.digest import digest_bytes, digest_views
 from everstep.exact.image import BLOCK_BYTES, Scatter, pieces_of, spread
 from everstep.exact.state import ModelState
 from everstep.exact.topology import select
+
+log = logging.getLogger(__name__)
 
 PIECE_BLOCKS = 16
 """At most so many blocks are read at once: 4 MiB."""
@@ -63,13 +66,14 @@ class Checkpoint:
         """Raises: CheckpointCorrupt if a file is missing, of another size, or begins otherwise than it was written: on
         each host that has it, if there are several."""
         try:
-            self._check_copy(file)
+            self.check_copy(file)
         except CheckpointCorrupt:
             if not isinstance(self.store, HostsStore) or not self.store.distrust(file):
                 raise
-            self._check_copy(file)
+            self.check_copy(file)
 
-    def _check_copy(self, file: PartFile) -> None:
+    def check_copy(self, file: PartFile) -> None:
+        """As `check_file`, of the copy that is read first."""
         where = f"{self.store.url}/{file.name}"
         try:
             size = self.store.size(file.name)
@@ -251,11 +255,25 @@ def manifests_of(store: BlobStore, first: int | None = None) -> Iterator[Manifes
 def read_manifest(store: BlobStore, step: int) -> tuple[Manifest, bytes]:
     """The manifest of a step, and its text.
 
-    Raises: BlobMissing if there is none. CheckpointCorrupt if the manifest was altered or is of another step.
-    ConfigError if it is of a newer format.
+    Raises: BlobMissing if there is none. CheckpointCorrupt if the manifest was altered or is of another step: on each
+    host, if there are several. ConfigError if it is of a newer format. PartsAway.
     """
     name = manifest_name(step)
-    text = read_sealed(store, name)
+    try:
+        text = read_sealed(store, name)
+        return _manifest_in(text, store, step), text
+    except CheckpointCorrupt as error:
+        for data in store.read_each(name, MOST_BYTES) if isinstance(store, HostsStore) else ():
+            with suppress(CheckpointCorrupt):
+                text = bytes(data)
+                manifest = _manifest_in(text, store, step)
+                log.warning("%s: another host's copy is read", error)
+                return manifest, text
+        raise
+
+
+def _manifest_in(text: bytes, store: BlobStore, step: int) -> Manifest:
+    name = manifest_name(step)
     manifest = decode(text, f"{store.url}/{name}")
     if manifest.step != step:
         raise CheckpointCorrupt(f"{store.url}/{name} is the manifest of step {manifest.step}: it belongs elsewhere")
@@ -263,7 +281,7 @@ def read_manifest(store: BlobStore, step: int) -> tuple[Manifest, bytes]:
         _ = manifest.entries
     except (CheckpointCorrupt, RecursionError) as error:
         raise CheckpointCorrupt(f"{store.url}/{name} is not as Everstep writes it: {error}") from None
-    return manifest, text
+    return manifest
 
 
 def checked_bytes(store: BlobStore, part: PartFile, at_once: int = PIECE_BLOCKS * BLOCK_BYTES) -> Iterator[memoryview]:
@@ -434,7 +452,7 @@ def verify_checkpoint(
     """All problems of one checkpoint. checked: what is known of files already; is added to."""
     known = {} if checked is None else checked
     try:
-        checkpoint = open_checkpoint(store, step)
+        checkpoint = Checkpoint(store, _manifest_in(read_sealed(store, manifest_name(step)), store, step))
     except (CheckpointCorrupt, ConfigError) as error:
         return [Problem(step, manifest_name(step), str(error))]
     found = []
@@ -459,7 +477,7 @@ def _file_problem(checkpoint: Checkpoint, file: PartFile, progress: OnBlock) -> 
     """The fault of a file, all of whose bytes are read; empty if there is none."""
     manifest, store = checkpoint.manifest, checkpoint.store
     try:
-        checkpoint.check_file(file)
+        checkpoint.check_copy(file)
         expected = _expected(manifest, file)
         digests: list[str] = []
         for first in range(0, file.n_blocks, PIECE_BLOCKS):

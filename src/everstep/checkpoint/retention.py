@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from everstep.base.config_keys import TierConfig
-from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, PartsAway, StoreError
 from everstep.checkpoint.manifest import Manifest, decode
 from everstep.checkpoint.names import BEST, LATEST, is_damaged, is_part, manifest_name, step_name, step_of
 from everstep.checkpoint.pointers import read_pins, read_pointer, read_sealed, write_pointer
@@ -146,12 +146,15 @@ def discard_after(store: BlobStore, sound: int) -> None:
     trouble: StoreError | None = None
     try:
         shelf = Shelf.read(store)
+    except PartsAway as away:
+        hosts = " and ".join(away.hosts)
+        shelf, trouble = Shelf(store), PartsAway(f"what {hosts} has is set aside once {hosts} answers", away.hosts)
     except StoreError as error:
         shelf, trouble = Shelf(store), error
     # Another worker may have been at it the first time.
     trouble = (_set_aside_after(store, sound) and _set_aside_after(store, sound)) or trouble
     for name in (LATEST, BEST):
-        with suppress(BlobMissing, CheckpointCorrupt):
+        with suppress(BlobMissing, CheckpointCorrupt, PartsAway):
             if (read_pointer(store, name) or 0) > sound:
                 store.delete(name)
     if trouble is not None:

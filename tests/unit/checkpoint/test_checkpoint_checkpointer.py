@@ -22,11 +22,11 @@ from everstep.base.config_keys import CheckpointConfig, DiskTierConfig
 from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, PartsAway, StoreError
 from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Member, Plan, Rank, Seat
-from everstep.checkpoint import checkpointer, part
+from everstep.checkpoint import checkpointer, manifest_writer, part
 from everstep.checkpoint.checkpointer import Checkpointer
 from everstep.checkpoint.manifest_assembly import Assembly
 from everstep.checkpoint.manifest_writer import Extent, WriteOutcome
-from everstep.checkpoint.names import manifest_name
+from everstep.checkpoint.names import is_damaged, manifest_name, step_name
 from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter, check_of
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore, Draft
@@ -442,6 +442,57 @@ def test_a_frozen_leader_that_wakes_completes_nothing_that_was_discarded(
     job.save(3)
     job.update(9)
     assert job.workers[0].drain(60.0) and job.workers[1].restorable() == (3,)
+
+
+@pytest.mark.parametrize("sound", [2, 3])
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_discarded_while_the_leader_writes_its_manifest_is_not_published(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, again: bool, sound: int
+) -> None:
+    """again: it has just read all blocks, since an earlier checkpoint of the step is damaged; that may take minutes.
+    A step that is sound is completed all the same."""
+    asked, wakes = threading.Event(), threading.Event()
+    verify, write = manifest_writer.verify_blocks, DirectoryStore.write
+
+    def wait() -> None:
+        asked.set()
+        wakes.wait(60.0)
+
+    def verifying(found: Checkpoint) -> None:
+        verify(found)
+        wait()
+
+    def writing(self: DirectoryStore, name: str, *args: Any, **options: Any) -> None:
+        if name == manifest_name(3):
+            wait()
+        write(self, name, *args, **options)
+
+    monkeypatch.setattr(checkpointer, "_DRAIN_S", 0.0)
+    job = start(2)
+    for step in (1, 2, *([3] if again else [])):
+        job.save(step)
+        job.update(step)
+        job.wait_told(step)
+    worker, store = job.workers[0], job.workers[0].store
+    if again:
+        (store.path / manifest_name(3)).write_bytes(b"damaged")
+        monkeypatch.setattr(manifest_writer, "verify_blocks", verifying)
+    else:
+        monkeypatch.setattr(DirectoryStore, "write", writing)
+    job.plan = plan_of(2, generation=2)
+    job.save(3)
+    job.update(3)
+    assert asked.wait(60.0)
+    worker.invalidate(sound, with_objects=False)
+    wakes.set()
+    assert worker.drain(60.0)
+    assert (3 in steps_in(store)) == (job.ended[-1].manifest is not None) == (sound == 3)
+    assert job.workers[1].restorable() == (sound,)
+    aside = [name for name in store.list(step_name(3)) if is_damaged(name)]
+    assert len(aside) == (1 if again or sound == 2 else 0), "what is known to be wrong is not even written"
+    job.plan = plan_of(2, generation=3)
+    job.save(3)
+    assert worker.drain(60.0) and job.workers[1].restorable() == (3,)
 
 
 def test_draining_waits_for_what_began(start: Callable[..., Job]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from everstep.checkpoint import hosts_store
 from everstep.checkpoint.host_files import HostFiles
 from everstep.checkpoint.hosts_store import HostsStore, next_host
 from everstep.checkpoint.manifest import PartFile
-from everstep.checkpoint.names import manifest_name
-from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in
+from everstep.checkpoint.names import LATEST, manifest_name
+from everstep.checkpoint.reader import newest_complete, open_checkpoint, read_manifest, steps_in, verify_store
 from everstep.checkpoint.retention import discard_after
 from everstep.checkpoint.store import DirectoryStore
 from everstep.exact.digest import digest_bytes
@@ -331,12 +332,59 @@ def test_a_host_that_cannot_set_its_old_manifest_aside_decides_for_nobody_else(
     for store in hosts.stores.values():
         store.heed()
         assert bytes(store.read(manifest_name(2))) == again
+    for host in "ab":  # its disk works again, and the others' copies are lost
+        (hosts.folders[host] / manifest_name(2)).unlink()
+    (hosts.folders["b"] / manifest_name(2)).write_bytes(again)
+    (hosts.folders["c"] / manifest_name(2)).unlink()
+    hosts.stores["c"].heed()
+    assert bytes(hosts.stores["c"].read(manifest_name(2))) == again
+
+
+def damage_manifest(folder: Path, step: int) -> None:
+    path = folder / manifest_name(step)
+    path.write_bytes(path.read_bytes()[:-9] + b"x" * 9)
+
+
+@pytest.mark.parametrize("bad", ["a", "ab", "abc"])
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_bad_copy_of_a_manifest_discards_nothing_that_another_host_has(hosts: Hosts, bad: str, silent: bool) -> None:
+    """silent: c, which may have a good one, does not answer."""
+    saved(hosts, 1, 2)
+    good = bytes(hosts.stores["c"].read(manifest_name(2)))
+    for name in bad:
+        damage_manifest(hosts.folders[name], 2)
+    problems = verify_store(hosts.stores["a"], [2])
+    assert [(p.step, p.name) for p in problems] == [(2, manifest_name(2))] and str(hosts.folders["a"]) in problems[
+        0
+    ].what
+    told: list[int] = []
+    if silent:
+        hosts.servers["c"].close()
+        with pytest.raises(PartsAway) if bad != "a" else nullcontext():
+            assert bytes(read_manifest(hosts.stores["a"], 2)[1]) == good
+    else:
+        found = newest_complete(hosts.stores["a"], told=lambda step, why: told.append(step))
+        assert found is not None and (found.step, told) == ((1, [2]) if bad == "abc" else (2, []))
+    assert hosts.who_has(manifest_name(2)) == ([] if told else list(NAMES))
+
+
+@pytest.mark.parametrize("how", ["short", "head", "block"])
+def test_a_bad_copy_of_this_host_is_said_although_another_host_has_a_good_one(hosts: Hosts, how: str) -> None:
+    saved(hosts, 1, 2)
+    store = hosts.stores["a"]
+    assert verify_store(store) == []
+    file = open_checkpoint(store, 2).manifest.files[-1]
+    path = hosts.folders["a"] / file.name
+    data = path.read_bytes()
+    path.write_bytes({"short": data[:-9], "head": b"x" * 9 + data[9:], "block": data[:-9] + b"x" * 9}[how])
+    assert [(p.step, p.name) for p in verify_store(store)] == [(2, file.name)]
 
 
 def test_a_host_that_does_not_answer_keeps_no_other_from_setting_aside(hosts: Hosts) -> None:
     saved(hosts, 1, 2)
     hosts.servers["b"].close()
-    with pytest.raises(PartsAway):
+    (hosts.folders["a"] / LATEST).unlink()
+    with pytest.raises(PartsAway, match="what b has is set aside once b answers"):
         discard_after(hosts.stores["a"], 1)
     assert hosts.who_has(manifest_name(2)) == ["b"] and hosts.who_has(manifest_name(1)) == list(NAMES)
 
