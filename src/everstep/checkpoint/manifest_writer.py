@@ -271,9 +271,7 @@ class ManifestWriter:
             found = open_checkpoint(self._store, manifest.step)
             found.check_files()
             same = same_state(found.manifest.state, manifest.state)
-            if (
-                same and expected.assembly.files()
-            ):  # parts were written again: some worker may have been unable to read it
+            if same and expected.assembly.files():  # they were written again: a worker may have been unable to read it
                 verify_blocks(found)
         except CheckpointCorrupt:
             self._set_aside(manifest.step)

@@ -73,7 +73,8 @@ class Likeness:
         data = said.samples.unlike(self._code, f"on host {host}", "in the job")
         if data:
             text = (
-                f"host {host}: its data differ from the job's: {data}: bring the same files of the dataset to all hosts"
+                f"host {host}: its data differ from the job's: {data}: bring the same files of the dataset to all "
+                "hosts, and leave out of a sample what differs by host, such as a path"
             )
             return Why(Cause.CONFIG, text)
         words = said.unlike(self._code, f"on host {host}", "in the job")
