@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -238,10 +239,19 @@ class Batch:
     whole: list[Any] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class SlottedBatch:
+    """The same without a dictionary of its attributes."""
+
+    rows: dict[str, torch.Tensor]
+    whole: list[Any] = field(default_factory=list)
+
+
+@pytest.mark.parametrize("kind", [Batch, SlottedBatch])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_tensors_in_dataclasses_begin_at_64_bytes(workers: int) -> None:
-    def collate(samples: list[Any]) -> Batch:
-        batch = Batch({"x": torch.arange(9.0)[1:]})
+def test_tensors_in_dataclasses_begin_at_64_bytes(workers: int, kind: Any) -> None:
+    def collate(samples: list[Any]) -> Any:
+        batch = kind({"x": torch.arange(9.0)[1:]})
         batch.whole.append(batch)
         return batch
 
@@ -252,8 +262,8 @@ def test_tensors_in_dataclasses_begin_at_64_bytes(workers: int) -> None:
     finally:
         loads.close()
     assert batch.rows["x"].data_ptr() % 64 == 0 and batch.rows["x"].tolist() == list(range(1, 9))
-    still = Batch({"x": torch.zeros(8)})
-    assert aligned(still) is still and aligned(Batch) is Batch
+    still = kind({"x": torch.zeros(8)})
+    assert aligned(still) is still and aligned(kind) is kind
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -345,8 +355,12 @@ def test_a_stream_that_the_parent_has_read_goes_on_in_processes_that_are_replace
         loads.close()
 
 
-def test_loader_processes_do_not_move_the_files_that_their_parent_has_open(tmp_path: Path) -> None:
+@pytest.mark.parametrize("temporary", [False, True])
+def test_loader_processes_do_not_move_the_files_that_their_parent_has_open(tmp_path: Path, temporary: bool) -> None:
     data = Filed(tmp_path / "rows")
+    if temporary:
+        data.file = tempfile.TemporaryFile(buffering=0, dir=tmp_path)  # noqa: SIM115
+        data.file.write(data.path.read_bytes())
     loads = loader(2, data)
     try:
         loads.batch(1, 3)

@@ -45,18 +45,14 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, around: tuple[i
             return tree
         kind = cast(Any, type(tree))
         return kind(*items) if hasattr(tree, "_fields") else kind(items)
-    if around is not None and _has_fields(tree) and id(tree) not in around:
-        held = {each.name: vars(tree)[each.name] for each in fields(tree) if each.name in vars(tree)}
+    if around is not None and is_dataclass(tree) and not isinstance(tree, type) and id(tree) not in around:
+        held = {each.name: getattr(tree, each.name) for each in fields(tree) if hasattr(tree, each.name)}
         found = map_tensors(function, held, (*around, id(tree)))
         if found is not held:
             tree = copy.copy(tree)
-            vars(tree).update(found)
+            for name, value in found.items():
+                object.__setattr__(tree, name, value)  # it may be frozen
     return tree
-
-
-def _has_fields(tree: Any) -> bool:
-    """Whether it is a dataclass's object, with attributes that can be replaced."""
-    return is_dataclass(tree) and not isinstance(tree, type) and hasattr(tree, "__dict__")
 
 
 def aligned(tree: Any) -> Any:

@@ -181,7 +181,7 @@ def _detach(keep: int) -> None:
         descriptor = int(name)
         if descriptor <= 2 or descriptor in (keep, null):
             continue
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it is that of the listing
             mode = os.fstat(descriptor).st_mode
             if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode):
                 os.dup2(null, descriptor)
@@ -195,7 +195,12 @@ def _open_anew(descriptor: int) -> None:
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     if flags & os.O_ACCMODE == os.O_WRONLY:
         return
-    own = os.open(f"/proc/self/fd/{descriptor}", flags)
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        own = os.open(path, flags & (os.O_ACCMODE | os.O_APPEND | os.O_DIRECT))
+    except OSError as error:
+        print(f"a loader process shares its place in {os.readlink(path)} with its parent: {error}", file=sys.stderr)
+        return
     try:
         os.lseek(own, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
         os.dup2(own, descriptor, os.get_inheritable(descriptor))

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -207,16 +207,23 @@ def moving_by_itself(dataset: Any) -> tuple[Any, ...]:
 def dataset_files(dataset: Any) -> Sequence[tuple[str, int]]:
     """What the dataset tells of its files; or what those tell that it keeps, as a Subset does."""
     told: Callable[[], Sequence[tuple[str, int]]] | None = getattr(dataset, "files_read", None)
-    return told() if callable(told) else list(islice(_files_within(dataset, _WRAPPED), _MOST_FILES))
+    return told() if callable(told) else _files_within(dataset, _WRAPPED, {})[:_MOST_FILES]
 
 
-def _files_within(dataset: Any, deep: int) -> Iterator[tuple[str, int]]:
-    for name in ("dataset", "_dataset", "datasets") if deep else ():
+def _files_within(dataset: Any, deep: int, known: dict[int, list[tuple[str, int]]]) -> list[tuple[str, int]]:
+    """Files of what this dataset keeps. known: by id, of those that were looked at; they may lie in each other."""
+    if id(dataset) in known or not deep:
+        return known.get(id(dataset), [])
+    found: list[tuple[str, int]] = []
+    known[id(dataset)] = []
+    for name in ("dataset", "_dataset", "datasets"):
         inner: Any = getattr(dataset, "__dict__", {}).get(name)
-        several = inner.values() if type(inner) is dict else inner if type(inner) in (list, tuple) else [inner]
-        for each in several:
-            tells = callable(getattr(type(each), "files_read", None))
-            yield from each.files_read() if tells else _files_within(each, deep - 1)
+        for each in inner.values() if type(inner) is dict else inner if type(inner) in (list, tuple) else [inner]:
+            if len(found) < _MOST_FILES:
+                tells = callable(getattr(type(each), "files_read", None))
+                found += each.files_read() if tells else _files_within(each, deep - 1, known)
+    known[id(dataset)] = found
+    return found
 
 
 @contextlib.contextmanager

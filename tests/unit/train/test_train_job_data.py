@@ -68,6 +68,10 @@ def test_files_are_known_behind_whatever_wraps_a_dataset() -> None:
     many = Wrapped([one])
     many._dataset = many
     assert dataset_files(many) == []
+    views = [Wrapped(one) for _ in range(60)]
+    for view in views:
+        view.datasets = views
+    assert set(dataset_files(views[0])) == set(FILES[:1])
 
 
 def test_a_stream_that_begins_otherwise_is_refused() -> None:

@@ -132,6 +132,30 @@ def test_samples_that_differ_whenever_they_are_read_are_refused_unless_the_job_i
     assert [e["reason"] for e in read_events(tmp_path / "warned/events.jsonl") if e["kind"] == "warning"] == [told]
 
 
+class Failing(Dataset[Any]):
+    """Gives zeros for the first sample if it is read again."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += not index
+        return DATA[index] if index or self.reads == 1 else (torch.zeros(4), DATA[0][1])
+
+
+def test_a_sample_that_one_life_reads_otherwise_does_not_end_a_job_that_has_trained(tmp_path: Path) -> None:
+    settings = {"run_dir": tmp_path, "rehearse": False, "checkpoint.disk.every_steps": 1}
+    trained(joined(network(), **settings))
+    trained(joined(network(), data=Failing(), **settings, steps=4))
+    told = [e["reason"] for e in read_events(tmp_path / "events.jsonl") if e["kind"] == "warning"]
+    assert told[-1:] == ["the dataset gives another sample 0 when it is read again"]
+    with pytest.raises(ConfigError, match="gives another sample 0"):
+        trained(joined(network(), data=Failing(), **{**settings, "run_dir": tmp_path / "fresh"}))
+
+
 # ---- several losses
 
 
