@@ -5,13 +5,16 @@ They are read in a process of their own, beside the start: a dataset may count i
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 from everstep.base.readable import readable
 from everstep.data.loader_process import Failure, LoaderDied, LoaderProcess
-from everstep.data.sample_content import joint, sample_digest, types_alone
+from everstep.data.sample_content import joint, sample_digest, steady_digest, types_alone
 from everstep.exact.seeding import sample_seed, seed_all
+
+log = logging.getLogger(__name__)
 
 _NUMBER = 4
 _PATIENCE_S = 10.0
@@ -34,7 +37,8 @@ class FirstSamples:
 
     def close(self) -> tuple[str, str]:
         """Wait for the samples. Returns a digest of what they hold, "" if they could not be read; and a line about one
-        that is another when it is read again, "" if none is. Objects that differ then are told by their types alone."""
+        that is another when it is read again, "" if none is: no digest, if one is. Objects that differ then are told
+        by their types alone."""
         until_s = time.monotonic() + _PATIENCE_S
         try:
             first, again = self._answer(until_s), self._answer(until_s)
@@ -42,23 +46,29 @@ class FirstSamples:
             return "", ""
         finally:
             self._process.close()
-        found = joint(first) if first else ""
+        found = joint([each for each, _ in first]) if first else ""
         if first == again:
             return found, ""
-        pairs = zip(self._indices, map(types_alone, first), map(types_alone, again), strict=False)
+        differ = [(i, one, two) for i, one, two in zip(self._indices, first, again, strict=False) if one != two]
+        pairs = [(i, *(types_alone(each) + steady for each, steady in pair)) for i, *pair in differ]
         other = [f"the dataset gives another sample {i} when it is read again" for i, one, two in pairs if one != two]
-        return types_alone(found), other[0] if other else ""
+        if other:
+            return "", other[0]
+        if differ:
+            log.warning("sample %d differs when it is read again; whether by content cannot be told", differ[0][0])
+        return types_alone(found), ""
 
-    def _answer(self, until_s: float) -> list[str]:
+    def _answer(self, until_s: float) -> list[tuple[str, str]]:
         """Digests of the samples; none if they could not be read."""
         if not readable([self._process.fileno()], max(until_s - time.monotonic(), 0)):
             return []
         answer = self._process.receive()[1]
         return [] if isinstance(answer, Failure) else answer
 
-    def _read(self) -> list[str]:
+    def _read(self) -> list[tuple[str, str]]:
         found = []
         for index in self._indices:
             seed_all(sample_seed(self._seed, 0, index))
-            found.append(sample_digest(self._dataset[index]))
+            digest = sample_digest(sample := self._dataset[index])
+            found.append((digest, "" if digest == types_alone(digest) else steady_digest(sample)))
         return found

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 POSITION = "data"
 """The part of a checkpoint that `DataPosition.encoded` makes."""
 _MOST_FILES = 1 << 16
-_UNREAD = "some of them could not be read within 10 s in a process that was forked"
+_UNREAD = "some of them differ when they are read again, or could not be read within 10 s in a forked process"
 _WRAPPED = 8
 """Datasets within each other that are asked for their files."""
 
