@@ -168,11 +168,12 @@ def job_data(link: WorkerLink, dataset: Any) -> JobData:
     files = dataset_files(dataset)
     if not reading.streamed:
         order = sample_order(config, dataset)
-        first = None
-        if link.regular_saves and link.run_dir is not None:
+        saves = link.regular_saves and link.run_dir is not None
+        first, size = None, order.dataset_size
+        if saves:
             with contextlib.suppress(TaskError, LoaderDied):
-                first = FirstSamples(dataset, order.dataset_size, config.seed)
-        return JobData(dataset, order, DataPosition(order, files, first=first))
+                first = FirstSamples(dataset, size, config.seed)
+        return JobData(dataset, order, DataPosition(order, files, first=first, _size=size if saves else 0))
     stream = Stream.of(dataset, reading.size, config.seed)
     front = check_starts_over(stream)
     size = reading.size

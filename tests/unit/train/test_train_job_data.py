@@ -18,13 +18,14 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, random_split
 
 from everstep.base.config import Config
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, TaskError
 from everstep.base.readable import readable
 from everstep.data.first_samples import FirstSamples
 from everstep.data.loader_process import LoaderProcess
 from everstep.data.sample_content import joint, sample_digest, types_alone
 from everstep.data.stream import Front, Stream, StreamReader
 from everstep.order.cursor import SampleOrder
+from everstep.train import job_data
 from everstep.train.elastic import sample_order
 from everstep.train.job_data import DataPosition, dataset_files, read_by_order
 
@@ -132,6 +133,19 @@ def test_a_dataset_of_another_length_is_told_though_no_sample_can_be_read(caplog
     assert "other samples than before" in position.accept(unread.encoded(6), 6), "a life that reads none passes it on"
     before = msgspec.json.encode({"files": [], "front": "", "mark": None, "samples": "other"})
     assert "other samples than before" in position.accept(before, 5), "what a release before this one has written"
+
+
+def test_lengths_are_compared_though_no_process_can_be_forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(*given: Any) -> None:
+        raise TaskError("no process")
+
+    monkeypatch.setattr(job_data, "FirstSamples", refused)
+    config = Config(lanes=4, micro_batch=2, epochs=1)
+    link: Any = SimpleNamespace(config=config, regular_saves=True, run_dir=tmp_path)
+    said = job_data.job_data(link, list(range(100))).position.encoded(5)
+    for size, told in ((100, ""), (99, "the dataset has 99 samples, and had 100 before the checkpoint of step 5")):
+        position = job_data.job_data(link, list(range(size))).position
+        assert position.settle() == "" and position.accept(said, 5) == told
 
 
 class Named(Rows):
