@@ -169,11 +169,12 @@ def job_data(link: WorkerLink, dataset: Any) -> JobData:
     if not reading.streamed:
         order = sample_order(config, dataset)
         saves = link.regular_saves and link.run_dir is not None
-        first, size = None, order.dataset_size
+        first = None
         if saves:
             with contextlib.suppress(TaskError, LoaderDied):
-                first = FirstSamples(dataset, size, config.seed)
-        return JobData(dataset, order, DataPosition(order, files, first=first, _size=size if saves else 0))
+                first = FirstSamples(dataset, order.dataset_size, config.seed)
+        noted = order.dataset_size if saves else 0
+        return JobData(dataset, order, DataPosition(order, files, first=first, _size=noted))
     stream = Stream.of(dataset, reading.size, config.seed)
     front = check_starts_over(stream)
     size = reading.size
