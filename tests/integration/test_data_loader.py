@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import random
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from everstep.base.config_keys import LoaderConfig
 from everstep.base.errors import TaskError
 from everstep.data.batch import aligned
 from everstep.data.loader import LaneLoader, Recipe, fetch
+from everstep.data.loader_process import LoaderProcess
 from everstep.data.stream import Stream, StreamReader
 from everstep.exact.seeding import sample_seed, seed_all
 from everstep.order.cursor import SampleOrder
@@ -247,6 +249,21 @@ class SlottedBatch:
     whole: list[Any] = field(default_factory=list)
 
 
+@dataclass
+class Computed:
+    """One of its fields is a property that is not to be asked for, as long as nothing is known of a batch."""
+
+    x: torch.Tensor
+    size: int = field(init=False)
+
+
+Computed.size = property(lambda self: 1 // 0)  # type: ignore[assignment]
+
+
+def test_properties_of_a_batch_are_not_called() -> None:
+    assert aligned(Computed(torch.arange(9.0)[1:])).x.data_ptr() % 64 == 0
+
+
 @pytest.mark.parametrize("kind", [Batch, SlottedBatch])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_tensors_in_dataclasses_begin_at_64_bytes(workers: int, kind: Any) -> None:
@@ -374,6 +391,59 @@ def test_loader_processes_do_not_move_the_files_that_their_parent_has_open(tmp_p
         assert data.file.tell() == at
     finally:
         loads.close()
+
+
+def opened_late(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], None], refused: tuple[int, ...] = ()) -> None:
+    """Let a process wait before it opens a file that it has inherited, and fail for these ways to open it."""
+    real, parent = os.open, os.getpid()
+
+    def late(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if os.getpid() != parent and str(path).startswith("/proc/self/fd/"):
+            wait()
+            if flags & os.O_ACCMODE in refused:
+                raise PermissionError(13, "Permission denied")
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", late)
+
+
+def test_a_process_is_up_before_it_has_opened_all_files_and_reads_where_its_parent_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lock").touch()
+
+    def wait() -> None:
+        with (tmp_path / "lock").open() as mine:
+            fcntl.flock(mine, fcntl.LOCK_EX)
+
+    opened_late(monkeypatch, wait)
+    with (tmp_path / "lock").open() as held, tempfile.TemporaryFile(buffering=0, dir=tmp_path) as file:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        file.write(b"abcdef")
+        file.seek(2)
+        process = LoaderProcess(lambda step, lane: file.read(2))
+        file.seek(5)
+        fcntl.flock(held, fcntl.LOCK_UN)
+        process.ask(1, 0, 0)
+        assert process.receive() == (1, b"cd") and file.tell() == 5
+        process.close()
+
+
+@pytest.mark.parametrize("refused", [(os.O_RDWR,), (os.O_RDWR, os.O_RDONLY)])
+def test_a_file_that_may_not_be_opened_again_is_read_only_or_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], refused: tuple[int, ...]
+) -> None:
+    with (tmp_path / "rows").open("w+b", buffering=0) as file:
+        file.write(b"abcdef")
+        file.seek(2)
+        opened_late(monkeypatch, lambda: None, refused)
+        process = LoaderProcess(lambda step, lane: file.read(2))
+        process.ask(1, 0, 0)
+        assert process.receive() == (1, b"cd")
+        process.close()
+        shared = len(refused) == 2
+        assert file.tell() == (4 if shared else 2)
+        assert (f"shares its place in {tmp_path / 'rows'} with its parent" in capfd.readouterr().err) == shared
 
 
 def test_a_sample_that_kills_its_reader_is_an_error_and_no_endless_loop() -> None:

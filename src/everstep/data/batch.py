@@ -13,6 +13,7 @@ import os
 import pickle
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
+from types import MemberDescriptorType
 from typing import Any, cast
 
 import torch
@@ -46,13 +47,20 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, around: tuple[i
         kind = cast(Any, type(tree))
         return kind(*items) if hasattr(tree, "_fields") else kind(items)
     if around is not None and is_dataclass(tree) and not isinstance(tree, type) and id(tree) not in around:
-        held = {each.name: getattr(tree, each.name) for each in fields(tree) if hasattr(tree, each.name)}
+        held = {each.name: _kept(tree, each.name) for each in fields(tree)}
         found = map_tensors(function, held, (*around, id(tree)))
         if found is not held:
             tree = copy.copy(tree)
-            for name, value in found.items():
-                object.__setattr__(tree, name, value)  # it may be frozen
+            for name in (name for name in held if found[name] is not held[name]):
+                object.__setattr__(tree, name, found[name])  # it may be frozen
     return tree
+
+
+def _kept(tree: Any, name: str) -> Any:
+    """What lies in an attribute of this name, or in a slot; None for what a property computes."""
+    if isinstance(getattr(type(tree), name, None), MemberDescriptorType):
+        return getattr(tree, name, None)
+    return None if hasattr(getattr(type(tree), name, None), "__set__") else getattr(tree, "__dict__", {}).get(name)
 
 
 def aligned(tree: Any) -> Any:

@@ -8,13 +8,16 @@ run directory; between workers neither jobs that are inexact by their settings, 
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 from everstep.base.readable import readable
 from everstep.data.loader_process import Failure, LoaderDied, LoaderProcess
-from everstep.data.sample_content import joint, sample_digest, short, types_alone
+from everstep.data.sample_content import joint, sample_digest, short, steady_digest, types_alone
 from everstep.exact.seeding import sample_seed, seed_all
+
+log = logging.getLogger(__name__)
 
 _NUMBER = 4
 _PATIENCE_S = 10.0
@@ -36,9 +39,9 @@ class FirstSamples:
         self._process.ask(2, 0, 0, last=True)  # a worker that reads no samples itself may never ask for the answers
 
     def close(self) -> tuple[str, str, dict[int, str]]:
-        """Wait for the samples. Returns a digest of what they hold, "" if they could not be read; a line about one that
-        is another when it is read again, "" if none is; and digests of those that are the same then, by index. Objects
-        that differ then are told by their types alone."""
+        """Wait for the samples. Returns a digest of what they hold, "" if they could not be read, or if one is another
+        when it is read again; a line about that one, "" if there is none; and digests of those that are the same, by
+        index. Objects that differ then are told by their types alone, and are so among workers."""
         until_s = time.monotonic() + _PATIENCE_S
         try:
             first, again = self._answer(until_s), self._answer(until_s)
@@ -46,24 +49,36 @@ class FirstSamples:
             return "", "", {}
         finally:
             self._process.close()
-        found = joint(first) if first else ""
-        steady = {i: short(a) for i, a, b in zip(self._indices, first, again, strict=False) if a == b}
-        if first == again:
-            return found, "", steady
-        pairs = zip(self._indices, map(types_alone, first), map(types_alone, again), strict=False)
+        pairs = list(zip(self._indices, map(_steady, first), map(_steady, again), strict=False))
         other = [f"the dataset gives another sample {i} when it is read again" for i, one, two in pairs if one != two]
-        return types_alone(found), other[0] if other else "", steady
+        same = {i: short(one) for i, one, two in pairs if one == two}
+        if other:
+            return "", other[0], same
+        found = joint([each for each, _ in first]) if first else ""
+        if first == again:
+            return found, "", same
+        differ = [i for i, one, two in zip(self._indices, first, again, strict=False) if one != two]
+        if differ:
+            log.warning("sample %d differs when it is read again; whether by content cannot be told", differ[0])
+        return types_alone(found), "", same
 
-    def _answer(self, until_s: float) -> list[str]:
+    def _answer(self, until_s: float) -> list[tuple[str, str]]:
         """Digests of the samples; none if they could not be read."""
         if not readable([self._process.fileno()], max(until_s - time.monotonic(), 0)):
             return []
         answer = self._process.receive()[1]
         return [] if isinstance(answer, Failure) else answer
 
-    def _read(self) -> list[str]:
+    def _read(self) -> list[tuple[str, str]]:
         found = []
         for index in self._indices:
             seed_all(sample_seed(self._seed, 0, index))
-            found.append(sample_digest(self._dataset[index]))
+            digest = sample_digest(sample := self._dataset[index])
+            found.append((digest, "" if digest == types_alone(digest) else steady_digest(sample)))
         return found
+
+
+def _steady(digests: tuple[str, str]) -> str:
+    """What a sample is told by, leaving out what objects alone tell."""
+    found, steady = digests
+    return types_alone(found) + steady

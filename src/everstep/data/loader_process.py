@@ -152,8 +152,7 @@ def _run_child(parent: int, channel: socket.socket, load: Callable[[int, int], A
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == parent:
-            _detach(channel.fileno())
-            _serve(channel, load)
+            _serve(channel, load, _detach(channel.fileno()))
         code = 0
     except ConnectionError:
         pass  # the parent is gone, or wants nothing more
@@ -164,9 +163,9 @@ def _run_child(parent: int, channel: socket.socket, load: Callable[[int, int], A
         os._exit(code)
 
 
-def _detach(keep: int) -> None:
-    """Let go of the parent's signals, of its places in files, and of its sockets and pipes, whose other ends wait for
-    them to close.
+def _detach(keep: int) -> dict[int, int]:
+    """Let go of the parent's signals, and of its sockets and pipes, whose other ends wait for them to close. Returns
+    its places in files, by descriptor.
 
     Their numbers stay taken (by the null device): Python objects of the parent that know them may still be collected
     here, and would close a new file of the same number.
@@ -176,7 +175,7 @@ def _detach(keep: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
-    null = os.open(os.devnull, os.O_RDWR)
+    null, places = os.open(os.devnull, os.O_RDWR), {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         descriptor = int(name)
         if descriptor <= 2 or descriptor in (keep, null):
@@ -186,32 +185,39 @@ def _detach(keep: int) -> None:
             if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode):
                 os.dup2(null, descriptor)
             elif stat.S_ISREG(mode):
-                _open_anew(descriptor)
+                places[descriptor] = os.lseek(descriptor, 0, os.SEEK_CUR)
     gc.freeze()
+    return places
 
 
-def _open_anew(descriptor: int) -> None:
-    """Give a file that is read a place of its own, where the parent's is: else whichever process reads moves both."""
+def _open_anew(descriptor: int, place: int) -> None:
+    """Give a file that is read a place of its own: else whichever process reads moves both."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     if flags & os.O_ACCMODE == os.O_WRONLY:
         return
     path = f"/proc/self/fd/{descriptor}"
     try:
-        own = os.open(path, flags & (os.O_ACCMODE | os.O_APPEND | os.O_DIRECT))
+        try:
+            own = os.open(path, flags & (os.O_ACCMODE | os.O_APPEND | os.O_DIRECT))
+        except OSError:
+            own = os.open(path, flags & os.O_DIRECT)
     except OSError as error:
         print(f"a loader process shares its place in {os.readlink(path)} with its parent: {error}", file=sys.stderr)
         return
     try:
-        os.lseek(own, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
+        os.lseek(own, place, os.SEEK_SET)
         os.dup2(own, descriptor, os.get_inheritable(descriptor))
     finally:
         os.close(own)
 
 
-def _serve(channel: socket.socket, load: Callable[[int, int], Any]) -> None:
+def _serve(channel: socket.socket, load: Callable[[int, int], Any], places: dict[int, int]) -> None:
     torch.set_num_threads(1)
     seed_all(0)
     _reply(channel, _READY_TICKET, torch.zeros(1), failed=False)
+    for descriptor, place in places.items():  # that of thousands of files on a network disk takes long
+        with contextlib.suppress(OSError):  # it cannot be moved, as some that the system makes up
+            _open_anew(descriptor, place)
     queue: deque[tuple[int, int, int]] = deque()
     last = False
     while queue or not last:

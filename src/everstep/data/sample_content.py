@@ -30,12 +30,18 @@ _MOST_WRITTEN = 1 << 20
 def sample_digest(sample: Any) -> str:
     """32 hex digits over a sample as release 0.1.0 compared it, by the type alone of most objects. Where that is not
     all, 32 digits over what can be compared follow; and a mark if there is something that cannot."""
-    first = _Look(by_type=True)
+    first = _Look(by_type=True, old=True)
     found = first.digest(sample)
     if not first.missed:
         return found
     look = _Look()
     return found + look.digest(sample) + (_IN_PART if look.missed else "")
+
+
+def steady_digest(sample: Any) -> str:
+    """32 hex digits over what should be the same whenever a sample is read: not over objects of other types than
+    containers, which may differ by an id or an address of their own."""
+    return _Look(by_type=True).digest(sample)
 
 
 def joint(digests: Sequence[str]) -> str:
@@ -70,10 +76,11 @@ def in_part(digest: str) -> bool:
 
 
 class _Look:
-    """A look at one sample. by_type: as release 0.1.0 did. missed: it has met something that is not compared."""
+    """A look at one sample. by_type: it tells most objects by their types alone; old: more of them, as release 0.1.0
+    did. missed: it has met something that is not compared."""
 
-    def __init__(self, by_type: bool = False) -> None:
-        self.missed, self._by_type = False, by_type
+    def __init__(self, by_type: bool = False, old: bool = False) -> None:
+        self.missed, self._by_type, self._old = False, by_type, old
         self._cycles = 0
         self._known: dict[int, tuple[Any, str]] = {}
 
@@ -96,14 +103,14 @@ class _Look:
             self._cycles += 1
             return type(value).__name__
         inner = partial(self.into, around=(*around, id(value)))
-        if isinstance(value, dict if self._by_type else Mapping):
+        if isinstance(value, dict if self._old else Mapping):
             return [(repr(key), inner(each)) for key, each in value.items()]
         if isinstance(value, list | tuple):
             return [inner(each) for each in value]
         pixels = getattr(value, "tobytes", None)
         if callable(pixels) and hasattr(value, "mode"):
             return type(value).__name__, digest_bytes(pixels())
-        if self._by_type:
+        if self._old:
             self.missed = True
             return type(value).__name__, ""
         if isinstance(value, np.ndarray):
@@ -112,18 +119,22 @@ class _Look:
             return sorted(repr(inner(each)) for each in value)
         if is_dataclass(value) and not isinstance(value, type):
             return [(each.name, inner(getattr(value, each.name, None))) for each in fields(value) if each.compare]
+        if self._by_type:
+            return type(value).__name__
         if _decodes(type(value)) and hasattr(value, "_hf_encoded"):
             return inner(value._hf_encoded)  # Hugging Face's datasets made it of this
         return type(value).__name__, self._object(value, (*around, id(value)))
 
     def _tensor(self, value: Tensor) -> Any:
         try:
-            if self._by_type and value.device.type != "cpu":
+            if value.is_nested:
+                return str(value.dtype), [self._tensor(each) for each in value.unbind()]
+            if self._old and value.device.type != "cpu":
                 raise ConfigError("release 0.1.0 did not look at it")
             return str(value.dtype), tuple(value.shape), digest_bytes(bytes_of(value))
         except (ConfigError, RuntimeError):  # it is sparse, or quantised
             self.missed = True
-            return str(value.dtype), tuple(value.shape), ""
+            return str(value.dtype), () if value.is_nested else tuple(value.shape), ""
 
     def _object(self, value: Any, around: tuple[int, ...]) -> str:
         """Digest of what pickle takes of an object: its attributes, as a rule. "" if it cannot be pickled."""

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 POSITION = "data"
 """The part of a checkpoint that `DataPosition.encoded` makes."""
 _MOST_FILES = 1 << 16
-_UNREAD = "some of them could not be read within 10 s in a process that was forked"
+_UNREAD = "some of them differ when they are read again, or could not be read within 10 s in a forked process"
 _WRAPPED = 8
 """Datasets within each other that are asked for their files."""
 
@@ -169,11 +169,13 @@ def job_data(link: WorkerLink, dataset: Any) -> JobData:
     files = dataset_files(dataset)
     if not reading.streamed:
         order = sample_order(config, dataset)
+        saves = link.regular_saves and link.run_dir is not None
         first = None
-        if link.regular_saves and link.run_dir is not None:
+        if saves:
             with contextlib.suppress(TaskError, LoaderDied):
                 first = FirstSamples(dataset, order.dataset_size, config.seed)
-        return JobData(dataset, order, DataPosition(order, files, first=first))
+        noted = order.dataset_size if saves else 0
+        return JobData(dataset, order, DataPosition(order, files, first=first, _size=noted))
     stream = Stream.of(dataset, reading.size, config.seed)
     front = check_starts_over(stream)
     size = reading.size

@@ -87,6 +87,10 @@ def nodes(x: Any, size: int = 12) -> Any:
     return [*found, x]
 
 
+def jagged(n: int) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(n), torch.ones(2)], layout=torch.jagged)
+
+
 KINDS: dict[str, Callable[[int], Any]] = {
     "object": Sample,
     "inner object": lambda n: Sample({"a": [Sample(torch.tensor([n]))]}),
@@ -108,6 +112,8 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "set that lies in its member": lambda n: among(Sample(n)),
     "row": lambda n: Sample([Row(n)]),
     "local": lambda n: local()(n),
+    "pieces": lambda n: Sample(torch.nested.nested_tensor([torch.ones(n), torch.ones(2)])),
+    "jagged pieces": lambda n: Sample(jagged(n)),
     "picture": lambda n: Sample(Image.new("L", (2, 2), n)),
 }
 
@@ -128,6 +134,10 @@ def test_release_0_1_0_told_objects_by_their_types() -> None:
     assert sample_digest([1.5]) == digest_bytes(b"[1.5]")
     assert alike(before, now) and alike(joint([before]), joint([now])) and not alike(now, sample_digest(sample(2)))
     assert not alike(before, sample_digest([*sample(1), 2])) and not alike(before, sample_digest([1.5]))
+
+
+def test_a_jagged_tensor_is_the_same_whenever_it_is_read() -> None:
+    assert sample_digest(jagged(1)) == sample_digest(jagged(1)) != sample_digest(jagged(2))
 
 
 def test_it_does_not_count_whether_equal_parts_are_one() -> None:

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import os
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, random_split
 
 from everstep.base.config import Config
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, TaskError
 from everstep.base.readable import readable
 from everstep.data.first_samples import FirstSamples
 from everstep.data.loader_process import LoaderProcess
 from everstep.data.sample_content import joint, sample_digest, types_alone
 from everstep.data.stream import Front, Stream, StreamReader
 from everstep.order.cursor import SampleOrder
+from everstep.train import job_data
 from everstep.train.elastic import sample_order
 from everstep.train.job_data import DataPosition, dataset_files, read_by_order
 
 UNKNOWN = "whether the samples are those of before the checkpoint of"
-UNREAD = "some of them could not be read within 10 s in a process that was forked"
+UNREAD = "some of them differ when they are read again, or could not be read within 10 s in a forked process"
 FILES = [(f"shard-{i:05d}.tar", 1 << 30) for i in range(1000)]
 ORDER = SampleOrder(0, 100, 4, 2, epochs=2, shuffle=False)
 
@@ -138,6 +144,19 @@ def test_a_dataset_of_another_length_is_told_though_no_sample_can_be_read(caplog
     assert "other samples than before" in position.accept(before, 5), "what a release before this one has written"
 
 
+def test_lengths_are_compared_though_no_process_can_be_forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(*given: Any) -> None:
+        raise TaskError("no process")
+
+    monkeypatch.setattr(job_data, "FirstSamples", refused)
+    config = Config(lanes=4, micro_batch=2, epochs=1)
+    link: Any = SimpleNamespace(config=config, regular_saves=True, run_dir=tmp_path)
+    said = job_data.job_data(link, list(range(100))).position.encoded(5)
+    for size, told in ((100, ""), (99, "the dataset has 99 samples, and had 100 before the checkpoint of step 5")):
+        position = job_data.job_data(link, list(range(size))).position
+        assert position.settle() == "" and position.accept(said, 5) == told
+
+
 class Named(Rows):
     """Samples that are objects with a name of their own, which differs whenever they are read."""
 
@@ -180,6 +199,55 @@ def test_samples_that_differ_when_they_are_read_again_are_told() -> None:
     told = [looked_at(Normalised(*given)).settle() for given in ((), (True,), (False, 3))]
     said = "the dataset gives another sample {} when it is read again"
     assert told == ["", said.format(0), said.format(99)]
+
+
+@dataclass
+class Row:
+    x: torch.Tensor
+    name: Any
+
+
+def in_a_row(x: torch.Tensor) -> Any:
+    return Row(x, SimpleNamespace(name=uuid4()))
+
+
+CONTAINERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "dataclass": in_a_row,
+    "mapping": lambda x: UserDict(x=x, row=in_a_row(x[:1])),
+    "set": lambda x: {"a", "b", str(x.tolist()), Path("c")},
+    "objects": lambda x: np.array([in_a_row(x), "a"], dtype=object),
+}
+
+
+class Contained(Rows):
+    """Rows in a container that a release before did not look into; some are drawn by a generator of their own."""
+
+    def __init__(self, kind: str, drawn: bool) -> None:
+        super().__init__()
+        self.kind, self.own = kind, torch.Generator().manual_seed(3) if drawn else None
+
+    def __getitem__(self, index: int) -> Any:
+        return [CONTAINERS[self.kind](torch.rand(2) if index < 99 else torch.rand(2, generator=self.own))]
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_what_containers_hold_is_told_and_objects_that_differ_by_their_names_are_not(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert looked_at(Contained(kind, False)).settle() == ""
+    unknown = ["sample 0 differs when it is read again; whether by content cannot be told"]
+    assert [record.message for record in caplog.records] == (unknown if kind != "set" else [])
+    assert looked_at(Contained(kind, True)).settle() == "the dataset gives another sample 99 when it is read again"
+
+
+def test_samples_that_differ_within_a_life_are_not_compared_with_those_of_before() -> None:
+    """Which of them this life read first says nothing of the dataset: a job that has trained is not to end by it."""
+    said = looked_at(Normalised()).encoded(5)
+    position = looked_at(Normalised(False, 3))
+    assert position.settle() and position.accept(said, 5) == ""
+    other = looked_at(Rows(last=1))
+    other.settle()
+    assert "other samples than before" in other.accept(position.encoded(6), 6), "it passes on what was known"
 
 
 def test_a_stream_of_objects_of_release_0_1_0_goes_on() -> None:
