@@ -88,6 +88,7 @@ TOO_FEW = ("ends", "slots given up")
 HUNG_TWICE = ("ends", "a second hang")
 WAITED = ("ends", "nobody came in time")
 FAILED_HOST = ("ends", "a host that fails")
+RAISED = ("ends", "two that raise before the first step")
 OTHERS = ("ends", "workers that are not alike")
 MOST_LOOKS = 5
 _NEVER_S = 1e9
@@ -331,6 +332,7 @@ class Simulation:
             ("fails" in kinds, HOST_FAILED, FAILED_HOST),
             ("strange" in kinds, NO_SPACE, FAILED_HOST),
             (self.setup.rules.patience_ms > 0, "gave up after waiting", WAITED),
+            ("raises" in kinds and "first_words" in kinds, "it cannot even be built", RAISED),
             *(
                 ({"divides", "other_code"} & kinds or isinstance(self.setup, UnlikeSetup), words, OTHERS)
                 for words in UNLIKE_SAID
