@@ -273,14 +273,14 @@ def refuse_swollen(found: Any, path: Path) -> None:
     known: dict[int, tuple[int, int]] = {}
 
     def sums(thing: Any) -> tuple[int, int]:
-        """(number of values, bytes of tensors) in this."""
+        """(number of values, bytes of tensors and texts) in this."""
         if isinstance(thing, Tensor):
             if thing.layout != torch.strided or thing.is_meta or thing.is_quantized or thing.is_nested:
                 raise ConfigError(f"{path} holds a sparse, quantised or empty tensor: expected dense numbers")
             return 1, thing.numel() * thing.element_size()
         inner = [*thing, *thing.values()] if isinstance(thing, dict) else thing
         if not isinstance(inner, list | tuple | set):
-            return 1, 0
+            return 1, len(thing) if isinstance(thing, str | bytes | bytearray) else 0
         if id(thing) not in known:
             known[id(thing)] = 0, 0  # if it contains itself, what encodes it says so
             each = [sums(one) for one in inner]
@@ -290,8 +290,8 @@ def refuse_swollen(found: Any, path: Path) -> None:
     count, size = sums(found)
     if count > _MOST_VALUES or size > MOST_BYTES + 16 * size_of(path):
         raise ConfigError(
-            f"{path} has {size_of(path)} bytes and stands for {count} values and {size} bytes of tensors: expected at "
-            f"most {_MOST_VALUES} values, and tensors of 16 times its size"
+            f"{path} has {size_of(path)} bytes and stands for {count} values and {size} bytes of tensors and texts: "
+            f"expected at most {_MOST_VALUES} values, and 16 times its size"
         )
 
 

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from everstep.base.errors import ConfigError
 from everstep.base.given import open_given
-from everstep.checkpoint.interchange import refuse_swollen
 
 _ALLOWED = {
     ("torch", "Size"),
@@ -117,7 +116,6 @@ def read_dcp(path: Path) -> dict[str, Any]:
         load(flat, storage_reader=reader, planner=_Planner(), no_dist=True)
     except CheckpointException as error:  # no Exception, and many lines long
         raise next(iter(error.failures.values()))[0] from None
-    refuse_swollen(flat, path)
     nested: dict[str, Any] = {}
     for name, value in flat.items():
         _put(nested, tuple(paths.get(name, (name,))), value)
@@ -134,7 +132,7 @@ def _check_sizes(path: Path, index: metadata.Metadata) -> None:
     if any(type(n) is not int or n < 0 for n in numbers):
         raise ConfigError(f"{where} names a size or place that is no whole number from 0: it is damaged")
     wanted = sum(prod(of.size) * of.properties.dtype.itemsize for of in tensors.values())
-    sizes = {of.relative_path: (path / of.relative_path).stat().st_size for of in stored}
+    sizes = {name: (path / name).stat().st_size for name in {of.relative_path for of in stored}}
     there, beyond = sum(sizes.values()), any(of.offset + of.length > sizes[of.relative_path] for of in stored)
     if beyond or max(wanted, sum(of.length for of in stored)) > there:
         raise ConfigError(f"{where} names more bytes than its files have ({there}): it is damaged")

@@ -257,29 +257,19 @@ def _read_hf(path: Path) -> Weights:
 
 
 def _read_torch(path: Path) -> Weights:
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
-    refuse_swollen(loaded, path)
-    return _from_nested(loaded, path)
+    return _from_nested(torch.load(path, map_location="cpu", weights_only=True), path)
 
 
 def _from_nested(loaded: Any, path: Path) -> Weights:
     if not isinstance(loaded, Mapping):
         raise ConfigError(f"{path} holds a {type(loaded).__name__}; expected a state dict (names -> tensors)")
-    if "model" in loaded and isinstance(loaded["model"], Mapping):
-        return Weights(_tensors(loaded["model"], path), loaded.get("optimizer"))
-    return Weights(_tensors(loaded, path))
-
-
-def _tensors(found: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """The tensors, and the extra state of modules, as bytes where it is no tensor."""
-    tensors = {
-        str(name): to_file(str(name), value) if is_extra(str(name)) else value.detach()
-        for name, value in found.items()
-        if isinstance(value, Tensor) or is_extra(str(name))
-    }
-    if not tensors:
+    inner = loaded.get("model")
+    model, optimizer = (inner, loaded.get("optimizer")) if isinstance(inner, Mapping) else (loaded, None)
+    kept = {str(name): v for name, v in model.items() if isinstance(v, Tensor) or is_extra(str(name))}
+    refuse_swollen([kept, optimizer], path)
+    if not kept:
         raise ConfigError(f"{path} holds no tensors; expected a state dict (names -> tensors)")
-    return tensors
+    return Weights({name: to_file(name, v) if is_extra(name) else v.detach() for name, v in kept.items()}, optimizer)
 
 
 def _read_dcp(path: Path) -> Weights:

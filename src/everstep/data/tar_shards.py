@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 
 from everstep.base.below import write_atomically
 from everstep.base.errors import ConfigError, TaskError
-from everstep.base.given import open_given
+from everstep.base.given import open_given, portions
 from everstep.data.token_stream import cache_folder
 from everstep.exact.digest import digest_bytes
 
@@ -36,6 +36,8 @@ PICTURES = frozenset({"jpg", "jpeg", "png", "ppm", "pgm", "webp", "bmp", "tif", 
 PICKLED = frozenset({"pyd", "pkl", "pickle", "pth", "pt"})
 _DIGEST_BYTES = 16
 _FILES_KEPT = 64
+_CACHE_FORMAT = "2\n"
+"""Of what `places` keeps: an older one may have been made of a shard that is refused now."""
 _MOST_HEADER_BYTES = 1 << 20
 
 Sample = dict[str, Any]
@@ -165,8 +167,8 @@ def _members(raw: Any, where: str, size: int) -> Iterator[tuple[str, str, tarfil
                 if dot and stem:  # others are notes beside the samples, as for webdataset
                     yield f"{folder}/{stem}" if folder else stem, ending.lower(), member
             raw.seek(tar.offset)
-            if raw.read(tarfile.BLOCKSIZE).strip(b"\0"):  # where tarfile takes a damaged header for the end
-                raise ValueError(f"the header at byte {tar.offset} is damaged")
+            if any(data.strip(b"\0") for data in portions(raw)):  # tarfile takes a damaged header for the end
+                raise ValueError(f"the header at byte {tar.offset} is damaged, or another tar follows")
     except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{where} is no tar file that can be read by place ({error}): unpack it if packed") from None
 
@@ -218,7 +220,7 @@ def places(paths: Sequence[str], stats: Sequence[os.stat_result]) -> tuple[list[
     Raises: ConfigError, as `scan`.
     """
     said = (f"{os.path.abspath(p)}\0{s.st_size}\0{s.st_mtime_ns}\n" for p, s in zip(paths, stats, strict=True))
-    name = blake2b("".join(said).encode(errors="surrogateescape"), digest_size=16).hexdigest()
+    name = blake2b(f"{_CACHE_FORMAT}{''.join(said)}".encode(errors="surrogateescape"), digest_size=16).hexdigest()
     file = cache_folder() / f"shards-{name}"
     found = _stored(file, len(paths))
     if found is not None:

@@ -197,7 +197,7 @@ def test_parts_of_a_tensor_are_put_together(tmp_path: Path) -> None:
     assert torch.equal(load_weights(path).model["w"], rows)
 
 
-def test_a_value_that_is_named_many_times_is_refused(folder: Path) -> None:
+def test_a_value_that_is_named_many_times_is_not_copied(folder: Path) -> None:
     value: list[Any] = []
     for _ in range(60):
         value = [value, value]
@@ -209,8 +209,7 @@ def test_a_value_that_is_named_many_times_is_refused(folder: Path) -> None:
     length = stored.stat().st_size - before
     index.storage_data[number] = replace(index.storage_data[number], offset=before, length=length)
     (folder / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(ConfigError, match=r"stands for 230584300921369395[0-9] values"):
-        load_weights(folder)
+    assert "n" not in load_weights(folder).model
 
 
 def test_a_pipe_in_the_place_of_a_shard_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

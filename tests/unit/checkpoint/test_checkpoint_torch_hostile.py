@@ -13,6 +13,7 @@ import torch
 
 from everstep.base.errors import ConfigError
 from everstep.base.given import bounded_memory
+from everstep.checkpoint import interchange
 from everstep.checkpoint.interchange_formats import load_weights
 
 W = torch.arange(8.0)
@@ -72,13 +73,24 @@ CONTENTS: dict[str, Any] = {
     "optimizer": with_optimizer(lr=named_often(60)),
     "expanded": {"w": W[:1].expand(1 << 40)},
     "state expanded": with_optimizer({"m": W[:1].expand(1 << 40)}),
+    "texts": with_optimizer(lr=["x" * (1 << 20)] * 2000),
 }
 
 
 @pytest.mark.parametrize("name", CONTENTS)
 def test_a_small_file_that_stands_for_much(tmp_path: Path, name: str) -> None:
     torch.save(CONTENTS[name], tmp_path / "w.pt")
-    refused(tmp_path / "w.pt", "has [0-9]+ bytes and stands for [0-9]+ values and [0-9]+ bytes of tensors: expected at")
+    refused(
+        tmp_path / "w.pt", "has [0-9]+ bytes and stands for [0-9]+ values and [0-9]+ bytes of tensors and texts: exp"
+    )
+
+
+def test_what_is_not_taken_may_be_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interchange, "_MOST_VALUES", 100)
+    others = {"sampler": list(range(200)), "graph": W.to_sparse()}
+    for content in ({"model": {"w": W}, **others}, {"w": W, **others}):
+        torch.save(content, tmp_path / "w.pt")
+        assert torch.equal(load_weights(tmp_path / "w.pt").model["w"], W)
 
 
 def test_tensors_that_are_no_numbers_in_a_row(tmp_path: Path) -> None:
@@ -92,7 +104,7 @@ def test_values_that_contain_themselves_or_are_deep(tmp_path: Path) -> None:
     endless.append(endless)
     torch.save({"w": W, "_extra_state": endless}, tmp_path / "w.pt")
     refused(tmp_path / "w.pt", "nested more than 64 deep")
-    deep = b"\x80\x02}X\x05\x00\x00\x00model" + b"]" * 100_000 + b"a" * 99_999 + b"s."
+    deep = b"\x80\x02}X\x0c\x00\x00\x00_extra_state" + b"]" * 100_000 + b"a" * 99_999 + b"s."
     torch.save({"w": W}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     data = (tmp_path / "old.pt").read_bytes()
     head = data[: data.index(b"\x80\x02}q\x00X\x01")]

@@ -55,6 +55,8 @@ SHARDS = {
     "endless headers": (header(b"x", 0, b"x") * 2000 + file(b"a.txt"), "recursion"),
     "NUL": (extended(b"15 path=a\0b.tx\n"), "a name with NUL"),
     "damaged in the middle": (file(b"a.txt") + DAMAGED + file(b"c.txt"), "the header at byte 1024 is damaged"),
+    "zeros in the middle": (file(b"a.txt") + bytes(1024) + file(b"c.txt"), "the header at byte 1024 is damaged"),
+    "two tars": (file(b"a.txt") + ENDING + file(b"c.txt"), "is damaged, or another tar follows"),
 }
 
 
