@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from inspect import Parameter
 from math import gcd
 from pathlib import Path
@@ -27,6 +27,7 @@ from everstep.integrations.lightning_module import (
     ModuleLog,
     evaluated,
     optimizer_and_schedulers,
+    refuse_data_hooks,
     refuse_hooks,
     training_loader,
 )
@@ -192,6 +193,7 @@ class Trainer:
         run_dir = view_of(run).link.run_dir
         if run_dir is not None:
             self.save_checkpoint(run_dir / "lightning.ckpt")
+        _tear_down((self.datamodule, model), "fit")
 
     def _loaders(self, train: Any, check: Any, datamodule: Any) -> tuple[Any, Any]:
         lightning = _lightning()
@@ -199,6 +201,8 @@ class Trainer:
             train, datamodule = None, train
         if datamodule is not None and (train is not None or check is not None):
             raise ConfigError("Trainer.fit: expected a datamodule or DataLoaders, got both: give one of the two")
+        if datamodule is not None:
+            refuse_data_hooks(datamodule)
         for one in filter(None, (datamodule, self._module)):
             one.trainer = self
             one.prepare_data()
@@ -276,8 +280,7 @@ class Trainer:
         told = self._values.close() if ends else {}
         validated = self._epochs.due(number, options.check_every, options.every_epochs, ends)
         if check is not None and validated:
-            self._module.on_validation_start()
-            self._module.on_validation_epoch_start()
+            self._begin_evaluation("validation")
             told |= (found := self._evaluate(run, check, "val"))
             self._values.metrics.update(found)
         asked = [one for one in self._stopping if one.due(validated, ends, check is not None)]
@@ -296,6 +299,10 @@ class Trainer:
             self._at = self._epochs.of(number) + 1, number
 
     # ---- evaluation and the result
+
+    def _begin_evaluation(self, name: str) -> None:
+        getattr(self._module, f"on_{name}_start")()
+        getattr(self._module, f"on_{name}_epoch_start")()
 
     def _evaluate(self, run: Run, loader: Any, kind: str) -> dict[str, float]:
         method = getattr(self._module, "validation_step" if kind == "val" else "test_step")
@@ -334,15 +341,22 @@ class Trainer:
             )
         if isinstance(loaders, _lightning().LightningDataModule):
             loaders, datamodule = None, loaders
+        if datamodule is not None:
+            refuse_data_hooks(datamodule)
         source = datamodule or self.datamodule or self._module
-        if loaders is None:
+        own = loaders is None
+        if own:
             source.setup(stage)
             loaders = getattr(source, f"{kind}_dataloader")()
         vars(self._module)["log"] = self._logged.log
+        self._logged.numbers.clear()
         try:
-            found = self._evaluate(self._run, loaders, kind)
+            self._begin_evaluation("validation" if kind == "val" else kind)
+            found = {**self._logged.numbers, **self._evaluate(self._run, loaders, kind)}
         finally:
             vars(self._module).pop("log", None)
+        if own:
+            _tear_down((source,), stage)
         if verbose and self._run.is_main:
             print(", ".join(f"{name} {value:.6g}" for name, value in found.items()), flush=True)
         return [found]
@@ -356,6 +370,13 @@ class Trainer:
             optimizer, at = None if weights_only else self.optimizers[0], {"epoch": self._at[0], "step": self._at[1]}
             content = lightning_checkpoint(self._module, self.datamodule, optimizer, self.lr_scheduler_configs, **at)
             save_torch(content, Path(filepath))
+
+
+def _tear_down(parts: Iterable[Any], stage: str) -> None:
+    """Not in a rehearsal: the job's own workers still use what a method may delete."""
+    if IN_REHEARSAL not in os.environ:
+        for one in filter(None, parts):
+            one.teardown(stage)
 
 
 def _overrides(instance: Any, method: str) -> bool:
