@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from inspect import Parameter
@@ -37,6 +38,8 @@ from everstep.script.watched_life import IN_REHEARSAL, TRIED
 from everstep.train.join import join
 from everstep.train.run import Run, Step, view_of
 from everstep.train.script_errors import say_in_one_line
+
+log = logging.getLogger(__name__)
 
 _LANES = 8
 
@@ -190,10 +193,22 @@ class Trainer:
         finally:
             vars(model).pop("log", None)
             vars(model).pop("optimizers", None)
-        run_dir = view_of(run).link.run_dir
-        if run_dir is not None:
-            self.save_checkpoint(run_dir / "lightning.ckpt")
+        self._leave_checkpoint(run)
         _tear_down((self.datamodule, model), "fit")
+
+    def _leave_checkpoint(self, run: Run) -> None:
+        """Without it the job is complete all the same, so what prevents it is told alone."""
+        run_dir, divided = view_of(run).link.run_dir, view_of(run).config.zero.stage > 0
+        if run_dir is None:
+            return
+        path = run_dir / "lightning.ckpt"
+        try:
+            self.save_checkpoint(path, weights_only=divided)
+        except Exception as error:
+            log.warning("%s is not written: %s: %s", path, type(error).__name__, error)
+            return
+        if divided and run.is_main:
+            log.warning("%s has the weights alone: with zero.stage each worker has a part of the optimizer's", path)
 
     def _loaders(self, train: Any, check: Any, datamodule: Any) -> tuple[Any, Any]:
         lightning = _lightning()

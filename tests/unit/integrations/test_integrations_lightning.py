@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -230,6 +231,28 @@ def test_hooks_at_the_ends_of_fit_and_test_and_validate(monkeypatch: pytest.Monk
     rehearsed = Told()
     fitted(rehearsed)
     assert rehearsed.told == ["on_fit_end"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_checkpoint_that_a_fit_leaves(stage: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"zero": {"stage": stage}, "rehearse": False}
+    trainer, module = fitted(Plain(), run_dir=tmp_path / "run", config=settings)
+    found = torch.load(tmp_path / "run" / "lightning.ckpt", weights_only=True)
+    assert torch.equal(found["state_dict"]["layer.weight"], module.layer.weight)
+    assert ("optimizer_states" in found) == (stage == 0)
+    assert ("has the weights alone" in caplog.text) == (stage > 0)
+    assert Plain.load_from_checkpoint(tmp_path / "run" / "lightning.ckpt").layer.weight.equal(module.layer.weight)
+
+
+def test_a_checkpoint_that_cannot_be_left_ends_no_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Plain):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            raise KeyError("ema")
+
+    trainer, _ = fitted(Fails(), run_dir=tmp_path / "run", config={"rehearse": False})
+    assert "lightning.ckpt is not written: KeyError: 'ema'" in caplog.text
+    with pytest.raises(KeyError):
+        trainer.save_checkpoint(tmp_path / "own.ckpt")
 
 
 def test_the_forms_of_configure_optimizers() -> None:
