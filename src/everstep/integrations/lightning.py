@@ -35,7 +35,8 @@ from everstep.integrations.lightning_module import (
 from everstep.integrations.lightning_options import TrainerOptions, trainer_options
 from everstep.script.loop_values import state as loop_state
 from everstep.script.watched_life import IN_REHEARSAL, TRIED
-from everstep.train.join import join
+from everstep.train.join import device_for, join
+from everstep.train.precision import resolve_device
 from everstep.train.run import Run, Step, view_of
 from everstep.train.script_errors import say_in_one_line
 
@@ -240,8 +241,8 @@ class Trainer:
         carried = {f"lightning.scheduler{n}": one.scheduler for n, one in enumerate(self.lr_scheduler_configs)}
         carried |= {f"lightning.stopping{n}": one for n, one in enumerate(self._stopping)}
         settings = {"steps": self._options.steps, "epochs": self._options.epochs, **self._options.settings}
-        device = str(self._options.settings.get("device", "cpu"))
-        self._module.to(device)
+        settings |= self._config
+        self._module.to(resolve_device(device_for(settings.get("device"))))
         run = join(
             self._module,
             self.optimizers[0],
@@ -250,7 +251,7 @@ class Trainer:
             accumulate=self._options.accumulate,
             state={**carried, "lightning.kept": self._kept},
             run_dir=self._run_dir,
-            **{**settings, **self._config},
+            **settings,
         )
         if self._estimate not in (None, run.total_steps) and os.environ.get(IN_REHEARSAL) != TRIED:
             raise ConfigError(

@@ -12,7 +12,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import everstep.integrations.lightning as front
+from everstep.base.config import Config
 from everstep.base.errors import ConfigError, TaskError
+from everstep.base.plan import WorkerKey
 from everstep.integrations.accelerate import Accelerator
 from everstep.integrations.lightning_loop import Epochs, EpochValues, step_schedulers, stopping
 from everstep.integrations.lightning_module import (
@@ -26,6 +28,7 @@ from everstep.integrations.lightning_module import (
 from everstep.integrations.lightning_options import trainer_options
 from everstep.script.loop_values import state
 from everstep.script.watched_life import IN_REHEARSAL
+from everstep.train.join import device_for
 
 
 class Plain(lightning.LightningModule):
@@ -236,7 +239,7 @@ def test_hooks_at_the_ends_of_fit_and_test_and_validate(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_checkpoint_that_a_fit_leaves(stage: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"zero": {"stage": stage}, "rehearse": False}
-    trainer, module = fitted(Plain(), run_dir=tmp_path / "run", config=settings)
+    _, module = fitted(Plain(), run_dir=tmp_path / "run", config=settings)
     found = torch.load(tmp_path / "run" / "lightning.ckpt", weights_only=True)
     assert torch.equal(found["state_dict"]["layer.weight"], module.layer.weight)
     assert ("optimizer_states" in found) == (stage == 0)
@@ -253,6 +256,33 @@ def test_a_checkpoint_that_cannot_be_left_ends_no_fit(tmp_path: Path, caplog: py
     assert "lightning.ckpt is not written: KeyError: 'ema'" in caplog.text
     with pytest.raises(KeyError):
         trainer.save_checkpoint(tmp_path / "own.ckpt")
+
+
+def test_the_device_that_config_names_comes_before_the_accelerator() -> None:
+    trainer, module = fitted(Plain(), accelerator="gpu", config={"device": "cpu"})
+    assert trainer.global_step == 2 and module.layer.weight.device.type == "cpu"
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="sees no CUDA device: --set device=cpu"):
+            fitted(Plain(), accelerator="gpu")
+
+
+@pytest.mark.parametrize(
+    ("own", "device", "explicit", "found"),
+    [
+        (None, "cpu", [], "cpu"),
+        ("cuda", "cpu", [], "cuda"),
+        ("cuda", "cpu", ["device"], "cpu"),
+        ("cpu", "cuda:1", ["device"], "cuda:1"),
+        (None, "cuda", ["device"], "cuda"),
+    ],
+)
+def test_the_device_that_the_command_names_comes_first(
+    own: str | None, device: str, explicit: list[str], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = SimpleNamespace(config=Config(device=device), job={"explicit": explicit}, me=WorkerKey(0, 0))
+    assert device_for(own) == (own or "cpu")
+    monkeypatch.setattr("everstep.train.join._launched", link)
+    assert device_for(own) == found
 
 
 def test_the_forms_of_configure_optimizers() -> None:
