@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from inspect import Parameter
 from math import gcd
 from pathlib import Path
@@ -27,15 +28,19 @@ from everstep.integrations.lightning_module import (
     ModuleLog,
     evaluated,
     optimizer_and_schedulers,
+    refuse_data_hooks,
     refuse_hooks,
     training_loader,
 )
 from everstep.integrations.lightning_options import TrainerOptions, trainer_options
 from everstep.script.loop_values import state as loop_state
 from everstep.script.watched_life import IN_REHEARSAL, TRIED
-from everstep.train.join import join
+from everstep.train.join import device_for, join
+from everstep.train.precision import resolve_device
 from everstep.train.run import Run, Step, view_of
 from everstep.train.script_errors import say_in_one_line
+
+log = logging.getLogger(__name__)
 
 _LANES = 8
 
@@ -189,9 +194,22 @@ class Trainer:
         finally:
             vars(model).pop("log", None)
             vars(model).pop("optimizers", None)
-        run_dir = view_of(run).link.run_dir
-        if run_dir is not None:
-            self.save_checkpoint(run_dir / "lightning.ckpt")
+        self._leave_checkpoint(run)
+        _tear_down((self.datamodule, model), "fit")
+
+    def _leave_checkpoint(self, run: Run) -> None:
+        """Without it the job is complete all the same, so what prevents it is told alone."""
+        run_dir, divided = view_of(run).link.run_dir, view_of(run).config.zero.stage > 0
+        if run_dir is None:
+            return
+        path = run_dir / "lightning.ckpt"
+        try:
+            self.save_checkpoint(path, weights_only=divided)
+        except Exception as error:
+            log.warning("%s is not written: %s: %s", path, type(error).__name__, error)
+            return
+        if divided and run.is_main:
+            log.warning("%s has the weights alone: with zero.stage each worker has a part of the optimizer's", path)
 
     def _loaders(self, train: Any, check: Any, datamodule: Any) -> tuple[Any, Any]:
         lightning = _lightning()
@@ -199,6 +217,8 @@ class Trainer:
             train, datamodule = None, train
         if datamodule is not None and (train is not None or check is not None):
             raise ConfigError("Trainer.fit: expected a datamodule or DataLoaders, got both: give one of the two")
+        if datamodule is not None:
+            refuse_data_hooks(datamodule)
         for one in filter(None, (datamodule, self._module)):
             one.trainer = self
             one.prepare_data()
@@ -221,8 +241,8 @@ class Trainer:
         carried = {f"lightning.scheduler{n}": one.scheduler for n, one in enumerate(self.lr_scheduler_configs)}
         carried |= {f"lightning.stopping{n}": one for n, one in enumerate(self._stopping)}
         settings = {"steps": self._options.steps, "epochs": self._options.epochs, **self._options.settings}
-        device = str(self._options.settings.get("device", "cpu"))
-        self._module.to(device)
+        settings |= self._config
+        self._module.to(resolve_device(device_for(settings.get("device"))))
         run = join(
             self._module,
             self.optimizers[0],
@@ -231,7 +251,7 @@ class Trainer:
             accumulate=self._options.accumulate,
             state={**carried, "lightning.kept": self._kept},
             run_dir=self._run_dir,
-            **{**settings, **self._config},
+            **settings,
         )
         if self._estimate not in (None, run.total_steps) and os.environ.get(IN_REHEARSAL) != TRIED:
             raise ConfigError(
@@ -276,8 +296,7 @@ class Trainer:
         told = self._values.close() if ends else {}
         validated = self._epochs.due(number, options.check_every, options.every_epochs, ends)
         if check is not None and validated:
-            self._module.on_validation_start()
-            self._module.on_validation_epoch_start()
+            self._begin_evaluation("validation")
             told |= (found := self._evaluate(run, check, "val"))
             self._values.metrics.update(found)
         asked = [one for one in self._stopping if one.due(validated, ends, check is not None)]
@@ -296,6 +315,10 @@ class Trainer:
             self._at = self._epochs.of(number) + 1, number
 
     # ---- evaluation and the result
+
+    def _begin_evaluation(self, name: str) -> None:
+        getattr(self._module, f"on_{name}_start")()
+        getattr(self._module, f"on_{name}_epoch_start")()
 
     def _evaluate(self, run: Run, loader: Any, kind: str) -> dict[str, float]:
         method = getattr(self._module, "validation_step" if kind == "val" else "test_step")
@@ -334,15 +357,22 @@ class Trainer:
             )
         if isinstance(loaders, _lightning().LightningDataModule):
             loaders, datamodule = None, loaders
+        if datamodule is not None:
+            refuse_data_hooks(datamodule)
         source = datamodule or self.datamodule or self._module
-        if loaders is None:
+        own = loaders is None
+        if own:
             source.setup(stage)
             loaders = getattr(source, f"{kind}_dataloader")()
         vars(self._module)["log"] = self._logged.log
+        self._logged.numbers.clear()
         try:
-            found = self._evaluate(self._run, loaders, kind)
+            self._begin_evaluation("validation" if kind == "val" else kind)
+            found = {**self._logged.numbers, **self._evaluate(self._run, loaders, kind)}
         finally:
             vars(self._module).pop("log", None)
+        if own:
+            _tear_down((source,), stage)
         if verbose and self._run.is_main:
             print(", ".join(f"{name} {value:.6g}" for name, value in found.items()), flush=True)
         return [found]
@@ -356,6 +386,13 @@ class Trainer:
             optimizer, at = None if weights_only else self.optimizers[0], {"epoch": self._at[0], "step": self._at[1]}
             content = lightning_checkpoint(self._module, self.datamodule, optimizer, self.lr_scheduler_configs, **at)
             save_torch(content, Path(filepath))
+
+
+def _tear_down(parts: Iterable[Any], stage: str) -> None:
+    """Not in a rehearsal: the job's own workers still use what a method may delete."""
+    if IN_REHEARSAL not in os.environ:
+        for one in filter(None, parts):
+            one.teardown(stage)
 
 
 def _overrides(instance: Any, method: str) -> bool:

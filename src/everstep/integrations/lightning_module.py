@@ -55,13 +55,25 @@ def refuse_hooks(module: Any) -> None:
             f"{kind.__name__}.automatic_optimization=False is not carried: write a loop with everstep.join, which "
             "takes several optimizers (step.backward(loss, optimizer=opt))"
         )
-    for remedy, names in _REFUSED.items():
-        for name in names.split():
-            if getattr(kind, name, None) is not getattr(lightning.LightningModule, name, None):
-                raise ConfigError(f"{kind.__name__}.{name} is not called here: {remedy}")
+    _refuse_overridden(kind, lightning.LightningModule)
     for name in ("training_step", "configure_optimizers"):
         if getattr(kind, name) is getattr(lightning.LightningModule, name):
             raise ConfigError(f"{kind.__name__} has no {name}, which a job needs: write it")
+
+
+def refuse_data_hooks(datamodule: Any) -> None:
+    """Check which methods a LightningDataModule overrides. Raises: ConfigError naming one that is not called here."""
+    import lightning
+
+    _refuse_overridden(type(datamodule), lightning.LightningDataModule)
+
+
+def _refuse_overridden(kind: type, base: type) -> None:
+    for remedy, names in _REFUSED.items():
+        for name in names.split():
+            theirs = getattr(base, name, None)  # without one Lightning calls none: the name is the user's
+            if theirs is not None and getattr(kind, name) is not theirs:
+                raise ConfigError(f"{kind.__name__}.{name} is not called here: {remedy}")
 
 
 def optimizer_and_schedulers(module: Any) -> tuple[Any, list[Any]]:

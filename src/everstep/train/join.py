@@ -9,6 +9,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from everstep.base.below import write_atomically, write_privately
-from everstep.base.config import Config, check_keys, dotted, load_config, read_layers, to_dict
+from everstep.base.config import Config, check_keys, device_of, dotted, load_config, read_layers, to_dict
 from everstep.base.errors import ConfigError
 from everstep.base.package_versions import refuse_versions
 from everstep.base.plan import WorkerKey
@@ -93,6 +94,16 @@ def is_launched() -> bool:
 def active_workers() -> int:
     """Number of workers that this process's job begins with, and that need a lane each."""
     return 1 if _launched is None or _launched.config.redundancy is not None else _launched.config.workers
+
+
+def device_for(own: str | None) -> str:
+    """Where this process's model has to be, before it joins: the user's word comes before the script's own."""
+    if _launched is None:
+        return own or Config.device
+    config = _launched.config
+    if own is not None and "device" not in _launched.job.get("explicit", ()):
+        config = replace(config, device=own)
+    return device_of(config, _launched.me.worker_id)
 
 
 def was_called() -> bool:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from hashlib import sha256
 from math import inf
 from pathlib import Path
@@ -278,6 +279,51 @@ def test_an_agent_that_waited_in_vain_comes_again_while_host_0_is_still_to_come(
     ended = subprocess.run(["bash"], input=text, text=True, env={**os.environ, **environment}, timeout=60)
     assert ended.returncode == code
     assert (tmp_path / "told").exists() == again
+
+
+@pytest.mark.parametrize(
+    ("restarts", "before", "lived_s", "age_h", "again"),
+    [
+        ("", 0, 0, 0, True),
+        ("18", 18, 0, 0, True),
+        ("19", 19, 0, 0, False),
+        ("40", 3, 0, 0, True),  # most of them by preemption
+        ("19", 19, 700, 0, True),  # it has run for long
+        ("40", 19, 0, 30, True),  # long ago
+        ("", 19, 0, 0, True),  # of a launch before
+        ("30", 0, 0, None, True),  # nothing can be written
+    ],
+)
+def test_an_element_that_dies_at_once_each_time_is_not_requeued_for_ever(
+    tmp_path: Path,
+    restarts: str,
+    before: int,
+    lived_s: int,
+    age_h: float | None,
+    again: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, does in (("python", "kill -9 $$"), ("scontrol", f'echo "$*" > {tmp_path}/told')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    killed = tmp_path / "r" / "launch" / "killed-1"
+    if age_h is not None:
+        killed.parent.mkdir(parents=True)
+        killed.write_text("137\n" * before)
+        os.utime(killed, (time.time() - age_h * 3600,) * 2)
+    own = ["--run-dir", str(tmp_path / "r"), "--python", str(tmp_path / "python")]
+    text = printed(capsys, "launch", "slurm", "resnet18-digits", "--hosts", "2", *own)
+    environment = {
+        "SLURM_ARRAY_TASK_ID": "1",
+        "SLURM_ARRAY_JOB_ID": "42",
+        "SLURM_RESTART_COUNT": restarts,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    command = ["bash", "-c", f"SECONDS={lived_s}\n{text}"]
+    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=60)
+    assert ended.returncode == 137
+    assert (tmp_path / "told").exists() == again
+    assert ("it is not requeued" in ended.stderr) != again
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.37"])

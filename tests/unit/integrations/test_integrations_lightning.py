@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,18 +12,23 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import everstep.integrations.lightning as front
+from everstep.base.config import Config
 from everstep.base.errors import ConfigError, TaskError
+from everstep.base.plan import WorkerKey
 from everstep.integrations.accelerate import Accelerator
 from everstep.integrations.lightning_loop import Epochs, EpochValues, step_schedulers, stopping
 from everstep.integrations.lightning_module import (
     ModuleLog,
     evaluated,
     optimizer_and_schedulers,
+    refuse_data_hooks,
     refuse_hooks,
     training_loader,
 )
 from everstep.integrations.lightning_options import trainer_options
 from everstep.script.loop_values import state
+from everstep.script.watched_life import IN_REHEARSAL
+from everstep.train.join import device_for
 
 
 class Plain(lightning.LightningModule):
@@ -115,6 +121,168 @@ def test_modules_that_are_refused() -> None:
         refuse_hooks(torch.nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="LightningModule has no training_step"):
         refuse_hooks(lightning.LightningModule())
+
+
+@pytest.mark.parametrize("name", ["transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"])
+def test_hooks_of_data_that_are_refused_by_name(name: str) -> None:
+    """In fit before anything is prepared, and in test of other data."""
+    prepared: list[str] = []
+    methods = {name: lambda self, batch, *args: batch, "prepare_data": lambda self: prepared.append("data")}
+    data = type("Own", (lightning.LightningDataModule,), methods)()
+    with pytest.raises(ConfigError, match=rf"Own\.{name} is not called here: write it into collate_fn"):
+        front.Trainer(max_steps=1).fit(Plain(), datamodule=data)
+    assert not prepared
+    trainer, plain = fitted(Plain())
+    with pytest.raises(ConfigError, match=rf"Own\.{name} is not called here"):
+        trainer.test(plain, datamodule=data)
+
+
+class Told(Plain):
+    """Notes which of its hooks are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", 1.0)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.told.append("test_step")
+        self.log("test", 2.0)
+
+    def on_validation_start(self) -> None:
+        self.told.append("on_validation_start")
+
+    def on_validation_epoch_start(self) -> None:
+        self.told.append("on_validation_epoch_start")
+
+    def on_test_start(self) -> None:
+        self.told.append("on_test_start")
+
+    def on_test_epoch_start(self) -> None:
+        self.told.append("on_test_epoch_start")
+        self.log("begun", 3.0)
+
+    def on_fit_end(self) -> None:
+        self.told.append("on_fit_end")
+
+    def teardown(self, stage: str) -> None:
+        self.told.append(f"teardown {stage}")
+
+
+class Data(lightning.LightningDataModule):
+    """As many are: with methods that have nothing to do, and names that are hooks of modules alone."""
+
+    def __init__(self, told: list[str]) -> None:
+        super().__init__()
+        self.told = told
+
+    def prepare_data(self) -> None: ...
+
+    def setup(self, stage: str) -> None:
+        self.told.append(f"data setup {stage}")
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.zeros(8, 2), batch_size=4)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    test_dataloader = val_dataloader
+
+    def teardown(self, stage: str) -> None:
+        self.told.append(f"data teardown {stage}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+
+    def on_exception(self, exception: BaseException) -> None: ...
+
+    def on_train_batch_end(self) -> None: ...
+
+    def backward(self) -> None: ...
+
+
+def fitted(module: Plain, datamodule: Any = None, **arguments: Any) -> tuple[front.Trainer, Plain]:
+    data = None if datamodule else DataLoader(torch.zeros(8, 2), batch_size=4)  # type: ignore[arg-type]
+    trainer = front.Trainer(**{"max_steps": 2, "limit_val_batches": 0, **arguments})
+    trainer.fit(module, data, datamodule=datamodule)
+    return trainer, module
+
+
+def test_hooks_at_the_ends_of_fit_and_test_and_validate(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Told()
+    data = Data(module.told)
+    refuse_data_hooks(data)
+
+    trainer, _ = fitted(module, data, limit_val_batches=1.0)
+    begun = ["on_validation_start", "on_validation_epoch_start"]
+    assert module.told == ["data setup fit", *begun, "on_fit_end", "data teardown fit", "teardown fit"]
+    module.told.clear()
+    assert trainer.test(verbose=False) == [{"begun": 3.0, "test": 2.0}]
+    assert module.told[:3] == ["data setup test", "on_test_start", "on_test_epoch_start"]
+    assert module.told[3] == "test_step" and module.told[-1] == "data teardown test"
+    module.told.clear()
+    assert trainer.validate(dataloaders=data.val_dataloader(), verbose=False) == [{"val": 1.0}]
+    assert module.told == begun
+    monkeypatch.setenv(IN_REHEARSAL, "a")
+    rehearsed = Told()
+    fitted(rehearsed)
+    assert rehearsed.told == ["on_fit_end"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_checkpoint_that_a_fit_leaves(stage: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"zero": {"stage": stage}, "rehearse": False}
+    _, module = fitted(Plain(), run_dir=tmp_path / "run", config=settings)
+    found = torch.load(tmp_path / "run" / "lightning.ckpt", weights_only=True)
+    assert torch.equal(found["state_dict"]["layer.weight"], module.layer.weight)
+    assert ("optimizer_states" in found) == (stage == 0)
+    assert ("has the weights alone" in caplog.text) == (stage > 0)
+    assert Plain.load_from_checkpoint(tmp_path / "run" / "lightning.ckpt").layer.weight.equal(module.layer.weight)
+
+
+def test_a_checkpoint_that_cannot_be_left_ends_no_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Plain):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            raise KeyError("ema")
+
+    trainer, _ = fitted(Fails(), run_dir=tmp_path / "run", config={"rehearse": False})
+    assert "lightning.ckpt is not written: KeyError: 'ema'" in caplog.text
+    with pytest.raises(KeyError):
+        trainer.save_checkpoint(tmp_path / "own.ckpt")
+
+
+def test_the_device_that_config_names_comes_before_the_accelerator() -> None:
+    trainer, module = fitted(Plain(), accelerator="gpu", config={"device": "cpu"})
+    assert trainer.global_step == 2 and module.layer.weight.device.type == "cpu"
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="sees no CUDA device: --set device=cpu"):
+            fitted(Plain(), accelerator="gpu")
+
+
+@pytest.mark.parametrize(
+    ("own", "device", "explicit", "found"),
+    [
+        (None, "cpu", [], "cpu"),
+        ("cuda", "cpu", [], "cuda"),
+        ("cuda", "cpu", ["device"], "cpu"),
+        ("cpu", "cuda:1", ["device"], "cuda:1"),
+        (None, "cuda", ["device"], "cuda"),
+    ],
+)
+def test_the_device_that_the_command_names_comes_first(
+    own: str | None, device: str, explicit: list[str], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = SimpleNamespace(config=Config(device=device), job={"explicit": explicit}, me=WorkerKey(0, 0))
+    assert device_for(own) == (own or "cpu")
+    monkeypatch.setattr("everstep.train.join._launched", link)
+    assert device_for(own) == found
 
 
 def test_the_forms_of_configure_optimizers() -> None:

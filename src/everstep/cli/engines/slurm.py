@@ -20,6 +20,19 @@ _AGAIN = 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
 _IN_VAIN = 'leaving=$(squeue -h -j "${SLURM_ARRAY_JOB_ID}_0" 2>/dev/null)'
 """Have the element start again only while host 0 is still to come."""
 
+_KILLED = """\
+killed="$dir/launch/killed-$SLURM_ARRAY_TASK_ID" # a line for each end of this kind, one soon after another
+    old=$(find "$killed" -mmin +1440 2>/dev/null)
+    [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ "$SECONDS" -lt LONG ] && [ -z "$old" ] || rm -f "$killed"
+    echo "$code" >>"$killed"
+    if [ "$(wc -l <"$killed")" -ge MOST ]; then
+      echo "this host ended with $code, and MOST times in a row within LONG s of its start: it is not requeued" >&2
+    else
+      leaving=1
+    fi""".replace("LONG", "600").replace("MOST", "20")
+"""What ends the same way each time would be requeued for ever; but one that ran for long, or was preempted often, comes
+again. Without a file that can be written it does, too."""
+
 
 def script(launch: Launch, extra: Sequence[str] = (), notice_s: int = 60) -> str:
     """The script for sbatch. extra: further options of sbatch, such as "partition=gpu". notice_s: seconds before its
@@ -56,6 +69,8 @@ def script(launch: Launch, extra: Sequence[str] = (), notice_s: int = 60) -> str
             f"# {launch.run_dir}/token, for its owner alone: 'everstep launch' makes both where sbatch is.",
             f"address={found} # of this host, for the others",
             in_brackets("address").rstrip(),
-            host_script(launch, "$SLURM_ARRAY_TASK_ID", job, agent, _AGAIN, alone=False, in_vain=_IN_VAIN),
+            host_script(
+                launch, "$SLURM_ARRAY_TASK_ID", job, agent, _AGAIN, alone=False, in_vain=_IN_VAIN, killed=_KILLED
+            ),
         ]
     )
