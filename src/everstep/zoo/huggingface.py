@@ -5,7 +5,7 @@ Nothing is downloaded, no code of a directory is run, and nothing is unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -105,14 +105,14 @@ class HuggingFace(ReadyTask):
                 f"hf:{directory.name}: transformers {self._library.__version__} has no architecture {kind[:60]!r}: "
                 "expected one that it knows; install a newer one, or write a Task"
             )
+        if wrong := [n for n in _layers(directory.config) if not 0 <= n <= _MOST_LAYERS]:
+            said = f"expected 0 to {_MOST_LAYERS} layers in config.json, got {wrong[0]}"
+            raise ConfigError(f"hf:{directory.name}: {said}")
         try:
             config = mapping[kind].from_dict(directory.config)
         except Exception as error:
             said = " ".join(str(error).split())[:200]
             raise ConfigError(f"hf:{directory.name}: config.json is not valid for {kind}: {said}") from None
-        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-        if isinstance(layers, int) and not 0 <= layers <= _MOST_LAYERS:
-            raise ConfigError(f"hf:{directory.name}: expected 0 to {_MOST_LAYERS} layers in config.json, got {layers}")
         config.use_cache, config.dtype = False, torch.float32
         return config
 
@@ -340,3 +340,12 @@ class HuggingFace(ReadyTask):
         """Metrics: loss per token, in nats, and the share of tokens predicted right."""
         logits = model(input_ids=batch[:, :-1]).logits
         return classification_metrics(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def _layers(config: Mapping[str, Any]) -> Iterator[int]:
+    """Numbers of layers that a config.json states, also for parts of the model. Some are built while it is read."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _layers(value)
+        elif name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers") and isinstance(value, int):
+            yield value

@@ -352,6 +352,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no heads": (settings(num_key_value_heads=0), "makes no LlamaForCausalLM: ZeroDivisionError"),
     "quantised": (settings(quantization_config={"quant_method": "gptq"}), "quantised"),
     "small vocabulary": (settings(vocab_size=100), "too small for bytes"),
+    "layers": (settings(num_hidden_layers=10**10), "expected 0 to 10000 layers in config.json, got 10000000000"),
+    "layers of lists": (settings(model_type="qwen2", num_hidden_layers=10**10), "expected 0 to 10000 layers"),
+    "layers within": (settings(text_config={"n_layer": -1}), "expected 0 to 10000 layers in config.json, got -1"),
     "adapter": (lambda d: (d / "adapter_config.json").write_text("{}"), "holds an adapter"),
     "incomplete": (
         weights(lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"}),
