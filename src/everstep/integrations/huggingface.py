@@ -118,7 +118,7 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         say_in_one_line()
         self._run: Run | None = None
-        self._goes_on = False
+        self._goes_on = self._writes = False
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
         if given is not None:
             refuse_arguments(given)
@@ -199,6 +199,15 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
                 "weights alone to from_pretrained"
             )
 
+    def _refuse_absent(self) -> None:
+        """Raises: Misused if the leader is to load the best model, which lies on another host."""
+        best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        if best is None or os.path.isdir(best) or IN_REHEARSAL in os.environ or not self.is_world_process_zero():
+            return  # what another worker has is not saved
+        raise Misused(
+            f"load_best_model_at_end: the leader's host has no {best}: give an output_dir that all hosts share"
+        )
+
     def _inner_training_loop(
         self,
         batch_size: int | None = None,
@@ -229,6 +238,7 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
             for inputs in step:
                 loss.backward(step, inputs, order.passes_of(step.number))
             self._after(step, order, carried, start, ignore_keys_for_eval)
+        self._refuse_absent()
         return self._finalize_training(None, order.global_batch * order.steps, start)
 
     def _order(self, dataset: Any) -> TrainingOrder:
@@ -432,7 +442,7 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model in the hub's format: the leader does it."""
-        if self._run is None or _internal_call or self.is_world_process_zero():
+        if self._run is None or self._writes or self.is_world_process_zero():
             super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -446,7 +456,11 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
 
         def write(_: Any) -> dict[str, Any]:
             draft = folder.with_name(f".{folder.name}.{os.getpid()}")
-            self.save_model(str(draft), _internal_call=True)
+            self._writes = True
+            try:
+                self.save_model(str(draft), _internal_call=True)
+            finally:
+                self._writes = False
             self.state.save_to_json(str(draft / "trainer_state.json"))
             if self._job is not None:
                 write_atomically(draft / _WRITER, self._job)
