@@ -62,7 +62,7 @@ args = TrainingArguments(
 )
 trainer = Mine(model=model, args=args, train_dataset=Rows(37, 1), eval_dataset=Rows(5, 2), compute_metrics=metrics,
                callbacks=[Counter()])
-trainer.train(resume_from_checkpoint=again)
+trainer.train(resume_from_checkpoint=os.environ.get("FROM", again))
 trainer.save_model()
 if trainer.is_world_process_zero():
     with open(os.path.join(out, "history.json"), "w") as file:
@@ -113,6 +113,23 @@ def test_a_kill_changes_no_bit(jobs: Jobs, script: str, tmp_path: Path) -> None:
     same(ends[0][0].run_dir, ends[1][0])
     assert ends[0][1:] == ends[1][1:]
     assert ends[0][1][-1]["step"] == 9
+
+
+def test_only_a_checkpoint_of_the_job_can_be_one_to_go_on_from(jobs: Jobs, script: str, tmp_path: Path) -> None:
+    """A job that begins refuses another's, and leaves it there; a replacement may name one that is removed."""
+    out, old = tmp_path / "out", tmp_path / "out" / "checkpoint-3"
+    for name in ("another", "own"):
+        where = tmp_path / name
+        if name == "another":
+            old.mkdir(parents=True)
+        options = ["--workers", "2", "--chaos", "kill:target=worker:1,at=6,phase=backward"] if name == "own" else []
+        argv = ["run", script, "--run-dir", str(where), "--json", *options, "--", str(out)]
+        job = jobs.command(argv, where, {"FROM": str(old)})
+        assert job.end() == (2 if name == "another" else 0), job.account()
+        if name == "another":
+            assert "has not written" in where.with_suffix(".err").read_text() and old.exists()
+            old.rmdir()
+    assert job.of_kind("worker_evicted") and (out / "history.json").exists()
 
 
 @pytest.mark.longer

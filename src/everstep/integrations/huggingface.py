@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import time
 from importlib import import_module
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from everstep.base.below import write_atomically
 from everstep.base.errors import ConfigError, Misused
+from everstep.base.given import read_given
 from everstep.base.package_versions import refuse_versions
 from everstep.data.batch import to_device
 from everstep.exact.seeding import preserve_rng
@@ -48,6 +51,8 @@ except ImportError as missing:
     ) from None
 
 _LIFE = "everstep-"
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
+_WRITER = "everstep_job"
 _MOST_SAMPLES = 16
 _BY_THE_JOB = (
     (
@@ -113,7 +118,7 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         say_in_one_line()
         self._run: Run | None = None
-        self._goes_on = False
+        self._goes_on = self._writes = False
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
         if given is not None:
             refuse_arguments(given)
@@ -171,6 +176,9 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
         return super().train(None, None, ignore_keys_for_eval)
 
     def _refuse_older(self, asked: Path) -> None:
+        output = Path(self.args.output_dir)
+        if joining.is_launched() and asked.resolve().parent == output.resolve() and _CHECKPOINT.fullmatch(asked.name):
+            return  # other workers may have saved a newer one since the script asked, and removed this one
         newest = _files.get_last_checkpoint(self.args.output_dir) if os.path.isdir(self.args.output_dir) else None
         if newest is None or asked.resolve() != Path(newest).resolve():
             raise ConfigError(
@@ -178,6 +186,27 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
                 f"{asked}: a checkpoint of another job is given to everstep run as --resume-from, and weights alone to "
                 "from_pretrained"
             )
+
+    def _refuse_unread(self, step: Step) -> None:
+        """Raises: ConfigError if the script goes on from a checkpoint, and its job begins."""
+        if step.number > 1 or not self._goes_on or self._job is None or IN_REHEARSAL in os.environ:
+            return
+        foreign = [path for path in self._checkpoints() if not self._wrote(path)]
+        if foreign:
+            raise ConfigError(
+                f"resume_from_checkpoint: this job begins at step 1, and has not written {foreign[-1]}: continue the "
+                "job that has (everstep run --resume-from), or leave it out or give another output_dir, and give "
+                "weights alone to from_pretrained"
+            )
+
+    def _refuse_absent(self) -> None:
+        """Raises: Misused if the leader is to load the best model, which lies on another host."""
+        best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        if best is None or os.path.isdir(best) or IN_REHEARSAL in os.environ or not self.is_world_process_zero():
+            return  # what another worker has is not saved
+        raise Misused(
+            f"load_best_model_at_end: the leader's host has no {best}: give an output_dir that all hosts share"
+        )
 
     def _inner_training_loop(
         self,
@@ -203,11 +232,13 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
         if self.args.eval_on_start and not self.state.global_step:
             self._evaluate_first = True
         for step in run:
+            self._refuse_unread(step)
             self._update_roles()
             self._before(step, order, ignore_keys_for_eval)
             for inputs in step:
                 loss.backward(step, inputs, order.passes_of(step.number))
             self._after(step, order, carried, start, ignore_keys_for_eval)
+        self._refuse_absent()
         return self._finalize_training(None, order.global_batch * order.steps, start)
 
     def _order(self, dataset: Any) -> TrainingOrder:
@@ -411,7 +442,7 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model in the hub's format: the leader does it."""
-        if self._run is None or _internal_call or self.is_world_process_zero():
+        if self._run is None or self._writes or self.is_world_process_zero():
             super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -425,20 +456,55 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
 
         def write(_: Any) -> dict[str, Any]:
             draft = folder.with_name(f".{folder.name}.{os.getpid()}")
-            self.save_model(str(draft), _internal_call=True)
+            self._writes = True
+            try:
+                self.save_model(str(draft), _internal_call=True)
+            finally:
+                self._writes = False
             self.state.save_to_json(str(draft / "trainer_state.json"))
+            if self._job is not None:
+                write_atomically(draft / _WRITER, self._job)
             if folder.exists():
                 shutil.rmtree(folder)
             draft.rename(folder)
-            _files.rotate_checkpoints(
-                output_dir=self.args.output_dir,
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            self._rotate()
             return {"saved": 1}
 
         self._run.evaluate(write, [0], batch_size=1)
+
+    def _rotate(self) -> None:
+        """Remove the oldest checkpoints of this job beyond save_total_limit, not the best nor the newest one."""
+        limit = self.args.save_total_limit
+        if self._job is None:
+            _files.rotate_checkpoints(
+                output_dir=self.args.output_dir,
+                save_total_limit=limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+        elif limit is not None and limit > 0:
+            own = [path for path in self._checkpoints(use_mtime=True) if self._wrote(path)]
+            best = self.state.best_model_checkpoint
+            spare = [path for path in own[:-1] if best is None or path != Path(best)]
+            for path in spare[: max(0, len(own) - limit)]:
+                shutil.rmtree(path, ignore_errors=True)
+
+    @property
+    def _job(self) -> str | None:
+        """What names the job of `everstep run`; None in a script that is run by itself."""
+        created = None if self._run is None else view_of(self._run).link.job.get("created_unix_ns")
+        return None if created is None else str(created)
+
+    def _checkpoints(self, use_mtime: bool = False) -> list[Path]:
+        """checkpoint-N of output_dir, the oldest first."""
+        found = map(Path, _files.sort_checkpoints(self.args.output_dir, use_mtime=use_mtime))
+        return [path for path in found if _CHECKPOINT.fullmatch(path.name)]
+
+    def _wrote(self, checkpoint: Path) -> bool:
+        try:
+            return self._job is not None and read_given(checkpoint / _WRITER) == self._job.encode()
+        except OSError:
+            return False
 
 
 class _Ticking:

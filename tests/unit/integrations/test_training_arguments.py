@@ -11,7 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from everstep.base.errors import ConfigError  # noqa: E402
+from everstep.base.errors import ConfigError, Misused  # noqa: E402
 from everstep.integrations.training_arguments import (  # noqa: E402
     REFUSED,
     job_settings,
@@ -150,16 +150,38 @@ def test_an_optimizer_with_modes_is_refused(tmp_path: Path) -> None:
         def train(self) -> None:
             pass
 
-    class Pairs(torch.nn.Linear):
-        def forward(self, x: Any, labels: Any) -> Any:
-            return {"loss": (super().forward(x) - labels).square().mean()}
-
     model = Pairs(1, 1)
     row = {"x": torch.zeros(1), "labels": torch.zeros(1)}
     optimizers = Averages(model.parameters(), lr=0.1), None
     trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=[row] * 8, optimizers=optimizers)
     with pytest.raises(ConfigError, match="Averages has modes"):
         trainer.train()
+
+
+class Pairs(torch.nn.Linear):
+    def forward(self, x: Any, labels: Any) -> Any:
+        return {"loss": (super().forward(x) - labels).square().mean()}
+
+
+def test_a_best_model_that_another_host_has_is_not_replaced_by_the_last_one(tmp_path: Path) -> None:
+    from everstep.integrations.huggingface import Trainer
+
+    class Elsewhere(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.best_global_step == state.global_step:
+                Path(state.best_model_checkpoint).rename(tmp_path / "elsewhere")
+
+    often = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "max_steps": 2}
+    args = arguments(tmp_path / "out", load_best_model_at_end=True, disable_tqdm=True, **often)
+    rows = [{"x": torch.zeros(1), "labels": torch.zeros(1)}] * 8
+    data = {"train_dataset": rows, "eval_dataset": rows}
+    trainer = Trainer(model=Pairs(1, 1), args=args, callbacks=[Elsewhere()], **data)
+    with pytest.raises(Misused, match="an output_dir that all hosts share"):
+        trainer.train()
+    vars(trainer).update(is_world_process_zero=lambda: False)
+    trainer._refuse_absent()
+    trainer.save_model(str(tmp_path / "hub"), _internal_call=True)  # as in push_to_hub
+    assert not (tmp_path / "hub").exists()
 
 
 class Patient(transformers.EarlyStoppingCallback):  # type: ignore[misc]
