@@ -129,16 +129,30 @@ def calls_in_file(frame: types.FrameType, method: str) -> int:
 
 
 def names_attribute(files: Iterable[str], name: str) -> bool:
-    """Whether one of these files has an attribute of this name other than to call it."""
+    """Whether one of these files has an attribute of this name that may be a tensor's: other than to call it, and of
+    no module (as in `torch.utils.data`), nor of what is called self or args."""
     for file in sorted(files):
         if not any(f".{name}" in line for line in linecache.getlines(file)):
             continue
         tree = SyntaxTrees().tree(file)
         nodes = [] if tree is None else list(ast.walk(tree))
         called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-        if any(isinstance(node, ast.Attribute) and node.attr == name and id(node) not in called for node in nodes):
+        imported = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        modules = {alias.asname or alias.name.partition(".")[0] for alias in imported}
+        named = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr == name and id(n) not in called]
+        if not all(_root(n) in modules or (isinstance(n.value, ast.Name) and n.value.id in _OWN) for n in named):
             return True
     return False
+
+
+_OWN = ("self", "args")
+
+
+def _root(node: ast.expr) -> str:
+    """The first of names with dots between them; "" if this is something else."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def inside_of(top: ast.AST) -> list[ast.AST]:

@@ -290,8 +290,12 @@ class Donor:
         with self._lock:
             offers = [*(asker.offer for asker in self._giver.giving), *self._shelves.values()]
         for readable in _readable(offers):
-            if not (stays and isinstance(readable, StateInPlace)):
+            if stays and isinstance(readable, StateInPlace):
+                continue
+            try:
                 readable.wait()
+            except Exception as error:  # it is none, and says so to its readers
+                log.warning("a copy of the state failed: %s", error)
 
     # ---- handler threads
 

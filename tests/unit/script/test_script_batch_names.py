@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from everstep.script.batch_names import unset_behind
-from everstep.script.flow_sources import Function, names_of
+from everstep.script.flow_sources import Function, names_attribute, names_of
 
 CASES = {
     "the loss": ("    print(loss)", "loss"),
@@ -139,3 +139,21 @@ def test_names_that_a_function_captures_by_match_are_its_own() -> None:
     (node,) = ast.parse(source).body
     assert isinstance(node, Function)
     assert names_of(node) == {"x", "a", "rest", "v", "others", "all_of_it"}
+
+
+ATTRIBUTES = {
+    "a tensor's": ("for p in model.parameters():\n    p.data.mul_(2)", True),
+    "of an object's own": ("class A:\n    def f(self):\n        self.shadow.data.copy_(1)", True),
+    "of a module": ("import torch\nclass A(torch.utils.data.Dataset):\n    x = torch.utils.data.DataLoader(1)", False),
+    "of a renamed module": ("import torch.utils as u\nx = u.data.Subset", False),
+    "arguments": ("rows = load(args.data)\nclass A:\n    def f(self):\n        return self.data[0]", False),
+    "called": ("x = source.data()", False),
+}
+
+
+@pytest.mark.parametrize("case", ATTRIBUTES)
+def test_files_that_may_name_an_attribute_of_tensors(tmp_path: Path, case: str) -> None:
+    code, may = ATTRIBUTES[case]
+    file = tmp_path / "script.py"
+    file.write_text(code)
+    assert names_attribute([str(file)], "data") is may

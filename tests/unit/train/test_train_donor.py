@@ -303,3 +303,15 @@ def test_pieces_of_a_fed_gradient_are_not_empty_and_ascend_inside_it(ranges: Any
         pipe.donor.send_json(item)
     with pytest.raises(ProtocolError):
         next_item(pipe.joiner, {0: 3})  # type: ignore[arg-type]
+
+
+def test_a_copy_that_failed_does_not_keep_the_state_from_changing() -> None:
+    class Failed(Snapshot):
+        def wait(self) -> None:
+            super().wait()
+            raise MemoryError
+
+    donor, failed, other = Donor(), Failed(), Snapshot()
+    donor.shelve(("kept", 3), Offer(position=Key(3, 0), held={0: [(failed, WHOLE)], 1: [(other, WHOLE)]}))
+    donor.busy_snapshot()
+    assert failed.waited and other.waited
