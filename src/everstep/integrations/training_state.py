@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.base.errors import ConfigError
+from everstep.exact.jsonable import Undigested
 from everstep.script.reachable import of_user
 
 _KEPT = ("epoch", "global_step", "best_metric", "best_global_step")
@@ -54,6 +55,7 @@ class CarriedTraining:
             "rate": self._rate,
             "seed": self._seed,
             "callbacks": [_state_of(callback) for callback in trainer.callback_handler.callbacks],
+            "kinds": Undigested(names=self._kinds()),  # one that only shows things may differ between workers
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -63,6 +65,7 @@ class CarriedTraining:
                 f"the order of the samples: expected the seed {state['seed']}, with which the job began, got "
                 f"{self._seed}: give TrainingArguments data_seed, or seed alike in each life of the script"
             )
+        self._refuse_others(state["callbacks"], state.get("kinds", {}).get("names"))
         trainer, folder = self._trainer, self._trainer.args.output_dir
         vars(trainer.state).update(copy.deepcopy(state["state"]))
         best = os.path.join(folder, state["best"]) if state["best"] else None
@@ -73,6 +76,22 @@ class CarriedTraining:
         self._rate = state["rate"]
         for callback, saved in zip(trainer.callback_handler.callbacks, state["callbacks"], strict=True):
             _load(callback, saved)
+
+    def _kinds(self) -> list[str]:
+        return [type(callback).__name__ for callback in self._trainer.callback_handler.callbacks]
+
+    def _refuse_others(self, states: list[dict[str, Any]], names: list[str] | None) -> None:
+        """names: of the callbacks whose states these are; older checkpoints have none."""
+        kinds = self._kinds()
+        if names is None or (
+            len(kinds) == len(names)
+            and all(not state or kind == name for state, kind, name in zip(states, kinds, names, strict=True))
+        ):
+            return
+        raise ConfigError(
+            f"callbacks: expected {', '.join(names)}, whose state the job has, got {', '.join(kinds)}: give the same "
+            "ones in the same order"
+        )
 
 
 def without_times(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -193,8 +193,8 @@ class Patient(transformers.EarlyStoppingCallback):  # type: ignore[misc]
 def test_a_callback_derived_from_one_of_transformers_keeps_what_both_keep(tmp_path: Path) -> None:
     from everstep.integrations.huggingface import Trainer
 
-    def carried(callback: Any) -> CarriedTraining:
-        trainer = Trainer(model=torch.nn.Linear(2, 2), args=arguments(tmp_path), callbacks=[callback])
+    def carried(*callbacks: Any) -> CarriedTraining:
+        trainer = Trainer(model=torch.nn.Linear(2, 2), args=arguments(tmp_path), callbacks=list(callbacks))
         vars(trainer).update(_tr_loss=torch.tensor(0.0), _total_loss_scalar=0.0, _globalstep_last_logged=0)
         return CarriedTraining(trainer, seed=None)
 
@@ -203,6 +203,19 @@ def test_a_callback_derived_from_one_of_transformers_keeps_what_both_keep(tmp_pa
     trained.seen.append(0.5)
     carried(resumed).load_state_dict(carried(trained).state_dict())
     assert (resumed.early_stopping_patience_counter, resumed.seen) == (1, [0.5])
+
+    class Seen(transformers.TrainerCallback):  # type: ignore[misc]
+        seen: tuple[float, ...] = ()
+
+    shows = transformers.PrinterCallback
+    saved, other = carried(trained, shows()).state_dict(), Seen()
+    for given in ((other, shows()), (Patient(),)):
+        with pytest.raises(ConfigError, match=r"expected .*Patient, .*whose state the job has, got "):
+            carried(*given).load_state_dict(saved)
+    assert not vars(other)
+    carried(Patient(), transformers.ProgressCallback()).load_state_dict(saved)
+    del saved["kinds"]  # as in older checkpoints
+    carried(Patient(), shows()).load_state_dict(saved)
 
 
 class Streamed(torch.utils.data.IterableDataset[int]):
