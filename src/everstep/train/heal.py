@@ -290,12 +290,9 @@ class Donor:
         with self._lock:
             offers = [*(asker.offer for asker in self._giver.giving), *self._shelves.values()]
         for readable in _readable(offers):
-            if stays and isinstance(readable, StateInPlace):
-                continue
-            try:
-                readable.wait()
-            except Exception as error:  # it is none, and says so to its readers
-                log.warning("a copy of the state failed: %s", error)
+            if not (stays and isinstance(readable, StateInPlace)):
+                with contextlib.suppress(Exception):  # a copy that failed is none, and says so to its readers
+                    readable.wait()
 
     # ---- handler threads
 
@@ -523,6 +520,9 @@ class _Small(msgspec.Struct, array_like=True):
     moved: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
 
 
+_small = msgspec.msgpack.Decoder(_Small)  # made here: two threads that make one at once end the process
+
+
 def pack_state(state: ModelState, settings: Mapping[str, Any] | None = None) -> bytes:
     """A small state (of the user's loop, say) in one piece. settings: of the model, if not the present ones."""
     manifest: Mapping[str, Any] = state.manifest()
@@ -543,7 +543,7 @@ def with_entry(data: bytes, entry: bytes) -> bytes:
     """A state from `pack_state`, with another one beside it."""
     if not entry:
         return data
-    return msgspec.msgpack.encode(msgspec.structs.replace(msgspec.msgpack.decode(data, type=_Small), entry=entry))
+    return msgspec.msgpack.encode(msgspec.structs.replace(_small.decode(data), entry=entry))
 
 
 def with_moved(data: bytes, moved: Mapping[str, torch.Tensor]) -> bytes:
@@ -551,14 +551,14 @@ def with_moved(data: bytes, moved: Mapping[str, torch.Tensor]) -> bytes:
     if not moved:
         return data
     told = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape), bytes_of(t)) for name, t in moved.items()}
-    small = msgspec.msgpack.decode(data, type=_Small)
+    small = _small.decode(data)
     return msgspec.msgpack.encode(msgspec.structs.replace(small, moved=told))
 
 
 def moved_in(data: bytes) -> dict[str, torch.Tensor]:
     """The tensors that `with_moved` put beside a state. Raises: ProtocolError for another form."""
     with _Sent("tensors that a loop has changed"):
-        told = msgspec.msgpack.decode(data, type=_Small).moved if data else {}
+        told = _small.decode(data).moved if data else {}
         return {name: tensor_of_bytes(*facts) for name, facts in told.items()}
 
 
@@ -592,7 +592,7 @@ def unpack_state(state: ModelState, data: bytes) -> bytes:
     """Load what `pack_state` made; returns what `with_entry` put beside it. Raises: CheckpointCorrupt if it was
     altered."""
     try:
-        small = msgspec.msgpack.decode(data, type=_Small)
+        small = _small.decode(data)
         state.load(json.loads(small.manifest), lambda i: small.blocks[i])
         return small.entry
     except _OTHER_FORMS as error:

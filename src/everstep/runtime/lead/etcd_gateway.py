@@ -272,10 +272,13 @@ class Gateway:
                     self._http = self._client()  # the old client is closed after its last request
 
 
+_reply = msgspec.json.Decoder(Reply)  # made here, as it is used by several threads
+
+
 def read_reply(data: bytes, member: str) -> Reply:
     """Decode a member's reply. Raises: NoReply if it is not one of etcd's."""
     try:
-        return msgspec.json.decode(data, type=Reply)
+        return _reply.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         text = f"{member} does not speak as etcd does"
         raise NoReply(text, "it does not speak as etcd does") from None

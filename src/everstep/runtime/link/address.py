@@ -57,6 +57,9 @@ class CoordinatorAddress:
     ca: str = ""
 
 
+_decoder = msgspec.json.Decoder(CoordinatorAddress)  # made here: two threads that make one at once end the process
+
+
 def address_of(host: str, port: int, tls: str = "off", ca: str = "", pid: int = 0) -> dict[str, Any]:
     """Address of this process as the coordinator; or of another one, by its pid."""
     return {"pid": pid or os.getpid(), "host": host, "port": port, "tls": tls, "ca": ca}
@@ -75,7 +78,7 @@ def read_address(path: Path) -> CoordinatorAddress:
     """The address in a file. Raises: FileNotFoundError if there is none; ProtocolError if the file is malformed."""
     text = read_given(path)
     try:
-        return msgspec.json.decode(text, type=CoordinatorAddress)
+        return _decoder.decode(text)
     except (ValueError, RecursionError):
         raise ProtocolError(f"expected a coordinator's address in {path}, found {text[:80]!r}") from None
 
