@@ -264,6 +264,19 @@ def test_properties_of_a_batch_are_not_called() -> None:
     assert aligned(Computed(torch.arange(9.0)[1:])).x.data_ptr() % 64 == 0
 
 
+@dataclass(frozen=True)
+class OwnSlots:
+    """Its slots are its own, so that it cannot be copied."""
+
+    __slots__ = ("x",)
+    x: torch.Tensor
+
+
+def test_what_cannot_be_copied_stays_as_collate_has_made_it() -> None:
+    batch = OwnSlots(torch.arange(9.0)[1:])
+    assert aligned(batch) is batch
+
+
 @pytest.mark.parametrize("kind", [Batch, SlottedBatch])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_tensors_in_dataclasses_begin_at_64_bytes(workers: int, kind: Any) -> None:

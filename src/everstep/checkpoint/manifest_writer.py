@@ -32,7 +32,7 @@ from everstep.checkpoint.manifest import JobIdentity, Manifest
 from everstep.checkpoint.manifest_assembly import Assembly, assemble, unknown_entries
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
-from everstep.checkpoint.pointers import MOST_BYTES
+from everstep.checkpoint.pointers import MOST_BYTES, read_sealed
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint, read_manifest, set_aside, verify_blocks
 from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.signing import Signer
@@ -246,8 +246,9 @@ class ManifestWriter:
             self._store.write(manifest_name(manifest.step), [data], len(data), if_absent=True)
             if not is_wrong():
                 return
-            with suppress(BlobMissing):
-                self._set_aside(manifest.step)
+            with suppress(BlobMissing, CheckpointCorrupt):  # there may be another leader's by now
+                if read_sealed(self._store, manifest_name(manifest.step)) == data:
+                    self._set_aside(manifest.step)
         raise CheckpointCorrupt(f"the state of step {manifest.step} was discarded")
 
     def _with_digests(self, manifest: Manifest) -> Manifest:

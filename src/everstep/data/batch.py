@@ -12,6 +12,7 @@ import mmap
 import os
 import pickle
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from types import MemberDescriptorType
 from typing import Any, cast
@@ -50,9 +51,10 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, around: tuple[i
         held = {each.name: _kept(tree, each.name) for each in fields(tree)}
         found = map_tensors(function, held, (*around, id(tree)))
         if found is not held:
-            tree = copy.copy(tree)
-            for name in (name for name in held if found[name] is not held[name]):
-                object.__setattr__(tree, name, found[name])  # it may be frozen
+            with suppress(AttributeError):  # it is frozen, with slots of its own, and cannot be copied
+                tree = copy.copy(tree)
+                for name in (name for name in held if found[name] is not held[name]):
+                    object.__setattr__(tree, name, found[name])
     return tree
 
 

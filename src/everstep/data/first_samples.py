@@ -55,12 +55,11 @@ class FirstSamples:
         if other:
             return "", other[0], same
         found = joint([each for each, _ in first]) if first else ""
-        if first == again:
-            return found, "", same
-        differ = [i for i, one, two in zip(self._indices, first, again, strict=False) if one != two]
-        if differ:
-            log.warning("sample %d differs when it is read again; whether by content cannot be told", differ[0])
-        return types_alone(found), "", same
+        for i, one, two in zip(self._indices, first, again, strict=False):
+            if one != two:
+                log.warning("sample %d differs when it is read again; whether by content cannot be told", i)
+                break
+        return found if first == again else types_alone(found), "", same
 
     def _answer(self, until_s: float) -> list[tuple[str, str]]:
         """Digests of the samples; none if they could not be read."""

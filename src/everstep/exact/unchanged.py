@@ -76,7 +76,8 @@ class UnchangedTensors:
     @property
     def hides(self) -> bool:
         """Whether the loop may have written parameters since `updated` in a way that `moved` does not find."""
-        return self._least == 1 and any(id(p) not in self._bits for p in self._model.parameters())
+        written = self._updated is not None and self._least == 1
+        return written and any(id(p) not in self._bits for p in self._model.parameters())
 
     def give(self, told: Mapping[str, torch.Tensor]) -> None:
         """Give tensors the values that another worker's loop has given them. Raises: ProtocolError for one that is not

@@ -131,21 +131,18 @@ def calls_in_file(frame: types.FrameType, method: str) -> int:
 def names_attribute(files: Iterable[str], name: str) -> bool:
     """Whether one of these files has an attribute of this name that may be a tensor's: other than to call it, and of
     no module (as in `torch.utils.data`), nor of what is called self or args."""
-    for file in sorted(files):
-        if not any(f".{name}" in line for line in linecache.getlines(file)):
-            continue
-        tree = SyntaxTrees().tree(file)
-        nodes = [] if tree is None else list(ast.walk(tree))
-        called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-        imported = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-        modules = {alias.asname or alias.name.partition(".")[0] for alias in imported}
-        named = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr == name and id(n) not in called]
-        if not all(_root(n) in modules or (isinstance(n.value, ast.Name) and n.value.id in _OWN) for n in named):
-            return True
-    return False
+    mentions = (file for file in sorted(files) if any(f".{name}" in line for line in linecache.getlines(file)))
+    return any(_names_attribute(SyntaxTrees().tree(file), name) for file in mentions)
 
 
-_OWN = ("self", "args")
+def _names_attribute(tree: ast.AST | None, name: str) -> bool:
+    nodes = [] if tree is None else list(ast.walk(tree))
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    imported = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules = {alias.asname or alias.name.partition(".")[0] for alias in imported}
+    named = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr == name and id(n) not in called]
+    own = [n for n in named if isinstance(n.value, ast.Name) and n.value.id in ("self", "args")]
+    return any(_root(n) not in modules and n not in own for n in named)
 
 
 def _root(node: ast.expr) -> str:

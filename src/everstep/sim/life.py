@@ -82,9 +82,9 @@ class Disk:
         """Workers that have begun the last checkpoint, which has a part of each, by step."""
         self.staying: set[WorkerKey] = set()
         """Workers whose loops go no further: they have raised, or were told to end."""
-        self.past: dict[tuple[int, int], bool] = {}
         self.came_at: dict[WorkerKey, int] = {}
-        """Steps at which workers joined."""
+        """Steps after which workers joined; of those that have not gone back since."""
+        self.past: dict[tuple[int, int], bool] = {}
         """Whether the loops of those that save are done with the step, by step and generation."""
         self.records: dict[int, Mapping[int, Record]] = {}
         """By step, of its decision."""

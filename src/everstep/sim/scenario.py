@@ -170,7 +170,7 @@ class Simulation:
         drifts = setup.differs if isinstance(setup.differs, str) else ""
         self.differs = WorkerKey(setup.differs, 0) if isinstance(setup.differs, int) else None
         self.world.seen[DIFFERS] += self.differs is not None
-        foreign = hosts[-1] if isinstance(setup, UnlikeSetup) else ""
+        foreign = self.foreign = hosts[-1] if isinstance(setup, UnlikeSetup) else ""
         odd = setup.differs if isinstance(setup.differs, WorkerKey) else None
         site = SimSite(self.world, self.checks, Disk(seeing), setup.donors, self.differs, foreign, drifts, odd)
         self.facts = site.facts
@@ -281,7 +281,9 @@ class Simulation:
         if not self.world.run(FAULTS_STOP_NS, self.ended):
             self.injector.stop()
             if not self.world.run(self.world.now_ns + LIVENESS_NS, self.ended):
-                if isinstance(self.setup, UnlikeSetup) and not self.checks.records.plans:
+                kernels = read_kernels(self.facts.get("numerics"))
+                foreign = isinstance(self.setup, UnlikeSetup) and kernels is not None and kernels.device == self.foreign
+                if foreign and not self.checks.records.plans:
                     self.world.seen[OTHERS] += 1
                     return ""  # the host that is unlike the others came first: the job waits for hosts like it
                 return f"P4: no end {LIVENESS_NS / SECOND:.0f} s after the faults stopped: {self._where()}"
@@ -332,7 +334,11 @@ class Simulation:
             ("fails" in kinds, HOST_FAILED, FAILED_HOST),
             ("strange" in kinds, NO_SPACE, FAILED_HOST),
             (self.setup.rules.patience_ms > 0, "gave up after waiting", WAITED),
-            ("raises" in kinds and "first_words" in kinds, "it cannot even be built", RAISED),
+            (
+                {"raises", "first_words"} <= kinds and not self.checks.effects.committed,
+                "it cannot even be built",
+                RAISED,
+            ),
             *(
                 ({"divides", "other_code"} & kinds or isinstance(self.setup, UnlikeSetup), words, OTHERS)
                 for words in UNLIKE_SAID

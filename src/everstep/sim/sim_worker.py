@@ -103,7 +103,8 @@ class Loop:
         life.site.checks.answers.stands(life.me, effect.step)
         freed(life.me, f"lanes, at step {at}", [s for s in self.lanes.held if s != at + 1])
         freed(life.me, f"gathers, at step {at}", [k for k in life.driver.gathered if k.step != at])
-        if isinstance(effect, do.Arrived):
+        life.site.disk.came_at.pop(life.me, None)
+        if isinstance(effect, do.Arrived) and effect.step:
             life.site.disk.came_at[life.me] = effect.step
         self._step, self._gathers, self._evaluated, self._ends = effect.step, 0, False, False
         self._go_on()

@@ -84,12 +84,12 @@ class LoopMoves:
     @contextmanager
     def waiting(self) -> Iterator[str]:
         """While inside, the loop is between an update and further batches, and waits. Yields as `midway`."""
-        moved = self.midway()
+        moved, before = self.midway(), self.astray
         self.astray = moved or ("a parameter" if self._tensors is not None and self._tensors.hides else "")
         try:
             yield moved
         finally:
-            self.astray = ""
+            self.astray = before
 
     def past(self, number: int) -> bool:
         """Whether the loop has changed tensors after this step and has gone on: a taker must not repeat the change."""

@@ -444,6 +444,26 @@ def test_a_frozen_leader_that_wakes_completes_nothing_that_was_discarded(
     assert job.workers[0].drain(60.0) and job.workers[1].restorable() == (3,)
 
 
+def test_a_manifest_that_another_leader_has_written_meanwhile_stays(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, write, theirs = start(1), DirectoryStore.write, b"of the leader that did the step again"
+    worker = job.workers[0]
+
+    def writing(self: DirectoryStore, name: str, *args: Any, **options: Any) -> None:
+        write(self, name, *args, **options)
+        if name == manifest_name(2):
+            worker.invalidate(1, with_objects=False)
+            (self.path / name).write_bytes(theirs)
+
+    monkeypatch.setattr(checkpointer, "_DRAIN_S", 0.0)
+    monkeypatch.setattr(DirectoryStore, "write", writing)
+    job.save(2)
+    job.update(2)
+    assert worker.drain(60.0)
+    assert (worker.store.path / manifest_name(2)).read_bytes() == theirs and job.ended[-1].manifest is None
+
+
 @pytest.mark.parametrize("sound", [2, 3])
 @pytest.mark.parametrize("again", [False, True])
 def test_what_is_discarded_while_the_leader_writes_its_manifest_is_not_published(

@@ -100,6 +100,7 @@ def test_parameters_whose_bits_were_not_noted_may_hide_writes_of_a_loop_that_may
     found = list[bool]()
     for hides in (True, False):
         tensors = UnchangedTensors(one.model, one.optimizer, hides=hides)
+        assert not tensors.hides, "nothing has been updated"
         for _ in range(3):
             tensors.updated()
             found.append(tensors.hides)

@@ -251,6 +251,15 @@ def test_where_too_few_are_left_without_the_odd_one_the_job_ends_and_nothing_beg
     assert world.plan == before
 
 
+def test_samples_are_not_named_among_the_code_that_has_changed() -> None:
+    before = Code({"sample 0": "1" * 16, "a.py": "2" * 16})
+    world = begun(hosts=HostRules(alike=Alike(before=before)))
+    world.say("w0.0", m.Imported(worker_id=0, incarnation=0, code=Code({"sample 0": "3" * 16})))
+    assert not world.warnings()
+    world.say("w0.0", m.Imported(worker_id=0, incarnation=0, code=Code({"a.py": "4" * 16})))
+    assert [("a.py" in said, "sample" in said) for said in world.warnings()] == [(True, False)]
+
+
 def test_a_worker_that_reads_other_samples_is_refused_by_name() -> None:
     world = two_hosts()
     for worker, host in ((0, "a1"), (1, "a1"), (2, "a2")):

@@ -223,6 +223,11 @@ def test_a_follower_gets_what_the_loop_has_moved_since_the_update(prepares: bool
         models[0][0].weight.mul_(2)
         models[0][1].running_mean.add_(1)
     assert loop.moves.midway() == "parameter 0.weight" and not loop.moves.past(1)
+    with loop.moves.waiting():
+        with loop.moves.waiting():  # a barrier within what is evaluated
+            pass
+        assert loop.moves.astray == "parameter 0.weight"
+    assert not loop.moves.astray
     averages[0].go_on()
     loop.enter(2)
     assert loop.reach() and loop.moves.known and loop.moves.past(1)

@@ -86,7 +86,8 @@ class Likeness:
             return Why(Cause.CONFIG, f"host {host}: it runs other code than the job: {words}: {remedy}")
         new = said.beyond(self._code)
         if new.files or new.packages:
-            changed = new.unlike(self._env.config.hosts.alike.before, "now", "when it ran last")
+            sources = new.beyond(new.samples)
+            changed = sources.unlike(self._env.config.hosts.alike.before, "now", "when it ran last")
             if changed:
                 text = f"the code has changed since this job last ran; it goes on with the code as it is now: {changed}"
                 self._env.report("warning", Why(Cause.CONFIG, text))
