@@ -246,8 +246,14 @@ def test_an_engine_s_host_that_leads_and_has_to_go_gives_up_its_lease(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After it has asked for a checkpoint, which the next head takes; without a lease there is no next one."""
-    monkeypatch.setattr(started.job._lead, "look", lambda pid: None)
-    started.job._lead.here = True
+    leads = threading.Event()
+
+    def look(pid: int) -> None:  # in the job's own thread, which may be about to say otherwise
+        started.job._lead.here = True
+        leads.set()
+
+    monkeypatch.setattr(started.job._lead, "look", look)
+    assert leads.wait(PATIENCE_S)
     started.job.interrupt(signal.SIGUSR1)
     assert started.coordinator.hear(m.Command).name == "checkpoint"
     started.over()
