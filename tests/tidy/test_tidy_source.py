@@ -13,6 +13,7 @@ EACH = [
     rules.wrong_directions,
     rules.wrong_rooms,
     rules.impurities,
+    rules.late_decoders,
     rules.long_functions,
     rules.long_file,
     rules.missing_docstrings,

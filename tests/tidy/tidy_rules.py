@@ -40,6 +40,7 @@ LAYERS = {
 }
 ROOMS = {"process": 0, "process_figures": 0, "versions": 0, "link": 1, "files": 2, "lead": 3, "host": 4}
 """Floors inside `runtime`, for rooms and for the files beside them; any other file there is above them all."""
+PLAIN_KINDS = {"Any", "bool", "bytes", "dict", "float", "int", "list", "str", "tuple"}
 PURE = ("cost", "placement", "order", "protocol")
 IMPURE_MODULES = frozenset(
     {"torch", "numpy", "random", "secrets", "uuid", "time", "datetime", "sched"}
@@ -231,6 +232,19 @@ def impurities(source: Source) -> Iterator[str]:
     for node in source.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in IMPURE_CALLS:
             yield f"{source.path}:{node.lineno}: {source.room} is pure, it may not call {node.func.id}()"
+
+
+def late_decoders(source: Source) -> Iterator[str]:
+    """Classes that msgspec looks at when a function runs: with 0.22, two threads that do so at once end the process."""
+    for node in source.nodes:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        named = ast.unparse(node.func)
+        kinds = [k.value for k in node.keywords if k.arg == "type"]
+        own = {n.id for kind in kinds for n in ast.walk(kind) if isinstance(n, ast.Name)} - PLAIN_KINDS
+        converts = named == "msgspec.convert" and not source.module.endswith(".protocol.converter")
+        if converts or (named in ("msgspec.json.decode", "msgspec.msgpack.decode") and own):
+            yield f"{source.path}:{node.lineno}: make a decoder, or a `converter`, when the module is imported"
 
 
 def long_functions(source: Source) -> Iterator[str]:

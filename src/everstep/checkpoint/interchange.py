@@ -42,6 +42,9 @@ class _Record(msgspec.Struct):
     names: dict[str, str]
 
 
+_record = msgspec.json.Decoder(_Record)
+
+
 @dataclass
 class Weights:
     """Contents of the formats. model: as `state_dict` has it, extra state as `to_file` makes it. optimizer: as
@@ -177,7 +180,7 @@ def _names(manifest: Manifest, stored: Iterable[str]) -> dict[str, str]:
     if data is None:
         return {name: name for name in stored}
     try:
-        names = msgspec.json.decode(data, type=_Record).names
+        names = _record.decode(data).names
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointCorrupt(f"the checkpoint's record of names is not as Everstep writes it: {error!r}") from error
     lost = [first for first in names.values() if first not in known]

@@ -38,6 +38,7 @@ from everstep.exact.image import (
     is_kind,
     span_of,
 )
+from everstep.protocol.converter import converter
 from everstep.protocol.identity import Kernels, told
 
 KIND = "checkpoint"
@@ -351,13 +352,16 @@ class Form(msgspec.Struct, forbid_unknown_fields=True):
     finite: bool = True
 
 
+_form = converter(Form)
+
+
 def check_form(body: Mapping[str, Any], version: int) -> Form:
     """The body of a manifest, whole and within bounds. version: of its file, which is the state's too.
 
     Raises: ValueError in one line, saying what was expected.
     """
     try:
-        form = msgspec.convert(body, Form)
+        form = _form(body)
     except msgspec.ValidationError as error:
         raise ValueError(ascii(str(error))[1:-1]) from None
     seen: set[str] = set()

@@ -11,17 +11,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.cli.job import Request, effective_config, read_job
 from everstep.cli.probe import probe_task
 from everstep.cli.task_loading import make_task, parse_task
 from everstep.cost.memory import GB, WORKER_BYTES, Model, Split, most_nodes, of_ours
+from everstep.protocol.converter import converter
 from everstep.runtime.host.fork_server_client import EarlyForkServer, ForkEnded
 from everstep.runtime.link.address import JOB_FILE
 from everstep.runtime.process import available_bytes
+
+_request = converter(Request)
 
 if TYPE_CHECKING:
     from everstep.train.task import Task
@@ -167,7 +168,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Bytes of a worker by size of its lanes, and its room; with `try`, whether a lane of that size ends."""
     try:
         task = make_task(parse_task(question["task"]))
-        request = msgspec.convert(question["request"], Request)
+        request = _request(question["request"])
         config = task.config = effective_config(dict(task.defaults), request)
         if "try" in question:
             from everstep.train.trial_lane import lane_ends

@@ -12,8 +12,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from everstep.base.config import Config
 from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError
@@ -21,7 +19,10 @@ from everstep.base.stage_map import devices_of, parse_map
 from everstep.cli.job import Request, effective_config
 from everstep.cli.lane_digest import lane_digest
 from everstep.cli.task_loading import make_task, parse_task
+from everstep.protocol.converter import converter
 from everstep.runtime.host.fork_server_client import EarlyForkServer, ForkEnded
+
+_request = converter(Request)
 
 if TYPE_CHECKING:
     from everstep.train.task import Task
@@ -64,7 +65,7 @@ def probe_task(task: str, request: Request, server: EarlyForkServer, *, units: b
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Answer a question as JSON; runs in the fork."""
-    request = msgspec.convert(question["request"], Request)
+    request = _request(question["request"])
     try:
         return {"probe": asdict(look(question["task"], request, question["units"]))}
     except ConfigError as error:

@@ -50,7 +50,10 @@ class BufferReport(msgspec.Struct, frozen=True, array_like=True):
     @staticmethod
     def decode(data: bytes) -> BufferReport:
         """Inverse of `encode`. Raises: msgspec.DecodeError if it is no report."""
-        return msgspec.msgpack.decode(data, type=BufferReport)
+        return _report.decode(data)
+
+
+_report = msgspec.msgpack.Decoder(BufferReport)
 
 
 class _Guarded:

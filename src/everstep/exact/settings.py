@@ -32,6 +32,7 @@ from everstep.exact.extra_state import has_extra_state
 from everstep.exact.group_values import SCALARS, hyperparameters, is_fixed, put_values, told_value
 from everstep.exact.jsonable import decode, encode
 from everstep.exact.structure import Structure
+from everstep.protocol.converter import converter
 
 _CONTAINERS = frozenset({list, tuple, dict})
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -69,6 +70,9 @@ class Said(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     attributes: dict[str, dict[str, Any]] = {}
     flags: dict[str, Any] = {}
     hyperparameters: dict[str, dict[str, Any]] = {}
+
+
+_said = converter(Said)
 
 
 class _Watched:
@@ -392,7 +396,7 @@ class Settings:
                 )
             return
         try:
-            said = msgspec.convert(dict(given), Said)
+            said = _said(dict(given))
         except msgspec.ValidationError as error:
             raise CheckpointCorrupt(f"settings of a model are not as Everstep writes them: {error}") from None
         (self._by_forward if self._lanes else self._modules_by_loop)()

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from everstep.base.plan import Divides
+from everstep.protocol.converter import converter
 
 _Short = Annotated[str, msgspec.Meta(max_length=100)]
 _Name = Annotated[str, msgspec.Meta(max_length=200)]
@@ -73,10 +74,15 @@ class Code(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Code(dict(_first(files.items(), MOST_FILES)), dict(_first(packages.items(), MOST_PACKAGES)))
 
 
+_kernels = converter(Kernels)
+_code = converter(Code)
+_divides = converter(dict[int, Divides], strict=False)
+
+
 def read_kernels(found: object) -> Kernels | None:
     """The report as a file says it; None if it says none, or nonsense."""
     try:
-        return msgspec.convert(found, Kernels)
+        return _kernels(found)
     except msgspec.ValidationError:
         return None
 
@@ -84,7 +90,7 @@ def read_kernels(found: object) -> Kernels | None:
 def read_code(found: object) -> Code | None:
     """The report as a file says it; None if it says none, or nonsense."""
     try:
-        return msgspec.convert(found, Code)
+        return _code(found)
     except msgspec.ValidationError:
         return None
 
@@ -92,7 +98,7 @@ def read_code(found: object) -> Code | None:
 def read_divides(found: object) -> dict[int, Divides]:
     """By stage, as a file says it; nothing if it does not, or makes no sense."""
     try:
-        return msgspec.convert(found, dict[int, Divides], strict=False)
+        return _divides(found)
     except msgspec.ValidationError:
         return {}
 

@@ -6,11 +6,13 @@ that answers there. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Required, TypedDict
 
 import msgspec
 
 from everstep.base.errors import ConfigError
+from everstep.protocol.converter import converter
 
 _Whole = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Number = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
@@ -80,7 +82,7 @@ class _Left(TypedDict, total=False):
     left: list[_Whole]
 
 
-_ANSWERS: dict[str, Any] = {
+_SHAPES: dict[str, type[Any]] = {
     "status": _Status,
     "hosts": _Hosts,
     "logs": _Logs,
@@ -88,12 +90,14 @@ _ANSWERS: dict[str, Any] = {
     "drain": _Left,
 }
 """Shapes of answers that are more than a text to show, by command."""
+_READ = {name: converter(shape, builtin_types=(bytes,)) for name, shape in _SHAPES.items()}
+_any: Callable[[object], Any] = converter(dict[str, Any])
 
 
 def check_answer(name: str, answer: dict[str, Any]) -> None:
     """name: of the command. Raises: ConfigError, one line, if no coordinator answers like this."""
     try:
-        msgspec.convert(answer, _ANSWERS.get(name, dict[str, Any]), builtin_types=(bytes,))
+        _READ.get(name, _any)(answer)
     except msgspec.ValidationError as error:
         said = str(error)[:_SHOWN]
         raise ConfigError(f"expected a coordinator's answer to {name!r}, got something else: {said}") from None

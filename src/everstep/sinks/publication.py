@@ -49,10 +49,13 @@ class SinkCursor:
     memory: dict[str, str] = field(default_factory=dict)
 
 
+_cursor = msgspec.json.Decoder(SinkCursor)
+
+
 def read_cursor(folder: Path) -> SinkCursor:
     """Cursor in a sink's folder; a fresh one if there is none, or it is malformed."""
     try:
-        return msgspec.json.decode(read_given(folder / CURSOR_FILE, folders=1), type=SinkCursor)
+        return _cursor.decode(read_given(folder / CURSOR_FILE, folders=1))
     except (OSError, ValueError, RecursionError):
         return SinkCursor()
 

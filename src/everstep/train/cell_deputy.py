@@ -14,7 +14,7 @@ from everstep.base.errors import CollectiveAborted, check
 from everstep.parallel.cell_memory import CellMemory
 from everstep.parallel.mapping import PAGE
 from everstep.runtime.host.board import Board
-from everstep.runtime.host.cell import MOST_BYTES, CellCommand, Head, Limb
+from everstep.runtime.host.cell import MOST_BYTES, Head, Limb, command_in
 from everstep.runtime.host.cell_doors import CellPlan, PartLines
 from everstep.runtime.host.cell_search import CellSearch
 from everstep.runtime.link.context import WorkerContext
@@ -59,7 +59,7 @@ class Deputy(Limb):
         self._limbs.meet()
         head = self._commander()
         while head is not None and (data := self._next(head)):
-            command = msgspec.msgpack.decode(data, type=CellCommand)
+            command = command_in(data)
             arguments = command.arguments
             if command.name == ATTACH:
                 arguments = self._attached(**arguments)

@@ -12,8 +12,6 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from everstep.base.below import keep_to
 from everstep.base.config import Config
 from everstep.base.config_keys import ZeroConfig
@@ -24,6 +22,7 @@ from everstep.observe.logs import set_up_worker_log
 from everstep.order.ledger import use_digest
 from everstep.parallel.cell_memory import CellMemory
 from everstep.placement.ranks import rounds
+from everstep.protocol.converter import converter
 from everstep.runtime.host.cell import Limb
 from everstep.runtime.host.cell_doors import CellPlan, PartLines
 from everstep.runtime.link.context import WorkerContext
@@ -38,6 +37,8 @@ from everstep.train.limb_passes import LimbPasses, StageAtLimb
 from everstep.train.replica import StageReplica
 from everstep.train.task import Task, calling
 from everstep.train.view import Stages
+
+_course = converter(CellCourse)
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +223,7 @@ class CellLimb:
             self._held.pop(number).store.close()
         self._stages.keep(held)
         at = self._attached(stage)
-        course = msgspec.convert(at.store.read_note(0, note), CellCourse)
+        course = _course(at.store.read_note(0, note))
         for number, one in self._held.items():
             beside = course.beside[str(number)]
             if beside is not None:

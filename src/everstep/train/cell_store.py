@@ -26,6 +26,8 @@ from everstep.parallel.shard_boxes import SHARD_BOX_BYTES, BoxExchange
 from everstep.runtime.host.cell_doors import PartLines
 from everstep.train.cell_elsewhere import NoOthers, OtherParts, notes_bytes, owned
 
+_places = msgspec.msgpack.Decoder(tuple[SharedPlace, dict[str, int]])
+
 _NOTE_BYTES = 64 << 20
 _HOP_BYTES = 1 << 30
 _MOST_STATE = 16
@@ -279,7 +281,7 @@ def parameters_in(memory: CellMemory, note: int) -> Callable[[str, nn.Parameter]
     may, changes nothing there: after `move_in` it is gone. note: the size of the head's, of `write_places`."""
     box = memory.tensor(SharedPlace(PAGE, note), torch.uint8)
     said = ctypes.string_at(box.data_ptr(), note)
-    extent, offsets = msgspec.msgpack.decode(said, type=tuple[SharedPlace, dict[str, int]])
+    extent, offsets = _places.decode(said)
     copied = memory.copied(extent)
 
     def found(name: str, like: nn.Parameter) -> Tensor | None:

@@ -24,6 +24,8 @@ from everstep.protocol.driver.operations import Evaluate
 from everstep.train.view import WorkerView
 
 _Results = dict[int, dict[str, tuple[float, float]]]
+_results = msgspec.msgpack.Decoder(_Results)
+_stated = msgspec.msgpack.Decoder(tuple[int, _Results])
 
 
 def evaluate(
@@ -51,7 +53,7 @@ def evaluate(
                 mine[index] = _pairs(fn(load(index)))
         packed = msgspec.msgpack.encode({i: r for i, r in mine.items() if i not in known})
         for data in gather(packed).values():
-            known.update(msgspec.msgpack.decode(data, type=_Results))
+            known.update(_results.decode(data))
     return _folded(known, chunks)
 
 
@@ -103,7 +105,7 @@ class Waves:
             stated = gather(msgspec.msgpack.encode((self._view.driver.machine.generation, self._mine)))
             self._generations = set()
             for data in stated.values():
-                generation, found = msgspec.msgpack.decode(data, type=tuple[int, _Results])
+                generation, found = _stated.decode(data)
                 self._generations.add(generation)
                 self._known.update(found)
             self._mine = {}

@@ -35,7 +35,7 @@ from everstep.exact.snapshot import StateInPlace
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.moving import giver
-from everstep.protocol.moving.giver import AskerCame, JointAsk
+from everstep.protocol.moving.giver import AskerCame, JointAsk, read_joint
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.link.peer import PeerConnection
 
@@ -311,7 +311,7 @@ class Donor:
         self, connection: PeerConnection, request: dict[str, Any], shelf: giver.ShelfName | None, *, follows: bool
     ) -> None:
         """Manifests and records first, then the blocks that are asked for, then steps."""
-        joint = msgspec.convert(request["joint"], JointAsk) if request.get("joint") else None
+        joint = read_joint(request["joint"]) if request.get("joint") else None
         asker, stages = AskerTalk(joint), tuple(request["stages"])
         self._tell(AskerCame(asker, stages, shelf, follows, joint))
         if shelf is None:

@@ -55,6 +55,9 @@ class _Stated(msgspec.Struct):
     size: int = 0
 
 
+_stated = msgspec.json.Decoder(_Stated)
+
+
 @dataclass
 class DataPosition:
     """Where a job is in its data, besides its step, and which data they are.
@@ -100,7 +103,7 @@ class DataPosition:
         """Take in what a checkpoint of an earlier life says. Returns a line about samples that were others, "" if they
         were not. Raises: ConfigError if the files or the stream were others."""
         try:
-            stated = msgspec.json.decode(data, type=_Stated)
+            stated = _stated.decode(data)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"the checkpoint of step {step} says of its data what cannot be read: {error}") from None
         undo = "put it back, or start over with --fresh"

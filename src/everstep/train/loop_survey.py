@@ -40,6 +40,9 @@ class _Recorded(msgspec.Struct):
     unseen: list[str] = []
 
 
+_recorded = msgspec.json.Decoder(_Recorded)
+
+
 @dataclass
 class LoopSurvey:
     """Survey of one life. carried: gives the present objects that `join` carries; trained: the same, for the reading of
@@ -130,7 +133,7 @@ def recorded(data: bytes | None) -> tuple[str, ...]:
     if not data:
         return ()
     try:
-        return tuple(msgspec.json.decode(data, type=_Recorded).changed[:_MOST_NAMES])
+        return tuple(_recorded.decode(data).changed[:_MOST_NAMES])
     except msgspec.MsgspecError:
         return ("something that its manifest does not name",)
 

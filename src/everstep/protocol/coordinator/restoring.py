@@ -16,6 +16,7 @@ import msgspec
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.strikes import Strike
+from everstep.protocol.converter import converter
 from everstep.protocol.coordinator.adopting import SENSELESS, check_plan
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.asked_checkpoints import Stop
@@ -138,7 +139,7 @@ class _Damaged(_Entry, frozen=True, kw_only=True, tag="damaged"):
 
 DAMAGED: Final = {"kind": _Damaged.__struct_config__.tag}
 """Entry that stands for one that cannot be read: it makes no sense, and the rest counts."""
-_KINDS = {kind.__struct_config__.tag: kind for kind in _Entry.__subclasses__()}
+_READ = {kind.__struct_config__.tag: converter(kind) for kind in _Entry.__subclasses__()}
 
 
 def restore(config: CoordinatorConfig, journal: Iterable[dict[str, Any]]) -> tuple[JobState, bool, list[str]]:
@@ -176,8 +177,8 @@ def _read(journal: Iterable[dict[str, Any]]) -> tuple[dict[int, _Entry | None], 
     aside: dict[int, str] = {}
     for number, found in enumerate(journal, 1):
         try:
-            kind = _KINDS.get(found.get("kind"))
-            entries[number] = None if kind is None else msgspec.convert(found, kind)
+            read = _READ.get(found.get("kind"))
+            entries[number] = None if read is None else read(found)
         except SENSELESS as error:
             aside[number] = _words(error)
     return entries, aside

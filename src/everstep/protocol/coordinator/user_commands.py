@@ -12,6 +12,7 @@ import msgspec
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import SEGMENTS, Plan
 from everstep.base.strikes import Strike
+from everstep.protocol.converter import converter
 from everstep.protocol.coordinator import fault_orders, hosts
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.asked_checkpoints import Stop
@@ -21,6 +22,8 @@ from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.coordinator.workers import processes
 from everstep.protocol.messages import Command, CommandReply, InjectFault, JobHello
 from everstep.protocol.roles import COMMANDS, JOB, READ, command_refusal
+
+_read_strike = converter(Strike)
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -187,7 +190,7 @@ def _as_strike(given: Any) -> tuple[Strike | None, str]:
     """The strike as it was given, or the mistake in it."""
     what = "a fault of a host, a link or the coordinator"
     try:
-        strike = msgspec.convert(given, Strike)
+        strike = _read_strike(given)
     except msgspec.ValidationError as error:
         return None, f"expected {what}, got something else: {str(error)[:100]}"
     if not strike.possible:

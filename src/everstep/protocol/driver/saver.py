@@ -27,6 +27,8 @@ from everstep.protocol.settling import from_shares
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key, Record, Snapshots, SnapshotsKept
 
+_why = msgspec.json.Decoder(Why)
+
 GIVE_UP_S = 300.0
 """Time that the next checkpoint waits for an earlier one that lacks parts."""
 
@@ -281,7 +283,7 @@ class Saver:
     def judged(self, event: SaveAsked, records: Mapping[int, Record], *, past: bool) -> None:
         """All members know the leader's verdict."""
         said = next((data for _, data in sorted(gathered(records).items()) if data), b"")
-        save = self.boundary(msgspec.json.decode(said, type=Why), past=past, metrics=event.metrics) if said else None
+        save = self.boundary(_why.decode(said), past=past, metrics=event.metrics) if said else None
         if save is not None:
             self._out.put(save)
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from everstep.base.extents import Runs
 from everstep.placement.shards import numbers_of_runs
+from everstep.protocol.converter import converter
 
 MAX_BACKLOG = 16
 """Most steps that wait for one follower; they occupy memory."""
@@ -40,6 +41,9 @@ class JointAsk:
     times: int
     segments: Runs | None
     rest: bool
+
+
+read_joint = converter(JointAsk)
 
 
 # ---- events

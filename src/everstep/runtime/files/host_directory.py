@@ -25,6 +25,7 @@ from everstep.base.config_keys import CheckpointConfig
 from everstep.base.domains import Domains, ordered
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_given, read_json
+from everstep.protocol.converter import converter
 from everstep.protocol.messages import HostPlace, JobFacts
 from everstep.runtime.link.address import (
     CHECKPOINTS_DIR,
@@ -207,8 +208,11 @@ def hosts_there(run_dir: Path) -> dict[str, HostPlace]:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         for name, row in sorted(read_json(run_dir / HOSTS_FILE).items()):
             with contextlib.suppress(msgspec.ValidationError):
-                found[name] = msgspec.convert(row, HostPlace)
+                found[name] = _place(row)
     return found
+
+
+_place = converter(HostPlace)
 
 
 def others(run_dir: Path, host: str) -> dict[str, str]:

@@ -44,6 +44,10 @@ class CellCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arguments: dict[str, Any]
 
 
+command_in = msgspec.msgpack.Decoder(CellCommand).decode
+_rank = msgspec.msgpack.Decoder(Rank)
+
+
 class Head:
     """The head's end of all channels. One thread calls it. A worker of one process is a head without limbs.
 
@@ -72,7 +76,7 @@ class Head:
     def meet(self) -> tuple[Rank, ...]:
         """The limbs, by rank, from their introductions; waits for the last of them."""
         if self._ranks is None:
-            self._ranks = tuple(msgspec.msgpack.decode(said, type=Rank) for said in self._hear())
+            self._ranks = tuple(_rank.decode(said) for said in self._hear())
         return self._ranks
 
     def command(self, name: str, **arguments: Any) -> list[Any]:
@@ -159,7 +163,7 @@ class Limb:
         said: Any = Rank(os.getpid())
         self.row.set(phase="idle")
         while self._say(said) and (data := self._wait()):
-            command = msgspec.msgpack.decode(data, type=CellCommand)
+            command = command_in(data)
             if command.name not in act:
                 names = ", ".join(sorted(act)) or "none"
                 raise ProtocolError(f"worker {self._me}: its head commands {command.name!r:.60}; known: {names}")

@@ -8,13 +8,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
 from everstep.base.config import Config, inexact, pool_wish
 from everstep.base.stage_map import devices_of, hosts_of, parse_map
 from everstep.base.strikes import Strike
 from everstep.observe.events import EventLog, last_committed_step, told_lately
 from everstep.placement.cell_shapes import CellShape, shapes_of, shapes_over
+from everstep.protocol.converter import converter
 from everstep.protocol.coordinator.types import (
     Alike,
     CoordinatorConfig,
@@ -103,7 +102,10 @@ def _ns(seconds: float | str) -> int | None:
 
 def scripted_strikes(job: dict[str, Any]) -> list[Strike]:
     """Scripted faults of hosts and links. job: as job.json says it. Raises: ValueError if they are malformed."""
-    return msgspec.convert(job.get("strikes", []), list[Strike])
+    return _strikes(job.get("strikes", []))
+
+
+_strikes = converter(list[Strike])
 
 
 def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:

@@ -183,6 +183,9 @@ class Joining:
     def from_json(cls, text: str) -> Joining:
         """Decode the text of `to_json`. Raises: ConfigError for any other text."""
         try:
-            return msgspec.json.decode(text, type=cls)
+            return _joining.decode(text)
         except msgspec.DecodeError as error:
             raise ConfigError(f"expected what an agent is started with as JSON, got something else: {error}") from None
+
+
+_joining = msgspec.json.Decoder(Joining)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from everstep.base.errors import ProtocolError
+from everstep.protocol.converter import converter
 
 QUESTION = {"kind": "head"}
 MOST_BYTES = 512
@@ -40,9 +41,12 @@ def place_told(said: Any, least_term: int) -> tuple[str, int] | None:
     if said == []:
         return None
     try:
-        told = msgspec.convert(said, HeadReached)
+        told = _reached(said)
         if "%" in str(ipaddress.ip_address(told.host)):  # the name of a link means something on its own host alone
             raise ValueError(told.host)
     except (msgspec.ValidationError, ValueError):
         raise ProtocolError("expected a head's address and term from an agent, got something else") from None
     return (told.host, told.port) if told.term >= least_term else None
+
+
+_reached = converter(HeadReached)
