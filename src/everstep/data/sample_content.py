@@ -39,8 +39,8 @@ def sample_digest(sample: Any) -> str:
 
 
 def steady_digest(sample: Any) -> str:
-    """32 hex digits over what should be the same whenever a sample is read: not over objects of other types than
-    containers, which may differ by an id or an address of their own."""
+    """32 hex digits over what should be the same wherever a sample is read: not over objects of other types than
+    containers, which may differ by an id or an address of their own, nor over the folders of absolute paths."""
     return _Look(by_type=True).digest(sample)
 
 
@@ -93,18 +93,21 @@ class _Look:
         of them."""
         if isinstance(value, Tensor):
             return self._tensor(value)
-        if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
             return str(value.dtype), value.shape, digest_bytes(value.tobytes())
         if isinstance(value, bytes | bytearray):
             return "bytes", digest_bytes(value)
         if isinstance(value, _PLAIN):
-            return value
+            return value if self._old or not self._by_type else _without_folders(value)
         if id(value) in around:
             self._cycles += 1
             return type(value).__name__
         inner = partial(self.into, around=(*around, id(value)))
         if isinstance(value, dict if self._old else Mapping):
-            return [(repr(key), inner(each)) for key, each in value.items()]
+            return [
+                (repr(inner(key) if self._by_type and not self._old else key), inner(each))
+                for key, each in value.items()
+            ]
         if isinstance(value, list | tuple):
             return [inner(each) for each in value]
         pixels = getattr(value, "tobytes", None)
@@ -113,8 +116,8 @@ class _Look:
         if self._old:
             self.missed = True
             return type(value).__name__, ""
-        if isinstance(value, np.ndarray):
-            return value.shape, [inner(each) for each in value.flat]
+        if isinstance(value, np.ndarray | np.void):
+            return value.shape, [inner(each) for each in value.ravel().tolist()]
         if isinstance(value, set | frozenset):
             return sorted(repr(inner(each)) for each in value)
         if is_dataclass(value) and not isinstance(value, type):
@@ -151,6 +154,10 @@ class _Look:
         if self._cycles == cycles:  # else it depends on what it lies in
             self._known[id(value)] = value, found
         return found
+
+
+def _without_folders(value: Any) -> Any:
+    return value.rpartition("/")[2] if isinstance(value, str) and value.startswith("/") else value
 
 
 class _Bounded(io.BytesIO):

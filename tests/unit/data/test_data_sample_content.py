@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch.utils.data import IterableDataset
 
 from everstep.base.errors import ConfigError
-from everstep.data.sample_content import alike, in_part, joint, sample_digest, types_alone
+from everstep.data.sample_content import alike, in_part, joint, sample_digest, steady_digest, types_alone
 from everstep.data.stream import Stream, StreamMark, StreamReader, check_starts_over
 from everstep.exact.digest import digest_bytes
 
@@ -32,6 +33,13 @@ class Sample:
 
     def read(self) -> Any:
         return self.x
+
+
+@dataclass(eq=False)
+class Name:
+    """A key that is no text."""
+
+    text: str
 
 
 class Slotted:
@@ -114,6 +122,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "local": lambda n: local()(n),
     "pieces": lambda n: Sample(torch.nested.nested_tensor([torch.ones(n), torch.ones(2)])),
     "jagged pieces": lambda n: Sample(jagged(n)),
+    "record": lambda n: np.array([(Row(n), 1)], dtype=[("a", "O"), ("b", "i4")]),
     "picture": lambda n: Sample(Image.new("L", (2, 2), n)),
 }
 
@@ -134,6 +143,17 @@ def test_release_0_1_0_told_objects_by_their_types() -> None:
     assert sample_digest([1.5]) == digest_bytes(b"[1.5]")
     assert alike(before, now) and alike(joint([before]), joint([now])) and not alike(now, sample_digest(sample(2)))
     assert not alike(before, sample_digest([*sample(1), 2])) and not alike(before, sample_digest([1.5]))
+
+
+def test_where_the_files_of_a_dataset_lie_makes_no_other_sample() -> None:
+    def sample(folder: str, name: str) -> Any:
+        path = f"{folder}/{name}"
+        return {"path": path, "one of": [path], Name(path): 1}
+
+    here = steady_digest(sample("/one", "a.jpg"))
+    assert here == steady_digest(sample("/other/disk", "a.jpg")) != steady_digest(sample("/one", "b.jpg"))
+    assert sample_digest(sample("/one", "a.jpg")) != sample_digest(sample("/other/disk", "a.jpg"))
+    assert steady_digest(["one/a", "/"]) != steady_digest(["other/a", "/"])
 
 
 def test_a_jagged_tensor_is_the_same_whenever_it_is_read() -> None:
