@@ -113,6 +113,25 @@ def test_hosts_that_answer_may_fail_once_and_one_that_does_not_look_is_not_waite
     assert world.plan.generation == 2 and len(world.plan.members) == 6
 
 
+def test_one_host_that_does_not_answer_is_told_of_beside_links_that_have_failed_before() -> None:
+    world = stating(three_hosts())
+    break_link(world, 1, (4, 0))
+    for name in ("a1", "a3"):
+        world.say(name, m.HostsProbed(agent_id=name, number=world.last(m.ProbeHosts, name).number, silent=[]))
+    world.wait(MS)
+    assert world.plan.generation == 2 and len(world.plan.members) == 6
+    for i in range(6):
+        world.entered(i, 2, 2)
+    world.clear()
+    break_link(world, 2, (4, 0), (4, 2))
+    for name in ("a1", "a2", "a3"):
+        for asked in world.messages(m.ProbeHosts, name):
+            silent = ["a2"] if "a2" in asked.addresses else []
+            world.say(name, m.HostsProbed(agent_id=name, number=asked.number, silent=silent))
+    world.wait(MS)
+    assert world.plan.generation == 3 and "its host and another do not reach each other" in world.plan.reason
+
+
 def test_on_one_host_another_link_is_another() -> None:
     world = three_hosts()
     break_link(world, 1, (1, 0), (4, 5))

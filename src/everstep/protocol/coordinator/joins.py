@@ -87,7 +87,7 @@ def _choose_joiners(job: JobState, leaving: list[Worker]) -> None:
             _send_heal(job, worker.key)
 
 
-def donors(job: JobState, attempt: int, stage: int = 0) -> list[Member]:
+def donors(job: JobState, attempt: int, stage: int) -> list[Member]:
     """Donors of a stage's state in order of preference: the backups, another one at each attempt, then the leader."""
     plan = job.agreement.plan
     leader, pool = plan.leader(stage), {s.worker_id for s in plan.pool(stage)}

@@ -92,7 +92,7 @@ class Candidate:
         self._asked = self._asked_ns = None
         if isinstance(asked, Campaign | Claim | Depose):
             self._seen = False
-            self._free, self._elsewhere, self.due_ns = False, None, now_ns
+            self._free, self._elsewhere = False, None
         elif isinstance(answer, HolderSeen):
             self._saw(now_ns, answer.holder)
         elif isinstance(answer, Renewed) and asked_ns is not None:
@@ -124,7 +124,6 @@ class Candidate:
             self.sudden = False
         if holder is None or before is None or holder.where != before.where:
             self._gone_ns = None
-        self.due_ns = now_ns
         if holder is not None and holder.owner == self._owner and holder.where != self._where:
             self._elsewhere = holder
         elif holder is not None and holder.owner == self._owner:

@@ -82,7 +82,7 @@ class Writer:
             self.fenced = "another coordinator holds the lease"
         elif isinstance(answer, Taken) and (not isinstance(asked, Append) or answer.entries != asked.entries):
             self.fenced = "the journal goes on with what this coordinator has not written"
-        elif isinstance(answer, TooMuch):
+        elif isinstance(answer, TooMuch) and asked is not None:
             self._asked = None
             self._ask_less(asked, answer.reason)
         elif isinstance(answer, Appended | Taken):
@@ -120,10 +120,9 @@ class Writer:
             self._shortening.append(CompactPart(self._term, through, digest, number, entries))
         self._shortening.append(Compact(self._term, through, [], len(parts), digest))
 
-    def _ask_less(self, asked: Append | CompactPart | Compact | None, reason: str) -> None:
+    def _ask_less(self, asked: Append | CompactPart | Compact, reason: str) -> None:
         """The last request was too large."""
-        check(asked is not None, "too much of nothing")
-        self._most_bytes = min(self._most_bytes, sum(map(_size, asked.entries))) // 2 if asked else 0
+        self._most_bytes = min(self._most_bytes, sum(map(_size, asked.entries))) // 2
         if not isinstance(asked, Append):
             self._shortening.clear()
             self._appends = 0  # later, in smaller parts; until then the journal is as it was
