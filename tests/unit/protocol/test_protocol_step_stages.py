@@ -436,6 +436,15 @@ def test_what_was_computed_from_ones_own_state_counts_though_another_stage_is_co
 SHARING_BOTH = replace(BOTH, shards=tuple(Shard(0, stage, MINE) for stage in (0, 1)))
 
 
+def test_what_was_computed_counts_for_nothing_if_one_of_several_stages_is_not_ones_own():
+    w = Worker()
+    w.enter(1, replace(BOTH, shards=(Shard(0, 1, MINE),)), held(0, 1))
+    w.step()
+    effects, _ = w.enter(2, ALONE, held(2, snapshots={(1, 1): WHOLE}))
+    assert isinstance(effects[-1], GoBack) and effects[-1].sources == {0: (0,), 1: (1,)}
+    assert Discard(2) in w.on(StateCopied(2, Key(1, 0), RECORDS))
+
+
 def test_a_stage_without_a_seat_is_kept_until_the_next_decision():
     w = Worker()
     w.enter(1, SHARING_BOTH, held(0, 1))
