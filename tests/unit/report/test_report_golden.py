@@ -1,6 +1,7 @@
-"""What people read, to the letter: each sentence as time goes on, and one report with its figures.
+"""What people read, to the letter: each sentence as time goes on, and of one run the report with its figures, the
+metrics and the trace.
 
-`pytest --rewrite` writes both golden files; read the difference.
+`pytest --rewrite` writes the golden files; read the difference.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from everstep.report.headline import Headline, Now, headline
 from everstep.report.history import History
 from everstep.report.page import Proof, report_page
 from everstep.report.svg import Curve, line_chart, short, ticks
+from everstep.report.traces import job_events
 from told_events import S
 
 HERE = Path(__file__).parent
@@ -43,7 +45,7 @@ def test_each_sentence_as_time_goes_on(rewrite: bool) -> None:
     compare("sentences.txt", "\n".join(lines) + "\n", rewrite)
 
 
-def test_the_report_of_one_run(tmp_path: Path, rewrite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_of_all_kinds(tmp_path: Path) -> History:
     lines = [
         *scaled_run(),
         event("step_committed", 41, step=37, loss=None, samples=8, nonfinite="loss"),
@@ -61,11 +63,35 @@ def test_the_report_of_one_run(tmp_path: Path, rewrite: bool, monkeypatch: pytes
     ]
     told = [json.dumps({"t": T0 + S * row["step"], "host": "h", "workers": [row]}) + "\n" for row in rows]
     (run_dir / "metrics" / "h.jsonl").write_text("".join(told))
+    return History(run_dir).load()
+
+
+def test_the_report_of_one_run(tmp_path: Path, rewrite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = run_of_all_kinds(tmp_path)
     monkeypatch.setattr(History, "headline", lambda self, running: Headline("good", "So it stands.", ""))
     proof = Proof({"clean": True, "steps": 37, "problems": [], "epochs": 3}, reference="other", differences=[])
-    page = report_page(History(run_dir).load(), proof)
+    page = report_page(history, proof)
     body = re.sub(r"<style>.*?</style>|Written [^<]*", "", page, flags=re.DOTALL).replace(str(tmp_path), "RUNS")
     compare("report.html", re.sub(r"(</(?:p|div|tr|svg|text|h\d)>|/>)", r"\1\n", body) + "\n", rewrite)
+
+
+def test_the_metrics_of_one_run(tmp_path: Path, rewrite: bool) -> None:
+    prometheus = pytest.importorskip("everstep.report.prometheus", reason="the extra [dashboard] is not installed")
+    history, lines = run_of_all_kinds(tmp_path), []
+    for family in prometheus.families(history, True, {"target": 4}, T0 + 43 * S):
+        lines.append(f"{family.name}, {family.type}: {family.documentation}")
+        for sample in (one for one in family.samples if not one.name.endswith("_bucket")):
+            labels = ", ".join(f"{key} {value}" for key, value in sample.labels.items())
+            lines.append(f"  {sample.name} ({labels}): {sample.value:.9g}")
+    compare("metrics.txt", "\n".join(lines) + "\n", rewrite)
+
+
+def test_the_trace_of_one_run(tmp_path: Path, rewrite: bool) -> None:
+    """Of its middle, with a generation that begins as the trace ends."""
+    facts = run_of_all_kinds(tmp_path).facts
+    ends_ns = facts.crew.generations[-1].time_ns
+    events = job_events(facts, T0 + S, ends_ns, T0)
+    compare("trace.txt", "".join(f"{json.dumps(one, sort_keys=True)}\n" for one in events), rewrite)
 
 
 @pytest.mark.parametrize("low", [-3.0, 0.0, 1e-9, 7.3, 1e6])

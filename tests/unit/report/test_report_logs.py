@@ -44,6 +44,11 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_files_of_other_names_are_no_logs_of_workers(run_dir: Path) -> None:
+    (run_dir / "logs" / "worker-x.jsonl").write_bytes(record(3, 1, "info", "not of a worker"))
+    assert LogFiles(run_dir).worker_ids == {2, 12} and len(list(LogFiles(run_dir).read())) == 6
+
+
 def test_all_sources_by_time(run_dir: Path) -> None:
     files = LogFiles(run_dir)
     lines = list(files.read())
