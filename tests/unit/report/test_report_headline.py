@@ -250,6 +250,13 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "warning",
         ("No step for 2 s (usually 0.3 s): the others wait for worker 1 (forward)", "A worker that hangs is evicted"),
     ),
+    "a hang, and one tells no phase": (
+        trained(),
+        8,
+        {"phases": {0: "reduce", 1: "forward", 2: "reduce", 3: ""}},
+        "warning",
+        ("the others wait for worker 1 (forward). A worker that hangs",),
+    ),
     "a hang": (
         [*trained(), SUSPECTED],
         11,

@@ -45,6 +45,15 @@ def test_an_exception_that_comes_again_is_named_once() -> None:
     assert "no such label: 17" in headline(facts_of(events), Now(T0 + 9 * S)).text
 
 
+def test_of_two_faults_before_the_end_the_last_one_is_what_the_job_failed_of() -> None:
+    """No step was committed after the first one's recovery either."""
+    events = [*trained(), killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]]), recovered(2, 5.8, 6.2)]
+    events += [killed(1, 6.3), event("job_failed", 7, state="failed", exit_code=1, reason="too few workers")]
+    one, other = lines(events)
+    assert "the job failed" not in one and other == "worker 1 was killed; the job failed"
+    assert "went on" not in one
+
+
 def test_the_step_that_is_done_again_is_the_same_wherever_it_is_said() -> None:
     """The commit of step 11 is told after the plan; the fault struck step 12."""
     injected = event("fault_injected", 5.79, worker_id=2, step=12, **KILLED)
