@@ -98,7 +98,7 @@ class Course:
         if finite and strange is not None:
             self.strange = replace(strange, in_a_row=0, applied=False)
         elif not finite:
-            before = strange or Strange(0, step, 0, 0, False)
+            before = strange or Strange(0, step, step, 0, False)
             more = not before.in_a_row or before.last != step
             self.strange = Strange(
                 before.count + more, before.first, step, before.in_a_row + more, before.applied or applied
