@@ -64,6 +64,13 @@ AFTER = {
         while step.number == 4 and "MANIFEST" in os.environ and not glob.glob(os.environ["MANIFEST"]):
             time.sleep(0.01)
     """,
+    "read": """
+        fallen = os.environ.get("FALLS", "")
+        if step.number == 3 and fallen and not run.is_main and not os.path.exists(fallen):
+            open(fallen, "x").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        run.evaluate(lambda batch: {"most": (model(batch[0]).data.max(1)[0].sum(), 64)}, data, batch_size=32)
+    """,
 }
 
 
@@ -159,6 +166,22 @@ def test_a_newcomer_does_not_get_what_the_loop_puts_back(jobs: Jobs, tmp_path: P
     assert alone.end() == 0, alone.account()
     assert job.end() == 0, job.account()
     assert len(job.of_kind("job_started")) == 1
+    same(alone.run_dir, job)
+
+
+def test_a_newcomer_gets_the_live_state_of_a_loop_that_only_reads_data(jobs: Jobs, tmp_path: Path) -> None:
+    """A worker dies while the other evaluates: no step is lost."""
+    script = write(tmp_path, "read")
+    alone = jobs.start(script, workers=1, settings={"rehearse": "false"}, environment={"STEPS": "5"})
+    job = jobs.start(
+        script,
+        workers=2,
+        settings={"rehearse": "false", "min_workers": 2},
+        environment={"STEPS": "5", "FALLS": str(tmp_path / "fallen")},
+    )
+    assert alone.end() == 0, alone.account()
+    assert job.end() == 0, job.account()
+    assert (tmp_path / "fallen").exists() and not job.of_kind("fallback")
     same(alone.run_dir, job)
 
 
