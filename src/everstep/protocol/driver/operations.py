@@ -578,11 +578,13 @@ class EvaluateAsked(Ask, frozen=True):
 
 class EndAsked(Ask, frozen=True):
     """The application is done with the last step. left: with an earlier step, after which it has left its loop; it
-    may have begun the next one. states: as in `GatherPayload`, after the step `at`."""
+    may have begun the next one. states: as in `GatherPayload`, after the step `at`. metrics: of evaluations after it,
+    which rank the last checkpoint."""
 
     left: bool = False
     states: tuple[StageSection, ...] = ()
     at: int = 0
+    metrics: Mapping[str, float] = {}
 
 
 class HoldAsked(Ask, frozen=True):
