@@ -70,7 +70,8 @@ class _Code:
             if isinstance(node, ast.Import):
                 imported |= {a.asname or a.name.partition(".")[0]: a.name for a in node.names}
             elif isinstance(node, ast.ImportFrom):
-                imported |= {a.asname or a.name: f"{'.' * node.level}{node.module}.{a.name}" for a in node.names}
+                place = "own" if node.level else node.module
+                imported |= {a.asname or a.name: f"{place}.{a.name}" for a in node.names}
         return cls({inner: node for node in ast.walk(tree) for inner in ast.iter_child_nodes(node)}, imported)
 
     def only_reads(self, node: ast.AST) -> bool:

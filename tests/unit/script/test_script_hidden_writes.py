@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import stack
 from mine import norm, eq
+from . import ops
 """
 READS = """
 _, pred = torch.max(outputs.data, 1)
@@ -83,6 +84,7 @@ clip(x=p.data)
 mine.norm(p.data)
 norm(p.data)
 mine.copy_(p.data)
+ops.copy_(p.data)
 eq(p.data)
 self.norm(p.data)
 torch.nn.init.zeros_(p.data)
