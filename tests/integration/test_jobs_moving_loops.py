@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from everstep.checkpoint.names import BEST, LATEST
+from everstep.checkpoint.pointers import read_pointer
+from everstep.checkpoint.store import DirectoryStore
 from job_harness import Jobs, same
 
 SCRIPT = """
@@ -63,6 +66,26 @@ AFTER = {
                 p.data.copy_(old)
         while step.number == 4 and "MANIFEST" in os.environ and not glob.glob(os.environ["MANIFEST"]):
             time.sleep(0.01)
+    """,
+    "ended": """
+        fallen = os.environ.get("FALLS", "")
+        if step.number == run.total_steps and fallen and not run.is_main and not os.path.exists(fallen):
+            open(fallen, "x").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        for p in model.parameters(): p.mul_(0.9)
+    """,
+    "left": """
+        for p in model.parameters(): p.mul_(0.9)
+        run.evaluate(lambda batch: {"tried": torch.tensor([0.5 * step.number, 1.0])}, data, batch_size=64)
+        if step.number == 3:
+            break
+    """,
+    "read": """
+        fallen = os.environ.get("FALLS", "")
+        if step.number == 3 and fallen and not run.is_main and not os.path.exists(fallen):
+            open(fallen, "x").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        run.evaluate(lambda batch: {"most": (model(batch[0]).data.max(1)[0].sum(), 64)}, data, batch_size=32)
     """,
 }
 
@@ -159,6 +182,46 @@ def test_a_newcomer_does_not_get_what_the_loop_puts_back(jobs: Jobs, tmp_path: P
     assert alone.end() == 0, alone.account()
     assert job.end() == 0, job.account()
     assert len(job.of_kind("job_started")) == 1
+    same(alone.run_dir, job)
+
+
+def test_a_newcomer_after_the_last_step_does_not_make_the_loops_change_again(jobs: Jobs, tmp_path: Path) -> None:
+    """The others have changed weights for good, and wait for the end."""
+    script = write(tmp_path, "ended")
+    alone = jobs.start(script, workers=1, settings={"rehearse": "false"}, environment={"STEPS": "4"})
+    job = jobs.start(
+        script,
+        workers=2,
+        settings={"rehearse": "false", "min_workers": 2, "checkpoint.disk.every_steps": 2},
+        environment={"STEPS": "4", "FALLS": str(tmp_path / "fallen")},
+    )
+    assert alone.end() == 0, alone.account()
+    assert job.end() == 0, job.account()
+    assert (tmp_path / "fallen").exists()
+    same(alone.run_dir, job)
+
+
+def test_a_loop_left_after_its_best_evaluation_has_a_checkpoint_of_it(jobs: Jobs, tmp_path: Path) -> None:
+    best = {"checkpoint.best_metric": "tried", "checkpoint.disk.keep_best": 1, "checkpoint.disk.every_steps": 100}
+    job = jobs.start(write(tmp_path, "left"), workers=1, settings={"rehearse": "false", **best})
+    assert job.end() == 0, job.account()
+    store = DirectoryStore(job.run_dir / "checkpoints")
+    assert read_pointer(store, LATEST) == read_pointer(store, BEST) == 3, job.account()
+
+
+def test_a_newcomer_gets_the_live_state_of_a_loop_that_only_reads_data(jobs: Jobs, tmp_path: Path) -> None:
+    """A worker dies while the other evaluates: no step is lost."""
+    script = write(tmp_path, "read")
+    alone = jobs.start(script, workers=1, settings={"rehearse": "false"}, environment={"STEPS": "5"})
+    job = jobs.start(
+        script,
+        workers=2,
+        settings={"rehearse": "false", "min_workers": 2},
+        environment={"STEPS": "5", "FALLS": str(tmp_path / "fallen")},
+    )
+    assert alone.end() == 0, alone.account()
+    assert job.end() == 0, job.account()
+    assert (tmp_path / "fallen").exists() and not job.of_kind("fallback")
     same(alone.run_dir, job)
 
 

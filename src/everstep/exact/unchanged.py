@@ -5,7 +5,7 @@ A worker that is resumed or healed enters the loop's body again for a step that 
 before the batches are put back; tensors are not, so a change of one is refused by name. After the batches a loop may
 change tensors (it clips weights, say). A worker that follows others does not run their loop: it is given what that has
 changed. Writes behind the version counter (`.data.mul_`) are looked for in parameters, up to 256 MiB of them, in rounds
-1, 2, 4, 8 and so on, and while others follow. They are the loop's if its code names `.data`, or if they are seen twice:
+1, 2, 4, 8 and so on, and while others follow. They are the loop's if its code may make such, or if they are seen twice:
 a bit that flips in damaged memory looks the same, and must not be told to others.
 """
 

@@ -129,23 +129,30 @@ def calls_in_file(frame: types.FrameType, method: str) -> int:
 
 
 def names_attribute(files: Iterable[str], name: str) -> bool:
-    """Whether one of these files has an attribute of this name that may be a tensor's: other than to call it, and of
-    no module (as in `torch.utils.data`), nor of what is called self or args."""
-    mentions = (file for file in sorted(files) if any(f".{name}" in line for line in linecache.getlines(file)))
-    return any(_names_attribute(SyntaxTrees().tree(file), name) for file in mentions)
+    """Whether one of these files has such an attribute as `attributes_in` finds."""
+    return any(found for _, found in attributes_in(files, name))
 
 
-def _names_attribute(tree: ast.AST | None, name: str) -> bool:
-    nodes = [] if tree is None else list(ast.walk(tree))
+def attributes_in(files: Iterable[str], name: str) -> Iterator[tuple[ast.AST, list[ast.Attribute]]]:
+    """By file that has this word: its tree, and the attributes of this name that may be a tensor's: other than to call
+    it, and of no module (as in `torch.utils.data`), nor of what is called self or args."""
+    for file in sorted(files):
+        tree = SyntaxTrees().tree(file) if any(f".{name}" in line for line in linecache.getlines(file)) else None
+        if tree is not None:
+            yield tree, _attributes(tree, name)
+
+
+def _attributes(tree: ast.AST, name: str) -> list[ast.Attribute]:
+    nodes = list(ast.walk(tree))
     called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     imported = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules = {alias.asname or alias.name.partition(".")[0] for alias in imported}
     named = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr == name and id(n) not in called]
     own = [n for n in named if isinstance(n.value, ast.Name) and n.value.id in ("self", "args")]
-    return any(_root(n) not in modules and n not in own for n in named)
+    return [n for n in named if root_of(n) not in modules and n not in own]
 
 
-def _root(node: ast.expr) -> str:
+def root_of(node: ast.expr) -> str:
     """The first of names with dots between them; "" if this is something else."""
     while isinstance(node, ast.Attribute):
         node = node.value

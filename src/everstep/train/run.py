@@ -43,6 +43,7 @@ from everstep.protocol.driver.operations import (
 )
 from everstep.script.batch_names import unset_behind
 from everstep.script.flow_sources import calls_in_file, names_attribute, prepares
+from everstep.script.hidden_writes import may_hide_writes
 from everstep.script.loop_guard import LoopGuard
 from everstep.script.reachable import files_behind, loop_frames
 from everstep.script.watched_life import IN_REHEARSAL, TRIED
@@ -349,7 +350,7 @@ class Run:
                         (name, line), file = found, os.path.basename(frames[0].f_code.co_filename)
                         raise Misused(_UNSET.format(file=file, name=name, line=line), line)
                     files = files_behind(frames[0]) if frames else set[str]()
-                    session.loop.begin(not frames or prepares(frames[0]), hides=names_attribute(files, "data"))
+                    session.loop.begin(not frames or prepares(frames[0]), hides=may_hide_writes(files))
                     if frames:
                         several = calls_in_file(frames[0], "backward") > 1
                         gradients = names_attribute(files, "grad")

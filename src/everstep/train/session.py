@@ -105,11 +105,15 @@ class Session:
         self.saver, self.loop, self._keeper = saver, loop, keeper
         self.unasked: list[do.SaveAsked] = []
 
+    def unjudged(self) -> list[do.SaveAsked]:
+        """Take the questions, of this round's evaluations, that have not been asked."""
+        asked, self.unasked = self.unasked, []
+        return asked
+
     def judge(self, *, past: bool) -> None:
         """Ask whether checkpoints follow from this round's evaluations. past: the loop is done with the step. Raises:
         as `Executor.ask`."""
-        asked, self.unasked = self.unasked, []
-        for question in asked:
+        for question in self.unjudged():
             with self.loop.paused():
                 self.executor.ask(replace(question, past=past))
 

@@ -66,10 +66,11 @@ class UserLoop:
         """No more steps are wanted. Raises: StateJumped if the loop has to go on; what ends a member otherwise."""
         session, number = self._session, self._session.view.step
         left = number < session.view.order.total_steps
-        session.judge(past=not left)
+        metrics = {name: value for question in session.unjudged() for name, value in question.metrics.items()}
         session.profiling.end()
         session.view.link.row.set(step=number, phase="finish")
-        session.executor.ask(EndAsked(left, session.updates.last_states(left), number))
+        with session.loop.moves.waiting():
+            session.executor.ask(EndAsked(left, session.updates.last_states(left), number, metrics))
 
     def leave(self) -> None:
         """If it has begun, it was left: the job ends in order after the newest step that is done; in all workers after

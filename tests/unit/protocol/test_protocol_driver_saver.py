@@ -676,10 +676,11 @@ def test_the_driver_saves_nothing_of_states_that_differ() -> None:
 def test_the_driver_takes_one_at_the_end() -> None:
     job = Job(SavingRules(SELDOM, on=True))
     job.step(1)
-    job.handle(do.EndAsked())
+    job.handle(do.EndAsked(metrics={"accuracy": 0.5}))
     job.run(do.Finish)
     assert isinstance(job.operation, do.Finish) and job.operation.save is not None
     save = job.operation.save
+    assert save.metrics == {"accuracy": 0.5}
     assert (save.step, save.due.reason, save.due.cause, save.past) == (1, "the end of the job", Cause.COMPLETED, True)
     without = Job(SavingRules(SELDOM))
     without.step(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +15,11 @@ from torch import nn
 
 import everstep
 from everstep.base.errors import Evicted
-from everstep.protocol.driver.operations import EndAsked
+from everstep.exact.unchanged import UnchangedTensors
+from everstep.protocol.driver.operations import EndAsked, SaveAsked
 from everstep.protocol.step_phases import Phase
 from everstep.train.executor import StateJumped
+from everstep.train.loop_state import LoopState
 from everstep.train.user_loop import LoopIterator, UserLoop, raise_soon
 
 
@@ -135,14 +137,13 @@ class Session:
         self.profiling = SimpleNamespace(end=lambda: None)
         self.updates = SimpleNamespace(last_states=lambda left: b"")
         self.executor = SimpleNamespace(ask=self._ask)
-        self.judged: list[bool] = []
-
-    def judge(self, *, past: bool) -> None:
-        assert not self.judged or self._jumps, "before the end is asked for, once"
-        self.judged.append(past)
+        self.loop = LoopState(SimpleNamespace(split=True))  # type: ignore[arg-type]
+        self.unjudged: Callable[[], list[SaveAsked]] = list
+        self.metrics: Mapping[str, float] = {}
 
     def _ask(self, event: EndAsked) -> None:
         self.asked.append(event.left)
+        self.metrics, self.astray = event.metrics, self.loop.moves.astray
         if len(self.asked) <= self._jumps:
             raise StateJumped("to another step")
 
@@ -176,6 +177,24 @@ def test_a_loop_that_came_to_its_last_step_was_not_left(step: int, left: bool) -
     session = Session(step=step)
     UserLoop(session, contextlib.nullcontext()).end()  # type: ignore[arg-type]
     assert session.asked == [left]
+
+
+def test_evaluations_that_were_not_judged_rank_the_checkpoint_at_the_end() -> None:
+    session = Session()
+    session.unjudged = lambda: [SaveAsked({"x": 1.0, "y": 2.0}), SaveAsked({"x": 3.0})]
+    UserLoop(session, contextlib.nullcontext()).end()  # type: ignore[arg-type]
+    assert session.metrics == {"x": 3.0, "y": 2.0}
+
+
+def test_at_the_end_what_the_loop_has_changed_since_the_update_is_astray() -> None:
+    """A newcomer enters the loop's body right after the update, and would change it again."""
+    session, model = Session(), nn.Linear(2, 2)
+    session.loop.moves.begin(UnchangedTensors(model, torch.optim.SGD(model.parameters())))
+    session.loop.moves.updated()
+    with torch.no_grad():
+        model.bias.mul_(2)
+    UserLoop(session, contextlib.nullcontext()).end()  # type: ignore[arg-type]
+    assert session.astray == "parameter bias" and not session.loop.moves.astray
 
 
 def test_where_an_exception_may_be_on_its_way_the_end_of_the_script_ends_the_job() -> None:

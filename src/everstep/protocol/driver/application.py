@@ -218,7 +218,8 @@ class Application:
             self._tell_left()
         elif self._finished != machine.generation:
             self._finished = machine.generation
-            save = self._saver.boundary(Why(Cause.COMPLETED, "the end of the job"), past=self.past)
+            why = Why(Cause.COMPLETED, "the end of the job")
+            save = self._saver.boundary(why, past=self.past, metrics=self.ask.metrics)
             said = last_states(self._last.gathers.known[self._gather]).values()
             digests = {one.stage: one.digest for states in said for one in states}
             at = machine.step, save, digests, machine.position

@@ -365,8 +365,7 @@ class Save(AtOnce, frozen=True):
 
     If this worker is the job's leader, `PartsThere` reports when all parts have come, and `SaveEnded` how the
     checkpoint ended. boundary: it does not come right after the update, so the application's state may have changed
-    since; otherwise a checkpoint of this step that is already on disk is not repeated. past: the application is done
-    with the step.
+    since, and one of this step that is already on disk is not repeated. past: the application is done with the step.
     """
 
     plan: Plan
@@ -577,12 +576,13 @@ class EvaluateAsked(Ask, frozen=True):
 
 
 class EndAsked(Ask, frozen=True):
-    """The application is done with the last step. left: with an earlier step, after which it has left its loop; it
-    may have begun the next one. states: as in `GatherPayload`, after the step `at`."""
+    """The application is done with the last step; left: it has left its loop after an earlier one, maybe in the next.
+    states: as in `GatherPayload`, after the step `at`. metrics: of evaluations; they rank the last checkpoint."""
 
     left: bool = False
     states: tuple[StageSection, ...] = ()
     at: int = 0
+    metrics: Mapping[str, float] = {}
 
 
 class HoldAsked(Ask, frozen=True):
