@@ -14,7 +14,7 @@ from sampling import needs
 pytestmark = needs("transformers", "accelerate")
 
 SCRIPT = """
-import json, os, sys
+import collections, json, os, sys, time
 import torch, transformers
 from transformers import TrainingArguments
 if os.environ.get("ORIGINAL"):
@@ -43,6 +43,25 @@ class Counter(transformers.TrainerCallback):
         self.count += 1
         control.should_training_stop = self.count == 9
 
+class Average(transformers.TrainerCallback):
+    def __init__(self):
+        self._recent, self.met, self.began = collections.deque(maxlen=3), set(), time.time()
+    def on_train_begin(self, args, state, control, model=None, **more):
+        if state.is_world_process_zero and "EVERSTEP_REHEARSAL" not in os.environ:
+            open(os.path.join(out, f"zero-{os.getpid()}"), "w").close()
+        self.model, self.average, self._total = model, torch.optim.swa_utils.AveragedModel(model), torch.zeros(2)
+    def on_step_end(self, args, state, control, model=None, **more):
+        self.average.update_parameters(model)
+        self._total = self._total + model.lm_head.weight.detach()[0, :2]
+        self._recent.append(self._total.tolist())
+        self.met.add(state.global_step % 4)
+        self.took = time.perf_counter()
+    def on_train_end(self, args, state, control, **more):
+        if trainer.is_world_process_zero():
+            found = {name: value.tolist() for name, value in self.average.state_dict().items()}
+            with open(os.path.join(out, "average.json"), "w") as file:
+                json.dump([found, list(self._recent), sorted(self.met), self._total.tolist()], file)
+
 class Mine(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, **more):
         return super().compute_loss(model, inputs, return_outputs, **more)
@@ -61,7 +80,7 @@ args = TrainingArguments(
     use_cpu=True,
 )
 trainer = Mine(model=model, args=args, train_dataset=Rows(37, 1), eval_dataset=Rows(5, 2), compute_metrics=metrics,
-               callbacks=[Counter()])
+               callbacks=[Counter(), Average()])
 trainer.train(resume_from_checkpoint=os.environ.get("FROM", again))
 trainer.save_model()
 if trainer.is_world_process_zero():
@@ -101,14 +120,16 @@ def test_losses_are_those_of_the_original(jobs: Jobs, script: str, tmp_path: Pat
 
 @pytest.mark.longer
 def test_a_kill_changes_no_bit(jobs: Jobs, script: str, tmp_path: Path) -> None:
-    """The leader and another worker die; the callback's counter, logs and the best checkpoint go on."""
+    """The leader and another worker die; the callbacks' counter and averages, logs and the best checkpoint go on."""
     kill = "kill:target=worker:1,at=3,phase=backward; kill:target=leader:0,at=6"
     ends = []
     for name, options in (("alone", ["--workers", "1"]), ("placed", ["--workers", "3", "--chaos", kill])):
         where, out = tmp_path / name, tmp_path / f"{name}-out"
         job = jobs.command(["run", script, "--run-dir", str(where), "--json", *options, "--", str(out)], where)
         assert job.end() == 0, job.account()
-        ends.append((job, history(out), (out / "model.safetensors").read_bytes()))
+        assert len(list(out.glob("zero-*"))) == 1, "one worker took itself for process zero when training began"
+        files = [(out / name).read_bytes() for name in ("model.safetensors", "average.json")]
+        ends.append((job, history(out), files))
     assert len(ends[1][0].of_kind("worker_evicted")) == 2
     same(ends[0][0].run_dir, ends[1][0])
     assert ends[0][1:] == ends[1][1:]

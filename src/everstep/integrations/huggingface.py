@@ -145,8 +145,11 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
     # ---- who this process is
 
     def is_world_process_zero(self) -> bool:
-        """Whether this worker leads the job at the moment."""
-        return self._run is None or bool(self._run.is_main)
+        """Whether this worker leads the job at the moment; before the first step, whether it probably will."""
+        if self._run is None:
+            return True
+        leads, me = self._run.leads, view_of(self._run).link.me
+        return (me.worker_id, me.incarnation) == (0, 0) if leads is None else bool(leads)
 
     def is_local_process_zero(self) -> bool:
         """As `is_world_process_zero`: a job has one leader."""
@@ -228,6 +231,7 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
         self._check_batch(run, order, loss.why)
         start = time.time()
         self.callback_handler.train_dataloader = loader
+        self._update_roles()
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         if self.args.eval_on_start and not self.state.global_step:
             self._evaluate_first = True
@@ -239,7 +243,22 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
                 loss.backward(step, inputs, order.passes_of(step.number))
             self._after(step, order, carried, start, ignore_keys_for_eval)
         self._refuse_absent()
-        return self._finalize_training(None, order.global_batch * order.steps, start)
+        return self._finish(order.global_batch * order.steps, start)
+
+    def _finish(self, samples: int, start: float) -> Any:
+        """What a training ends with. All but the best checkpoint are removed here if just one is to stay: transformers
+        would do so in each worker, with those of other jobs."""
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        vars(self.args).update(save_total_limit=None)
+        try:
+            found = self._finalize_training(None, samples, start)
+        finally:
+            vars(self.args).update(save_total_limit=limit)
+        if limit == 1 and best is not None and IN_REHEARSAL not in os.environ and self.is_world_process_zero():
+            for path in self._checkpoints():
+                if path != Path(best) and (self._job is None or self._wrote(path)):
+                    shutil.rmtree(path, ignore_errors=True)
+        return found
 
     def _order(self, dataset: Any) -> TrainingOrder:
         """The samples of all updates. Raises: ConfigError for a stream."""

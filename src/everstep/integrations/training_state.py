@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from everstep.base.errors import ConfigError
 from everstep.exact.jsonable import Undigested
-from everstep.script.reachable import of_user
+from everstep.integrations.callback_state import CallbackState
+from everstep.script.reachable import Carried
 
 _KEPT = ("epoch", "global_step", "best_metric", "best_global_step")
 _TIMES = ("_runtime", "_per_second", "_time")
-_PLAIN = (bool, int, float, str, type(None), list, tuple, dict)
 
 
 class CarriedTraining:
@@ -26,6 +25,7 @@ class CarriedTraining:
     def __init__(self, trainer: Any, seed: int | None) -> None:
         self._trainer, self._seed = trainer, seed
         self._rate = 0.0
+        self._states: dict[int, CallbackState] = {}
 
     def begin(self) -> None:
         """The optimizer is there, and no update has been made."""
@@ -54,7 +54,7 @@ class CarriedTraining:
             "logged": trainer._globalstep_last_logged,
             "rate": self._rate,
             "seed": self._seed,
-            "callbacks": [_state_of(callback) for callback in trainer.callback_handler.callbacks],
+            "callbacks": [state.state_dict() for state in self._callbacks()],
             "kinds": Undigested(names=self._kinds()),  # one that only shows things may differ between workers
         }
 
@@ -74,8 +74,17 @@ class CarriedTraining:
         trainer._tr_loss.fill_(state["loss"])
         vars(trainer).update(_total_loss_scalar=state["total"], _globalstep_last_logged=state["logged"])
         self._rate = state["rate"]
-        for callback, saved in zip(trainer.callback_handler.callbacks, state["callbacks"], strict=True):
-            _load(callback, saved)
+        for callback, saved in zip(self._callbacks(), state["callbacks"], strict=True):
+            callback.load_state_dict(saved)
+
+    def _callbacks(self) -> list[CallbackState]:
+        """States of the callbacks, in their order."""
+        trainer, present = self._trainer, self._trainer.callback_handler.callbacks
+        if new := [callback for callback in present if id(callback) not in self._states]:
+            carried = Carried.of(trainer.model, trainer.optimizer, trainer.lr_scheduler)
+            others = (trainer, *(v for v in vars(trainer).values() if hasattr(v, "__dict__")), *present)
+            self._states |= {id(callback): CallbackState(callback, carried, others) for callback in new}
+        return [self._states[id(callback)] for callback in present]
 
     def _kinds(self) -> list[str]:
         return [type(callback).__name__ for callback in self._trainer.callback_handler.callbacks]
@@ -97,22 +106,3 @@ class CarriedTraining:
 def without_times(logs: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the log without how long things took."""
     return {name: value for name, value in logs.items() if not name.endswith(_TIMES)}
-
-
-def _state_of(callback: Any) -> dict[str, Any]:
-    """Its state_dict; or what it exports, and of a user's its plain attributes whose names begin with no underscore."""
-    if callable(getattr(callback, "load_state_dict", None)):
-        return {"own": callback.state_dict()}
-    exported = dict(callback.state()["attributes"]) if callable(getattr(callback, "state", None)) else {}
-    module = sys.modules.get(type(callback).__module__)
-    if not of_user(getattr(module, "__file__", None)):
-        return exported
-    own = {k: copy.deepcopy(v) for k, v in vars(callback).items() if isinstance(v, _PLAIN) and k[:1] != "_"}
-    return {**own, **exported}
-
-
-def _load(callback: Any, saved: dict[str, Any]) -> None:
-    if callable(getattr(callback, "load_state_dict", None)):
-        callback.load_state_dict(saved["own"])
-    else:
-        vars(callback).update(copy.deepcopy(saved))

@@ -39,7 +39,7 @@ class LoopValues:
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         vars(self).update(values)
-        self._first_objects = {name: v for name, v in values.items() if isinstance(v, _FILLED) or _has_state(v)}
+        self._first_objects = {name: v for name, v in values.items() if isinstance(v, _FILLED) or has_state(v)}
 
     def __repr__(self) -> str:
         return f"everstep.state({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
@@ -49,7 +49,7 @@ class LoopValues:
         leave out: a first object may come back out of a list, where a resumed worker has only its copy."""
         found: dict[str, Any] = {_VALUES: TypedValues(), _OBJECTS: {}}
         for name, value in vars(self).items():
-            if _has_state(value):
+            if has_state(value):
                 found[_OBJECTS][name] = _state_of(value)
             else:
                 found[_VALUES][name] = value
@@ -62,7 +62,7 @@ class LoopValues:
         found: dict[str, Any] = {}
         others: dict[int, str] = {}
         for name, value in sorted(vars(self).items()):
-            if self._first_objects.get(name) is value or not (isinstance(value, _FILLED) or _has_state(value)):
+            if self._first_objects.get(name) is value or not (isinstance(value, _FILLED) or has_state(value)):
                 continue
             owner = next((other for other, first in self._first_objects.items() if first is value), None)
             same = others.setdefault(id(value), name) if owner is None else name
@@ -81,9 +81,9 @@ class LoopValues:
         for name, value in saved.items():
             owner = held.get(name, name)
             first = firsts.get(owner) if isinstance(owner, str) else None
-            if first is None or _has_state(first) != (name in state[_OBJECTS]):
+            if first is None or has_state(first) != (name in state[_OBJECTS]):
                 others.append(name)
-            elif _has_state(first):
+            elif has_state(first):
                 _load(first, value)
                 own[name] = first
             elif isinstance(value, _FILLED):
@@ -105,7 +105,7 @@ class LoopValues:
                 continue
             now = None if id(present.get(name)) in taken else present.get(name)
             if name in state[_OBJECTS]:
-                own[name] = now if _has_state(now) else _another(name, self._first_objects.get(name))
+                own[name] = now if has_state(now) else _another(name, self._first_objects.get(name))
                 _load(own[name], state[_OBJECTS][name])
             else:
                 value = state[_VALUES][name]
@@ -142,7 +142,7 @@ def shared(things: Iterable[Any], model: torch.nn.Module, optimizer: Any) -> str
 
 def _another(name: str, first: Any) -> Any:
     """An object to load into, beside the first one if that can be copied. Raises: ConfigError if there is none."""
-    if not _has_state(first):
+    if not has_state(first):
         raise ConfigError(
             f"everstep.state: the loop has set {name} to an object with a state, which a resumed worker does not have: "
             f"write everstep.state({name}=...) with such an object, and load the other one's state into it"
@@ -150,7 +150,8 @@ def _another(name: str, first: Any) -> Any:
     return copy.deepcopy(first) if isinstance(first, torch.nn.Module) else first
 
 
-def _has_state(value: Any) -> bool:
+def has_state(value: Any) -> bool:
+    """Whether a value is carried by its state, which is loaded in place."""
     return isinstance(value, _GENERATORS) or callable(getattr(type(value), "load_state_dict", None))
 
 

@@ -218,6 +218,25 @@ def test_a_callback_derived_from_one_of_transformers_keeps_what_both_keep(tmp_pa
     carried(Patient(), shows()).load_state_dict(saved)
 
 
+def test_at_the_end_only_the_job_s_own_checkpoints_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by transformers, which would do it in each worker."""
+    from everstep.integrations import huggingface
+
+    args = arguments(tmp_path, save_total_limit=1)
+    trainer = huggingface.Trainer(model=torch.nn.Linear(2, 2), args=args)
+    monkeypatch.setattr(huggingface.Trainer, "_job", "job")
+    folders = [Path(args.output_dir) / f"checkpoint-{k}" for k in (1, 2, 3)]
+    for folder, job in zip(folders, ("job", "job", "another"), strict=True):
+        folder.mkdir(parents=True)
+        (folder / huggingface._WRITER).write_text(job)
+    vars(trainer.state).update(best_model_checkpoint=str(folders[0]))
+    limits = []
+    vars(trainer).update(_finalize_training=lambda *given: limits.append(args.save_total_limit))
+    trainer._finish(8, 0.0)
+    assert limits == [None] and args.save_total_limit == 1
+    assert [folder.exists() for folder in folders] == [True, False, True]
+
+
 class Streamed(torch.utils.data.IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))
