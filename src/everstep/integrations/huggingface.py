@@ -249,11 +249,12 @@ class Trainer(_hf.Trainer):  # type: ignore[misc]
         """What a training ends with. All but the best checkpoint are removed here if just one is to stay: transformers
         would do so in each worker, with those of other jobs."""
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        vars(self.args).update(save_total_limit=None)
+        given: dict[str, Any] = self.args.__dict__
+        given.update(save_total_limit=None)
         try:
             found = self._finalize_training(None, samples, start)
         finally:
-            vars(self.args).update(save_total_limit=limit)
+            given.update(save_total_limit=limit)
         if limit == 1 and best is not None and IN_REHEARSAL not in os.environ and self.is_world_process_zero():
             for path in self._checkpoints():
                 if path != Path(best) and (self._job is None or self._wrote(path)):
