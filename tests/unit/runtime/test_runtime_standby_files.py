@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import queue
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from everstep.base.below import write_atomically
@@ -145,6 +148,70 @@ def test_what_was_complete_is_gone_on_from_if_who_fills_it_anew_is_lost(job: Pat
     assert files(own) == files(job)
     DirectoryCopy(own).fall_back()
     assert files(own) == files(job) and not list(own.glob(".before*"))
+
+
+def cut_off(now: pytest.MonkeyPatch, renamed: int) -> None:
+    """The process ends after so many renamings."""
+    rename, left = os.replace, iter(range(renamed))
+
+    def renames(*names: Any, **more: Any) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        rename(*names, **more)
+
+    now.setattr(os, "replace", renames)
+
+
+@pytest.mark.parametrize("renamed", range(12))
+@pytest.mark.parametrize("head", ["none", "the same", "another"])
+@pytest.mark.parametrize("act", ["a fall back", "a beginning"])
+def test_an_act_that_was_cut_off_between_two_files_loses_none(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str, head: str, renamed: int
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    copy = DirectoryCopy(own)
+    fill(job, copy)
+    half = FilePieces(
+        source=OTHER,
+        number=1,
+        pieces=[FilePiece(path="events.jsonl", version="9", at=0, data=b"{}\n")],
+        rest=True,
+    )
+    if act == "a fall back":
+        copy.take(half)
+    with monkeypatch.context() as now, contextlib.suppress(KeyboardInterrupt):
+        cut_off(now, renamed)
+        if act == "a fall back":
+            copy.fall_back()
+        else:
+            copy.take(half)
+    copy = DirectoryCopy(own)
+    assert copy.state(None).usable
+    if head != "none":
+        assert copy.take(msgspec.structs.replace(half, source=OTHER if head == "the same" else "ef" * 16)).number
+        copy = DirectoryCopy(own)
+        assert copy.state(None) == CopyState(False, None, before=True)
+    copy.fall_back()
+    assert files(own) == files(job) and copy.state(None) == CopyState(True, None)
+    assert DirectoryCopy(own).state(None) == CopyState(True, None) and not list(own.glob(".*"))
+
+
+def test_after_a_fall_back_the_head_that_was_lost_fills_the_copy_from_its_first_file(job: Path, tmp_path: Path) -> None:
+    """What it had sent is gone, so no note may say that it is there."""
+    own, later = tmp_path / "own", tmp_path / "later"
+    for folder in (own, later):
+        folder.mkdir()
+    copy = DirectoryCopy(own)
+    fill(job, copy)
+    (later / "job.json").write_text("[]")
+    came = FilePiece(path="job.json", version=digest_of(later / "job.json"), at=0, data=b"[]", size=2)
+    copy.take(FilePieces(source=OTHER, number=1, pieces=[came], rest=True))
+    copy.fall_back()
+    assert files(own) == files(job)
+    copy = DirectoryCopy(own)
+    fill(later, copy, OTHER)
+    assert files(own) == files(later)
 
 
 def test_pieces_that_do_not_fit_have_no_effect(tmp_path: Path) -> None:
