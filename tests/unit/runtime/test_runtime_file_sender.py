@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -65,6 +65,16 @@ class Wire:
 def pieces(path: str, source: str = SOURCE, **piece: Any) -> FilePieces:
     """A message with one piece."""
     return FilePieces(source=source, number=1, pieces=[FilePiece(**{"path": path, "version": "1", "at": 0, **piece})])
+
+
+def agent_with(wire: Wire) -> Any:
+    """Files of an agent whose directory is removed when the job is done."""
+    place = Place(wire.own, apart=True, passing=True)
+    client, around = (
+        SimpleNamespace(connected=True),
+        {"run_dir": wire.own, "_server": None, "_held": contextlib.ExitStack()},
+    )
+    return SimpleNamespace(_place=place, _sender=wire.sender, _client=client, _is_led_around=lambda: False, **around)
 
 
 def through(folder: Path) -> int:
@@ -357,6 +367,19 @@ def test_an_agent_that_leaves_goes_on_sending_though_a_file_cannot_arrive(
     EventLog(wire.own / "events.jsonl").write("step_committed", step=1)
     (wire.own / "final").mkdir()
     (wire.own / "final" / "digest.json").write_text("{}")
-    around = SimpleNamespace(_sender=wire.sender, _client=SimpleNamespace(connected=True), _is_led_around=lambda: False)
-    assert not AgentFiles.finish(cast(Any, around), PATIENCE_S)
+    assert not AgentFiles.finish(agent_with(wire), PATIENCE_S)
     assert steps(wire.job) == [1] and set(wire.sender.refused) == {"final/digest.json"}
+
+
+@pytest.mark.parametrize("passing", [True, False])
+def test_when_the_job_is_done_only_a_directory_whose_files_have_all_arrived_is_removed(
+    wire: Wire, capsys: pytest.CaptureFixture[str], passing: bool
+) -> None:
+    wire.passing = passing
+    (wire.own / "final").mkdir()
+    (wire.own / "final" / "model.safetensors").write_bytes(bytes(999))
+    files = agent_with(wire)
+    assert AgentFiles.finish(files, PATIENCE_S if passing else 0.0) == passing
+    AgentFiles.close(files, done=True)
+    assert (wire.own / "final" / "model.safetensors").exists() != passing
+    assert (f"{wire.own} is kept" in capsys.readouterr().err) != passing
