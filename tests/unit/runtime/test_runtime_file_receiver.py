@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -160,3 +161,27 @@ def test_only_what_must_last_is_synced(tmp_path: Path, monkeypatch: pytest.Monke
     assert not synced
     append_at(tmp_path / "a", 0, 1, b"x", durably=True)
     assert len(synced) == 1
+
+
+def test_bytes_that_the_disk_could_not_keep_have_not_arrived(at: Receiving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is told once: the next sync says that all is well."""
+    errors = iter([OSError(errno.EIO, "Input/output error")])
+
+    def sync(fd: int) -> None:
+        if error := next(errors, None):
+            raise error
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    assert at.whole(0, DATA) is None
+    assert (at.folder / "parts/.a.bin.partial").stat().st_size == 0
+    assert at.whole(0, b"") == 0 and at.whole(0, DATA) == 200
+
+
+def test_the_name_of_a_file_is_on_the_disk_before_the_sender_hears_of_it(
+    at: Receiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may remove its own file then."""
+    synced: list[list[str]] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.listdir(fd)))
+    assert at.whole(0, DATA[:90]) == 90 and not synced
+    assert at.whole(90, DATA[90:]) == 200 and synced == [["a.bin"]]

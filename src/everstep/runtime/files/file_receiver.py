@@ -100,6 +100,7 @@ class FileReceiver:
                 _remove(draft.name, folder)
                 return None
             os.replace(draft.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)  # the sender may remove its own file now
         self.versions[name] = piece.version
         return piece.size
 
@@ -116,7 +117,11 @@ def append_at(path: Path, folders: int, at: int, data: bytes, *, durably: bool =
             os.ftruncate(fd, at)
             return at
         if durably:
-            os.fdatasync(fd)
+            try:
+                os.fdatasync(fd)
+            except OSError:  # the kernel tells that once
+                os.ftruncate(fd, at)
+                raise
         return at + len(data)
     finally:
         os.close(fd)
