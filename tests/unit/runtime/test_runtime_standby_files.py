@@ -351,6 +351,42 @@ def test_an_empty_file_that_was_not_taken_comes_again(job: Path, tmp_path: Path)
             filled.sender.answered(FilesHeld(number=message.number))
 
 
+@pytest.mark.parametrize("trouble", ["a file", "the list", "a folder"])
+def test_a_copy_is_not_complete_without_what_could_not_be_read(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trouble: str
+) -> None:
+    """Another try brings it; the user hears of it once."""
+    own = tmp_path / "own"
+    own.mkdir()
+    copy, open_file, listed = DirectoryCopy(own), file_sender.open_given, os.listdir
+    error = OSError(errno.EMFILE, "Too many open files")
+
+    def opens(path: Path, *more: Any) -> Any:
+        if path.name == "job.json":
+            raise error
+        return open_file(path, *more)
+
+    def lists(path: Any) -> Any:
+        if Path(path) == (job if trouble == "the list" else job / "ledger"):
+            raise error
+        return listed(path)
+
+    with monkeypatch.context() as now:
+        if trouble == "a file":
+            now.setattr(file_sender, "open_given", opens)
+        else:
+            now.setattr(os, "listdir", lists)
+        with Filled(job, copy) as filled:
+            for _ in range(12):  # more than it takes to bring the others
+                message, answer = filled.bring()
+                assert message.rest and not answer.has_all(message) and not copy.state(None).complete
+            assert capsys.readouterr().err.count("Too many open files") == 1
+            now.undo()
+            while not answer.has_all(message):
+                message, answer = filled.bring()
+    assert files(own) == files(job)
+
+
 def test_no_more_is_said_to_be_told_than_copies_have() -> None:
     """One that has fallen silent is waited for, but not for ever; one that is still being filled never."""
     found = InStep()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.base.given import open_given
+from everstep.observe.events import say
 from everstep.protocol.messages import FilePiece, FilePieces, FilesHeld
 from everstep.runtime.files.file_sets import FileSet, comes_last
 
@@ -72,7 +73,7 @@ class FileSender:
         self._waits = False  # for the answer to that message
         self._began_s = self._pause_s = 0.0
         self._all_there_s = -1.0
-        self._failed = False
+        self._failed = ""
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="everstep-file-sender", daemon=True)
@@ -128,10 +129,14 @@ class FileSender:
     # ---- the thread
 
     def _run(self) -> None:
+        said = {""}
         while self._turn_comes():
             begin_s = time.monotonic()
             with _READING:
                 files, pieces, rest, failed = self._look()
+            if failed not in said:
+                said.add(failed)
+                say(f"warning: files cannot be sent to another host: {failed}")
             self._each_turn({n: f.version for n, f in files.items() if f.whole and f.asked and f.held >= f.size})
             with self._changed:
                 self._files, self._failed, self._began_s = files, failed, begin_s
@@ -158,13 +163,17 @@ class FileSender:
         for name in names:
             self._files[name].asked = False
 
-    def _look(self) -> tuple[dict[str, _File], list[FilePiece], bool, bool]:
-        """Look at the files: (the files now, the pieces to send next, whether there are more, whether some file cannot
-        be read). An unreadable file holds up nothing else."""
+    def _look(self) -> tuple[dict[str, _File], list[FilePiece], bool, str]:
+        """Look at the files: (the files now, the pieces to send next, whether there are more, why some file cannot be
+        read). An unreadable file holds up nothing else."""
         files: dict[str, _File] = {}
         pieces: list[FilePiece] = []
-        room, rest, failed = PIECE_BYTES, False, False
-        for name, path in self._list():
+        room, rest, failed = PIECE_BYTES, False, ""
+        try:
+            found = self._list()
+        except OSError as error:
+            return self._files, [], True, str(error)
+        for name, path in found:
             try:
                 file = self._seen(name, path)
                 if file is None:
@@ -177,14 +186,14 @@ class FileSender:
                 piece = _piece(name, file)
             except FileNotFoundError:
                 continue  # it has been replaced, or rotated away
-            except OSError:
-                failed = True
+            except OSError as error:
+                failed = failed or f"{path}: {error.strerror or error}"
                 continue
             if piece is not None:
                 pieces.append(piece)
                 room -= len(piece.data)
                 rest |= not file.asked or piece.at + len(piece.data) < file.size
-        return files, pieces, rest, failed
+        return files, pieces, rest or bool(failed), failed
 
     def _seen(self, name: str, path: Path) -> _File | None:
         """State of a file; a replaced file begins again. None: it is not sent."""
