@@ -153,6 +153,31 @@ def test_what_was_on_its_way_when_a_connection_broke_arrives_once(wire: Wire) ->
     assert (wire.job / f"ledger/worker-1-0-{SOURCE}.jsonl").read_bytes() == ledger.read_bytes()
 
 
+def write_in_place(path: Path, text: str) -> None:
+    """Write a file that gets the inode number of the one before, as file systems give them again at once."""
+    with path.open("r+") as file:
+        os.pwrite(file.fileno(), text.encode(), 0)
+        os.ftruncate(file.fileno(), len(text))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+def test_another_file_of_the_same_name_and_number_is_sent_too(wire: Wire, rows: int) -> None:
+    """For example the first of an agent that is started again, or one after two rotations."""
+    old, new = '{"t":1}\n{"t":2}\n', '{"t":3}\n' * rows
+    (wire.own / "metrics").mkdir()
+    (wire.own / "metrics" / "host2.jsonl").write_text(old)
+    assert wire.arrives()
+    wire.sender.close()
+    write_in_place(wire.own / "metrics" / "host2.jsonl", new)
+    wire.sender = DirectorySender(Place(wire.own, apart=True), wire._send)
+    assert wire.arrives()
+    assert (wire.job / "metrics" / "host2.jsonl").read_text() == old + new
+    third = '{"t":4}\n' * (rows + 1)
+    write_in_place(wire.own / "metrics" / "host2.jsonl", third)
+    assert wire.arrives()
+    assert (wire.job / "metrics" / "host2.jsonl").read_text() == old + new + third
+
+
 def test_what_another_host_has_told_is_not_told_again(wire: Wire) -> None:
     here = EventLog(wire.job / "events.jsonl")
     for step in (1, 2, 3, 6):

@@ -245,6 +245,17 @@ def test_pieces_that_do_not_fit_have_no_effect(tmp_path: Path) -> None:
     assert (tmp_path / "data").read_bytes() == b"x\n"
 
 
+def test_a_file_that_gets_the_number_of_the_one_before_is_no_longer_one_of_the_same(job: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    copy = DirectoryCopy(own)
+    fill(job, copy)
+    with open(job / "events.jsonl", "r+") as events:
+        events.write('{"kind":"y"}\n' * 9)
+    fill(job, copy)
+    assert files(own) == files(job)
+
+
 def test_a_file_that_shrank_is_sent_from_its_first_byte(job: Path, tmp_path: Path) -> None:
     """The disk of the head lost power, say."""
     own = tmp_path / "own"

@@ -12,6 +12,7 @@ import os
 import stat
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ MOST_PIECES = 100
 """Most pieces in one message."""
 _MOST_LINE_BYTES = 8 << 20
 _READ_BYTES = 1 << 20
+_FIRST_BYTES = 4096
 _LOOK_S = 0.1
 _ANSWER_S = 5.0
 _SHARE = 10
@@ -35,9 +37,10 @@ _READING = threading.Semaphore(2)
 
 @dataclass
 class _File:
-    """One file. key: changes with the content of a file that is sent whole, as far as that shows without reading it.
-    version: as `FilePiece` has it, "" until it is needed. held: number of bytes that the receiver has; asked: whether
-    the receiver has said so."""
+    """One file. key: changes with the content of a file that is sent whole, as far as that shows without reading it,
+    and with the first line of one that grows: a new file may get the number of one that is gone. version: as
+    `FilePiece` has it, "" until it is needed. held: number of bytes that the receiver has; asked: whether the receiver
+    has said so."""
 
     path: Path
     whole: bool
@@ -201,10 +204,17 @@ class FileSender:
         whole = self._kind.whole.fullmatch(name) is not None
         if not stat.S_ISREG(found.st_mode) or not (found.st_size or whole):
             return None
-        key = (found.st_ino, found.st_size, found.st_mtime_ns) if whole else (found.st_ino,)
-        file = self._files.get(name)
+        file, key = self._files.get(name), (found.st_ino, found.st_size, found.st_mtime_ns)
+        if not whole and file is not None and (file.key[0], file.size) == key[:2]:
+            key = file.key
+        elif not whole:
+            line = _read(path, name.count("/"), 0, _FIRST_BYTES).partition(b"\n")
+            if not line[1] and len(line[0]) < _FIRST_BYTES:
+                return None
+            key = (found.st_ino, zlib.crc32(line[0]))
         if file is None or file.key != key:
-            return _File(path, whole, key, "" if whole else f"{found.st_ino}", found.st_size)
+            version = "" if whole else "-".join(map(str, key))
+            return _File(path, whole, key, version, found.st_size)
         if self._mirrors and found.st_size < file.held:
             return _File(path, whole, key, f"{found.st_ino}-{found.st_mtime_ns}", found.st_size)
         file.size = found.st_size
