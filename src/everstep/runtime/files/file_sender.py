@@ -204,7 +204,8 @@ class FileSender:
         whole = self._kind.whole.fullmatch(name) is not None
         if not stat.S_ISREG(found.st_mode) or not (found.st_size or whole):
             return None
-        file, key = self._files.get(name), (found.st_ino, found.st_size, found.st_mtime_ns)
+        file = self._files.get(name)
+        key: tuple[int, ...] = (found.st_ino, found.st_size, found.st_mtime_ns)
         if not whole and file is not None and (file.key[0], file.size) == key[:2]:
             key = file.key
         elif not whole:
