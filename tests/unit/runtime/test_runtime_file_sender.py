@@ -288,6 +288,26 @@ def test_what_cannot_be_read_has_not_arrived_and_holds_up_nothing_else(
     assert (wire.job / "rehearsed.json").exists()
 
 
+def test_the_digest_of_weights_that_cannot_be_read_is_not_sent(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = threading.Semaphore(0)
+
+    def damaged(path: Path, folders: int) -> str:
+        if path.name == "model.safetensors":
+            looked.release()
+            raise OSError(errno.EIO, "Input/output error")
+        return digest_of(path, folders)
+
+    monkeypatch.setattr(file_sender, "digest_of", damaged)
+    (wire.own / "final").mkdir()
+    for name in ("model.safetensors", "digest.json"):
+        (wire.own / "final" / name).write_text("{}")
+    for _ in range(5):  # a look, a question, a piece, and more
+        assert looked.acquire(timeout=PATIENCE_S)
+    assert not (wire.job / "final").exists()
+    monkeypatch.setattr(file_sender, "digest_of", digest_of)
+    assert wire.arrives() and (wire.job / "final" / "digest.json").exists()
+
+
 def test_another_head_gets_also_what_the_one_before_had_whole(wire: Wire) -> None:
     (wire.own / "final").mkdir()
     (wire.own / "final" / "model.safetensors").write_bytes(bytes(range(99)))

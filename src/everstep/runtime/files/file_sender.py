@@ -168,10 +168,10 @@ class FileSender:
 
     def _look(self) -> tuple[dict[str, _File], list[FilePiece], bool, str]:
         """Look at the files: (the files now, the pieces to send next, whether there are more, why some file cannot be
-        read). An unreadable file holds up nothing else."""
+        read). An unreadable file holds up nothing but the digest of the weights, if it is one of theirs."""
         files: dict[str, _File] = {}
         pieces: list[FilePiece] = []
-        room, rest, failed = PIECE_BYTES, False, ""
+        room, rest, lacking, failed = PIECE_BYTES, False, False, ""
         try:
             found = self._list()
         except OSError as error:
@@ -183,7 +183,8 @@ class FileSender:
                     continue
                 files[name] = file
                 full = room <= 0 or len(pieces) >= MOST_PIECES
-                if full or (comes_last(name) and any(files[piece.path].whole for piece in pieces)):
+                before = lacking or any(files[piece.path].whole for piece in pieces)
+                if full or (comes_last(name) and before):
                     rest |= file.held < file.size or not file.asked
                     continue
                 piece = _piece(name, file)
@@ -191,6 +192,7 @@ class FileSender:
                 continue  # it has been replaced, or rotated away
             except OSError as error:
                 failed = failed or f"{path}: {error.strerror or error}"
+                lacking |= name.startswith("final/")
                 continue
             if piece is not None:
                 pieces.append(piece)
