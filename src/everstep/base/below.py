@@ -25,8 +25,8 @@ _ROOT, OTHERS = 0, 0o077
 APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 ANEW = os.O_WRONLY | os.O_TRUNC | os.O_CREAT
 NEW = os.O_WRONLY | os.O_EXCL | os.O_CREAT
-DRAFT = re.compile(r"\..+\.\d{1,20}")
-"""Names of drafts."""
+DRAFT = re.compile(r"\..+\.(\d{1,20}|partial)")
+"""Names of drafts, and of files that were still coming from another host."""
 _ANOTHER = "it is not the directory that this process began in"
 _makers: dict[int, int] = {}
 _homes: dict[Path, int] = {}

@@ -12,7 +12,7 @@ from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import ConfigError, NoHead
 from everstep.cli.coming_back import put_aside
 from everstep.protocol.roles import PEOPLE
-from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, private_folder, word_in
+from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, private_folder, word_of
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.files.standby_files import CopyLink, DirectoryCopy
 from everstep.runtime.lead.finding import Finder, Where
@@ -72,11 +72,12 @@ def _make_ready(folder: Path, job: str, token: bytes, *, agent_runs: bool = Fals
 
 def kept_apart(folder: Path, job: str) -> bool:
     """Whether the contents of a folder have to be set aside, because a host has led the job in it. A copy, or an empty
-    folder, is kept. job: the job's word when it began. Raises: ConfigError if the files are another job's."""
-    led = bool(word_in(folder))
-    if not (folder / COPY_FILE).exists() and (folder / JOB_FILE).exists() and word_in(folder) != job:
+    folder, is kept. job: the job's word when it began. Raises: ConfigError if the files are another job's;
+    OSError."""
+    word = word_of(folder)
+    if not (folder / COPY_FILE).exists() and (folder / JOB_FILE).exists() and word != job:
         raise ConfigError(f"--run-dir: {folder} has files of another job: choose a new directory")
-    return led
+    return bool(word)
 
 
 def _fill(folder: Path, begun: Start, look: Callable[[], Where | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -13,9 +14,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from everstep.checkpoint.pointers import read_pointer, seal
+from everstep.checkpoint.store import DirectoryStore
 from everstep.protocol.messages import FilePiece, FilePieces
-from everstep.runtime.files.file_receiver import FileReceiver, append_at
-from everstep.runtime.files.file_sets import FileSet
+from everstep.runtime.files.file_receiver import FileReceiver, HeadReceiver, append_at
+from everstep.runtime.files.file_sets import LATEST, NEWEST_FILE, FileSet
 
 KIND = FileSet(grows=re.compile(r"logs/\w+\.txt"), whole=re.compile(r"(parts/)?\w+\.bin"))
 DATA = bytes(range(200))
@@ -160,3 +163,48 @@ def test_only_what_must_last_is_synced(tmp_path: Path, monkeypatch: pytest.Monke
     assert not synced
     append_at(tmp_path / "a", 0, 1, b"x", durably=True)
     assert len(synced) == 1
+
+
+def test_bytes_that_the_disk_could_not_keep_have_not_arrived(at: Receiving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is told once: the next sync says that all is well."""
+    errors = iter([OSError(errno.EIO, "Input/output error")])
+
+    def sync(fd: int) -> None:
+        if error := next(errors, None):
+            raise error
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    assert at.whole(0, DATA) is None
+    assert (at.folder / "parts/.a.bin.partial").stat().st_size == 0
+    assert at.whole(0, b"") == 0 and at.whole(0, DATA) == 200
+
+
+def test_the_name_of_a_file_is_on_the_disk_before_the_sender_hears_of_it(
+    at: Receiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may remove its own file then."""
+    synced: list[list[str]] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.listdir(fd)))
+    assert at.whole(0, DATA[:90]) == 90 and not synced
+    assert at.whole(90, DATA[90:]) == 200 and synced == [["a.bin"]]
+
+
+def test_a_host_that_comes_back_does_not_bring_its_older_word_of_the_newest_checkpoint(tmp_path: Path) -> None:
+    """One that had sent another word before has written this one since: all have gone back."""
+
+    def points(source: str, step: int, receiver: HeadReceiver) -> int:
+        data = seal("pointer", {"step": step})
+        version = hashlib.blake2b(data, digest_size=16).hexdigest()
+        for come in (b"", data):
+            piece = FilePiece(path=LATEST, version=version, at=0, data=come, size=len(data))
+            held = receiver.take(FilePieces(source=source, number=1, pieces=[piece])).held
+        assert held == {LATEST: len(data)} and [path.name for path in tmp_path.iterdir()] == [NEWEST_FILE]
+        return read_pointer(DirectoryStore(tmp_path), NEWEST_FILE) or 0
+
+    first, other = "0123456789abcdef", "fedcba9876543210"
+    head = HeadReceiver(tmp_path)
+    assert points(first, 100, head) == 100 and points(other, 50, head) == 100 and points(other, 50, head) == 100
+    assert points(other, 150, head) == 150 and points(first, 100, head) == 150
+    again = HeadReceiver(tmp_path)
+    assert points(first, 100, again) == 150 and points(other, 150, again) == 150
+    assert points(first, 60, again) == 60 and points(other, 150, HeadReceiver(tmp_path)) == 150

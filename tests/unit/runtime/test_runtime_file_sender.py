@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -65,6 +65,16 @@ class Wire:
 def pieces(path: str, source: str = SOURCE, **piece: Any) -> FilePieces:
     """A message with one piece."""
     return FilePieces(source=source, number=1, pieces=[FilePiece(**{"path": path, "version": "1", "at": 0, **piece})])
+
+
+def agent_with(wire: Wire) -> Any:
+    """Files of an agent whose directory is removed when the job is done."""
+    place = Place(wire.own, apart=True, passing=True)
+    client, around = (
+        SimpleNamespace(connected=True),
+        {"run_dir": wire.own, "_server": None, "_held": contextlib.ExitStack()},
+    )
+    return SimpleNamespace(_place=place, _sender=wire.sender, _client=client, _is_led_around=lambda: False, **around)
 
 
 def through(folder: Path) -> int:
@@ -141,6 +151,31 @@ def test_what_was_on_its_way_when_a_connection_broke_arrives_once(wire: Wire) ->
         f"at {step}" for step in range(1, 30)
     ]
     assert (wire.job / f"ledger/worker-1-0-{SOURCE}.jsonl").read_bytes() == ledger.read_bytes()
+
+
+def write_in_place(path: Path, text: str) -> None:
+    """Write a file that gets the inode number of the one before, as file systems give them again at once."""
+    with path.open("r+") as file:
+        os.pwrite(file.fileno(), text.encode(), 0)
+        os.ftruncate(file.fileno(), len(text))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+def test_another_file_of_the_same_name_and_number_is_sent_too(wire: Wire, rows: int) -> None:
+    """For example the first of an agent that is started again, or one after two rotations."""
+    old, new = '{"t":1}\n{"t":2}\n', '{"t":3}\n' * rows
+    (wire.own / "metrics").mkdir()
+    (wire.own / "metrics" / "host2.jsonl").write_text(old)
+    assert wire.arrives()
+    wire.sender.close()
+    write_in_place(wire.own / "metrics" / "host2.jsonl", new)
+    wire.sender = DirectorySender(Place(wire.own, apart=True), wire._send)
+    assert wire.arrives()
+    assert (wire.job / "metrics" / "host2.jsonl").read_text() == old + new
+    third = '{"t":4}\n' * (rows + 1)
+    write_in_place(wire.own / "metrics" / "host2.jsonl", third)
+    assert wire.arrives()
+    assert (wire.job / "metrics" / "host2.jsonl").read_text() == old + new + third
 
 
 def test_what_another_host_has_told_is_not_told_again(wire: Wire) -> None:
@@ -253,6 +288,26 @@ def test_what_cannot_be_read_has_not_arrived_and_holds_up_nothing_else(
     assert (wire.job / "rehearsed.json").exists()
 
 
+def test_the_digest_of_weights_that_cannot_be_read_is_not_sent(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = threading.Semaphore(0)
+
+    def damaged(path: Path, folders: int) -> str:
+        if path.name == "model.safetensors":
+            looked.release()
+            raise OSError(errno.EIO, "Input/output error")
+        return digest_of(path, folders)
+
+    monkeypatch.setattr(file_sender, "digest_of", damaged)
+    (wire.own / "final").mkdir()
+    for name in ("model.safetensors", "digest.json"):
+        (wire.own / "final" / name).write_text("{}")
+    for _ in range(5):  # a look, a question, a piece, and more
+        assert looked.acquire(timeout=PATIENCE_S)
+    assert not (wire.job / "final").exists()
+    monkeypatch.setattr(file_sender, "digest_of", digest_of)
+    assert wire.arrives() and (wire.job / "final" / "digest.json").exists()
+
+
 def test_another_head_gets_also_what_the_one_before_had_whole(wire: Wire) -> None:
     (wire.own / "final").mkdir()
     (wire.own / "final" / "model.safetensors").write_bytes(bytes(range(99)))
@@ -357,6 +412,19 @@ def test_an_agent_that_leaves_goes_on_sending_though_a_file_cannot_arrive(
     EventLog(wire.own / "events.jsonl").write("step_committed", step=1)
     (wire.own / "final").mkdir()
     (wire.own / "final" / "digest.json").write_text("{}")
-    around = SimpleNamespace(_sender=wire.sender, _client=SimpleNamespace(connected=True), _is_led_around=lambda: False)
-    assert not AgentFiles.finish(cast(Any, around), PATIENCE_S)
+    assert not AgentFiles.finish(agent_with(wire), PATIENCE_S)
     assert steps(wire.job) == [1] and set(wire.sender.refused) == {"final/digest.json"}
+
+
+@pytest.mark.parametrize("passing", [True, False])
+def test_when_the_job_is_done_only_a_directory_whose_files_have_all_arrived_is_removed(
+    wire: Wire, capsys: pytest.CaptureFixture[str], passing: bool
+) -> None:
+    wire.passing = passing
+    (wire.own / "final").mkdir()
+    (wire.own / "final" / "model.safetensors").write_bytes(bytes(999))
+    files = agent_with(wire)
+    assert AgentFiles.finish(files, PATIENCE_S if passing else 0.0) == passing
+    AgentFiles.close(files, done=True)
+    assert (wire.own / "final" / "model.safetensors").exists() != passing
+    assert (f"{wire.own} is kept" in capsys.readouterr().err) != passing

@@ -10,6 +10,7 @@ import pytest
 
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig
 from everstep.base.errors import ConfigError
+from everstep.cli.standby_fill import kept_apart
 from everstep.protocol.messages import HostPlace, JobFacts
 from everstep.runtime.files.host_directory import (
     OWN_FOLDER,
@@ -23,6 +24,8 @@ from everstep.runtime.files.host_directory import (
     word_in,
     write_hosts,
 )
+from everstep.runtime.files.led_directory import led_directory
+from everstep.runtime.lead.coordinator_setup import job_facts
 
 
 def facts(run_dir: Path, word: str) -> JobFacts:
@@ -42,6 +45,20 @@ def test_a_host_that_finds_the_word_shares_the_directory_under_any_name(tmp_path
     assert find_place(facts(job, word), str(other), "h") == Place(other, apart=True)
     leave_word(job, None)
     assert word_in(job) != word, "a copy from before is none of the next run"
+
+
+def test_a_word_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
+    """All hosts would share a directory that they do not see, or what was led in would be filled as a copy."""
+    assert job_facts(tmp_path, {"config": {}}, 0).place == "" and not kept_apart(tmp_path, "ab" * 16)
+    (tmp_path / "place").symlink_to("elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        job_facts(tmp_path, {"config": {}}, 0)
+    with pytest.raises(OSError, match="symbolic link"):
+        kept_apart(tmp_path, "ab" * 16)
+    for copying_host in ("", "h"):
+        with pytest.raises(OSError, match="symbolic link"):
+            led_directory(tmp_path, copying_host, bytes(32), None, 2.0)
+    assert word_in(tmp_path) == "", "of no directory in which this host only looks"
 
 
 def test_a_private_directory_that_somebody_else_made_is_refused(

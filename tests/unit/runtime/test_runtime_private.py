@@ -170,6 +170,7 @@ def test_drafts_of_killed_writers_are_swept(tmp_path: Path) -> None:
         tmp_path,
         ".coordinator.json.77",
         "final/.model.safetensors.5",
+        "final/.model.safetensors.partial",
         ".mine",
         ".young.1",
         "mine/.x.1",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import queue
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from everstep.base.below import write_atomically
@@ -147,6 +150,70 @@ def test_what_was_complete_is_gone_on_from_if_who_fills_it_anew_is_lost(job: Pat
     assert files(own) == files(job) and not list(own.glob(".before*"))
 
 
+def cut_off(now: pytest.MonkeyPatch, renamed: int) -> None:
+    """The process ends after so many renamings."""
+    rename, left = os.replace, iter(range(renamed))
+
+    def renames(*names: Any, **more: Any) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        rename(*names, **more)
+
+    now.setattr(os, "replace", renames)
+
+
+@pytest.mark.parametrize("renamed", range(12))
+@pytest.mark.parametrize("head", ["none", "the same", "another"])
+@pytest.mark.parametrize("act", ["a fall back", "a beginning"])
+def test_an_act_that_was_cut_off_between_two_files_loses_none(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str, head: str, renamed: int
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    copy = DirectoryCopy(own)
+    fill(job, copy)
+    half = FilePieces(
+        source=OTHER,
+        number=1,
+        pieces=[FilePiece(path="events.jsonl", version="9", at=0, data=b"{}\n")],
+        rest=True,
+    )
+    if act == "a fall back":
+        copy.take(half)
+    with monkeypatch.context() as now, contextlib.suppress(KeyboardInterrupt):
+        cut_off(now, renamed)
+        if act == "a fall back":
+            copy.fall_back()
+        else:
+            copy.take(half)
+    copy = DirectoryCopy(own)
+    assert copy.state(None).usable
+    if head != "none":
+        assert copy.take(msgspec.structs.replace(half, source=OTHER if head == "the same" else "ef" * 16)).number
+        copy = DirectoryCopy(own)
+        assert copy.state(None) == CopyState(False, None, before=True)
+    copy.fall_back()
+    assert files(own) == files(job) and copy.state(None) == CopyState(True, None)
+    assert DirectoryCopy(own).state(None) == CopyState(True, None) and not list(own.glob(".*"))
+
+
+def test_after_a_fall_back_the_head_that_was_lost_fills_the_copy_from_its_first_file(job: Path, tmp_path: Path) -> None:
+    """What it had sent is gone, so no note may say that it is there."""
+    own, later = tmp_path / "own", tmp_path / "later"
+    for folder in (own, later):
+        folder.mkdir()
+    copy = DirectoryCopy(own)
+    fill(job, copy)
+    (later / "job.json").write_text("[]")
+    came = FilePiece(path="job.json", version=digest_of(later / "job.json"), at=0, data=b"[]", size=2)
+    copy.take(FilePieces(source=OTHER, number=1, pieces=[came], rest=True))
+    copy.fall_back()
+    assert files(own) == files(job)
+    copy = DirectoryCopy(own)
+    fill(later, copy, OTHER)
+    assert files(own) == files(later)
+
+
 def test_pieces_that_do_not_fit_have_no_effect(tmp_path: Path) -> None:
     copy = DirectoryCopy(tmp_path)
 
@@ -178,6 +245,17 @@ def test_pieces_that_do_not_fit_have_no_effect(tmp_path: Path) -> None:
     assert (tmp_path / "data").read_bytes() == b"x\n"
 
 
+def test_a_file_that_gets_the_number_of_the_one_before_is_no_longer_one_of_the_same(job: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    copy = DirectoryCopy(own)
+    fill(job, copy)
+    with open(job / "events.jsonl", "r+") as events:
+        events.write('{"kind":"y"}\n' * 9)
+    fill(job, copy)
+    assert files(own) == files(job)
+
+
 def test_a_file_that_shrank_is_sent_from_its_first_byte(job: Path, tmp_path: Path) -> None:
     """The disk of the head lost power, say."""
     own = tmp_path / "own"
@@ -185,8 +263,7 @@ def test_a_file_that_shrank_is_sent_from_its_first_byte(job: Path, tmp_path: Pat
     copy = DirectoryCopy(own)
     fill(job, copy)
     with open(job / "events.jsonl", "r+") as events:
-        events.truncate(0)
-        events.write('{"kind":"z"}\n')
+        events.truncate(len('{"kind":"a"}\n'))
     with Filled(job, copy) as filled:
         while files(own) != files(job):
             filled.bring()
@@ -282,6 +359,42 @@ def test_an_empty_file_that_was_not_taken_comes_again(job: Path, tmp_path: Path)
             message = filled.sent.get(timeout=60)
             assert "job.json" in {piece.path for piece in message.pieces}
             filled.sender.answered(FilesHeld(number=message.number))
+
+
+@pytest.mark.parametrize("trouble", ["a file", "the list", "a folder"])
+def test_a_copy_is_not_complete_without_what_could_not_be_read(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trouble: str
+) -> None:
+    """Another try brings it; the user hears of it once."""
+    own = tmp_path / "own"
+    own.mkdir()
+    copy, open_file, listed = DirectoryCopy(own), file_sender.open_given, os.listdir
+    error = OSError(errno.EMFILE, "Too many open files")
+
+    def opens(path: Path, *more: Any) -> Any:
+        if path.name == "job.json":
+            raise error
+        return open_file(path, *more)
+
+    def lists(path: Any) -> Any:
+        if Path(path) == (job if trouble == "the list" else job / "ledger"):
+            raise error
+        return listed(path)
+
+    with monkeypatch.context() as now:
+        if trouble == "a file":
+            now.setattr(file_sender, "open_given", opens)
+        else:
+            now.setattr(os, "listdir", lists)
+        with Filled(job, copy) as filled:
+            for _ in range(12):  # more than it takes to bring the others
+                message, answer = filled.bring()
+                assert message.rest and not answer.has_all(message) and not copy.state(None).complete
+            assert capsys.readouterr().err.count("Too many open files") == 1
+            now.undo()
+            while not answer.has_all(message):
+                message, answer = filled.bring()
+    assert files(own) == files(job)
 
 
 def test_no_more_is_said_to_be_told_than_copies_have() -> None:

@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -235,11 +235,16 @@ class AgentFiles:
                 if self._is_led_around():
                     with contextlib.suppress(OSError):
                         self._told_here.bring_all()
+                if self._place.passing:
+                    self._place = replace(self._place, passing=False)
+                    words = "some files have not arrived at the job's directory"
+                    print(f"everstep agent: warning: {words}: {self.run_dir} is kept", file=sys.stderr, flush=True)
                 return False
         return True
 
     def close(self, *, done: bool) -> None:
-        """End all transfers. done: the job is over, so nobody comes back for files that are here."""
+        """End all transfers. done: the job is over, so nobody comes back for files that are here; those that have not
+        arrived stay."""
         if self._server is not None:
             self._server.close()
         if self._sender is not None:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from everstep.base.below import APPEND, folder_of, open_below
+from everstep.base.given import read_given
 from everstep.observe.events import encoded, parse_events
 from everstep.observe.told import CAME_FROM, ToldFile
 from everstep.protocol.messages import FilePiece, FilePieces, FilesHeld
@@ -27,6 +28,8 @@ from everstep.runtime.link.address import EVENTS_FILE
 MOST_METRICS_BYTES = 64 << 20
 _MOST_WHOLE_BYTES = 1 << 44
 _MOST_WORDS = 100
+_MOST_POINTER_BYTES = 4096
+_STEP = re.compile(rb'"step":(\d{1,18})')
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
@@ -65,7 +68,7 @@ class FileReceiver:
         if self._kind.grows.fullmatch(piece.path):
             return self._grow(source, piece)
         if self._kind.whole.fullmatch(piece.path) and _DIGEST.fullmatch(piece.version):
-            return self._complete_file(piece, piece.path)
+            return self._complete_file(source, piece, piece.path)
         return None
 
     def _grow(self, source: str, piece: FilePiece) -> int | None:
@@ -78,7 +81,7 @@ class FileReceiver:
             self.versions[piece.path] = piece.version
         return append_at(path, folders, piece.at, piece.data)
 
-    def _complete_file(self, piece: FilePiece, name: str) -> int | None:
+    def _complete_file(self, source: str, piece: FilePiece, name: str) -> int | None:
         """Receive a file that counts when whole, verified as it comes: a large one is not read again. name: its name
         here."""
         path, folders = self.folder / name, name.count("/")
@@ -99,9 +102,17 @@ class FileReceiver:
             if come.found.hexdigest() != piece.version:
                 _remove(draft.name, folder)
                 return None
+            if self._is_older(source, piece.version, path, draft):
+                _remove(draft.name, folder)
+                return piece.size
             os.replace(draft.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)  # the sender may remove its own file now
         self.versions[name] = piece.version
         return piece.size
+
+    def _is_older(self, source: str, version: str, path: Path, draft: Path) -> bool:
+        """Whether a file that has come whole is older than the one that is there."""
+        return False
 
 
 def append_at(path: Path, folders: int, at: int, data: bytes, *, durably: bool = False) -> int:
@@ -116,7 +127,11 @@ def append_at(path: Path, folders: int, at: int, data: bytes, *, durably: bool =
             os.ftruncate(fd, at)
             return at
         if durably:
-            os.fdatasync(fd)
+            try:
+                os.fdatasync(fd)
+            except OSError:  # the kernel tells that once
+                os.ftruncate(fd, at)
+                raise
         return at + len(data)
     finally:
         os.close(fd)
@@ -141,6 +156,7 @@ class HeadReceiver(FileReceiver):
         super().__init__(run_dir, TO_HEAD, {})
         self._told = ToldFile(run_dir / EVENTS_FILE)
         self._grown: dict[tuple[str, str, str], int] = {}
+        self._pointed: dict[str, str] = {}
 
     @property
     def looked(self) -> tuple[int, int]:
@@ -155,8 +171,16 @@ class HeadReceiver(FileReceiver):
             told = self._told.told.through if self._told.look() else 0
         return msgspec.structs.replace(answer, told=told)
 
-    def _complete_file(self, piece: FilePiece, name: str) -> int | None:
-        return super()._complete_file(piece, NEWEST_FILE if name == LATEST else name)
+    def _complete_file(self, source: str, piece: FilePiece, name: str) -> int | None:
+        return super()._complete_file(source, piece, NEWEST_FILE if name == LATEST else name)
+
+    def _is_older(self, source: str, version: str, path: Path, draft: Path) -> bool:
+        """A host that comes back may bring a word of before. Where all have gone back to an earlier step, a host that
+        has sent another word names an earlier one."""
+        if path.name != NEWEST_FILE:
+            return False
+        before, self._pointed[source] = self._pointed.get(source), version
+        return before in (None, version) and _step_in(draft) < _step_in(path)
 
     def _grow(self, source: str, piece: FilePiece) -> int | None:
         if piece.path == EVENTS_FILE:
@@ -198,6 +222,14 @@ class HeadReceiver(FileReceiver):
             held += _append(path, 1, piece.data)
         self._grown[key] = held
         return held
+
+
+def _step_in(path: Path) -> int:
+    """Step that a pointer names, -1 if none."""
+    with contextlib.suppress(OSError):
+        found = _STEP.search(read_given(path, _MOST_POINTER_BYTES))
+        return int(found[1]) if found else -1
+    return -1
 
 
 def _append(path: Path, folders: int, data: bytes) -> int:

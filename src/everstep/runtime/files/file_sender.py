@@ -12,11 +12,13 @@ import os
 import stat
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.base.given import open_given
+from everstep.observe.events import say
 from everstep.protocol.messages import FilePiece, FilePieces, FilesHeld
 from everstep.runtime.files.file_sets import FileSet, comes_last
 
@@ -25,6 +27,7 @@ MOST_PIECES = 100
 """Most pieces in one message."""
 _MOST_LINE_BYTES = 8 << 20
 _READ_BYTES = 1 << 20
+_FIRST_BYTES = 4096
 _LOOK_S = 0.1
 _ANSWER_S = 5.0
 _SHARE = 10
@@ -34,9 +37,10 @@ _READING = threading.Semaphore(2)
 
 @dataclass
 class _File:
-    """One file. key: changes with the content of a file that is sent whole, as far as that shows without reading it.
-    version: as `FilePiece` has it, "" until it is needed. held: number of bytes that the receiver has; asked: whether
-    the receiver has said so."""
+    """One file. key: changes with the content of a file that is sent whole, as far as that shows without reading it,
+    and with the first line of one that grows: a new file may get the number of one that is gone. version: as
+    `FilePiece` has it, "" until it is needed. held: number of bytes that the receiver has; asked: whether the receiver
+    has said so."""
 
     path: Path
     whole: bool
@@ -72,7 +76,7 @@ class FileSender:
         self._waits = False  # for the answer to that message
         self._began_s = self._pause_s = 0.0
         self._all_there_s = -1.0
-        self._failed = False
+        self._failed = ""
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="everstep-file-sender", daemon=True)
@@ -128,10 +132,14 @@ class FileSender:
     # ---- the thread
 
     def _run(self) -> None:
+        said = {""}
         while self._turn_comes():
             begin_s = time.monotonic()
             with _READING:
                 files, pieces, rest, failed = self._look()
+            if failed not in said:
+                said.add(failed)
+                say(f"warning: files cannot be sent to another host: {failed}")
             self._each_turn({n: f.version for n, f in files.items() if f.whole and f.asked and f.held >= f.size})
             with self._changed:
                 self._files, self._failed, self._began_s = files, failed, begin_s
@@ -158,33 +166,39 @@ class FileSender:
         for name in names:
             self._files[name].asked = False
 
-    def _look(self) -> tuple[dict[str, _File], list[FilePiece], bool, bool]:
-        """Look at the files: (the files now, the pieces to send next, whether there are more, whether some file cannot
-        be read). An unreadable file holds up nothing else."""
+    def _look(self) -> tuple[dict[str, _File], list[FilePiece], bool, str]:
+        """Look at the files: (the files now, the pieces to send next, whether there are more, why some file cannot be
+        read). An unreadable file holds up nothing but the digest of the weights, if it is one of theirs."""
         files: dict[str, _File] = {}
         pieces: list[FilePiece] = []
-        room, rest, failed = PIECE_BYTES, False, False
-        for name, path in self._list():
+        room, rest, lacking, failed = PIECE_BYTES, False, False, ""
+        try:
+            found = self._list()
+        except OSError as error:
+            return self._files, [], True, str(error)
+        for name, path in found:
             try:
                 file = self._seen(name, path)
                 if file is None:
                     continue
                 files[name] = file
                 full = room <= 0 or len(pieces) >= MOST_PIECES
-                if full or (comes_last(name) and any(files[piece.path].whole for piece in pieces)):
+                before = lacking or any(files[piece.path].whole for piece in pieces)
+                if full or (comes_last(name) and before):
                     rest |= file.held < file.size or not file.asked
                     continue
                 piece = _piece(name, file)
             except FileNotFoundError:
                 continue  # it has been replaced, or rotated away
-            except OSError:
-                failed = True
+            except OSError as error:
+                failed = failed or f"{path}: {error.strerror or error}"
+                lacking |= name.startswith("final/")
                 continue
             if piece is not None:
                 pieces.append(piece)
                 room -= len(piece.data)
                 rest |= not file.asked or piece.at + len(piece.data) < file.size
-        return files, pieces, rest, failed
+        return files, pieces, rest or bool(failed), failed
 
     def _seen(self, name: str, path: Path) -> _File | None:
         """State of a file; a replaced file begins again. None: it is not sent."""
@@ -192,10 +206,18 @@ class FileSender:
         whole = self._kind.whole.fullmatch(name) is not None
         if not stat.S_ISREG(found.st_mode) or not (found.st_size or whole):
             return None
-        key = (found.st_ino, found.st_size, found.st_mtime_ns) if whole else (found.st_ino,)
         file = self._files.get(name)
+        key: tuple[int, ...] = (found.st_ino, found.st_size, found.st_mtime_ns)
+        if not whole and file is not None and (file.key[0], file.size) == key[:2]:
+            key = file.key
+        elif not whole:
+            line = _read(path, name.count("/"), 0, _FIRST_BYTES).partition(b"\n")
+            if not line[1] and len(line[0]) < _FIRST_BYTES:
+                return None
+            key = (found.st_ino, zlib.crc32(line[0]))
         if file is None or file.key != key:
-            return _File(path, whole, key, "" if whole else f"{found.st_ino}", found.st_size)
+            version = "" if whole else "-".join(map(str, key))
+            return _File(path, whole, key, version, found.st_size)
         if self._mirrors and found.st_size < file.held:
             return _File(path, whole, key, f"{found.st_ino}-{found.st_mtime_ns}", found.st_size)
         file.size = found.st_size

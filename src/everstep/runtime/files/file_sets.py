@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ _FROM_ALL = (
     rf"final/((adapter_)?model\.safetensors|digest\.json)|rehearsed\.json|{re.escape(DATASET_FILE)}"
     r"|profiles/[0-9A-Za-z][0-9A-Za-z_-]{0,63}/worker-\d{1,7}\.json\.gz"
 )
-_FOLDERS = ("", "ledger/", "metrics/", "logs/", "final/", "chaos/", "wandb/", "otel/", "notify/", "profiles/*/")
+_FOLDERS = ("", "ledger/", "metrics/", "logs/", "final/", "chaos/", "wandb/", "otel/", "notify/")
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,18 @@ class FileSet:
 
     def found(self, folder: Path) -> list[tuple[str, Path]]:
         """The files in a directory, in the order in which they are sent: events first, the digest of the weights last.
-        A reader who finds the digest thus finds the weights."""
-        paths = (path for name in _FOLDERS for path in folder.glob(f"{name}*"))
-        named = sorted((path.relative_to(folder).as_posix(), path) for path in paths)
-        files = [(name, path) for name, path in named if self.has(name)]
+        A reader who finds the digest thus finds the weights. Raises: OSError if not all can be listed."""
+        names = [name for inner in _FOLDERS for name in _listed(folder, inner)]
+        names += [name for inner in _listed(folder, "profiles/") for name in _listed(folder, f"{inner}/")]
+        files = [(name, folder / name) for name in sorted(names) if self.has(name)]
         return sorted(files, key=lambda file: (comes_last(file[0]), file[0] not in (JOB_FILE, EVENTS_FILE)))
+
+
+def _listed(folder: Path, inner: str) -> list[str]:
+    """Names of all that is in a folder below `folder`; none if it is not there, or another user's. Raises: OSError."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        return [f"{inner}{name}" for name in os.listdir(folder / inner)]
+    return []
 
 
 def comes_last(name: str) -> bool:

@@ -88,10 +88,17 @@ def checkpoints_in(run_dir: Path) -> Path:
     return folder
 
 
+def word_of(folder: Path) -> str:
+    """The word in this host's directory; "" if there is none. Raises: OSError if it cannot be read."""
+    with contextlib.suppress(FileNotFoundError):
+        return read_given(folder / PLACE_FILE, _MOST_WORD_BYTES).decode(errors="replace").strip()
+    return ""
+
+
 def word_in(folder: Path) -> str:
-    """The word in a directory; "" if there is none."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return read_given(folder / PLACE_FILE, _MOST_WORD_BYTES).decode().strip()
+    """The word in a directory that may be another host's; "" if none can be read."""
+    with contextlib.suppress(OSError):
+        return word_of(folder)
     return ""
 
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from everstep.observe.events import say
-from everstep.runtime.files.host_directory import leave_word, new_word, word_in
+from everstep.runtime.files.host_directory import leave_word, new_word, word_in, word_of
 from everstep.runtime.files.standby_files import CopyLink, DirectoryCopy
 from everstep.runtime.link.tls import Tls
 
@@ -21,7 +21,7 @@ class LedDirectory:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self.word = word_in(run_dir)
+        self.word = word_of(run_dir)
 
     def saw(self, word: str) -> None:
         """A coordinator leads now, in the directory with this word; "" if it does not say."""
@@ -67,7 +67,7 @@ class CopiedDirectory(LedDirectory):
 
 def led_directory(run_dir: Path, copying_host: str, token: bytes, tls: Tls | None, lease_s: float) -> LedDirectory:
     """Directory that a coordinator would lead in. copying_host: as `Succession` has it. A copy in which the job was led
-    before is the job's directory like any other."""
-    if copying_host and not word_in(run_dir):
+    before is the job's directory like any other. Raises: OSError."""
+    if copying_host and not word_of(run_dir):
         return CopiedDirectory(run_dir, token, copying_host, tls, lease_s)
     return LedDirectory(run_dir)

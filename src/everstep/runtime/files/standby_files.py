@@ -26,7 +26,10 @@ from everstep.runtime.link.control_client import ControlClient
 from everstep.runtime.link.handshake import role_token
 from everstep.runtime.link.tls import Tls
 
-_BEFORE, _DRAFT = ".before", ".before-draft"
+_BEFORE = ".before"
+_MOVING = ".before-moving"
+"""Folder of files of a complete copy on their way to or from `.before`. While it is there, and the copy is incomplete,
+all files of that copy, and no others, are here or in the copy's own folder."""
 
 
 class DirectoryCopy(FileReceiver):
@@ -39,18 +42,22 @@ class DirectoryCopy(FileReceiver):
 
     def state(self, in_step_s: float | None) -> CopyState:
         """State of the copy. in_step_s: as `CopyState` has it."""
-        return CopyState(self._complete, in_step_s, (self.folder / _BEFORE).is_dir())
+        before = any((self.folder / name).is_dir() for name in (_BEFORE, _MOVING))
+        return CopyState(self._complete, in_step_s, before and not self._complete)
 
     def fall_back(self) -> None:
         """Give up on being filled: an incomplete copy is replaced by its complete predecessor. Raises: OSError."""
-        before = self.folder / _BEFORE
-        if not self._complete and before.is_dir():
-            if copied(before):  # otherwise it has taken its place, and that could not be noted
+        before, moving = self.folder / _BEFORE, self.folder / _MOVING
+        if self.state(None).before:
+            self._forget()
+            if before.is_dir():
                 for name in copied(self.folder):
                     (self.folder / name).unlink()
-                _move(before, self.folder)
+                os.replace(before, moving)
+            _move(moving, self.folder)
             self._remember(complete=True)
-        shutil.rmtree(before, ignore_errors=True)
+        for folder in (before, moving):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def take(self, message: FilePieces) -> FilesHeld:
         try:
@@ -69,19 +76,26 @@ class DirectoryCopy(FileReceiver):
     def _begin(self, source: str) -> None:
         """Begin a copy of another directory; no file of the old copy counts for it. A complete old copy is kept until
         the new one is complete: the head that fills it may be lost meanwhile."""
-        draft, before, complete = self.folder / _DRAFT, self.folder / _BEFORE, self._complete
-        shutil.rmtree(draft, ignore_errors=True)
-        self._coming.clear()
-        self.versions.clear()
-        self.source = ""  # so that a failed or killed move is repeated
-        self._remember(complete=False)
-        _move(self.folder, draft)
-        if complete:
-            shutil.rmtree(before, ignore_errors=True)
-            os.replace(draft, before)
-        shutil.rmtree(draft, ignore_errors=True)
+        before, moving = self.folder / _BEFORE, self.folder / _MOVING
+        if self._complete:
+            if before.is_dir():  # older than this copy
+                shutil.rmtree(before)
+            moving.mkdir(exist_ok=True)
+        self._forget()
+        if moving.is_dir():
+            _move(self.folder, moving)
+            os.replace(moving, before)
+        for name in copied(self.folder):
+            (self.folder / name).unlink()
         self.source = source
         self._remember()
+
+    def _forget(self) -> None:
+        """Note that no file of the copy counts, before files are moved: what is interrupted is then done again."""
+        self._coming.clear()
+        self.versions.clear()
+        self.source = ""
+        self._remember(complete=False)
 
     def _remember(self, complete: bool | None = None) -> None:
         """Raises: OSError."""

@@ -63,7 +63,7 @@ from everstep.protocol.messages import (
 )
 from everstep.protocol.roles import CONTROL_ROLES, PEOPLE
 from everstep.runtime.files.head_files import HeadFiles
-from everstep.runtime.files.host_directory import OWN_FOLDER, word_in
+from everstep.runtime.files.host_directory import OWN_FOLDER, word_of
 from everstep.runtime.files.led_directory import MOVED, led_directory
 from everstep.runtime.files.standby_senders import StandbyHosts
 from everstep.runtime.lead.coordinator_setup import coordinator_config, job_facts, report_end, scripted_strikes
@@ -194,7 +194,7 @@ class ControlServer:
         self._looking: asyncio.TimerHandle | None = None
         self._prober = PortProber(self.handle)
         run_dir = events.path.parent
-        self.standbys = StandbyHosts(run_dir, word_in(run_dir), self._send, lambda: self.files.looked())
+        self.standbys = StandbyHosts(run_dir, word_of(run_dir), self._send, lambda: self.files.looked())
         self.files = HeadFiles(run_dir, self.standbys.told)
         self._names = 0
         self._round_ns = 0

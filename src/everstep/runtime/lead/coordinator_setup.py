@@ -25,7 +25,7 @@ from everstep.protocol.messages import (
     JobEnded,
     JobFacts,
 )
-from everstep.runtime.files.host_directory import word_in
+from everstep.runtime.files.host_directory import word_of
 from everstep.runtime.link.address import (
     COORDINATOR_FILE,
 )
@@ -109,7 +109,7 @@ _strikes = converter(list[Strike])
 
 
 def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
-    """Facts of the job for agents. job: as job.json says it."""
+    """Facts of the job for agents. job: as job.json says it. Raises: OSError."""
     return JobFacts(
         task=str(job.get("task", "")),
         argv=[str(word) for word in job.get("argv", ())],
@@ -120,7 +120,7 @@ def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
         machine=machine() if job_pid else "",
         versions={**versions(), "task file": task_digest(str(job.get("task", "")))},
         strikes=scripted_strikes(job),
-        place=word_in(run_dir),
+        place=word_of(run_dir),
         job=job,
     )
 
