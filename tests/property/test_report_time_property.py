@@ -7,7 +7,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from everstep.base.cause import Cause
@@ -174,6 +174,8 @@ def test_a_tally_of_times_counts_each_below_all_bounds_that_it_does_not_exceed(v
 
 
 @given(st.floats(), st.floats(), st.integers(0, 12))
+@example(0.0, 5e-324, 2)
+@example(-1.7e308, 1.7e308, 2)
 def test_ticks_are_round_few_and_inside(low: float, high: float, about: int) -> None:
     found = ticks(low, high, about)
     if not math.isfinite(low):

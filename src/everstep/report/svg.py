@@ -50,8 +50,8 @@ def escape(text: object) -> str:
 
 
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Round numbers from low to high."""
-    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
+    """Round numbers from low to high; low alone if these are too near to each other, or too far apart."""
+    if not (math.isfinite(low) and 1e-300 < high - low < 1e300):
         return [low] if math.isfinite(low) else []
     raw = (high - low) / max(1, about)
     power = 10.0 ** math.floor(math.log10(raw))
