@@ -45,6 +45,8 @@ NO_END, OTHERWISE = "tests without an end", "runs otherwise:"
 ENDS = {NO_END: "no end", OTHERWISE: "otherwise", "seed": "seeds"}
 EQUIVALENT = Path(__file__).with_name("equivalent-mutants.json")
 FAST = ("tests/unit", "tests/property", "tests/traces")
+TABLE = "tests/unit/base/test_base_times_and_sizes.py"
+"""Holds constants of modules, which it reads rather than executes."""
 SEEDS, KINDS = 300, ("", "split", "leased", "operated", "sharded")
 MOST_TESTS, SEEDS_LIMIT_S = 1500, 300.0
 
@@ -106,8 +108,9 @@ class Executed:
         chosen = {name.partition("|")[0].partition("[")[0] for name in found}
         room = f"tests/unit/{bug.file.split('/')[0]}"
         if not chosen and (ROOT / room).is_dir():  # no test runs a line of the file: it is executed by imports alone
-            return [room]
-        return sorted(chosen)[:MOST_TESTS]
+            chosen = {room}
+        table = [TABLE] if not bug.where and any(TABLE.startswith(one) for one in self._among) else []
+        return [*table, *sorted(chosen)[:MOST_TESTS]]
 
     def seeds(self, bug: Generated) -> list[tuple[int, str]]:
         """Seeds that execute the line, with their kinds."""

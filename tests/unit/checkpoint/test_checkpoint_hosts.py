@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -447,3 +448,8 @@ def test_a_copy_of_this_host_that_is_not_right_is_read_no_more_once_parts_are_sp
     DirectoryStore(store.path).write(file.name, [data[:9]], 9)
     assert store.spread([file], 1) == {file.name: ("b",)}
     assert store.size(file.name) == len(data) and bytes(store.read(file.name)) == data
+
+
+def test_names_that_another_host_gives_and_that_are_none_are_left_out() -> None:
+    lines = Mock(ask=lambda address, request: ["step-0000000010/manifest.json", 3, None, ["x"]])
+    assert hosts_store._Far(lines, "h:1").list("") == ["step-0000000010/manifest.json"]

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError, StoreError
 from everstep.checkpoint import interchange
-from everstep.checkpoint.interchange import PassingWeights, read_weights, take_weights
+from everstep.checkpoint.interchange import PassingWeights, names_record, read_weights, take_weights
 from everstep.checkpoint.interchange_formats import DCP, HF, SAFETENSORS, TORCH, load_weights, write_weights
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint
 from everstep.checkpoint.store import DirectoryStore
@@ -353,3 +353,11 @@ def test_altered_checkpoint_is_not_exported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorrupt, match="does not match its digest"):
         exported(open_checkpoint(DirectoryStore(tmp_path), 5), tmp_path / "out", SAFETENSORS)
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*partial"))
+
+
+def test_what_is_no_tensor_in_a_state_dict_has_no_name() -> None:
+    class Told(torch.nn.Linear):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {**super().state_dict(*args, **kwargs), "note": "words", "count": 3}
+
+    assert json.loads(names_record(Told(2, 2))) == {"names": {"weight": "weight", "bias": "bias"}}

@@ -6,13 +6,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 from parallel_cases import together
 from torch.distributed import HashStore, PrefixStore
 
 from everstep.base.config_keys import TlsConfig
-from everstep.base.errors import CollectiveAborted, InvariantViolation
+from everstep.base.errors import CollectiveAborted, InvariantViolation, ProtocolError
 from everstep.parallel.fence import Fence
 from everstep.parallel.peers import _AT_ONCE_BYTES, _HEADER, Meeting, PeerSockets, _Talk
 from everstep.runtime.link.handshake import GREETING_BYTES, PEER, TAG_BYTES, Caller, Seals
@@ -120,3 +122,13 @@ def test_no_more_is_sent_to_whoever_is_late_than_a_kernel_takes(size: int) -> No
     assert early.payload() == b"small" and late.payload() == bytes(size)
     for end in ends:
         end.close()
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("reset"), ProtocolError("no proof"), TimeoutError("late")])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_call_that_failed_is_made_again_unless_it_was_not_answered_for_too_long(
+    pair: list[PeerSockets], error: Exception, again: bool
+) -> None:
+    call = Mock(worker_id=7, go_on=Mock(side_effect=error), again=Mock(return_value=again))
+    with nullcontext() if again and not isinstance(error, TimeoutError) else pytest.raises(CollectiveAborted):
+        assert pair[0]._advance(call) is False

@@ -6,11 +6,13 @@ import errno
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from everstep.base.errors import ConfigError, MembershipError
 from everstep.base.plan import WorkerKey
+from everstep.parallel import mapping
 from everstep.parallel.mapping import Geometry, OwnSegment, PeerSegment, let_files_go
 
 ME, SMALL, OTHER = WorkerKey(0, 0), Geometry(65536, 1, 2, 4096), Geometry(131072, 1, 2, 4096)
@@ -30,6 +32,26 @@ def test_a_descriptor_that_was_closed_and_taken_by_a_file_is_a_dead_peer(tmp_pat
 def test_a_descriptor_that_was_taken_by_a_socket_is_a_dead_peer() -> None:
     with socket.socket() as taken, pytest.raises(FileNotFoundError):
         PeerSegment(f"memfd:{os.getpid()}:{taken.fileno()}:{'0' * 16}", ME, SMALL)
+
+
+@pytest.mark.parametrize("name", ["memfd:1:2", "memfd:1:2:a:b", "memfd:x:2:a", "memfd:1:x:a", "file:1:2:a", ""])
+def test_a_name_of_another_form_is_refused(name: str) -> None:
+    with pytest.raises(MembershipError, match=r"expected a segment as memfd:<pid>:<fd>:<nonce>, got "):
+        PeerSegment(name, ME, SMALL)
+
+
+@pytest.mark.parametrize("timeout_s", [0.001, 0.75])
+def test_a_wait_for_the_bell_lasts_as_long_as_it_says(timeout_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    own = OwnSegment(ME, SMALL)
+    monkeypatch.setattr(mapping, "_FUTEX", 1)
+    monkeypatch.setattr(mapping, "_SYSCALL", lambda *given: asked.append(given))
+    try:
+        own.await_bell(7, timeout_s)
+    finally:
+        own.close()
+    until = next(one._obj for given in asked for one in given if hasattr(one, "_obj"))
+    assert [getattr(until, name) for name, _ in until._fields_] == [0, round(timeout_s * 1e9)] and 7 in asked[0]
 
 
 def test_a_segment_of_another_model_is_refused() -> None:
