@@ -32,6 +32,17 @@ def test_device_memory_is_of_one_life() -> None:
     assert board.read(0).reserved_bytes == 0
 
 
+def test_a_life_is_warm_once_it_has_updated_what_it_computed_and_may_be_chilled() -> None:
+    row = (board := Board.create(1)).row(0)
+    cold = []
+    for phase in ("update", "forward", "backward", "update", "idle"):
+        row.set(phase=phase)
+        cold.append(board.read(0).cold)
+    assert cold == [True, True, True, True, False]
+    row.chill()
+    assert board.read(0).cold
+
+
 def test_every_phase_can_be_told() -> None:
     board = Board.create(1)
     for phase in PHASES:
