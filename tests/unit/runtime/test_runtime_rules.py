@@ -6,8 +6,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from everstep.base.config import load_config
 from everstep.runtime.lead.coordinator_setup import coordinator_config
 
