@@ -108,6 +108,20 @@ def test_a_full_disk_costs_lines_which_are_counted(tmp_path: Path, monkeypatch: 
     assert (lines[0], lines[-1]) == (b"fits 1", b"fits 2")
 
 
+def test_a_disk_that_takes_nothing_leaves_no_empty_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = LineFile(tmp_path / "worker-0.jsonl", 1 << 20, 3)
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        assert not file.write(b"lost\n") and file.dropped == 1
+    assert file.write(b"fits\n")
+    file.close()
+    assert (tmp_path / "worker-0.jsonl").read_bytes() == b"fits\n"
+
+
 def test_samples_that_were_dropped_are_counted_in_the_next(tmp_path: Path) -> None:
     folder = tmp_path / "metrics"
     folder.write_text("a file where the folder should be")

@@ -229,7 +229,7 @@ def others(run_dir: Path, host: str) -> dict[str, str]:
     own = places[host].disk if host in places else ""
     found: dict[str, tuple[str, str]] = {}
     for name, place in places.items():
-        if place.disk != own and name != host and place.address:
+        if place.disk != own and place.address:
             found.setdefault(place.disk, (name, place.address))
     return dict(found.values())
 
