@@ -20,7 +20,7 @@ from sampling import needs
 pytestmark = needs("lightning")
 
 MODULE = """
-import os, sys
+import os, sys, time
 
 sys.path.insert(0, {tests!r})
 import torch
@@ -70,6 +70,13 @@ class Net(L.LightningModule):
 
 
 class Data(L.LightningDataModule):
+    def prepare_data(self):
+        if "EVERSTEP_REHEARSAL" in os.environ:
+            return  # it runs when a worker has prepared the data
+        os.mkdir(f"{{sys.argv[2]}}.preparing")
+        time.sleep(0.1)
+        os.rmdir(f"{{sys.argv[2]}}.preparing")
+
     def setup(self, stage):
         generator = torch.Generator().manual_seed(3)
         x = torch.randn(192, 8, generator=generator)

@@ -35,7 +35,7 @@ from everstep.integrations.lightning_module import (
 from everstep.integrations.lightning_options import TrainerOptions, trainer_options
 from everstep.script.loop_values import state as loop_state
 from everstep.script.watched_life import IN_REHEARSAL, TRIED
-from everstep.train.join import device_for, join
+from everstep.train.join import device_for, in_turn, join
 from everstep.train.precision import resolve_device
 from everstep.train.run import Run, Step, view_of
 from everstep.train.script_errors import say_in_one_line
@@ -221,7 +221,8 @@ class Trainer:
             refuse_data_hooks(datamodule)
         for one in filter(None, (datamodule, self._module)):
             one.trainer = self
-            one.prepare_data()
+            with in_turn():
+                one.prepare_data()
             one.setup("fit")
         source = datamodule or self._module
         given = train if train is not None else source.train_dataloader()

@@ -182,7 +182,7 @@ def job_data(link: WorkerLink, dataset: Any) -> JobData:
     stream = Stream.of(dataset, reading.size, config.seed)
     front = check_starts_over(stream)
     size = reading.size
-    with _alone_in(link.run_dir if link.regular_saves else None) as folder:
+    with alone_in(link.run_dir if link.regular_saves else None) as folder:
         if size is None and config.epochs is not None and link.regular_saves:
             size = _known_size(folder, config) or count(stream, link.row.tick)
         reader = reader_for(config, Stream(dataset, size, config.seed, stream.front))
@@ -233,8 +233,9 @@ def _files_within(dataset: Any, deep: int, known: dict[int, list[tuple[str, int]
 
 
 @contextlib.contextmanager
-def _alone_in(run_dir: Path | None) -> Iterator[Path | None]:
-    """While inside, no other worker of this directory is: one counts a stream, and the others read what it found."""
+def alone_in(run_dir: Path | None) -> Iterator[Path | None]:
+    """While inside, no other worker of this directory is: one counts a stream or downloads files, and the others find
+    them."""
     if run_dir is None:
         yield None
         return

@@ -47,7 +47,7 @@ from everstep.script.unsupported import (
 )
 from everstep.train.given_optimizers import name_alone, one_optimizer, schedulers_apart
 from everstep.train.global_batch import sized
-from everstep.train.job_data import moving_by_itself
+from everstep.train.job_data import alone_in, moving_by_itself
 from everstep.train.job_parts import assemble
 from everstep.train.precision import prepare_torch
 from everstep.train.rehearsal import LifeLink, WatchedLoop
@@ -94,6 +94,11 @@ def is_launched() -> bool:
 def active_workers() -> int:
     """Number of workers that this process's job begins with, and that need a lane each."""
     return 1 if _launched is None or _launched.config.redundancy is not None else _launched.config.workers
+
+
+def in_turn() -> contextlib.AbstractContextManager[Path | None]:
+    """While inside, no other worker of this job on this host is."""
+    return alone_in(_launched.run_dir if _launched is not None else None)
 
 
 def device_for(own: str | None) -> str:
