@@ -6,8 +6,10 @@ import errno
 import faulthandler
 import gc
 import os
+import queue
 import re
 import signal
+import socket
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,9 +33,11 @@ from everstep.parallel.mapping import PAGE
 from everstep.runtime.host import cell_doors
 from everstep.runtime.host.board import Board
 from everstep.runtime.host.cell import CellCommand
-from everstep.runtime.host.cell_doors import CellDoor, CellPlan, PartLines
+from everstep.runtime.host.cell_doors import CellDoor, CellPlan, Deputies, PartLines
+from everstep.runtime.link import peer
 from everstep.runtime.link.context import WorkerContext
 from everstep.runtime.link.peer import PeerConnection, peer_connect
+from everstep.runtime.link.silence import LINK_SILENT_S, notice_silence
 from everstep.train.cell_deputy import Deputy
 from everstep.train.cell_elsewhere import OtherParts, notes_bytes, owned
 
@@ -298,3 +302,23 @@ def test_the_first_process_of_a_part_is_not_idle_while_it_obeys() -> None:
     assert [msgspec.msgpack.decode(one) for one in said] == [["reduce"]]
     assert deputy.row.read().phase == "idle"
     board.close()
+
+
+def test_both_ends_of_what_lives_as_long_as_the_worker_notice_that_the_other_host_is_silent(
+    doors: list[CellDoor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words that a host tells the others are waited for without limit."""
+    noticed: queue.Queue[tuple[int, int]] = queue.Queue()
+
+    def notice(sock: socket.socket, silent_s: float) -> None:
+        notice_silence(sock, silent_s)
+        noticed.put((sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), int(silent_s)))
+
+    monkeypatch.setattr(peer, "notice_silence", notice)
+    plan = CellPlan("0.0", 0, tuple(door.address for door in doors), 1)
+    doors[1].belong(plan.name)
+    deputies = Deputies(plan, doors[0], call)
+    try:
+        assert [noticed.get(timeout=60.0) for _ in range(2)] == [(1, int(LINK_SILENT_S))] * 2
+    finally:
+        deputies.close()

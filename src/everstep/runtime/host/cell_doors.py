@@ -188,8 +188,10 @@ def _extent(memory: Any, offset: int, size: int) -> Iterator[memoryview]:
 
 def end_with(connection: PeerConnection, over: threading.Event) -> None:
     """Wait for the end of a connection, which nobody uses, and end this process a little later, unless it is `over`:
-    somebody who knows why the other end has gone will kill it before that."""
-    with contextlib.suppress(EverstepError):
+    somebody who knows why the other end has gone will kill it before that. A host that is cut off is silent: what the
+    parts tell each other would be waited for without end."""
+    with contextlib.suppress(EverstepError, OSError):
+        connection.notice_silence()
         while not connection.readable(_LOOK_S):
             if over.is_set():
                 return

@@ -22,6 +22,7 @@ from everstep.base.readable import readable
 from everstep.protocol.messages import MAX_FRAME_BYTES
 from everstep.runtime.link.handshake import PEER, TAG_BYTES, Seals, peer_keys
 from everstep.runtime.link.listening import listen
+from everstep.runtime.link.silence import LINK_SILENT_S, notice_silence
 from everstep.runtime.link.tls import Tls, TlsSocket
 from everstep.runtime.link.unproven_connections import Complaints, UnprovenConnections
 from everstep.runtime.link.wire import (
@@ -57,6 +58,10 @@ class PeerConnection:
         self._sock = sock
         self._seals = seals
         self.sent_bytes = 0
+
+    def notice_silence(self) -> None:
+        """From now on it ends when the other host has been silent for `LINK_SILENT_S`, which only its kernel can be."""
+        notice_silence(self._sock, LINK_SILENT_S)
 
     def readable(self, timeout_s: float) -> bool:
         """Whether something can be read within the timeout."""
