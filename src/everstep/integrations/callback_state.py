@@ -86,7 +86,9 @@ class CallbackState:
         loaded = vars(self._values)
         for name in present.keys() - loaded.keys():
             path, _, key = name.rpartition(".")
-            del holders[path][key]
+            while path and not any(other.startswith(f"{path}.") for other in loaded):  # the whole object is newer
+                path, _, key = path.rpartition(".")
+            holders[path].pop(key, None)
         for name, value in loaded.items():
             path, _, key = name.rpartition(".")
             holders[path][key] = value

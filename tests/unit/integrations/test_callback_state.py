@@ -90,9 +90,11 @@ def test_all_that_a_callback_keeps_is_carried() -> None:
 
 def test_what_was_not_there_yet_is_gone_after_the_way_back() -> None:
     one, other = Keeps(), Keeps()
-    vars(other).update(later=1, noted=torch.ones(1))
+    vars(one).update(helper=None)
+    vars(other).update(later=1, noted=torch.ones(1), made=Kept(), helper=Kept())
     moved(one, other)
-    assert not hasattr(other, "later") and not hasattr(other, "noted")
+    assert not [name for name in ("later", "noted", "made") if hasattr(other, name)]
+    assert other.helper is None  # type: ignore[attr-defined]
 
 
 def test_times_are_carried_and_not_compared() -> None:
