@@ -91,6 +91,51 @@ def test_what_fails_is_tried_again_and_nothing_is_told_twice(tmp_path: Path) -> 
     assert out.read_text().split() == ["job_started", "waiting", "job_failed"]
 
 
+def test_a_way_that_fails_silences_no_other_and_hears_all_once_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails, out, posted = tmp_path / "fails", tmp_path / "out", []
+    fails.touch()
+    monkeypatch.setenv("HOOK", "http://192.0.2.1/hook")
+    monkeypatch.setattr(Notices, "_post", lambda self, url, notice: posted.append(notice["event"]) or "")
+    command = script(tmp_path, f'[ -e {fails} ] && exit 3; echo "$EVERSTEP_EVENT" >> {out}')
+    rule = {"command": command, "webhook": "HOOK", "events": ["job_started", "waiting", "job_failed"]}
+    for broken in (True, True, False):
+        notices = begun(tmp_path / "notify", **rule)
+        for i, kind in enumerate(rule["events"]):
+            told(notices, kind, i)
+        if broken:
+            with pytest.raises(SinkFailed, match=r"notify.command did not take a notice"):
+                notices.flush()
+            assert posted == rule["events"] and not out.exists(), "once"
+        else:
+            fails.unlink()
+            notices.flush()
+    assert posted == rule["events"] == out.read_text().split()
+
+
+def test_a_notice_that_a_server_refuses_is_left_out_and_the_next_one_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def post(self: Notices, url: str, notice: dict[str, Any]) -> str:
+        asked.append(notice["text"])
+        return "the server answered 400" if notice["event"] == "waiting" else ""
+
+    monkeypatch.setenv("HOOK", "http://192.0.2.1/hook")
+    monkeypatch.setattr(Notices, "_post", post)
+    notices = begun(tmp_path / "notify", webhook="HOOK", events=["waiting", "job_failed"])
+    told(notices, "waiting")
+    told(notices, "job_failed", 1)
+    notices.flush()
+    assert asked == [
+        "mine: waiting happened",
+        "mine: job_failed happened",
+        "mine: and more, which are not told one by one: 1 x waiting",
+    ]
+
+
 def test_a_storm_becomes_a_few_notices(tmp_path: Path) -> None:
     out = tmp_path / "out"
     notices = begun(

@@ -548,11 +548,12 @@ def summary(
     run_dir: str,
     digest: Mapping[str, Any] | None,
     why: Why | None = None,
-    missing_rows: str = "",
+    missing_rows: str | None = None,
 ) -> dict[str, Any]:
     """The object that `run --json` ends with. why: the reason of a bad end. Times are of the newest recoveries.
 
-    missing_rows: rows that the ledger lacks. A completed job that lacks them ends with 1.
+    missing_rows: rows that the ledger lacks, "" if none; None: nobody has looked, so it does not count as complete. A
+    completed job that lacks rows ends with 1.
     """
     strange = facts.course.strange
     states = {0: "completed", 130: "interrupted", 143: "interrupted"}
@@ -576,7 +577,7 @@ def summary(
             "skipped": facts.counts.get("checkpoint_skipped", 0),
             "newest": facts.checkpoint_step or None,
         },
-        "ledger_complete": not missing_rows,
+        "ledger_complete": missing_rows == "",
         "digest": dict(digest) if digest is not None else None,
         "loss": facts.course.loss,
         "metrics": facts.course.metrics or None,

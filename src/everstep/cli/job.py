@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import json
+import os
 import platform
 import shlex
 import socket
@@ -44,6 +45,7 @@ from everstep.report.words import one_line
 from everstep.runtime.link.address import DATASET_FILE, JOB_FILE
 from everstep.runtime.link.listening import family_of
 
+_DISK = "checkpoint.disk.path"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _VERSIONED = ("torch", "numpy", "safetensors", "msgspec")
 
@@ -129,6 +131,9 @@ def effective_config(defaults: Mapping[str, Any], request: Request, *, script: b
         layers.insert(0, ("the script", {"lanes": workers}))
     if given.get("accumulate", 1) > 1 and not open_lanes:
         layers.append(("accumulate", {"lanes": given.get("lanes", Config.lanes) * given["accumulate"]}))
+    path = given.get(_DISK)
+    if isinstance(path, str) and not os.path.isabs(path):  # whoever continues or looks at the job may be elsewhere
+        layers.append((_DISK, {_DISK: os.path.abspath(path)}))
     config = load_config(layers)
     if request.batch_size is not None and not (open_lanes and request.batch_size % config.lanes):
         sized = with_batch_size({"lanes": config.lanes}, request.batch_size)

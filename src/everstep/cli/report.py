@@ -17,6 +17,7 @@ from everstep.report.figures import figures
 from everstep.report.history import History
 from everstep.report.page import Proof, compare_page, report_page
 from everstep.report.style import can_draw, write_pictures
+from everstep.runtime.link.address import EVENTS_FILE
 
 REPORT_FILE = "report.html"
 
@@ -39,7 +40,7 @@ def report_command(run_dir: Path, out: Path | None, reference: Path | None) -> i
             print(path)
     else:
         print("no pictures: pip install 'everstep[report]' draws the figures as PNGs, too")
-    _refuse_absurd([history])
+    _refuse_untold([history])
     return 0
 
 
@@ -94,12 +95,15 @@ def compare_command(run_dirs: tuple[Path, ...], out: Path) -> int:
     histories = [open_run(path) for path in run_dirs]
     write_page(out, compare_page(histories))
     print(out)
-    _refuse_absurd(histories)
+    _refuse_untold(histories)
     return 0
 
 
-def _refuse_absurd(histories: Iterable[History]) -> None:
-    """Refuse impossible numbers in events, after all files are written. Raises: ConfigError."""
+def _refuse_untold(histories: Iterable[History]) -> None:
+    """Refuse events that cannot be read, or with impossible numbers, after all files are written. Raises:
+    ConfigError."""
     for history in histories:
+        if history.trouble:
+            raise ConfigError(f"{history.run_dir / EVENTS_FILE} cannot be read: {history.trouble}")
         if history.absurd:
             raise ConfigError(history.absurd)

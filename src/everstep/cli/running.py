@@ -29,11 +29,11 @@ _LOOK_S = 0.2
 @click.option("--workers", type=int, required=True, help="New number of workers.")
 def scale(run_dir: Path, workers: int) -> int:
     """Change the number of workers of the running job in DIR."""
-    job = read_job(run_dir)
-    if not job.config.min_workers <= workers <= job.config.lanes:
+    config = read_job(run_dir).config
+    most, what = config.lanes * config.stages, "lanes" if config.stages == 1 else "lanes in each stage"
+    if not config.min_workers <= workers <= max(most, config.workers):
         raise ConfigError(
-            f"--workers must be from {job.config.min_workers} (min_workers) to "
-            f"{job.config.lanes} (lanes), got {workers}"
+            f"--workers must be from {config.min_workers} (min_workers) to {most} ({what}), got {workers}"
         )
     result = ask_running(run_dir, "scale", {"workers": workers})
     print(f"{run_dir}: from {result.get('before', '?')} to {workers} workers")

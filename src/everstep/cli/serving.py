@@ -77,5 +77,7 @@ def _text(run_dir: Path) -> str:
     from everstep.report.prometheus import device_families, expose, families
 
     history = History(run_dir).load()
+    if history.trouble:
+        raise ConfigError(f"{run_dir / EVENTS_FILE} cannot be read: {history.trouble}")
     found = families(history, history.running(), None, time.time_ns())
     return expose([*found, *device_families()])[0].decode()

@@ -414,8 +414,10 @@ def follow(
                 for data in portions(file):
                     yield from parse_events(lines.whole(data))
                 before, position = position, file.tell()
+        except FileNotFoundError:
+            before, position, lines = 0, 0, Lines()
         except OSError:
-            before = position = 0
+            before = position  # what has been read is not read again
         if last:
             return
         if position == before:

@@ -301,6 +301,12 @@ def _commanded(facts: Facts, event: Event, time_ns: int) -> None:
         facts.condition.stops(event, time_ns)
 
 
+def _falls_back(facts: Facts, event: Event, time_ns: int) -> None:
+    if event.get("what") == "checkpoint":
+        facts.checkpoints.damaged(whole_number(event.get("step")))
+    facts.account.paint(*facts.course.fall_back(event, time_ns), "steps done again")
+
+
 def _waits(facts: Facts, event: Event, time_ns: int) -> None:
     facts.condition.wait(event, time_ns)
     facts._was_done(whole_number(event.get("step")))
@@ -323,9 +329,7 @@ _ACTS: dict[str, Callable[[Facts, Event, int], None]] = {
     "worker_suspected": Facts._worker_suspected,
     "worker_evicted": Facts._worker_evicted,
     "recovery_completed": Facts._recovery_completed,
-    "fallback": lambda facts, event, time_ns: facts.account.paint(
-        *facts.course.fall_back(event, time_ns), "steps done again"
-    ),
+    "fallback": _falls_back,
     "waiting": _waits,
     "evaluated": Facts._evaluated,
     "logged": lambda facts, event, time_ns: facts.logged.take(event, whole_number(event.get("step")), time_ns),

@@ -6,6 +6,7 @@ by its inode, so a rename (rotation) loses nothing and a new file under an old n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -157,8 +158,9 @@ class Folder:
         present: dict[tuple[int, int], tuple[int, Path]] = {}
         try:
             for path in self._folder.glob(self._pattern):
-                found = path.stat()
-                present[found.st_dev, found.st_ino] = (found.st_mtime_ns, path)
+                with contextlib.suppress(OSError):  # it has been rotated away, or is a link that leads nowhere
+                    found = path.stat()
+                    present[found.st_dev, found.st_ino] = (found.st_mtime_ns, path)
         except OSError:
             return
         self._tails = {

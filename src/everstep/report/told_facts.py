@@ -122,6 +122,13 @@ class Checkpoints:
         for tier in self.tiers.values():
             tier.late, tier.tried = 0, None
 
+    def damaged(self, step: int) -> None:
+        """That of a step is not whole after all: neither it nor a later one that was told before counts."""
+        for name, tier in self.tiers.items():
+            if name != "memory" and tier.good is not None and tier.good.step >= step:
+                older = (one for one in reversed(self.newest) if one.ok and one.tier == name and one.step < step)
+                tier.good = next(older, None)
+
     def good(self, *, memory: bool = False) -> list[CheckpointFact]:
         """The newest complete one of each tier; those in memory end with the job's processes."""
         found = [tier.good for name, tier in self.tiers.items() if memory or name != "memory"]

@@ -40,6 +40,8 @@ _HOUR_S = 3600.0
 _STALE_S = 3600.0
 _STALE_END_S = 7 * 86400.0
 _PAUSES_S = (0.0, 0.5, 2.0)
+_REFUSED = tuple(f"the server answered {code}" for code in (400, 413, 422))
+"""Errors that are about one notice, which is left out."""
 _REMEMBERED = 512
 _MOST_BYTES = 1 << 16
 _PLAIN = str.maketrans("<>", "‹›")  # chats take <...> for links and mentions
@@ -141,20 +143,37 @@ class Notices(Sink):
             self._waiting.append(notice)
 
     def flush(self) -> None:
-        while self._waiting:
-            notice = self._next()
+        """Deliver all that wait. A way that fails holds up no other. Raises: SinkFailed, after all others."""
+        failed: dict[str, str] = {}
+        again: list[Notice] = []
+        while self._waiting and (not failed or len(failed) < len(self._ways)):
+            notice, took = self._next(), False
             if notice is None:
-                return
+                break
             for way, deliver in self._ways:
                 key = f"{way} {_key(notice)}"
-                if key not in self._told:
-                    self._deliver(way, deliver, notice)
-                    self._told.append(key)
-                    self._remember()
-            self._told.append(_key(notice))
+                if key in self._told or way in failed:
+                    continue
+                why = self._deliver(deliver, notice)
+                if why in _REFUSED:
+                    self._left_out[notice["event"]] += 1  # the next one says so
+                elif why:
+                    failed[way] = why
+                    continue
+                took = True
+                self._told.append(key)
+                self._remember()
             self._waiting.pop(0)
-            self._lately.append(self._clock())
-            self._remember()
+            if took:
+                self._lately.append(self._clock())
+            if failed:
+                again.append(notice)
+            else:
+                self._told.append(_key(notice))
+                self._remember()
+        self._waiting = again + self._waiting
+        for way, why in failed.items():
+            raise SinkFailed(f"{way} did not take a notice: {why}")
 
     def _next(self) -> Notice | None:
         """The next notice; if there are too many, one that stands for the rest."""
@@ -179,15 +198,15 @@ class Notices(Sink):
         self._left_out.update(notice["event"] for notice in notices if notice["event"] not in _ENDS)
         return [notice for notice in notices if notice["event"] in _ENDS]
 
-    def _deliver(self, way: str, deliver: Callable[[Notice], str], notice: Notice) -> None:
-        """Deliver a notice. Raises: SinkFailed after several tries."""
+    def _deliver(self, deliver: Callable[[Notice], str], notice: Notice) -> str:
+        """Deliver a notice, in several tries; returns "", or the last error."""
         why = ""
         for pause_s in _PAUSES_S:
             self._sleep(pause_s)
             why = deliver(notice)
-            if not why:
-                return
-        raise SinkFailed(f"{way} did not take a notice: {why}")
+            if not why or why in _REFUSED:
+                break
+        return why
 
     def _remember(self) -> None:
         write_atomically(self._file, json.dumps({"told": list(self._told)}), 1, make=True)

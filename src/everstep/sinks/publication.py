@@ -93,6 +93,8 @@ class Publication:
         before = (self.steps, self.events, self._cursor.sampled_step)
         while self.history.poll():
             self._keep(everything=False)
+        if self.history.trouble:
+            raise SinkFailed(f"events cannot be read: {self.history.trouble}")
         if over:
             self._keep(everything=True)
         return before != (self.steps, self.events, self._cursor.sampled_step)
@@ -149,6 +151,8 @@ class Publication:
         }
         values = {k: number(v) for k, v in said.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         values |= _logged(event)
+        if event.get("nonfinite"):
+            values["train/nonfinite"] = 1.0  # what is not finite has no number
         samples = whole_number(event.get("samples"))
         if self._last_ns and time_ns > self._last_ns and step == self._step + 1:
             values["speed/step_s"] = (time_ns - self._last_ns) / 1e9

@@ -317,3 +317,14 @@ def test_nobody_to_scale_or_drain(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert "no job is running" in capsys.readouterr().err
     assert run_command(["scale", str(run_dir), "--workers", "3"]) == 2
     assert "from 1 (min_workers) to 2 (lanes), got 3" in capsys.readouterr().err
+
+
+def test_each_stage_has_its_lanes_for_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = job_dir(tmp_path)
+    job = json.loads((run_dir / "job.json").read_text())
+    job["config"] |= {"stages": 2, "workers": 2}
+    (run_dir / "job.json").write_text(json.dumps(job))
+    assert run_command(["scale", str(run_dir), "--workers", "4"]) == 2
+    assert "no job is running" in capsys.readouterr().err
+    assert run_command(["scale", str(run_dir), "--workers", "5"]) == 2
+    assert "from 1 (min_workers) to 4 (lanes in each stage), got 5" in capsys.readouterr().err

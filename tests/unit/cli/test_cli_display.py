@@ -96,7 +96,7 @@ def test_a_returning_worker_joins() -> None:
 
 def test_the_summary_at_the_end() -> None:
     digest = {"step": 4, "model": "ab", "state": "cd"}
-    result = summary(facts_of(JOB), 0, "runs/x", digest)
+    result = summary(facts_of(JOB), 0, "runs/x", digest, missing_rows="")
     assert result == {
         "kind": "summary",
         "state": "completed",
@@ -128,7 +128,8 @@ def test_the_summary_at_the_end() -> None:
 
 @pytest.mark.parametrize(("code", "after"), [(0, 1), (130, 130), (3, 3)])
 def test_a_ledger_that_lacks_rows_is_not_in_order(code: int, after: int) -> None:
-    state = summary(facts_of(JOB), code, "x", None)["state"]
+    state, unseen = (summary(facts_of(JOB), code, "x", None)[key] for key in ("state", "ledger_complete"))
+    assert not unseen, "nobody has looked"
     result = summary(facts_of(JOB), code, "x", None, missing_rows="step 2 has no row")
     assert (result["state"], result["exit_code"], result["ledger_complete"]) == (state, after, False)
     assert result["reason"] == "step 2 has no row"

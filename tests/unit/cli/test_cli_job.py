@@ -258,6 +258,16 @@ def test_more_copies_than_the_hosts_that_are_asked_for(hosts: int, copies: int, 
     _check_copies(config, {"hosts.min": hosts})  # the default takes what there is
 
 
+def test_a_path_of_checkpoints_is_the_same_for_whoever_looks_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given, path in (("ck", str(tmp_path / "ck")), ("../b", str(tmp_path.parent / "b")), ("/a/b", "/a/b")):
+        for one in (request(options={"checkpoint.disk.path": given}), request(file={"checkpoint.disk.path": given})):
+            assert effective_config({"steps": 1}, one).checkpoint.disk.path == path
+    assert effective_config({"steps": 1}, request()).checkpoint.disk.path is None
+
+
 def test_a_host_that_this_launcher_does_not_run_on() -> None:
     here = effective_config({"steps": 1}, request(file={"map": [{"hosts": ["localhost", "127.0.0.1"]}]}))
     assert here.workers == 2

@@ -16,6 +16,8 @@ from everstep.base.config import load_config
 from everstep.base.errors import ConfigError
 from everstep.cli.beside import check_metrics, parse_listen
 from everstep.cli.main import cli, run_command
+from everstep.sinks.publication import Publication
+from everstep.sinks.sink import Sink, SinkFailed
 
 BAD = ["", ":", "9400", ":9400", "127.0.0.1", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536", "127.0.0.1:-1", "a b:1"]
 BAD += ["::1:9400", "[::1]", "http://localhost:9400", "localhost:9400/metrics", "localhost:١", "[localhost]:1"]
@@ -68,6 +70,15 @@ def test_once_prints_the_exposition(tmp_path: Path, capsys: pytest.CaptureFixtur
     lines = capsys.readouterr().out.splitlines()
     assert "everstep_steps_total 10.0" in lines
     assert "# TYPE everstep_step_seconds histogram" in lines
+
+
+def test_events_that_cannot_be_read_are_not_taken_for_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = recorded.make_run(tmp_path / "run")
+    (run_dir / "events.jsonl").rename(tmp_path / "events")
+    (run_dir / "events.jsonl").symlink_to(tmp_path / "events")
+    assert "events.jsonl cannot be read: " in error_of(capsys, "metrics", run_dir, "--once")
+    with pytest.raises(SinkFailed, match="events cannot be read"):
+        Publication(run_dir, "tensorboard", Sink(), {}).advance(over=True)
 
 
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

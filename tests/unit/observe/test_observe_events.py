@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from everstep.base.cause import Cause
+from everstep.observe import events
 from everstep.observe.events import (
     COMMON,
     MOST_LINE_BYTES,
@@ -141,6 +144,26 @@ def test_the_last_committed_step_is_found_from_the_end(tmp_path: Path) -> None:
         log.write("warning", reason="r" * 100)
     assert path.stat().st_size > 2 << 17
     assert last_committed_step(path) == 49
+
+
+def test_what_was_followed_is_not_told_again_after_a_failed_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, looks = tmp_path / "events.jsonl", 0
+    path.write_bytes(format_event("job_started", 1, {"step": 0}))
+    opened = events.open_given
+
+    def given(*asked: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            path.write_bytes(path.read_bytes() + format_event("job_completed", 2, {"step": 3}))
+            raise OSError(errno.EMFILE, "too many open files")
+        return opened(*asked)
+
+    monkeypatch.setattr(events, "open_given", given)
+    told = follow(path, poll_s=0.0, stop=lambda: looks > 2)
+    assert [event["kind"] for event in told] == ["job_started", "job_completed"]
 
 
 def test_follow_sees_whole_lines_only(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from everstep.observe.events import format_event
+from everstep.report.facts import facts_of
 from everstep.report.history import History
 from everstep.report.series import Series
 from everstep.report.tail import Folder, Tail
@@ -219,6 +220,21 @@ def test_rotated_files_are_read_once(tmp_path: Path) -> None:
     current.write_bytes(b"3\n")
     assert list(folder.read()) == [[b"3"]]
     assert list(folder.read()) == []
+
+
+def test_a_file_that_cannot_be_looked_at_hides_no_other(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "b.jsonl").write_bytes(b"1\n2\n")
+    assert list(Folder(tmp_path, "*.jsonl").read()) == [[b"1", b"2"]]
+
+
+def test_a_checkpoint_that_was_found_damaged_is_not_the_newest_whole_one() -> None:
+    def damaged(step: int) -> bytes:
+        return event("fallback", 70, step=step, what="checkpoint", cause="corrupt", reason="a block differs")
+
+    saved = [event("checkpoint_completed", s, step=s, tier="disk", bytes=1, duration_s=0.1) for s in (20, 40, 60)]
+    for told, newest in (([], 60), ([damaged(60)], 40), ([damaged(60), damaged(20)], 0), ([damaged(60), saved[2]], 60)):
+        assert facts_of(json.loads(line) for line in [*saved, *told]).checkpoint_step == newest
 
 
 def test_fresh_begins_anew(tmp_path: Path) -> None:

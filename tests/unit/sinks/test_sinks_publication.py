@@ -143,6 +143,13 @@ def test_another_job_in_the_same_directory_is_told_from_its_beginning(tmp_path: 
     assert sink.series("train/loss") == {1: 1.0}
 
 
+def test_a_loss_that_is_not_finite_is_told_though_it_has_no_number(tmp_path: Path) -> None:
+    lost = event("step_committed", 102, step=2, loss=None, samples=8, nonfinite="loss")
+    sink = Recorder()
+    publish(run_dir_of(tmp_path, [event("job_started", 99, step=0, workers=1), step(1, 100, 1), lost]), "x", sink)
+    assert sink.series("train/loss") == {1: 1.0} and sink.series("train/nonfinite") == {2: 1.0}
+
+
 def test_nonsense_is_passed_over(tmp_path: Path) -> None:
     bad = [event("step_committed", 1, step="x", loss="y"), event("step_committed", 2, step=1, lr={}, loss=None)]
     bad += [event("evaluated", 3, step=1, metrics=[1]), event("evaluated", 4, step=2, metrics={"a\n": "b"})]
