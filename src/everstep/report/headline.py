@@ -24,6 +24,7 @@ _LONG_START_S = 60.0
 _LONG_WAIT_S = 10.0
 _BEYOND_HELP_S = 60.0
 _SILENT_S = 30.0
+_LONG_FIRST_S = 600.0
 _MANY_KILLS = 3
 _KILLS_LATELY_S = 600.0
 _BEYOND_HELP = 30.0
@@ -284,6 +285,9 @@ def _starting(facts: Facts, now: Now) -> Headline | None:
     text = f"Starting for {span(took_s)}: {ready} of {facts.crew.wanted or '?'} workers are ready."
     if began_ns is None:
         text = f"Starting: step {facts.course.step + 1}, the first one, is being computed for {span(took_s)}."
+    if now.asked and now.live is None and took_s > _SILENT_S:
+        level = "bad" if took_s > _LONG_FIRST_S else "warning"
+        return Headline(level, text, "The coordinator does not answer; the job restarts it if it stays silent.")
     return Headline("warning" if took_s > _LONG_START_S else "good", text)
 
 
@@ -344,9 +348,11 @@ def _held_up(facts: Facts, now: Now) -> Headline | None:
     late = facts.stands_still(now.time_ns)
     if incident is None and not late:
         return None
-    passed_s = _s(facts.progress_ns, now) if facts.progress_ns else 0.0
+    first = not facts.progress_ns and incident is not None  # no step of this start was done: it takes longer
+    since_ns = incident.begin_ns if first and incident is not None else facts.progress_ns
+    passed_s = _s(since_ns, now) if since_ns else 0.0
     usual_s = facts.course.pace.usual_s
-    beyond = passed_s > max(_BEYOND_HELP_S, _BEYOND_HELP * (usual_s or 0.0))
+    beyond = passed_s > (_LONG_FIRST_S if first else max(_BEYOND_HELP_S, _BEYOND_HELP * (usual_s or 0.0)))
     no_answer = now.asked and now.live is None
     level = "bad" if beyond or (late and no_answer and passed_s > _SILENT_S) else "warning"
     what = _cure(incident, facts, now) if incident is not None else _blame(facts, now)
@@ -356,7 +362,8 @@ def _held_up(facts: Facts, now: Now) -> Headline | None:
             return Headline(level, f"{_stands(facts, now)}: {what}.", "The job restarts it if it stays silent.")
     if late:
         return Headline(level, f"{_stands(facts, now)}: {what}.", _help(level, incident))
-    return Headline(level, f"Recovering for {span(_s(incident.begin_ns, now) if incident else 0)}: {what}.")
+    text = f"Recovering for {span(_s(incident.begin_ns, now) if incident else 0)}: {what}."
+    return Headline(level, text, _help(level, incident) if level == "bad" else "")
 
 
 def _stands(facts: Facts, now: Now) -> str:

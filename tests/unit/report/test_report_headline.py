@@ -243,6 +243,27 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "good",
         ("All is well: step 12, 4 of 4 workers.", "Last fault 1 s ago: worker 2 was killed", "after 0.4 s"),
     ),
+    "a worker killed before the first step of a resumed job": (
+        [*trained(), SAVED, AGAIN, {**killed(2, 61), "step": 6}],
+        65,
+        {},
+        "warning",
+        ("Recovering for 4 s",),
+    ),
+    "and for hours": (
+        [*trained(), SAVED, AGAIN, {**killed(2, 61), "step": 6}],
+        8000,
+        {},
+        "bad",
+        ("Recovering for 2h12m", "It does not seem to go on by itself"),
+    ),
+    "a coordinator that is silent from the start": (
+        [event("job_started", 0, step=0, workers=4)],
+        40,
+        {"asked": True, "live": None},
+        "warning",
+        ("0 of 4 workers are ready. The coordinator does not answer; the job restarts it if it stays silent.",),
+    ),
     "a hang that nobody has noticed": (
         trained(),
         8,
