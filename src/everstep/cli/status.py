@@ -61,6 +61,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         live["coordinator"] = {"pid": read_address(run_dir / COORDINATOR_FILE).pid}
     except (commands.NoJobRunning, commands.NoAnswer, commands.NotAllowed, FileNotFoundError) as error:
         live, answer, asked = {}, None, not isinstance(error, commands.NotAllowed)
+    running = running or (answer is not None and answer.get("state") not in ENDED)  # a lock may not be seen from here
     history = History(run_dir).load()  # after the answer, so that the sentence is not older than the numbers
     if answer is not None:  # the coordinator hears of steps only a few times a second
         live["state"] = history.told_state(running, live)

@@ -777,6 +777,18 @@ def test_a_script_by_itself_is_shown_alike_everywhere(tmp_path: Path, monkeypatc
     assert row(3, 90, 4) == ("interrupted", "warning", "Step 4 of 9: it may have ended."), "run again, and stopped"
 
 
+def test_a_job_whose_coordinator_answers_runs_though_its_lock_is_not_seen_from_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(tmp_path)
+    (run_dir / "job.json").write_text('{"task": "t", "argv": [], "config": {"steps": 9}}')
+    (run_dir / "coordinator.json").write_text('{"host": "h", "port": 1, "pid": 2}')
+    answer = {"state": "running", "step": 1, "workers": [], "generation": 1, "target": 2}
+    monkeypatch.setattr(commands, "ask", lambda *given, **more: dict(answer))
+    said = read_status(run_dir)
+    assert said["state"] == "running" and "died without a word" not in said["headline"]["text"]
+
+
 def test_a_launcher_that_died_is_a_fault_with_a_mark_and_leaves_no_process(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     (run_dir / "job.json").write_text('{"task": "t", "argv": [], "config": {"steps": 9}}')
